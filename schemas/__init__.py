@@ -1,0 +1,176 @@
+"""From the bytes of a body to a value that keeps a schema, or to what is wrong.
+
+The rules of the fields are in the JSON Schema files beside this module (draft 2020-12)
+and nowhere else: edit a file, restart, and the rule is another. What is here is the
+JSON text itself, which RFC 8259 leaves partly open and this service does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from typing import NoReturn
+
+from jsonschema import Draft202012Validator
+from jsonschema import ValidationError
+from jsonschema.validators import extend
+from referencing import Registry
+from referencing import Resource
+
+DIRECTORY = Path(__file__).parent
+
+# Characters of a number literal: far beyond any use, far below what makes its
+# conversion slow (which takes time with the square of the length).
+MAX_NUMBER = 1_000
+# Characters of the client's input that a message repeats.
+MAX_SHOWN = 60
+
+_SURROGATE_ESCAPE = re.compile(r'\\u[dD][89a-fA-F]')
+
+
+class NotJSON(ValueError):
+    """Bytes are not JSON text; the message says why."""
+
+
+def parse(text: bytes) -> Any:
+    """Return the value of JSON text, read strictly.
+
+    On top of what ``json.loads`` demands: UTF-8 without a byte order mark, no NaN and
+    Infinity, no member name twice in an object, no lone surrogate, no number literal
+    of more than ``MAX_NUMBER`` characters. Nesting is bounded by the interpreter's
+    stack, at some hundreds of levels.
+
+    Raises:
+        NotJSON: It is not.
+    """
+    try:
+        decoded = text.decode()
+        value = json.loads(
+            decoded,
+            object_pairs_hook=_object,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+        if _SURROGATE_ESCAPE.search(decoded):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as ex:
+        raise NotJSON(f'byte {ex.start} is not UTF-8') from ex
+    except UnicodeEncodeError as ex:
+        raise NotJSON('a string holds a lone surrogate') from ex
+    except RecursionError as ex:
+        raise NotJSON('it is nested too deeply') from ex
+    except json.JSONDecodeError as ex:
+        raise NotJSON(f'{ex.msg} at character {ex.pos}') from ex
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        twice = next(n for n, _ in pairs if n in seen or seen.add(n))  # type: ignore[func-returns-value]
+        raise NotJSON(f'the member {show(twice)} is there twice')
+    return members
+
+
+def _int(literal: str) -> int:
+    return int(_bounded(literal))
+
+
+def _float(literal: str) -> float:
+    return float(_bounded(literal))
+
+
+def _bounded(literal: str) -> str:
+    if len(literal) > MAX_NUMBER:
+        raise NotJSON(f'a number has more than {MAX_NUMBER} characters')
+    return literal
+
+
+def _constant(literal: str) -> NoReturn:
+    raise NotJSON(f'{literal} is not JSON')
+
+
+# An integer is an integer literal: JSON Schema would take 1.0 for one as well.
+_Validator: type[Draft202012Validator] = extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator,
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine(
+        'integer', lambda checker, value: type(value) is int
+    ),
+)
+
+
+@cache
+def load(name: str) -> dict[str, Any]:
+    """Return a schema as it is in its file.
+
+    Args:
+        name: ``Plant``, ``NewPlant`` or ``Error``.
+    """
+    schema: dict[str, Any] = json.loads((DIRECTORY / f'{name}.json').read_bytes())
+    return schema
+
+
+class Schema:
+    """A schema, ready to check values; build it once.
+
+    Args:
+        name: Of the file, without ``.json``.
+
+    Raises:
+        jsonschema.SchemaError: The file is not a JSON Schema.
+    """
+
+    def __init__(self, name: str) -> None:
+        registry: Registry[Any] = Registry().with_resources(
+            (path.name, Resource.from_contents(load(path.stem)))
+            for path in DIRECTORY.glob('*.json')
+        )
+        _Validator.check_schema(load(name))
+        self._validator = _Validator(load(name), registry=registry)
+
+    def faults(self, value: Any) -> list[str]:
+        """Return everything that is wrong with a value, in words for a person.
+
+        Each fault names the member and the rule: ``id: 1.5 is not an integer``.
+        """
+        errors = self._validator.iter_errors(value)
+        # Two schemas that a third includes may find the same fault.
+        return list(dict.fromkeys(fault for ex in errors for fault in _words(ex)))
+
+
+def _words(error: ValidationError) -> Iterator[str]:
+    path = '.'.join(map(str, error.absolute_path))
+    where = path or 'body'
+    rule: Any = error.validator_value
+    instance: Any = error.instance
+    match error.validator:
+        case 'required':
+            for name in rule:
+                if name not in instance:
+                    yield f'{path}.{name}: is missing'.lstrip('.')
+        case 'type' if isinstance(rule, str):
+            article = 'an' if rule[0] in 'aio' else 'a'
+            yield f'{where}: {show(instance)} is not {article} {rule}'
+        case 'minimum':
+            yield f'{where}: {show(instance)} is less than {rule}'
+        case 'maximum':
+            yield f'{where}: {show(instance)} is greater than {rule}'
+        case 'pattern':
+            yield f'{where}: {show(instance)} does not match {show(rule)}'
+        case _:
+            yield f'{where}: {_cut(error.message)}'
+
+
+def show(value: Any) -> str:
+    """Return a value as JSON text, cut if it is long."""
+    return _cut(json.dumps(value, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'
