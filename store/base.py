@@ -1,0 +1,80 @@
+"""The contract between the service and a store of plants."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple
+from typing import Self
+
+
+class Plant(NamedTuple):
+    """One plant, as it was sent and as it is stored.
+
+    Attributes:
+        id: A signed 64-bit integer, unique in a store.
+        name: Any text without U+0000 and lone surrogates, also empty.
+        tag: The same, or ``None`` if the plant has no tag.
+    """
+
+    id: int
+    name: str
+    tag: str | None = None
+
+
+class PlantStore(abc.ABC):
+    """Keeps plants.
+
+    Every store keeps these promises; ``tests/store_contract.py`` quotes them:
+
+    1. When ``add`` returns, the plant is durable to the degree that the class
+       documents. This also holds when the very same plant was there before.
+    2. When ``add`` raises ``IdTaken``, a different plant holds that id and the store
+       is unchanged.
+    3. When ``add`` raises ``StoreUnavailable``, the plant may or may not be there
+       afterwards, never half of it: repeat the call.
+    4. ``add`` may be called from many threads at once, and, for every store but the
+       one in memory, from many processes.
+    5. Iteration yields every plant that was added before it began, each once, in no
+       promised order, exactly as it was given.
+    6. ``ping`` returns if an ``add`` would work now and raises what it would raise
+       if not.
+    7. After ``close`` every method but ``close`` raises ``StoreClosed``.
+    8. Making a store touches nothing; it opens in the process that first uses it. So
+       a store that was made before a fork works after it.
+    """
+
+    @abc.abstractmethod
+    def add(self, plant: Plant) -> None:
+        """Store a plant, once.
+
+        Raises:
+            IdTaken: A different plant holds the id.
+            StoreUnavailable: The store cannot take plants now.
+            StoreCorrupt: What is stored cannot be read.
+            StoreClosed: ``close`` was called.
+        """
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Plant]:
+        """Yield all plants; raises as ``add`` does, ``IdTaken`` excepted."""
+
+    @abc.abstractmethod
+    def ping(self) -> None:
+        """Return if an ``add`` would work now; raises as ``add`` does if not."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what the store holds; it may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,173 @@
+"""Group commit: what waits together is written together and synced together.
+
+There is no background thread. A caller that finds nobody appending becomes the
+*leader*: it takes every record that waits (its own is the first), appends them as one
+*batch*, syncs them, and wakes its *followers*, which have slept through all of it. The
+next leader is the first caller that the batch left behind.
+
+A batch passes two stages. Appends exclude each other; syncs need not, since a sync
+covers every byte that was written before it began. How many syncs may be in flight
+decides what is fast:
+
+* Where a sync is quick (tens of microseconds, a disk with a battery), its cost is the
+  system calls and the thread switches around it. One in flight is best: while it runs
+  the next batch gathers, so that one append, one sync and one switch serve many.
+* Where a sync is slow (milliseconds, an ordinary disk), a caller that just misses a
+  batch would wait for two syncs. Several in flight overlap, and the disk groups them.
+
+So the number follows the time that syncs are seen to take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Generic
+from typing import TypeVar
+
+Record = TypeVar('Record')
+
+# A sync that takes longer than this, in seconds, is worth overlapping with others.
+SLOW_SYNC = 0.000_5
+SLOW_SYNCS_IN_FLIGHT = 4
+
+
+class Entry(Generic[Record]):
+    """A record on its way to the disk.
+
+    Attributes:
+        record: What the caller submitted.
+        size: Its length in bytes.
+        error: Set by the append or the sync when this record's caller must raise it.
+    """
+
+    __slots__ = ('_leads', '_parked', 'error', 'record', 'size')
+
+    def __init__(self, record: Record, size: int) -> None:
+        self.record = record
+        self.size = size
+        self.error: BaseException | None = None
+        self._leads = False
+        # NOTE: a bare lock, taken at once and released by whoever wakes the caller:
+        # the cheapest way to park a thread. An Event is four times the work.
+        self._parked: threading.Lock | None = None
+
+
+class GroupCommit(Generic[Record]):
+    """Turn concurrent calls of ``submit`` into batches.
+
+    Args:
+        append: Called with a batch; it writes the records. One call at a time. What
+            it raises, every caller of the batch raises. It may set an entry's
+            ``error`` instead, and returns whether the batch needs a sync at all.
+        sync: Called after it, with nothing; when it returns, every byte that was
+            appended before the call is durable. Calls may overlap. What it raises,
+            every caller of the batch raises.
+        max_batch_bytes: A batch takes no further record once it has reached this
+            size, so that a small record is not made slow by a crowd of large ones.
+    """
+
+    def __init__(
+        self,
+        append: Callable[[Sequence[Entry[Record]]], bool],
+        sync: Callable[[], None],
+        *,
+        max_batch_bytes: int = 1024 * 1024,
+    ) -> None:
+        self._append = append
+        self._sync = sync
+        self._max_batch_bytes = max_batch_bytes
+        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._waiting: deque[Entry[Record]] = deque()
+        self._appending = False
+        self._syncing = 0
+        self._sync_limit = 1
+
+    def submit(self, record: Record, size: int) -> None:
+        """Return when the record is durable.
+
+        Args:
+            record: Handed to ``append`` as it is.
+            size: Its length in bytes.
+
+        Raises:
+            Exception: Whatever the append or the sync raised for this record.
+        """
+        entry = Entry(record, size)
+        with self._lock:
+            self._waiting.append(entry)
+            if self._appending or self._syncing >= self._sync_limit:
+                entry._parked = threading.Lock()
+                entry._parked.acquire()
+            else:
+                self._appending = entry._leads = True
+        if entry._parked is not None:
+            entry._parked.acquire()
+        if entry._leads:
+            self._lead()
+        if entry.error is not None:
+            raise entry.error
+
+    def _lead(self) -> None:
+        """Take a batch through both stages. REQUIRES: this thread set _appending."""
+        batch = self._take_batch()
+        try:
+            needs_sync = self._append(batch)
+        except BaseException as ex:  # also Ctrl-C: the followers must not sleep on
+            needs_sync = False
+            _fail(batch, ex)
+        with self._lock:
+            self._appending = False
+            self._syncing += needs_sync
+            successor = self._choose_leader()
+        # From here on the next batch may be appended while this one is synced. It
+        # may even be durable first: nobody waits for both.
+        _wake(successor)
+        if needs_sync:
+            began = perf_counter()
+            try:
+                self._sync()
+            except BaseException as ex:
+                _fail(batch, ex)
+            slow = perf_counter() - began > SLOW_SYNC
+            with self._lock:
+                self._syncing -= 1
+                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if slow else 1
+                successor = self._choose_leader()
+            _wake(successor)
+        for entry in batch:
+            if not entry._leads:
+                _wake(entry)
+
+    def _take_batch(self) -> list[Entry[Record]]:
+        batch = []
+        size = 0
+        with self._lock:
+            while self._waiting and size < self._max_batch_bytes:
+                entry = self._waiting.popleft()
+                size += entry.size
+                batch.append(entry)
+        return batch
+
+    def _choose_leader(self) -> Entry[Record] | None:
+        """Name the next leader, if there is work for it. REQUIRES: lock held."""
+        if self._waiting and not self._appending and self._syncing < self._sync_limit:
+            self._appending = True
+            self._waiting[0]._leads = True
+            return self._waiting[0]
+        return None
+
+
+def _fail(batch: Sequence[Entry[Record]], error: BaseException) -> None:
+    # Also where the append set an error: it may have held against a record of this
+    # very batch, which is now not there.
+    for entry in batch:
+        entry.error = error
+
+
+def _wake(entry: Entry[Record] | None) -> None:
+    if entry is not None and entry._parked is not None:
+        entry._parked.release()

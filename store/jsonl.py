@@ -1,0 +1,496 @@
+"""The embedded store: a file of JSON lines, shared by any number of processes.
+
+``store/record.py`` says what a line is, ``store/index.py`` how an id is found, and
+``store/group_commit.py`` how plants that wait together share one write and one sync.
+What is here is the life of the file. Three facts carry it:
+
+* The *lock* is an ``flock`` on the plant file itself. The kernel gives it back when its
+  owner dies. Whoever holds it may write the file and the index, nobody else does.
+* The *end* is the size of the file up to which the index knows it. Under the lock the
+  file's size is the end, unless a process died between its write and its index (or
+  somebody else wrote): then whoever comes next catches the index up first.
+* A plant is *acknowledged* after a sync that began after it was written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import contextmanager
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from store import index as id_index
+from store import record
+from store.base import Plant
+from store.base import PlantStore
+from store.errors import IdTaken
+from store.errors import StoreClosed
+from store.errors import StoreCorrupt
+from store.errors import StoreUnavailable
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT
+from store.group_commit import Entry
+from store.group_commit import GroupCommit
+from store.recovery import CHUNK
+from store.recovery import TornTail
+from store.recovery import cut_tail
+from store.recovery import line_number
+from store.recovery import read_plants
+from store.recovery import scan_ids
+from store.recovery import sync_directory
+
+log = logging.getLogger(__name__)
+
+
+class JSONLinesStore(PlantStore):
+    """Keep plants in a file of JSON lines; durable when the disk says so.
+
+    An add returns after ``fdatasync``. A file that is missing is made, with mode 0600,
+    unless its index is still there: then it was removed, and a new one would forget
+    every id.
+
+    Args:
+        path: Of the plant file. The index is beside it, with ``.index`` added.
+        start_anew: Make a new file also where the index shows that one is gone.
+        system: The system calls, so that tests can make them fail; the ``os`` module.
+    """
+
+    def __init__(
+        self, path: str | Path, *, start_anew: bool = False, system: Any = os
+    ) -> None:
+        self.path = Path(path).absolute()
+        self._start_anew = start_anew
+        self._system = system
+        self._closed = False
+        self._lock = threading.Lock()
+        self._file: _PlantFile | None = None
+        # Nothing opened before a fork is used after it: parent and child would share
+        # one flock and exclude neither, and a lock held at the fork stays held.
+        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+
+    def add(self, plant: Plant) -> None:
+        self._opened().add(plant)
+
+    def __iter__(self) -> Iterator[Plant]:
+        if self._closed:
+            raise StoreClosed
+        return read_plants(self.path)
+
+    def ping(self) -> None:
+        self._opened().ping()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _forget(self) -> None:
+        """Start again in a child: the parent goes on with what was opened."""
+        if self._file is not None:
+            self._file.abandon()
+        self._file = None
+        self._lock = threading.Lock()
+
+    def _opened(self) -> _PlantFile:
+        file = self._file
+        if file is not None:
+            return file
+        with self._lock:
+            if self._closed:
+                raise StoreClosed
+            if self._file is None:
+                self._file = _PlantFile(self.path, self._start_anew, self._system)
+            return self._file
+
+
+def _forget(reference: weakref.ref[JSONLinesStore]) -> None:
+    store = reference()
+    if store is not None:
+        store._forget()
+
+
+class _PlantFile:
+    """A plant file that is open in this process."""
+
+    def __init__(self, path: Path, start_anew: bool, system: Any) -> None:
+        self._path = path
+        self._index_path = path.with_name(path.name + '.index')
+        self._system = system
+        self._mutex = threading.Lock()  # the lock, among the threads of this process
+        self._closed = False
+        self._failed_sync: OSError | None = None
+        self._commit = GroupCommit(self._append, self._sync)
+        with _unavailable(path), ExitStack() as opened:
+            self._fd = self._open(start_anew)
+            opened.callback(os.close, self._fd)
+            self._file = opened.enter_context(open(self._fd, 'rb', closefd=False))
+            # NOTE: the kernel reports a failed write-back once to each open file, at
+            # its next sync. Syncs that overlap on one descriptor would share that one
+            # report: the first would fail, and the second lie. So each has its own,
+            # opened now, since an open forgets what was reported before it.
+            self._sync_fds = SimpleQueue[int]()
+            for _ in range(SLOW_SYNCS_IN_FLIGHT):
+                fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                self._sync_fds.put(fd)
+            status = os.fstat(self._fd)
+            self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
+            self._index_file = opened.enter_context(ExitStack())
+            with self._locked():
+                self._open_index()
+                self._end = self._catch_up()
+                # What another process wrote may not be on the disk yet, and a repeat
+                # of it would be acknowledged by this one.
+                self._system.fdatasync(self._fd)
+                self._synced = self._end
+            self._opened = opened.pop_all()
+
+    def add(self, plant: Plant) -> None:
+        line = record.encode(plant)
+        self._commit.submit((plant, line), len(line))
+
+    def ping(self) -> None:
+        with _unavailable(self._path):
+            if self._check_file() < self._end:
+                raise self._cut_short()
+            if not os.fstatvfs(self._fd).f_bavail:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        with suppress(OSError, id_index.IndexDamaged), self._locked():
+            self._close_index()
+        with self._mutex:
+            self._closed = True
+        # A thread that syncs has one of these: with all in hand nobody does.
+        for _ in range(SLOW_SYNCS_IN_FLIGHT):
+            self._sync_fds.get()
+        self._sync_fds.put(-1)
+        self._opened.close()
+
+    def abandon(self) -> None:
+        """Give the descriptors back in a child; the parent goes on with its own."""
+        self._opened.close()
+
+    def _open(self, start_anew: bool) -> int:
+        """Open the file; make it, durably, if it may be made."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if start_anew or not self._index_path.exists():
+            flags |= os.O_CREAT
+        try:
+            fd: int = self._system.open(self._path, flags, 0o600)
+        except FileNotFoundError as ex:
+            if flags & os.O_CREAT:
+                raise self._unavailable('its directory does not exist') from ex
+            raise self._unavailable(
+                'the file is missing, but its index is there: put the file back, or '
+                'remove the index to start with an empty store'
+            ) from ex
+        try:
+            # Also if it was there: whoever made it may have died before this.
+            if not os.fstat(fd).st_size:
+                sync_directory(self._path, self._system)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._mutex:
+            if self._closed:
+                raise StoreClosed
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    # The life of a plant: buffered, written, durable, acknowledged.
+
+    def _append(self, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> bool:
+        """Write the new plants of a batch; return whether any needs a sync."""
+        with _unavailable(self._path), self._locked():
+            end = self._catch_up()
+            try:
+                return self._append_at(end, batch)
+            except id_index.IndexDamaged as ex:
+                self._build_index(str(ex))
+                return self._append_at(self._catch_up(), batch)
+
+    def _append_at(self, end: int, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> bool:
+        # Buffered. A repeat is an acknowledgement too: its first write, perhaps by
+        # another process, may not be synced yet, so it waits for a sync like the rest.
+        added: dict[int, Plant] = {}
+        offsets: list[tuple[int, int]] = []
+        lines: list[bytes] = []
+        position = end
+        needs_sync = False
+        for entry in batch:
+            plant, line = entry.record
+            stored = added.get(plant.id) or self._find(plant.id, end)
+            if stored is None:
+                added[plant.id] = plant
+                offsets.append((plant.id, position))
+                lines.append(line)
+                position += len(line)
+            entry.error = None if stored in (None, plant) else IdTaken(plant.id)
+            needs_sync |= entry.error is None
+        if lines:
+            data = b''.join(lines)
+            # Room in the index first: afterwards entering the ids cannot fail.
+            self._index.reserve(len(offsets))
+            self._write(data, end)
+            # Written. A process that dies from here on, before the index knows,
+            # leaves a file that is longer than the index says: _catch_up.
+            for id, offset in offsets:
+                self._index.put(id, offset)
+            self._index.advance(position, data)
+            self._end = position
+        return needs_sync
+
+    def _write(self, data: bytes, end: int) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                count = self._system.pwrite(self._fd, data[written:], end + written)
+                if not count:
+                    raise OSError(errno.EIO, 'nothing could be written')
+                written += count
+        except BaseException:
+            # Back to the last good end. If that fails too, the file is longer than
+            # the index says, and whoever holds the lock next deals with it.
+            with suppress(OSError):
+                self._system.ftruncate(self._fd, end)
+            raise
+
+    def _sync(self) -> None:
+        end = self._end
+        fd = self._sync_fds.get()
+        try:
+            if fd < 0:
+                raise StoreClosed
+            self._system.fdatasync(fd)
+        except OSError as ex:
+            self._latch(ex)
+            raise self._latched() from ex
+        finally:
+            self._sync_fds.put(fd)
+        # Durable, and acknowledged when the caller returns. Two threads may come here
+        # in the wrong order; the lower value is the safe one.
+        self._synced = max(self._synced, end)
+
+    def _latch(self, error: OSError) -> None:
+        """Take nothing any more: the kernel may have dropped what was not synced."""
+        self._failed_sync = error
+        log.critical(
+            '%s: a sync failed (%s): what it covered may be lost, and no plant is '
+            'taken until the store is opened again (reload the server)',
+            self._path,
+            error.strerror,
+        )
+        with suppress(OSError, StoreClosed, id_index.IndexDamaged), self._locked():
+            self._index.refresh()
+            self._index.mark_suspect(self._synced)
+
+    def _unavailable(self, reason: str) -> StoreUnavailable:
+        return StoreUnavailable(reason, store=str(self._path))
+
+    def _latched(self) -> StoreUnavailable:
+        return self._unavailable('a sync failed: the server must be reloaded')
+
+    # What follows REQUIRES the lock, _check_file and _cut_short excepted.
+
+    def _check_file(self) -> int:
+        """Return the size of the file, if it still is the one that was opened."""
+        if self._failed_sync is not None:
+            raise self._latched()
+        status = os.stat(self._path)
+        if (status.st_dev, status.st_ino) != self._identity[:2]:
+            raise self._unavailable(
+                'the file was replaced by another: put the old one back, or reload '
+                'the server'
+            )
+        return status.st_size
+
+    def _cut_short(self) -> StoreUnavailable:
+        return self._unavailable(
+            'somebody has cut the file short: the server must be reloaded'
+        )
+
+    def _catch_up(self) -> int:
+        """Return the end of the file, with the index up to it.
+
+        A process may have died between its write and the index, or in the middle of a
+        line: that is dealt with here, before each append, not only when a store opens.
+        """
+        size = self._check_file()
+        try:
+            self._index.refresh()
+        except id_index.IndexDamaged as ex:
+            self._build_index(str(ex))
+        end = self._index.end
+        if size < end:
+            raise self._cut_short()
+        if size > end:
+            self._index_records(end)
+            end = self._index.end
+        self._end = end
+        return end
+
+    def _index_records(self, start: int) -> None:
+        """Enter the records from an offset on, which the index does not know."""
+        for id, offset in self._records(start):
+            first = self._index.get(id)
+            if first is None or first >= start:
+                self._index.reserve(1)
+                self._index.put(id, offset)
+            else:
+                self._check_repeat(first, offset)
+        self._advance()
+
+    def _records(self, start: int) -> Iterator[tuple[int, int]]:
+        """Yield the id and the offset of each record; cut a torn tail off."""
+        end = os.fstat(self._fd).st_size
+        try:
+            yield from scan_ids(self._path, self._file, start, end)
+        except TornTail as torn:
+            side = cut_tail(self._path, self._fd, torn.offset, self._system)
+            log.warning(
+                '%s: a torn tail of %d bytes at byte %d, which was never '
+                'acknowledged (%s), is cut off and kept in %s',
+                self._path,
+                end - torn.offset,
+                torn.offset,
+                torn.reason,
+                side.name,
+            )
+
+    def _check_repeat(self, first: int, offset: int) -> None:
+        """Accept a plant that is in the file twice, but not two with one id."""
+        if self._read(first) != self._read(offset):
+            raise StoreCorrupt(
+                str(self._path),
+                line_number(self._file, offset),
+                offset,
+                f'its id is that of a different plant, at byte {first}',
+            )
+
+    def _advance(self) -> None:
+        end = os.fstat(self._fd).st_size
+        start = max(0, end - id_index.TAIL)
+        self._index.advance(end, os.pread(self._fd, end - start, start))
+
+    def _find(self, id: int, end: int) -> Plant | None:
+        """Return the plant that has an id."""
+        offset = self._index.get(id)
+        if offset is None or offset >= end:
+            return None
+        plant = self._read(offset)
+        if plant.id != id:
+            raise id_index.IndexDamaged('an entry is of another file')
+        return plant
+
+    def _read(self, offset: int) -> Plant:
+        """Return the plant at an offset."""
+        line = b''
+        while not line.endswith(b'\n'):
+            piece = os.pread(self._fd, 512 + 15 * len(line), offset + len(line))
+            line += piece[: piece.find(b'\n') + 1] or piece
+            if not piece:
+                break
+        try:
+            return record.decode(line)
+        except record.DamagedRecord as ex:
+            raise StoreCorrupt(
+                str(self._path), line_number(self._file, offset), offset, str(ex)
+            ) from ex
+
+    def _open_index(self) -> None:
+        """Open the index, or build it again if it is not to be believed."""
+        try:
+            self._map_index()
+            reason = self._index.distrust(self._identity, self._file)
+            if self._index.suspect < os.fstat(self._fd).st_size:
+                self._write_again(self._index.suspect)
+        except FileNotFoundError:
+            reason = 'there is none'
+        except id_index.IndexDamaged as ex:
+            reason = str(ex)
+        if reason is not None:
+            self._build_index(reason)
+        self._index.mark_open(self._identity.boot)
+
+    def _map_index(self) -> None:
+        self._index_file.close()
+        fd = self._system.open(self._index_path, os.O_RDWR | os.O_CLOEXEC)
+        self._index_file.callback(os.close, fd)
+        self._index_fd = fd
+        # Shared by all who use this index: who can have it alone is the last.
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        self._index = id_index.Index(fd, self._system)
+        self._index_file.callback(self._index.close)
+
+    def _build_index(self, reason: str) -> None:
+        size = os.fstat(self._fd).st_size
+        if size:
+            log.info('%s: building the index: %s', self._path, reason)
+        sample = os.pread(self._fd, CHUNK, 0)
+        expected = size * sample.count(b'\n') // max(1, len(sample))
+        new = self._index_path.with_name(self._index_path.name + '.new')
+        repeated = id_index.build(
+            new, self._identity, self._records(0), expected, self._system
+        )
+        os.replace(new, self._index_path)
+        self._map_index()
+        for id, offset in repeated:
+            first = self._index.get(id)
+            if first is not None:
+                self._check_repeat(first, offset)
+        self._advance()
+
+    def _write_again(self, start: int) -> None:
+        """Make bytes durable that a failed sync left in doubt.
+
+        After a failed write-back the kernel may hold a page as clean that is not on
+        the disk: reading shows it and another sync skips it. Writing it again makes
+        it dirty, and the next sync tells the truth.
+        """
+        while data := os.pread(self._fd, CHUNK, start):
+            start += self._system.pwrite(self._fd, data, start)
+        self._system.fdatasync(self._fd)
+
+    def _close_index(self) -> None:
+        """Let the index be believed after a boot, if this is its last user."""
+        self._index.refresh()
+        fcntl.flock(self._index_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(self._fd)
+        if self._index.end == status.st_size and self._failed_sync is None:
+            self._index.mark_closed(status.st_mtime_ns)
+
+
+def _boot_id() -> bytes:
+    text = Path('/proc/sys/kernel/random/boot_id').read_text()
+    return bytes.fromhex(text.strip().replace('-', ''))
+
+
+@contextmanager
+def _unavailable(path: Path) -> Iterator[None]:
+    """Raise what the operating system refuses as ``StoreUnavailable``."""
+    try:
+        yield
+    except FileNotFoundError as ex:
+        raise StoreUnavailable('the file is gone', store=str(path)) from ex
+    except OSError as ex:
+        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
