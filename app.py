@@ -1,0 +1,670 @@
+"""The plant store over HTTP: a WSGI application.
+
+    POST /plants    200, 400, 401, 500, 503    add a plant
+    GET  /livez     200                        the process answers
+    GET  /readyz    200, 503                   an add would work now
+
+Every other answer is 401, 404 or 405, and every answer that is not 200 is an ``Error``
+(``schemas/Error.json``). ``ErrorValue`` lists what its ``error`` member can be.
+
+``create_app`` is for those who embed the service: it is given everything it needs.
+``app:app`` is for servers: it reads the environment (``Settings``) when it is first
+looked at, so that importing this module does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import hashlib
+import hmac
+import json
+import logging
+import os
+import random
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import falcon
+from falcon import Request
+from falcon import Response
+
+import schemas
+from store import IdTaken
+from store import Plant
+from store import PlantStore
+from store import StoreError
+from store import StoreUnavailable
+from store import open_store
+
+log = logging.getLogger('plants')
+
+DEFAULT_MAX_BODY_BYTES = 65_536
+
+
+class ErrorValue(enum.IntEnum):
+    """The ``error`` member of an ``Error``: HTTP status times 100, plus n."""
+
+    BAD_REQUEST = 400_00
+    BODY_MISSING = 400_01
+    WRONG_MEDIA_TYPE = 400_02
+    BODY_TOO_LARGE = 400_03
+    NOT_JSON = 400_04
+    NOT_A_NEW_PLANT = 400_05
+    ID_TAKEN = 400_06
+    NO_TOKEN = 401_00
+    INVALID_TOKEN = 401_01
+    NO_SUCH_PATH = 404_00
+    METHOD_NOT_ALLOWED = 405_00
+    INTERNAL = 500_00
+    STORE_UNAVAILABLE = 503_00
+
+    @property
+    def status(self) -> int:
+        return self // 100
+
+
+class Fault(Exception):
+    """A request ends with an ``Error``.
+
+    Attributes:
+        value: Its ``error``, which also gives the HTTP status.
+        message: Its ``message``, for a person.
+        headers: What the answer must carry besides.
+    """
+
+    def __init__(self, value: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.value = value
+        self.message = message
+        self.headers = headers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+        store: URL of the store.
+        tokens: Which tokens are accepted; ``None`` if nothing is configured.
+        max_body_bytes: The longest body that is read.
+    """
+
+    store: str
+    tokens: Tokens | None
+    max_body_bytes: int
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Read the ``PLANTS_`` variables.
+
+        Raises:
+            ValueError: One has a bad value; the message is a sentence for the operator.
+        """
+        return cls(
+            store=_store_url(environ.get('PLANTS_STORE', 'jsonl:plants.jsonl')),
+            tokens=_tokens(
+                environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
+            ),
+            max_body_bytes=_positive(
+                'PLANTS_MAX_BODY',
+                environ.get('PLANTS_MAX_BODY', str(DEFAULT_MAX_BODY_BYTES)),
+            ),
+        )
+
+
+def _store_url(url: str) -> str:
+    try:
+        open_store(url)
+    except ValueError as ex:
+        raise ValueError(f'PLANTS_STORE: {ex}') from ex
+    return url
+
+
+def _positive(variable: str, text: str) -> int:
+    if not re.fullmatch('[1-9][0-9]{0,17}', text):
+        raise ValueError(f'{variable}: {text!r} is not a positive number of bytes')
+    return int(text)
+
+
+def _tokens(listed: str | None, path: str | None) -> Tokens | None:
+    if listed is not None and path is not None:
+        raise ValueError('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
+    if path is not None:
+        try:
+            return TokensFile(Path(path))
+        except (OSError, ValueError) as ex:
+            raise ValueError(f'PLANTS_TOKENS_FILE: {ex}') from ex
+    if listed is not None:
+        try:
+            return Tokens.parse(listed.split(','))
+        except ValueError as ex:
+            raise ValueError(f'PLANTS_TOKENS: {ex}') from ex
+    return None
+
+
+class Tokens:
+    """The accepted bearer tokens, kept as digests.
+
+    Args:
+        names: From the SHA-256 digest of a token to the token's name, for the log.
+    """
+
+    def __init__(self, names: Mapping[bytes, str]) -> None:
+        self._names = dict(names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> Tokens:
+        """Read ``TOKEN`` or ``NAME TOKEN`` entries; ``#`` starts a comment.
+
+        ``sha256:`` and 64 hexadecimal digits stand for the token with that digest. A
+        token without a name is called by its number.
+
+        Raises:
+            ValueError: An entry is neither, or there is none at all; the message has
+                its number, never its text.
+        """
+        names: dict[bytes, str] = {}
+        for number, entry in enumerate(entries, 1):
+            words = entry.partition('#')[0].split()
+            if not words:
+                continue
+            if len(words) > 2:
+                raise ValueError(f'entry {number} is not TOKEN or NAME TOKEN')
+            name = words[0] if len(words) == 2 else f'token-{number}'
+            try:
+                digest = _digest_of_entry(words[-1])
+            except ValueError as ex:
+                raise ValueError(f'entry {number}: {ex}') from ex
+            names.setdefault(digest, name)
+        if not names:
+            raise ValueError('there is no token')
+        return cls(names)
+
+    def name_of(self, token: str) -> str | None:
+        """Return the name of a token, or ``None`` if it is not accepted.
+
+        It takes the same time whichever token it is, and however much of it is right.
+        """
+        digest = hashlib.sha256(token.encode('latin-1')).digest()
+        found = None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+
+def _digest_of_entry(text: str) -> bytes:
+    scheme, colon, digits = text.partition(':')
+    if colon:
+        if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
+            raise ValueError('it is not sha256: and 64 hexadecimal digits')
+        return bytes.fromhex(digits)
+    # RFC 6750, section 2.1: b64token.
+    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', text):
+        raise ValueError(
+            'a token has only letters, digits and -._~+/, and = at its end'
+        )
+    return hashlib.sha256(text.encode()).digest()
+
+
+class TokensFile(Tokens):
+    """Tokens in a file, one entry a line, taken up again when the file changes.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not right; the message says where.
+    """
+
+    CHECK_EVERY = 0.5  # seconds
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next_check = time.monotonic() + self.CHECK_EVERY
+        self._version = self._stat()
+        super().__init__(self._read())
+
+    def name_of(self, token: str) -> str | None:
+        now = time.monotonic()
+        if now >= self._next_check:
+            # Two threads may both come here, and both read the same file.
+            self._next_check = now + self.CHECK_EVERY
+            self._refresh()
+        return super().name_of(token)
+
+    def _refresh(self) -> None:
+        version = self._stat()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._names = self._read()
+        except (OSError, ValueError) as ex:
+            log.error('%s: %s; the tokens stay as they were', self._path, ex)
+        else:
+            log.info('%s: %d tokens are accepted now', self._path, len(self))
+
+    def _stat(self) -> tuple[int, ...] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _read(self) -> dict[bytes, str]:
+        lines = self._path.read_text('utf-8', 'strict').splitlines()
+        return Tokens.parse(lines)._names
+
+
+class Context:
+    """What the middleware notes of a request while it is served."""
+
+    id = '-'
+    token_name: str | None = None
+    error = 0
+    began = 0.0
+    body_ended = False
+
+
+class PlantsRequest(Request):
+    """A request with our context."""
+
+    context_type = Context
+    context: Context  # type: ignore[assignment]
+
+
+class BearerAuth:
+    """Middleware: no responder runs without a valid bearer token (RFC 6750).
+
+    It runs before the body is read and before the router, so a path that does not
+    exist answers 401 to a stranger, not 404.
+
+    Args:
+        tokens: Which tokens are accepted.
+        public: Paths that need none.
+    """
+
+    def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:
+        self._tokens = tokens
+        self._public = frozenset(public)
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        if req.path in self._public:
+            return
+        scheme, _, token = (req.auth or '').partition(' ')
+        token = token.strip()
+        if scheme.lower() != 'bearer' or not token:
+            raise Fault(
+                ErrorValue.NO_TOKEN,
+                'send the header Authorization: Bearer and a token',
+                www_authenticate='Bearer',
+            )
+        req.context.token_name = name = self._tokens.name_of(token)
+        if name is None:
+            raise Fault(
+                ErrorValue.INVALID_TOKEN,
+                'the token is not valid',
+                www_authenticate='Bearer error="invalid_token"',
+            )
+
+
+class OnlyOwnMethods:
+    """Middleware: a method without a responder of ours is 405, whatever it is.
+
+    Falcon would answer OPTIONS by itself, and 400 to a method it has never heard of.
+    """
+
+    def process_resource(
+        self,
+        req: PlantsRequest,
+        resp: Response,
+        resource: object,
+        params: dict[str, Any],
+    ) -> None:
+        if not hasattr(resource, f'on_{req.method.lower()}'):
+            own = [name[3:].upper() for name in dir(resource) if name.startswith('on_')]
+            raise Fault(
+                ErrorValue.METHOD_NOT_ALLOWED,
+                f'the method is not allowed here; allowed: {", ".join(own)}',
+                allow=', '.join(own),
+            )
+
+
+class RequestLog:
+    """Middleware: give each request an id, and the log a line about it."""
+
+    # What a client may choose: nothing that could break a line or a header.
+    SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        req.context.began = time.perf_counter()
+        offered = req.env.get('HTTP_X_REQUEST_ID', '')
+        if not self.SANE_ID.fullmatch(offered):
+            offered = f'{random.getrandbits(64):016x}'
+        req.context.id = offered
+        resp.set_header('X-Request-Id', offered)
+
+    def process_response(
+        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        context = req.context
+        log.info(
+            '%s %s %s %s %d %d %.1f ms',
+            context.id,
+            context.token_name or '-',
+            req.method,
+            quote(req.path),
+            resp.status_code,
+            context.error,
+            1000 * (time.perf_counter() - context.began),
+        )
+
+
+class AnnouncedClose:
+    """Middleware: a body that was not read to its end closes the connection.
+
+    What is left of it stands where the next request should be. A server reads a short
+    rest away by itself; after a long one it closes, and the client must be told in this
+    answer, or its next request fails. PEP 3333 keeps ``Connection`` from applications,
+    so the server says how: ``gunicorn.conf.py`` puts ``force_close`` on the input.
+    """
+
+    # Of a rest as long as this gunicorn reads no more than a part.
+    LONG = 65_536
+
+    def process_response(
+        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        if not req.context.body_ended and _has_long_body(req, self.LONG):
+            force_close = getattr(req.stream, 'force_close', None)
+            if force_close is not None:
+                force_close()
+
+
+def _has_long_body(req: PlantsRequest, length: int) -> bool:
+    if 'HTTP_TRANSFER_ENCODING' in req.env:
+        return True
+    announced = req.env.get('CONTENT_LENGTH') or '0'
+    return not announced.isdecimal() or int(announced) >= length
+
+
+class PlantsResource:
+    """``/plants``.
+
+    Args:
+        store: Where the plants go.
+        max_body_bytes: The longest body that is read.
+    """
+
+    def __init__(self, store: PlantStore, max_body_bytes: int) -> None:
+        self._store = store
+        self._max_body_bytes = max_body_bytes
+        self._schema = schemas.Schema('NewPlant')
+
+    def on_post(self, req: PlantsRequest, resp: Response) -> None:
+        """Add a plant; answer it without its id."""
+        new_plant = self._read_new_plant(req)
+        plant = Plant(new_plant['id'], new_plant['name'], new_plant.get('tag'))
+        self._store.add(plant)
+        answer = {'name': plant.name}
+        if plant.tag is not None:
+            answer['tag'] = plant.tag
+        _set_json(resp, answer)
+
+    def _read_new_plant(self, req: PlantsRequest) -> dict[str, Any]:
+        try:
+            value = schemas.parse(_read_body(req, self._max_body_bytes))
+        except schemas.NotJSON as ex:
+            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
+        faults = self._schema.faults(value)
+        if faults:
+            raise Fault(ErrorValue.NOT_A_NEW_PLANT, '; '.join(faults))
+        new_plant: dict[str, Any] = value
+        return new_plant
+
+
+def _read_body(req: PlantsRequest, limit: int) -> bytes:
+    """Return the body of a request that must have one, of type application/json.
+
+    Args:
+        req: The request.
+        limit: The longest body to read, in bytes.
+
+    Raises:
+        Fault: The body is missing, too large, of another type, or ends too early.
+    """
+    length = req.content_length
+    # NOTE: a chunked body has no length. Only a server that marks its end in the input
+    # (wsgi.input_terminated) lets it be read; elsewhere it is as good as missing.
+    chunked = length is None and 'HTTP_TRANSFER_ENCODING' in req.env
+    if chunked and not req.env.get('wsgi.input_terminated'):
+        raise Fault(ErrorValue.BODY_MISSING, 'send the body with a Content-Length')
+    if not length and not chunked:
+        raise Fault(ErrorValue.BODY_MISSING, 'the body is missing')
+    _check_media_type(req)
+    too_large = Fault(
+        ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes'
+    )
+    if length is not None and length > limit:
+        raise too_large
+    body = _read_up_to(req, limit + 1 if length is None else length)
+    if length is None and len(body) > limit:
+        raise too_large
+    req.context.body_ended = True
+    if not body:
+        raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
+    if length is not None and len(body) < length:
+        raise Fault(
+            ErrorValue.BAD_REQUEST,
+            f'the body ended after {len(body)} of {length} bytes',
+        )
+    return body
+
+
+def _read_up_to(req: PlantsRequest, size: int) -> bytes:
+    pieces = []
+    try:
+        # NOTE: a read may return less than it was asked for before the end.
+        while size and (piece := req.stream.read(size)):
+            pieces.append(piece)
+            size -= len(piece)
+    except Exception as ex:
+        # The framing of the body is broken, or the client has gone away: what the
+        # server raises then is its own, and none of it is a fault of ours.
+        raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
+    return b''.join(pieces)
+
+
+def _check_media_type(req: PlantsRequest) -> None:
+    media_type, parameters = falcon.parse_header(req.content_type or '')
+    charset = parameters.get('charset', 'utf-8')
+    if media_type.lower() != 'application/json' or charset.lower() != 'utf-8':
+        raise Fault(
+            ErrorValue.WRONG_MEDIA_TYPE, 'the Content-Type must be application/json'
+        )
+    coding = req.env.get('HTTP_CONTENT_ENCODING', 'identity')
+    if coding.lower() != 'identity':
+        raise Fault(
+            ErrorValue.WRONG_MEDIA_TYPE, 'the body must not have a Content-Encoding'
+        )
+
+
+class LiveResource:
+    """``/livez``: the process answers; nothing else is looked at."""
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        _set_json(resp, {'status': 'live'})
+
+    on_head = on_get
+
+
+class ReadyResource:
+    """``/readyz``: an add would work now.
+
+    Args:
+        store: Where it would go.
+    """
+
+    def __init__(self, store: PlantStore) -> None:
+        self._store = store
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        self._store.ping()
+        _set_json(resp, {'status': 'ready'})
+
+    on_head = on_get
+
+
+def _set_json(resp: Response, value: object) -> None:
+    resp.content_type = 'application/json'
+    resp.data = json.dumps(value, ensure_ascii=False).encode()
+
+
+def _answer_fault(
+    req: PlantsRequest, resp: Response, fault: Fault, params: dict[str, Any]
+) -> None:
+    """Turn a fault into an answer; the only place where an ``Error`` is made."""
+    req.context.error = int(fault.value)
+    resp.status = fault.value // 100
+    for name, text in fault.headers.items():
+        resp.set_header(name.replace('_', '-'), text)
+    _set_json(resp, {'error': int(fault.value), 'message': fault.message})
+
+
+def _answer_http_error(
+    req: PlantsRequest, resp: Response, ex: falcon.HTTPError, params: dict[str, Any]
+) -> None:
+    """What Falcon raises by itself: an unknown path, a header it cannot read."""
+    if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
+        fault = Fault(ErrorValue.NO_SUCH_PATH, 'there is no such path')
+    else:
+        fault = Fault(100 * ex.status_code, ex.description or ex.title)
+    _answer_fault(req, resp, fault, params)
+
+
+def _answer_store_error(
+    req: PlantsRequest, resp: Response, ex: StoreError, params: dict[str, Any]
+) -> None:
+    if isinstance(ex, IdTaken):
+        fault = Fault(ErrorValue.ID_TAKEN, str(ex))
+    else:
+        log.error('%s: %s', req.context.id, ex)
+        reason, retry_after = 'see the log of the server', 60
+        if isinstance(ex, StoreUnavailable):
+            reason, retry_after = ex.reason, ex.retry_after
+        fault = Fault(
+            ErrorValue.STORE_UNAVAILABLE,
+            f'the store cannot take plants now: {reason}',
+            retry_after=str(retry_after),
+        )
+    _answer_fault(req, resp, fault, params)
+
+
+def _answer_exception(
+    req: PlantsRequest, resp: Response, ex: Exception, params: dict[str, Any]
+) -> None:
+    log.exception('%s: unexpected exception', req.context.id, exc_info=ex)
+    fault = Fault(ErrorValue.INTERNAL, 'an unexpected fault of the service')
+    _answer_fault(req, resp, fault, params)
+
+
+def create_app(
+    store: PlantStore,
+    *,
+    tokens: Tokens | Mapping[str, str] | Iterable[str],
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+) -> falcon.App[PlantsRequest, Response]:
+    """Build the WSGI application.
+
+    Args:
+        store: Where the plants go; the caller closes it.
+        tokens: The accepted tokens: a list, or a mapping from names to tokens, each
+            token itself or ``sha256:`` and its digest; or a ``Tokens``.
+        max_body_bytes: The longest body that is read.
+
+    Raises:
+        ValueError: There is no token, or one that no header could hold.
+    """
+    if not isinstance(tokens, Tokens):
+        if isinstance(tokens, str):
+            tokens = [tokens]
+        elif isinstance(tokens, Mapping):
+            tokens = [f'{name} {token}' for name, token in tokens.items()]
+        tokens = Tokens.parse(tokens)
+    public = {'/livez': LiveResource(), '/readyz': ReadyResource(store)}
+    middleware: list[Any] = [
+        RequestLog(),
+        AnnouncedClose(),
+        BearerAuth(tokens, public),
+        OnlyOwnMethods(),
+    ]
+    app = falcon.App(request_type=PlantsRequest, middleware=middleware)
+    app.add_route('/plants', PlantsResource(store, max_body_bytes))
+    for path, resource in public.items():
+        app.add_route(path, resource)
+    app.add_error_handler(Exception, _answer_exception)
+    app.add_error_handler(StoreError, _answer_store_error)
+    app.add_error_handler(falcon.HTTPError, _answer_http_error)
+    app.add_error_handler(Fault, _answer_fault)
+    return app
+
+
+def get_app(
+    environ: Mapping[str, str] = os.environ,
+) -> falcon.App[PlantsRequest, Response]:
+    """Build the application that the environment describes.
+
+    The store is closed when the process ends. With no token configured a random one is
+    made and printed: the service never runs open.
+
+    Raises:
+        ValueError: A variable has a bad value.
+    """
+    settings = Settings.from_environ(environ)
+    tokens = settings.tokens
+    if tokens is None:
+        token = secrets.token_urlsafe()
+        tokens = Tokens.parse([token])
+        print(new_token_notice(token, 'http://HOST:PORT'), file=sys.stderr, flush=True)
+    store = open_store(settings.store)
+    atexit.register(store.close)
+    return create_app(store, tokens=tokens, max_body_bytes=settings.max_body_bytes)
+
+
+def new_token_notice(token: str, address: str) -> str:
+    """Return what to print for a token that was made because none was configured."""
+    return (
+        f'No token is configured (PLANTS_TOKENS), so this one was made:\n\n'
+        f'    {token}\n\n'
+        f'Add a plant with it:\n\n'
+        f"    curl {address}/plants -H 'Authorization: Bearer {token}' "
+        f'-H \'Content-Type: application/json\' -d \'{{"id": 1, "name": "Fern"}}\'\n'
+    )
+
+
+def __getattr__(name: str) -> falcon.App[PlantsRequest, Response]:
+    """Make ``app:app`` when a server looks for it, and not before."""
+    if name != 'app':
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    application = globals()['app'] = get_app()
+    return application
+
+
+if __name__ == '__main__':
+    here = Path(__file__).resolve().parent
+    command = [sys.executable, '-m', 'gunicorn', '--pythonpath', str(here)]
+    os.execv(sys.executable, [*command, '-c', str(here / 'gunicorn.conf.py')])
