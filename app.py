@@ -426,14 +426,13 @@ class PlantsResource:
         _set_json(resp, answer)
 
     def _read_new_plant(self, req: PlantsRequest) -> dict[str, Any]:
+        body = _read_body(req, self._max_body_bytes)
         try:
-            value = schemas.parse(_read_body(req, self._max_body_bytes))
+            new_plant: dict[str, Any] = self._schema.read(body)
         except schemas.NotJSON as ex:
             raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
-        faults = self._schema.faults(value)
-        if faults:
-            raise Fault(ErrorValue.NOT_A_NEW_PLANT, '; '.join(faults))
-        new_plant: dict[str, Any] = value
+        except schemas.Invalid as ex:
+            raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
         return new_plant
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 from typing import NoReturn
 
+import jsonschema_rs
 from jsonschema import Draft202012Validator
 from jsonschema import ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
-from referencing import Resource
 
 DIRECTORY = Path(__file__).parent
 
@@ -36,6 +37,18 @@ class NotJSON(ValueError):
     """Bytes are not JSON text; the message says why."""
 
 
+class Invalid(ValueError):
+    """A value does not keep a schema.
+
+    Attributes:
+        faults: Everything that is wrong, in words for a person.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__('; '.join(faults))
+        self.faults = faults
+
+
 def parse(text: bytes) -> Any:
     """Return the value of JSON text, read strictly.
 
@@ -47,15 +60,13 @@ def parse(text: bytes) -> Any:
     Raises:
         NotJSON: It is not.
     """
+    return _parse(text, _decode)
+
+
+def _parse(text: bytes, decode: Callable[[str], Any]) -> Any:
     try:
         decoded = text.decode()
-        value = json.loads(
-            decoded,
-            object_pairs_hook=_object,
-            parse_int=_int,
-            parse_float=_float,
-            parse_constant=_constant,
-        )
+        value = decode(decoded)
         if _SURROGATE_ESCAPE.search(decoded):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as ex:
@@ -96,6 +107,28 @@ def _constant(literal: str) -> NoReturn:
     raise NotJSON(f'{literal} is not JSON')
 
 
+class _FloatFound(Exception):
+    """There is a number literal with a fraction or an exponent."""
+
+
+def _no_float(literal: str) -> NoReturn:
+    raise _FloatFound
+
+
+def _decoder(parse_float: Callable[[str], Any]) -> Callable[[str], Any]:
+    # NOTE: built once: json.loads() with arguments builds one at every call.
+    return json.JSONDecoder(
+        object_pairs_hook=_object,
+        parse_int=_int,
+        parse_float=parse_float,
+        parse_constant=_constant,
+    ).decode
+
+
+_decode = _decoder(_float)
+_decode_without_floats = _decoder(_no_float)
+
+
 # An integer is an integer literal: JSON Schema would take 1.0 for one as well.
 _Validator: type[Draft202012Validator] = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator,
@@ -119,6 +152,11 @@ def load(name: str) -> dict[str, Any]:
 class Schema:
     """A schema, ready to check values; build it once.
 
+    Two validators read the same files. jsonschema has the last word and finds the
+    words for what is refused. A compiled one, a hundred times as fast, accepts nearly
+    everything that is accepted; it is not asked about values with floats, since it
+    takes 1.0 for an integer.
+
     Args:
         name: Of the file, without ``.json``.
 
@@ -127,12 +165,31 @@ class Schema:
     """
 
     def __init__(self, name: str) -> None:
-        registry: Registry[Any] = Registry().with_resources(
-            (path.name, Resource.from_contents(load(path.stem)))
-            for path in DIRECTORY.glob('*.json')
-        )
-        _Validator.check_schema(load(name))
-        self._validator = _Validator(load(name), registry=registry)
+        schema = load(name)
+        files = [(path.name, load(path.stem)) for path in DIRECTORY.glob('*.json')]
+        _Validator.check_schema(schema)
+        registry: Registry[Any] = Registry().with_contents(files)
+        self._validator = _Validator(schema, registry=registry)
+        self._is_valid = jsonschema_rs.validator_for(
+            schema, registry=jsonschema_rs.Registry(files)
+        ).is_valid
+
+    def read(self, text: bytes) -> Any:
+        """Return the value of JSON text that keeps the schema.
+
+        Raises:
+            NotJSON: The text is not JSON.
+            Invalid: Its value does not keep the schema.
+        """
+        try:
+            value = _parse(text, _decode_without_floats)
+            if self._is_valid(value):
+                return value
+        except _FloatFound:
+            value = parse(text)
+        if faults := self.faults(value):
+            raise Invalid(faults)
+        return value
 
     def faults(self, value: Any) -> list[str]:
         """Return everything that is wrong with a value, in words for a person.
