@@ -1,0 +1,126 @@
+"""Finding every damaged line of a plant file, and moving them out of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+from typing import NamedTuple
+
+from store import index as id_index
+from store.errors import StoreUnavailable
+from store.recovery import line_number
+from store.recovery import read_lines
+from store.recovery import side_file
+from store.recovery import sync_directory
+
+
+class Damage(NamedTuple):
+    """A line that is not a record, or whose id an earlier record has.
+
+    Attributes:
+        line: Counted from 1.
+        offset: Where it begins, in bytes from the start of the file.
+        text: Its bytes, the line feed included if it has one.
+        reason: What is wrong with it.
+    """
+
+    line: int
+    offset: int
+    text: bytes
+    reason: str
+
+
+def find_damage(path: Path) -> list[Damage]:
+    """Return every damaged line of a plant file, in order; nothing is changed.
+
+    Raises:
+        StoreUnavailable: The file cannot be read.
+    """
+    try:
+        with path.open('rb') as file:
+            return _find_damage(file)
+    except OSError as ex:
+        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
+
+
+def repair(path: Path) -> tuple[Path | None, list[Damage]]:
+    """Move every damaged line of a plant file to a side file; nothing is lost.
+
+    The file is replaced in one step. A server that has it open refuses plants from
+    then on, until it is reloaded.
+
+    Returns:
+        The side file, if there was damage, and the damaged lines.
+
+    Raises:
+        StoreUnavailable: A file cannot be read or written; the plant file is as it was.
+    """
+    try:
+        with path.open('r+b') as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            damaged = _find_damage(file)
+            if not damaged:
+                return None, []
+            side = side_file(path, 'damaged')
+            _write_file(side, (damage.text for damage in damaged))
+            offsets = {damage.offset for damage in damaged}
+            repaired = side_file(path, 'repaired')
+            end = os.fstat(file.fileno()).st_size
+            _write_file(
+                repaired,
+                (
+                    line.text
+                    for line in read_lines(file, 0, end)
+                    if line.offset not in offsets
+                ),
+            )
+            # The point of no return: both files are durable, and so is every line.
+            repaired.replace(path)
+            sync_directory(path)
+            return side, damaged
+    except OSError as ex:
+        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
+
+
+def _find_damage(file: BinaryIO) -> list[Damage]:
+    end = os.fstat(file.fileno()).st_size
+    damaged = []
+
+    def sound() -> Iterator[tuple[int, int]]:
+        for number, line in enumerate(read_lines(file, 0, end), 1):
+            if line.plant is None:
+                damaged.append(Damage(number, line.offset, line.text, line.reason))
+            else:
+                yield line.plant.id, line.offset
+
+    # An index on disk finds ids that come twice without holding all ids in memory.
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / 'index'
+        identity = id_index.Identity(0, 0, bytes(16))
+        repeated = id_index.build(path, identity, sound(), expected=end // 40)
+        with path.open('r+b') as index_file:
+            index = id_index.Index(index_file.fileno())
+            for id, offset in repeated:
+                first = next(read_lines(file, index.get(id) or 0, end))
+                again = next(read_lines(file, offset, end))
+                if first.plant != again.plant:
+                    number = line_number(file, offset)
+                    reason = f'its id is that of a different plant, {id}'
+                    damaged.append(Damage(number, offset, again.text, reason))
+            index.close()
+    return sorted(damaged)
+
+
+def _write_file(path: Path, lines: Iterator[bytes]) -> None:
+    """Make a file durable that did not exist."""
+    with open(
+        path, 'xb', opener=lambda name, flags: os.open(name, flags, 0o600)
+    ) as new:
+        new.writelines(lines)
+        new.flush()
+        os.fsync(new.fileno())
+    sync_directory(path)
