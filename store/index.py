@@ -144,6 +144,7 @@ class Index:
         # NOTE: a store into a mapped hole of a full disk is a SIGBUS, not an error.
         # So the file has no holes: it grows by posix_fallocate, which can fail.
         self._map = mmap.mmap(fd, size)
+        self._packed = b''
         self.refresh()
 
     def close(self) -> None:
@@ -155,11 +156,14 @@ class Index:
         Raises:
             IndexDamaged: The header is damaged.
         """
-        crc, body = self._map[:4], self._map[4 : 4 + _HEADER.size]
-        magic, *fields = _HEADER.unpack(body)
-        if crc != _CRC.pack(zlib.crc32(body)) or magic != _MAGIC:
-            raise IndexDamaged('its header is damaged')
+        packed = self._map[: 4 + _HEADER.size]
+        if packed == self._packed:  # nobody else was here
+            return
+        magic, *fields = _HEADER.unpack_from(packed, 4)
         self._header = _Header._make(fields)
+        if packed != _pack_header(self._header) or magic != _MAGIC:
+            raise IndexDamaged('its header is damaged')
+        self._packed = packed
         if self._header.pages * PAGE > len(self._map):
             size = os.fstat(self._fd).st_size
             if self._header.pages * PAGE > size:
@@ -240,7 +244,7 @@ class Index:
         Raises:
             IndexDamaged: The bucket cannot be believed.
         """
-        page = self._read_bucket(self._page_of(id), self._hash(id))
+        _, page = self._bucket_of(self._hash(id))
         at = _find(page, _ID.pack(id))
         return None if at < 0 else int(_ENTRY.unpack_from(page, at)[1])
 
@@ -265,8 +269,7 @@ class Index:
         key = _ID.pack(id)
         entry = _ENTRY.pack(id, offset)
         while True:
-            number = self._page_of(id)
-            page = self._read_bucket(number, hash)
+            number, page = self._bucket_of(hash)
             depth, count, suffix = _BUCKET.unpack_from(page, 4)
             at = _find(page, key)
             if at < 0 and count < CAPACITY:
@@ -282,14 +285,13 @@ class Index:
         product = (id * self._header.multiplier) & _MASK
         return product ^ (product >> 32)
 
-    def _page_of(self, id: int) -> int:
+    def _bucket_of(self, hash: int) -> tuple[int, bytes]:
+        """Return the number and the bytes of the bucket that a hash belongs to."""
         header = self._header
-        slot = self._hash(id) & ((1 << header.depth) - 1)
+        slot = hash & ((1 << header.depth) - 1)
         at = header.directory * PAGE + slot * _POINTER.size
-        return int(_POINTER.unpack_from(self._map, at)[0])
-
-    def _read_bucket(self, number: int, hash: int) -> bytes:
-        if not 0 < number < self._header.pages:
+        number: int = _POINTER.unpack_from(self._map, at)[0]
+        if not 0 < number < header.pages:
             raise IndexDamaged('its directory is damaged')
         page = self._map[number * PAGE : (number + 1) * PAGE]
         if _CRC.unpack_from(page)[0] != zlib.crc32(page[4:]):
@@ -297,13 +299,13 @@ class Index:
         depth, count, suffix = _BUCKET.unpack_from(page, 4)
         if count > CAPACITY or hash & ((1 << depth) - 1) != suffix:
             raise IndexDamaged('its directory is damaged')
-        return page
+        return number, page
 
     def _write_page(self, number: int, page: bytes) -> None:
         self._map[number * PAGE : (number + 1) * PAGE] = page
 
     def _write_header(self, header: _Header) -> None:
-        self._map[: 4 + _HEADER.size] = _pack_header(header)
+        self._packed = self._map[: 4 + _HEADER.size] = _pack_header(header)
         self._header = header
 
     def _grow(self, pages: int) -> None:

@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from typing import TypeVar
 
 from store import index as id_index
 from store import record
@@ -50,6 +52,8 @@ from store.recovery import scan_ids
 from store.recovery import sync_directory
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar('Result')
 
 
 class JSONLinesStore(PlantStore):
@@ -128,13 +132,13 @@ class _PlantFile:
         self._path = path
         self._index_path = path.with_name(path.name + '.index')
         self._system = system
-        self._mutex = threading.Lock()  # the lock, among the threads of this process
-        self._closed = False
         self._failed_sync: OSError | None = None
         self._commit = GroupCommit(self._append, self._sync)
         with _unavailable(path), ExitStack() as opened:
             self._fd = self._open(start_anew)
             opened.callback(os.close, self._fd)
+            self._lock = _FileLock(self._fd)
+            self._end = 0
             self._file = opened.enter_context(open(self._fd, 'rb', closefd=False))
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
@@ -148,9 +152,9 @@ class _PlantFile:
             status = os.fstat(self._fd)
             self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
             self._index_file = opened.enter_context(ExitStack())
-            with self._locked():
+            with self._lock:
                 self._open_index()
-                self._end = self._catch_up()
+                self._with_index(self._catch_up)
                 # What another process wrote may not be on the disk yet, and a repeat
                 # of it would be acknowledged by this one.
                 self._system.fdatasync(self._fd)
@@ -169,10 +173,10 @@ class _PlantFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        with suppress(OSError, id_index.IndexDamaged), self._locked():
-            self._close_index()
-        with self._mutex:
-            self._closed = True
+        with self._lock:
+            with suppress(OSError, id_index.IndexDamaged):
+                self._close_index()
+            self._lock.closed = True
         # A thread that syncs has one of these: with all in hand nobody does.
         for _ in range(SLOW_SYNCS_IN_FLIGHT):
             self._sync_fds.get()
@@ -206,30 +210,18 @@ class _PlantFile:
             raise
         return fd
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._mutex:
-            if self._closed:
-                raise StoreClosed
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-
     # The life of a plant: buffered, written, durable, acknowledged.
 
     def _append(self, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> bool:
         """Write the new plants of a batch; return whether any needs a sync."""
-        with _unavailable(self._path), self._locked():
-            end = self._catch_up()
-            try:
-                return self._append_at(end, batch)
-            except id_index.IndexDamaged as ex:
-                self._build_index(str(ex))
-                return self._append_at(self._catch_up(), batch)
+        try:
+            with self._lock:
+                return self._with_index(lambda: self._append_locked(batch))
+        except OSError as ex:
+            raise _refused(ex, self._path) from ex
 
-    def _append_at(self, end: int, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> bool:
+    def _append_locked(self, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> bool:
+        end = self._catch_up()
         # Buffered. A repeat is an acknowledgement too: its first write, perhaps by
         # another process, may not be synced yet, so it waits for a sync like the rest.
         added: dict[int, Plant] = {}
@@ -300,7 +292,7 @@ class _PlantFile:
             self._path,
             error.strerror,
         )
-        with suppress(OSError, StoreClosed, id_index.IndexDamaged), self._locked():
+        with suppress(OSError, StoreClosed, id_index.IndexDamaged), self._lock:
             self._index.refresh()
             self._index.mark_suspect(self._synced)
 
@@ -336,10 +328,7 @@ class _PlantFile:
         line: that is dealt with here, before each append, not only when a store opens.
         """
         size = self._check_file()
-        try:
-            self._index.refresh()
-        except id_index.IndexDamaged as ex:
-            self._build_index(str(ex))
+        self._index.refresh()
         end = self._index.end
         if size < end:
             raise self._cut_short()
@@ -417,6 +406,14 @@ class _PlantFile:
                 str(self._path), line_number(self._file, offset), offset, str(ex)
             ) from ex
 
+    def _with_index(self, action: Callable[[], Result]) -> Result:
+        """Do something, once more with a new index if the old one is damaged."""
+        try:
+            return action()
+        except id_index.IndexDamaged as ex:
+            self._build_index(str(ex))
+            return action()
+
     def _open_index(self) -> None:
         """Open the index, or build it again if it is not to be believed."""
         try:
@@ -480,17 +477,48 @@ class _PlantFile:
             self._index.mark_closed(status.st_mtime_ns)
 
 
+class _FileLock:
+    """The lock of a plant file, among processes and among the threads of this one.
+
+    Raises:
+        StoreClosed: On entering, after ``closed`` was set.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
+        self.closed = False
+
+    def __enter__(self) -> None:
+        self._mutex.acquire()
+        try:
+            if self.closed:
+                raise StoreClosed
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        except BaseException:
+            self._mutex.release()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._mutex.release()
+
+
 def _boot_id() -> bytes:
     text = Path('/proc/sys/kernel/random/boot_id').read_text()
     return bytes.fromhex(text.strip().replace('-', ''))
 
 
+def _refused(error: OSError, path: Path) -> StoreUnavailable:
+    """Return what the operating system refuses in the words of the store."""
+    gone = isinstance(error, FileNotFoundError)
+    reason = 'the file is gone' if gone else error.strerror or str(error)
+    return StoreUnavailable(reason, store=str(path))
+
+
 @contextmanager
 def _unavailable(path: Path) -> Iterator[None]:
-    """Raise what the operating system refuses as ``StoreUnavailable``."""
     try:
         yield
-    except FileNotFoundError as ex:
-        raise StoreUnavailable('the file is gone', store=str(path)) from ex
     except OSError as ex:
-        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
+        raise _refused(ex, path) from ex
