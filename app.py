@@ -286,6 +286,12 @@ class PlantsRequest(Request):
     context_type = Context
     context: Context  # type: ignore[assignment]
 
+    def __init__(
+        self, env: dict[str, Any], options: falcon.RequestOptions | None = None
+    ) -> None:
+        env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
+        super().__init__(env, options)
+
 
 class BearerAuth:
     """Middleware: no responder runs without a valid bearer token (RFC 6750).
@@ -446,10 +452,11 @@ def _read_body(req: PlantsRequest, limit: int) -> bytes:
     Raises:
         Fault: The body is missing, too large, of another type, or ends too early.
     """
-    length = req.content_length
-    # NOTE: a chunked body has no length. Only a server that marks its end in the input
-    # (wsgi.input_terminated) lets it be read; elsewhere it is as good as missing.
-    chunked = length is None and 'HTTP_TRANSFER_ENCODING' in req.env
+    # RFC 9112, section 6.3: a chunked body has no length, whatever Content-Length says.
+    # Only a server that marks its end in the input (wsgi.input_terminated) lets it be
+    # read; elsewhere it is as good as missing.
+    chunked = 'HTTP_TRANSFER_ENCODING' in req.env
+    length = None if chunked else req.content_length
     if chunked and not req.env.get('wsgi.input_terminated'):
         raise Fault(ErrorValue.BODY_MISSING, 'send the body with a Content-Length')
     if not length and not chunked:
