@@ -141,11 +141,13 @@ def _tokens(listed: str | None, path: str | None) -> Tokens | None:
     if path is not None:
         try:
             return TokensFile(Path(path))
-        except (OSError, ValueError) as ex:
-            raise ValueError(f'PLANTS_TOKENS_FILE: {ex}') from ex
+        except OSError as ex:
+            raise ValueError(f'PLANTS_TOKENS_FILE: {path}: {ex.strerror}') from ex
+        except ValueError as ex:
+            raise ValueError(f'PLANTS_TOKENS_FILE: {path}: {ex}') from ex
     if listed is not None:
         try:
-            return Tokens.parse(listed.split(','))
+            return Tokens.of(filter(None, map(str.strip, listed.split(','))))
         except ValueError as ex:
             raise ValueError(f'PLANTS_TOKENS: {ex}') from ex
     return None
@@ -156,40 +158,49 @@ class Tokens:
 
     Args:
         names: From the SHA-256 digest of a token to the token's name, for the log.
+
+    Raises:
+        ValueError: There is none.
     """
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
+        if not names:
+            raise ValueError('there is no token')
         self._names = dict(names)
 
     def __len__(self) -> int:
         return len(self._names)
 
     @classmethod
-    def parse(cls, entries: Iterable[str]) -> Tokens:
-        """Read ``TOKEN`` or ``NAME TOKEN`` entries; ``#`` starts a comment.
+    def of(cls, tokens: Iterable[str] | Mapping[str, str]) -> Tokens:
+        """Accept tokens, from a mapping by their names or else called by their numbers.
 
-        ``sha256:`` and 64 hexadecimal digits stand for the token with that digest. A
-        token without a name is called by its number.
+        ``sha256:`` and 64 hexadecimal digits stand for the token with that digest.
 
         Raises:
-            ValueError: An entry is neither, or there is none at all; the message has
-                its number, never its text.
+            ValueError: There is none, or no header could hold one; the message has its
+                name, never its text.
         """
-        names: dict[bytes, str] = {}
-        for number, entry in enumerate(entries, 1):
-            words = entry.partition('#')[0].split()
-            if not words:
-                continue
+        if not isinstance(tokens, Mapping):
+            tokens = {f'token-{number}': text for number, text in enumerate(tokens, 1)}
+        return cls({_digest(text, name): name for name, text in tokens.items()})
+
+    @classmethod
+    def parse(cls, lines: Iterable[str]) -> Tokens:
+        """Read the lines of a file: TOKEN or NAME TOKEN; # begins a comment.
+
+        Raises:
+            ValueError: A line is neither, or there is no token; the message has its
+                number, never its text.
+        """
+        names = {}
+        for number, line in enumerate(lines, 1):
+            words = re.split(r'(?:^|\s)#', line)[0].split()
             if len(words) > 2:
-                raise ValueError(f'entry {number} is not TOKEN or NAME TOKEN')
-            name = words[0] if len(words) == 2 else f'token-{number}'
-            try:
-                digest = _digest_of_entry(words[-1])
-            except ValueError as ex:
-                raise ValueError(f'entry {number}: {ex}') from ex
-            names.setdefault(digest, name)
-        if not names:
-            raise ValueError('there is no token')
+                raise ValueError(f'line {number}: it is not TOKEN or NAME TOKEN')
+            if words:
+                name = words[0] if len(words) == 2 else f'token-{number}'
+                names[_digest(words[-1], f'line {number}')] = name
         return cls(names)
 
     def name_of(self, token: str) -> str | None:
@@ -205,18 +216,19 @@ class Tokens:
         return found
 
 
-def _digest_of_entry(text: str) -> bytes:
-    scheme, colon, digits = text.partition(':')
+def _digest(token: str, where: str) -> bytes:
+    """Return the SHA-256 digest that a token is kept as, or stands for."""
+    scheme, colon, digits = token.partition(':')
     if colon:
         if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
-            raise ValueError('it is not sha256: and 64 hexadecimal digits')
+            raise ValueError(f'{where}: it is not sha256: and 64 hexadecimal digits')
         return bytes.fromhex(digits)
     # RFC 6750, section 2.1: b64token.
-    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', text):
+    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):
         raise ValueError(
-            'a token has only letters, digits and -._~+/, and = at its end'
+            f'{where}: a token has only letters, digits and -._~+/, and = at its end'
         )
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(token.encode()).digest()
 
 
 class TokensFile(Tokens):
@@ -266,7 +278,7 @@ class TokensFile(Tokens):
         return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _read(self) -> dict[bytes, str]:
-        lines = self._path.read_text('utf-8', 'strict').splitlines()
+        lines = self._path.read_text('utf-8').split('\n')
         return Tokens.parse(lines)._names
 
 
@@ -291,6 +303,10 @@ class PlantsRequest(Request):
     ) -> None:
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, options)
+        if self.method == 'WEBSOCKET':
+            # Falcon keeps this name for itself and refuses it before any middleware
+            # runs. In lower case it is a method like any other that we do not have.
+            self.method = 'websocket'
 
 
 class BearerAuth:
@@ -341,7 +357,8 @@ class OnlyOwnMethods:
         resource: object,
         params: dict[str, Any],
     ) -> None:
-        if not hasattr(resource, f'on_{req.method.lower()}'):
+        method = req.method
+        if not hasattr(resource, f'on_{method.lower()}') or not method.isupper():
             own = [name[3:].upper() for name in dir(resource) if name.startswith('on_')]
             raise Fault(
                 ErrorValue.METHOD_NOT_ALLOWED,
@@ -405,7 +422,8 @@ def _has_long_body(req: PlantsRequest, length: int) -> bool:
     if 'HTTP_TRANSFER_ENCODING' in req.env:
         return True
     announced = req.env.get('CONTENT_LENGTH') or '0'
-    return not announced.isdecimal() or int(announced) >= length
+    # NOTE: int() refuses thousands of digits with an exception.
+    return not announced.isdecimal() or int(announced[:18]) >= length
 
 
 class PlantsResource:
@@ -606,11 +624,7 @@ def create_app(
         ValueError: There is no token, or one that no header could hold.
     """
     if not isinstance(tokens, Tokens):
-        if isinstance(tokens, str):
-            tokens = [tokens]
-        elif isinstance(tokens, Mapping):
-            tokens = [f'{name} {token}' for name, token in tokens.items()]
-        tokens = Tokens.parse(tokens)
+        tokens = Tokens.of([tokens] if isinstance(tokens, str) else tokens)
     public = {'/livez': LiveResource(), '/readyz': ReadyResource(store)}
     middleware: list[Any] = [
         RequestLog(),
@@ -644,7 +658,7 @@ def get_app(
     tokens = settings.tokens
     if tokens is None:
         token = secrets.token_urlsafe()
-        tokens = Tokens.parse([token])
+        tokens = Tokens.of([token])
         print(new_token_notice(token, 'http://HOST:PORT'), file=sys.stderr, flush=True)
     store = open_store(settings.store)
     atexit.register(store.close)

@@ -191,11 +191,13 @@ def on_starting(server: Arbiter) -> None:
     build an index that every one of them waits for.
     """
     import app
+    import schemas
     from store import StoreError
 
     _log_with(server)
     try:
         settings = app.Settings.from_environ(os.environ)
+        schemas.load()
         _open_store_once(settings.store)
     except (ValueError, StoreError) as ex:
         sys.exit(f'Error: {ex}')

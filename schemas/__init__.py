@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Callable
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 from typing import NoReturn
 
 import jsonschema_rs
 from jsonschema import Draft202012Validator
+from jsonschema import SchemaError
 from jsonschema import ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
@@ -66,6 +66,8 @@ def parse(text: bytes) -> Any:
 def _parse(text: bytes, decode: Callable[[str], Any]) -> Any:
     try:
         decoded = text.decode()
+        if decoded.startswith('\ufeff'):
+            raise NotJSON('it begins with a byte order mark')
         value = decode(decoded)
         if _SURROGATE_ESCAPE.search(decoded):
             json.dumps(value, ensure_ascii=False).encode()
@@ -76,7 +78,8 @@ def _parse(text: bytes, decode: Callable[[str], Any]) -> Any:
     except RecursionError as ex:
         raise NotJSON('it is nested too deeply') from ex
     except json.JSONDecodeError as ex:
-        raise NotJSON(f'{ex.msg} at character {ex.pos}') from ex
+        message = ex.msg.removesuffix(' at')
+        raise NotJSON(f'{message} at character {ex.pos}') from ex
     return value
 
 
@@ -138,15 +141,9 @@ _Validator: type[Draft202012Validator] = extend(  # type: ignore[no-untyped-call
 )
 
 
-@cache
-def load(name: str) -> dict[str, Any]:
-    """Return a schema as it is in its file.
-
-    Args:
-        name: ``Plant``, ``NewPlant`` or ``Error``.
-    """
-    schema: dict[str, Any] = json.loads((DIRECTORY / f'{name}.json').read_bytes())
-    return schema
+# The two validators read patterns in two dialects (of Python and of ECMA 262). These
+# mean the same in both; with any other, only jsonschema is asked.
+_AGREED_PATTERNS = {r'^[^\u0000]*$'}
 
 
 class Schema:
@@ -161,18 +158,19 @@ class Schema:
         name: Of the file, without ``.json``.
 
     Raises:
-        jsonschema.SchemaError: The file is not a JSON Schema.
+        ValueError: A file is not a JSON Schema; the message is a sentence.
     """
 
     def __init__(self, name: str) -> None:
-        schema = load(name)
-        files = [(path.name, load(path.stem)) for path in DIRECTORY.glob('*.json')]
-        _Validator.check_schema(schema)
-        registry: Registry[Any] = Registry().with_contents(files)
+        files = load()
+        schema = files[f'{name}.json']
+        registry: Registry[Any] = Registry().with_contents(files.items())
         self._validator = _Validator(schema, registry=registry)
-        self._is_valid = jsonschema_rs.validator_for(
-            schema, registry=jsonschema_rs.Registry(files)
-        ).is_valid
+        self._is_valid: Callable[[Any], bool] = _never
+        if set(_patterns(list(files.values()))) <= _AGREED_PATTERNS:
+            self._is_valid = jsonschema_rs.validator_for(
+                schema, registry=jsonschema_rs.Registry(list(files.items()))
+            ).is_valid
 
     def read(self, text: bytes) -> Any:
         """Return the value of JSON text that keeps the schema.
@@ -187,7 +185,11 @@ class Schema:
                 return value
         except _FloatFound:
             value = parse(text)
-        if faults := self.faults(value):
+        try:
+            faults = self.faults(value)
+        except RecursionError as ex:
+            raise NotJSON('it is nested too deeply') from ex
+        if faults:
             raise Invalid(faults)
         return value
 
@@ -199,6 +201,42 @@ class Schema:
         errors = self._validator.iter_errors(value)
         # Two schemas that a third includes may find the same fault.
         return list(dict.fromkeys(fault for ex in errors for fault in _words(ex)))
+
+
+def load() -> dict[str, Any]:
+    """Return the schemas by the names of their files, as they are now.
+
+    Raises:
+        ValueError: A file is not a JSON Schema; the message is a sentence.
+    """
+    files = {}
+    for path in sorted(DIRECTORY.glob('*.json')):
+        try:
+            files[path.name] = schema = json.loads(path.read_bytes())
+            _Validator.check_schema(schema)
+            for pattern in _patterns(schema):
+                re.compile(pattern)
+        except (ValueError, re.error) as ex:
+            raise ValueError(f'{path}: {ex}') from ex
+        except SchemaError as ex:
+            raise ValueError(f'{path}: {ex.message}') from ex
+    return files
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Yield the regular expressions in a schema, wherever they are."""
+    if isinstance(schema, dict):
+        if isinstance(pattern := schema.get('pattern'), str):
+            yield pattern
+        if isinstance(properties := schema.get('patternProperties'), dict):
+            yield from properties
+    if isinstance(schema, dict | list):
+        for part in schema.values() if isinstance(schema, dict) else schema:
+            yield from _patterns(part)
+
+
+def _never(value: Any) -> bool:
+    return False
 
 
 def _words(error: ValidationError) -> Iterator[str]:
@@ -221,13 +259,11 @@ def _words(error: ValidationError) -> Iterator[str]:
         case 'pattern':
             yield f'{where}: {show(instance)} does not match {show(rule)}'
         case _:
-            yield f'{where}: {_cut(error.message)}'
+            yield f'{where}: {show(instance)} breaks {error.validator} {show(rule)}'
 
 
 def show(value: Any) -> str:
-    """Return a value as JSON text, cut if it is long."""
-    return _cut(json.dumps(value, ensure_ascii=False))
-
-
-def _cut(text: str) -> str:
+    """Return a value as JSON text that can be encoded, cut if it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    text = text.encode(errors='backslashreplace').decode()
     return text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'

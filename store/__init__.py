@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from store.base import Plant
 from store.base import PlantStore
 from store.errors import IdTaken
@@ -34,14 +36,15 @@ def open_store(url: str, *, start_anew: bool = False) -> PlantStore:
     Raises:
         ValueError: No store has such a URL; the message says what is accepted.
     """
-    scheme, _, rest = url.partition(':')
+    scheme, _, path = url.partition(':')
     # NOTE: imported here, so that no store needs what only another one imports.
-    if scheme == 'memory' and not rest:
+    if url == 'memory:':
         from store.memory import MemoryStore
 
         return MemoryStore()
-    if scheme == 'jsonl' and rest:
+    if scheme == 'jsonl' and path:
         from store.jsonl import JSONLinesStore
 
-        return JSONLinesStore(rest, start_anew=start_anew)
-    raise ValueError(f'{url!r} is not a store: use memory: or jsonl:PATH')
+        return JSONLinesStore(path, start_anew=start_anew)
+    shown = re.sub('//[^/]*@', '//...@', url)  # there may be a password
+    raise ValueError(f'{shown!r} is not a store: use memory: or jsonl:PATH')

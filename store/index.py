@@ -143,7 +143,7 @@ class Index:
             raise IndexDamaged('it is cut short')
         # NOTE: a store into a mapped hole of a full disk is a SIGBUS, not an error.
         # So the file has no holes: it grows by posix_fallocate, which can fail.
-        self._map = mmap.mmap(fd, size)
+        self._map = _map_file(fd, size)
         self._packed = b''
         self.refresh()
 
@@ -168,8 +168,7 @@ class Index:
             size = os.fstat(self._fd).st_size
             if self._header.pages * PAGE > size:
                 raise IndexDamaged('it is cut short')
-            self._map.close()
-            self._map = mmap.mmap(self._fd, size)
+            self._map_again(size)
         if self._header.split:
             self._finish_split()
 
@@ -282,8 +281,7 @@ class Index:
             self._split(number, page)
 
     def _hash(self, id: int) -> int:
-        product = (id * self._header.multiplier) & _MASK
-        return product ^ (product >> 32)
+        return _hash(id, self._header.multiplier)
 
     def _bucket_of(self, hash: int) -> tuple[int, bytes]:
         """Return the number and the bytes of the bucket that a hash belongs to."""
@@ -316,8 +314,12 @@ class Index:
         # ends where the file does.
         size = -(-max(size, len(self._map) * 9 // 8) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._system.posix_fallocate(self._fd, 0, size)
+        self._map_again(size)
+
+    def _map_again(self, size: int) -> None:
+        map = _map_file(self._fd, size)  # first: if it fails the old one still serves
         self._map.close()
-        self._map = mmap.mmap(self._fd, size)
+        self._map = map
 
     def _split(self, number: int, page: bytes) -> None:
         """Replace a full bucket by two, with one more bit of the hash each.
@@ -416,8 +418,7 @@ def build(
     partitions = [array('q') for _ in range(1 << bits)]
     mask = len(partitions) - 1
     for id, offset in entries:
-        product = (id * multiplier) & _MASK
-        partition = partitions[(product ^ (product >> 32)) & mask]
+        partition = partitions[_hash(id, multiplier) & mask]
         partition.append(id)
         partition.append(offset)
     return _write(path, identity, partitions, depth, multiplier, system)
@@ -467,10 +468,7 @@ def _write(
                 buckets: list[dict[int, int]] = [{} for _ in range(slots >> bits)]
                 for at in range(0, len(partition), 2):
                     id = partition[at]
-                    product = (id * multiplier) & _MASK
-                    bucket = buckets[
-                        ((product ^ (product >> 32)) & (slots - 1)) >> bits
-                    ]
+                    bucket = buckets[(_hash(id, multiplier) & (slots - 1)) >> bits]
                     if id in bucket:
                         repeated.append((id, partition[at + 1]))
                     else:
@@ -491,6 +489,23 @@ def _write(
     finally:
         os.close(fd)
     return repeated
+
+
+def _hash(id: int, multiplier: int) -> int:
+    # A product's low bits depend only on the id's low bits, and the low bits are what
+    # addresses the directory: so the high ones are folded in, before and after a second
+    # product. Ids that are multiples of a power of two need both.
+    hash = (id * multiplier) & _MASK
+    hash = ((hash ^ (hash >> 32)) * multiplier) & _MASK
+    return hash ^ (hash >> 32)
+
+
+def _map_file(fd: int, size: int) -> mmap.mmap:
+    map = mmap.mmap(fd, size)
+    # Ids are spread over all of it: to read or map the neighbours too, as the kernel
+    # does by itself, costs sixteen times the memory and helps nobody.
+    map.madvise(mmap.MADV_RANDOM)
+    return map
 
 
 def _bucket(depth: int, suffix: int, entries: bytes | bytearray) -> bytes:
