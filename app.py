@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from typing import Literal
 from urllib.parse import quote
 
 import falcon
@@ -38,6 +39,7 @@ from falcon import Request
 from falcon import Response
 
 import schemas
+from store import Create
 from store import IdTaken
 from store import Plant
 from store import PlantStore
@@ -48,6 +50,7 @@ from store import open_store
 log = logging.getLogger('plants')
 
 DEFAULT_MAX_BODY_BYTES = 65_536
+STORE_EXISTS = '_PLANTS_STORE_EXISTS'
 
 
 class ErrorValue(enum.IntEnum):
@@ -289,7 +292,8 @@ class Context:
     token_name: str | None = None
     error = 0
     began = 0.0
-    body_ended = False
+    # How far the body was read: not at all, to its end, or to where it broke off.
+    body: Literal['unread', 'read', 'broken'] = 'unread'
 
 
 class PlantsRequest(Request):
@@ -412,7 +416,8 @@ class AnnouncedClose:
     def process_response(
         self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
     ) -> None:
-        if not req.context.body_ended and _has_long_body(req, self.LONG):
+        body = req.context.body
+        if body == 'broken' or (body == 'unread' and _has_long_body(req, self.LONG)):
             force_close = getattr(req.stream, 'force_close', None)
             if force_close is not None:
                 force_close()
@@ -488,14 +493,15 @@ def _read_body(req: PlantsRequest, limit: int) -> bytes:
     body = _read_up_to(req, limit + 1 if length is None else length)
     if length is None and len(body) > limit:
         raise too_large
-    req.context.body_ended = True
-    if not body:
-        raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
     if length is not None and len(body) < length:
+        req.context.body = 'broken'
         raise Fault(
             ErrorValue.BAD_REQUEST,
             f'the body ended after {len(body)} of {length} bytes',
         )
+    req.context.body = 'read'
+    if not body:
+        raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
     return body
 
 
@@ -509,6 +515,7 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
     except Exception as ex:
         # The framing of the body is broken, or the client has gone away: what the
         # server raises then is its own, and none of it is a fault of ours.
+        req.context.body = 'broken'
         raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
     return b''.join(pieces)
 
@@ -651,6 +658,9 @@ def get_app(
     The store is closed when the process ends. With no token configured a random one is
     made and printed: the service never runs open.
 
+    A process that opens the store for many (``gunicorn.conf.py``) sets ``STORE_EXISTS``
+    for them, and then a store that is missing is not made.
+
     Raises:
         ValueError: A variable has a bad value.
     """
@@ -660,7 +670,8 @@ def get_app(
         token = secrets.token_urlsafe()
         tokens = Tokens.of([token])
         print(new_token_notice(token, 'http://HOST:PORT'), file=sys.stderr, flush=True)
-    store = open_store(settings.store)
+    create: Create = 'never' if STORE_EXISTS in environ else 'first'
+    store = open_store(settings.store, create=create)
     atexit.register(store.close)
     return create_app(store, tokens=tokens, max_body_bytes=settings.max_body_bytes)
 

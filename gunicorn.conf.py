@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 
 from gunicorn import util
 from gunicorn.arbiter import Arbiter
+from gunicorn.http import errors
+from gunicorn.http.errors import ParseException
 from gunicorn.http.message import Request
 from gunicorn.workers.base import Worker
 from gunicorn.workers.gthread import TConn
@@ -66,32 +69,6 @@ STAND_BACK = 0.001
 control_socket_disable = True
 
 
-# ---- errors that gunicorn answers itself
-
-
-def write_error(sock: socket.socket, status: int, reason: str, message: str) -> None:
-    """Answer a request that cannot reach the application, in JSON like all others.
-
-    gunicorn's own is an HTML page, and no setting changes that. Its message repeats the
-    request, perhaps a token with it; this one does not.
-    """
-    phrase = HTTPStatus(status).phrase
-    text = f'{phrase}: the HTTP server cannot serve this request'
-    body = json.dumps({'error': 100 * status, 'message': text})
-    util.write_nonblock(
-        sock,
-        f'HTTP/1.1 {status} {phrase}\r\n'
-        f'Connection: close\r\n'
-        f'Content-Type: application/json\r\n'
-        f'Content-Length: {len(body)}\r\n'
-        f'\r\n'
-        f'{body}'.encode(),
-    )
-
-
-util.write_error = write_error
-
-
 def pre_request(worker: Worker, request: Request) -> None:
     """Let the application announce that the connection closes (``AnnouncedClose``)."""
     request.body.force_close = request.force_close
@@ -107,6 +84,20 @@ for slot in range(SLOTS):
     loads[slot] = NOT_SERVING
 
 
+STATUSES = {
+    errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
+    errors.ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
+    errors.LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    errors.UnsupportedTransferCoding: HTTPStatus.NOT_IMPLEMENTED,
+}
+# What the application tried to send, and what the operator has configured.
+OUR_FAULTS = (
+    errors.InvalidResponseHeader,
+    errors.InvalidResponseHeaderName,
+    errors.ConfigurationProblem,
+)
+
+
 class PlantsWorker(ThreadWorker):  # type: ignore[misc]
     """gthread, with connections spread evenly and a time limit for each request.
 
@@ -120,6 +111,14 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
 
     *Time limit.* A request that is not read to its end in time sees the end of its
     input. A request that is being answered does not read, and so does not notice.
+
+    *Errors.* A request that cannot reach the application is answered in JSON like all
+    others, and the log does not repeat it: there may be a token in it. gunicorn's own
+    answer is an HTML page, and no setting changes that.
+
+    *Closing.* gunicorn waits up to two seconds for the client to close its end too, so
+    that the answer gets through, and it does so where all other clients wait for it.
+    Here the thread that served the client waits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -148,9 +147,42 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
     def handle(self, conn: TConn) -> Any:
         self._deadlines[conn] = time.monotonic() + REQUEST_TIMEOUT
         try:
-            return super().handle(conn)
+            kept = super().handle(conn)
+            if not kept:
+                with suppress(OSError):  # it is closed already
+                    conn.sock.setblocking(True)
+                    util.close_graceful(conn.sock)
+            return kept
         finally:
             del self._deadlines[conn]
+
+    def finish_request(self, conn: TConn, done: Future[Any]) -> None:
+        if done.cancelled() or done.exception() or done.result():
+            super().finish_request(conn, done)
+        else:
+            self.nr_conns -= 1  # handle() has closed it
+
+    def handle_error(
+        self, request: Request, client: socket.socket, address: Any, error: Exception
+    ) -> None:
+        if isinstance(error, ParseException) and not isinstance(error, OUR_FAULTS):
+            status = STATUSES.get(type(error), HTTPStatus.BAD_REQUEST)
+            self.log.warning('A request was refused: %s', type(error).__name__)
+        else:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            self.log.exception('A request could not be served')
+        message = f'{status.phrase}: the HTTP server cannot serve this request'
+        body = json.dumps({'error': 100 * status, 'message': message})
+        answer = (
+            f'HTTP/1.1 {status} {status.phrase}\r\n'
+            f'Connection: close\r\n'
+            f'Content-Type: application/json\r\n'
+            f'Content-Length: {len(body)}\r\n'
+            f'\r\n'
+            f'{body}'
+        )
+        with suppress(OSError):  # the client is gone
+            util.write_nonblock(client, answer.encode())
 
     def murder_pending(self) -> None:
         super().murder_pending()
@@ -206,6 +238,8 @@ def on_starting(server: Arbiter) -> None:
             f'Error: PLANTS_STORE: memory: needs one worker, not {server.cfg.workers}: '
             f'each would hold its own plants'
         )
+    # A worker that starts when the file is gone must not make a new one.
+    os.environ[app.STORE_EXISTS] = 'yes'
     if settings.tokens is None:
         # In the environment, where workers find it; in env_orig, which a new master
         # is started with on SIGUSR2.
@@ -239,7 +273,7 @@ def on_reload(server: Arbiter) -> None:
 def _open_store_once(url: str) -> None:
     from store import open_store
 
-    with open_store(url, start_anew=True) as store:
+    with open_store(url, create='always') as store:
         store.ping()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from store.base import Create
 from store.base import Plant
 from store.base import PlantStore
 from store.errors import IdTaken
@@ -13,6 +14,7 @@ from store.errors import StoreError
 from store.errors import StoreUnavailable
 
 __all__ = [
+    'Create',
     'IdTaken',
     'Plant',
     'PlantStore',
@@ -24,14 +26,14 @@ __all__ = [
 ]
 
 
-def open_store(url: str, *, start_anew: bool = False) -> PlantStore:
+def open_store(url: str, *, create: Create = 'first') -> PlantStore:
     """Return the store that a URL names; it opens when it is first used.
 
     Args:
         url: ``memory:`` or ``jsonl:PATH``.
-        start_anew: Make a new file also where the index shows that one was there and
-            is gone. Without it such a store is unavailable until the file is back,
-            since a new file would forget every id.
+        create: Whether a store that is missing is made: ``always``, ``never``, or
+            ``first``, only if nothing shows that it was there before. A new store
+            forgets every id.
 
     Raises:
         ValueError: No store has such a URL; the message says what is accepted.
@@ -45,6 +47,6 @@ def open_store(url: str, *, start_anew: bool = False) -> PlantStore:
     if scheme == 'jsonl' and path:
         from store.jsonl import JSONLinesStore
 
-        return JSONLinesStore(path, start_anew=start_anew)
+        return JSONLinesStore(path, create=create)
     shown = re.sub('//[^/]*@', '//...@', url)  # there may be a password
     raise ValueError(f'{shown!r} is not a store: use memory: or jsonl:PATH')

@@ -5,8 +5,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Literal
 from typing import NamedTuple
 from typing import Self
+
+Create = Literal['always', 'first', 'never']
 
 
 class Plant(NamedTuple):

@@ -24,6 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Generic
 from typing import TypeVar
@@ -105,7 +106,15 @@ class GroupCommit(Generic[Record]):
             else:
                 self._appending = entry._leads = True
         if entry._parked is not None:
-            entry._parked.acquire()
+            try:
+                entry._parked.acquire()
+            except BaseException:  # Ctrl-C: a leader must lead, for those behind it
+                with self._lock, suppress(ValueError):
+                    if not entry._leads:
+                        self._waiting.remove(entry)
+                if entry._leads:
+                    self._lead()
+                raise
         if entry._leads:
             self._lead()
         if entry.error is not None:

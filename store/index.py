@@ -196,11 +196,29 @@ class Index:
             return 'it was not closed before the machine went down'
         if header.end > status.st_size:
             return 'the plant file was cut short'
-        # The inode number of a file that was removed is soon given to another.
+        try:
+            self.check_tail(plants)
+        except IndexDamaged as ex:
+            return str(ex)
+        return None
+
+    def check_tail(self, plants: BinaryIO) -> None:
+        """Compare what is before the end with what was there when it was indexed.
+
+        The inode number of a file that was removed is soon given to another; and a file
+        that was cut short may have grown again since.
+
+        Raises:
+            IndexDamaged: It is something else.
+        """
+        header = self._header
         plants.seek(header.end - header.tail_size)
         if zlib.crc32(plants.read(header.tail_size)) != header.tail_crc:
-            return 'it is of another file'
-        return None
+            raise IndexDamaged('it is of another file')
+
+    def retire(self) -> None:
+        """Have every process that uses this index, now or later, find it damaged."""
+        self._packed = self._map[: 4 + _HEADER.size] = bytes(4 + _HEADER.size)
 
     def advance(self, end: int, tail: bytes) -> None:
         """Record that the plant file is indexed up to an offset.

@@ -34,6 +34,7 @@ from typing import TypeVar
 
 from store import index as id_index
 from store import record
+from store.base import Create
 from store.base import Plant
 from store.base import PlantStore
 from store.errors import IdTaken
@@ -59,21 +60,20 @@ Result = TypeVar('Result')
 class JSONLinesStore(PlantStore):
     """Keep plants in a file of JSON lines; durable when the disk says so.
 
-    An add returns after ``fdatasync``. A file that is missing is made, with mode 0600,
-    unless its index is still there: then it was removed, and a new one would forget
-    every id.
+    An add returns after ``fdatasync``. A new file has mode 0600.
 
     Args:
         path: Of the plant file. The index is beside it, with ``.index`` added.
-        start_anew: Make a new file also where the index shows that one is gone.
+        create: Whether a file that is missing is made: ``always``, ``never``, or
+            ``first``, only if its index is missing too. A new file forgets every id.
         system: The system calls, so that tests can make them fail; the ``os`` module.
     """
 
     def __init__(
-        self, path: str | Path, *, start_anew: bool = False, system: Any = os
+        self, path: str | Path, *, create: Create = 'first', system: Any = os
     ) -> None:
         self.path = Path(path).absolute()
-        self._start_anew = start_anew
+        self._create = create
         self._system = system
         self._closed = False
         self._lock = threading.Lock()
@@ -115,7 +115,7 @@ class JSONLinesStore(PlantStore):
             if self._closed:
                 raise StoreClosed
             if self._file is None:
-                self._file = _PlantFile(self.path, self._start_anew, self._system)
+                self._file = _PlantFile(self.path, self._create, self._system)
             return self._file
 
 
@@ -128,14 +128,14 @@ def _forget(reference: weakref.ref[JSONLinesStore]) -> None:
 class _PlantFile:
     """A plant file that is open in this process."""
 
-    def __init__(self, path: Path, start_anew: bool, system: Any) -> None:
+    def __init__(self, path: Path, create: Create, system: Any) -> None:
         self._path = path
         self._index_path = path.with_name(path.name + '.index')
         self._system = system
         self._failed_sync: OSError | None = None
         self._commit = GroupCommit(self._append, self._sync)
         with _unavailable(path), ExitStack() as opened:
-            self._fd = self._open(start_anew)
+            self._fd = self._open(create)
             opened.callback(os.close, self._fd)
             self._lock = _FileLock(self._fd)
             self._end = 0
@@ -167,8 +167,8 @@ class _PlantFile:
 
     def ping(self) -> None:
         with _unavailable(self._path):
-            if self._check_file() < self._end:
-                raise self._cut_short()
+            with self._lock:
+                self._with_index(self._catch_up)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -187,19 +187,23 @@ class _PlantFile:
         """Give the descriptors back in a child; the parent goes on with its own."""
         self._opened.close()
 
-    def _open(self, start_anew: bool) -> int:
+    def _open(self, create: Create) -> int:
         """Open the file; make it, durably, if it may be made."""
         flags = os.O_RDWR | os.O_CLOEXEC
-        if start_anew or not self._index_path.exists():
+        if create == 'always' or (create == 'first' and not self._index_path.exists()):
             flags |= os.O_CREAT
         try:
             fd: int = self._system.open(self._path, flags, 0o600)
         except FileNotFoundError as ex:
             if flags & os.O_CREAT:
                 raise self._unavailable('its directory does not exist') from ex
+            remedy = (
+                'reload the server'
+                if create == 'never'
+                else f'remove {self._index_path.name}'
+            )
             raise self._unavailable(
-                'the file is missing, but its index is there: put the file back, or '
-                'remove the index to start with an empty store'
+                f'the file is gone: put it back, or {remedy} to start with an empty one'
             ) from ex
         try:
             # Also if it was there: whoever made it may have died before this.
@@ -302,7 +306,7 @@ class _PlantFile:
     def _latched(self) -> StoreUnavailable:
         return self._unavailable('a sync failed: the server must be reloaded')
 
-    # What follows REQUIRES the lock, _check_file and _cut_short excepted.
+    # What follows REQUIRES the lock.
 
     def _check_file(self) -> int:
         """Return the size of the file, if it still is the one that was opened."""
@@ -316,11 +320,6 @@ class _PlantFile:
             )
         return status.st_size
 
-    def _cut_short(self) -> StoreUnavailable:
-        return self._unavailable(
-            'somebody has cut the file short: the server must be reloaded'
-        )
-
     def _catch_up(self) -> int:
         """Return the end of the file, with the index up to it.
 
@@ -331,8 +330,11 @@ class _PlantFile:
         self._index.refresh()
         end = self._index.end
         if size < end:
-            raise self._cut_short()
+            raise self._unavailable(
+                'somebody has cut the file short: the server must be reloaded'
+            )
         if size > end:
+            self._index.check_tail(self._file)
             self._index_records(end)
             end = self._index.end
         self._end = end
@@ -407,11 +409,15 @@ class _PlantFile:
             ) from ex
 
     def _with_index(self, action: Callable[[], Result]) -> Result:
-        """Do something, once more with a new index if the old one is damaged."""
+        """Do something, once more with another index if this one is damaged."""
         try:
             return action()
         except id_index.IndexDamaged as ex:
-            self._build_index(str(ex))
+            log.warning('%s: the index is not used any more: %s', self._path, ex)
+            # So that nobody believes it, neither who has it mapped nor who opens it
+            # next. It may be retired already, and another in its place.
+            self._index.retire()
+            self._open_index()
             return action()
 
     def _open_index(self) -> None:
@@ -421,6 +427,8 @@ class _PlantFile:
             reason = self._index.distrust(self._identity, self._file)
             if self._index.suspect < os.fstat(self._fd).st_size:
                 self._write_again(self._index.suspect)
+            if reason is not None:
+                self._index.retire()
         except FileNotFoundError:
             reason = 'there is none'
         except id_index.IndexDamaged as ex:
