@@ -221,6 +221,8 @@ class Tokens:
 
 def _digest(token: str, where: str) -> bytes:
     """Return the SHA-256 digest that a token is kept as, or stands for."""
+    if not isinstance(token, str):
+        raise ValueError(f'{where}: a token is text')
     scheme, colon, digits = token.partition(':')
     if colon:
         if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
@@ -281,7 +283,7 @@ class TokensFile(Tokens):
         return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _read(self) -> dict[bytes, str]:
-        lines = self._path.read_text('utf-8').split('\n')
+        lines = self._path.read_text('utf-8-sig').split('\n')
         return Tokens.parse(lines)._names
 
 
@@ -332,7 +334,7 @@ class BearerAuth:
         if req.path in self._public:
             return
         scheme, _, token = (req.auth or '').partition(' ')
-        token = token.strip()
+        token = token.strip(' \t')
         if scheme.lower() != 'bearer' or not token:
             raise Fault(
                 ErrorValue.NO_TOKEN,

@@ -21,6 +21,7 @@ from jsonschema import SchemaError
 from jsonschema import ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
+from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
 
@@ -141,8 +142,8 @@ _Validator: type[Draft202012Validator] = extend(  # type: ignore[no-untyped-call
 )
 
 
-# The two validators read patterns in two dialects (of Python and of ECMA 262). These
-# mean the same in both; with any other, only jsonschema is asked.
+# The two validators read patterns in two dialects, of Python and of ECMA 262. These
+# mean the same in both.
 _AGREED_PATTERNS = {r'^[^\u0000]*$'}
 
 
@@ -151,8 +152,9 @@ class Schema:
 
     Two validators read the same files. jsonschema has the last word and finds the
     words for what is refused. A compiled one, a hundred times as fast, accepts nearly
-    everything that is accepted; it is not asked about values with floats, since it
-    takes 1.0 for an integer.
+    everything that is accepted. It is not asked where the two may disagree: about
+    values with floats, since it takes 1.0 for an integer, and not at all if a schema
+    has a pattern that we do not know, or a float, which it rounds otherwise.
 
     Args:
         name: Of the file, without ``.json``.
@@ -162,13 +164,19 @@ class Schema:
     """
 
     def __init__(self, name: str) -> None:
-        files = load()
+        # Without the draft, which would choose another class than ours at each $ref.
+        files = {
+            file: {name: rule for name, rule in schema.items() if name != '$schema'}
+            for file, schema in load().items()
+        }
         schema = files[f'{name}.json']
-        registry: Registry[Any] = Registry().with_contents(files.items())
+        registry: Registry[Any] = Registry().with_contents(
+            files.items(), default_specification=DRAFT202012
+        )
         self._validator = _Validator(schema, registry=registry)
         self._is_valid: Callable[[Any], bool] = _never
-        if set(_patterns(list(files.values()))) <= _AGREED_PATTERNS:
-            self._is_valid = jsonschema_rs.validator_for(
+        if _is_agreed(list(files.values())):
+            self._is_valid = jsonschema_rs.Draft202012Validator(
                 schema, registry=jsonschema_rs.Registry(list(files.items()))
             ).is_valid
 
@@ -189,6 +197,8 @@ class Schema:
             faults = self.faults(value)
         except RecursionError as ex:
             raise NotJSON('it is nested too deeply') from ex
+        except OverflowError as ex:  # of jsonschema, where a rule divides
+            raise Invalid(['body: a number is too large']) from ex
         if faults:
             raise Invalid(faults)
         return value
@@ -233,6 +243,16 @@ def _patterns(schema: Any) -> Iterator[str]:
     if isinstance(schema, dict | list):
         for part in schema.values() if isinstance(schema, dict) else schema:
             yield from _patterns(part)
+
+
+def _is_agreed(schema: Any) -> bool:
+    """Say whether both validators read a schema in the same way."""
+    if isinstance(schema, dict):
+        agreed = _AGREED_PATTERNS.issuperset(_patterns(schema))
+        return agreed and all(map(_is_agreed, schema.values()))
+    if isinstance(schema, list):
+        return all(map(_is_agreed, schema))
+    return not isinstance(schema, float)
 
 
 def _never(value: Any) -> bool:
