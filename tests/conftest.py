@@ -1,0 +1,94 @@
+"""What tests share that need no server: the application over a store in memory."""
+
+import json
+import warnings
+
+import pytest
+
+from app import create_app
+from store.memory import MemoryStore
+
+with warnings.catch_warnings():
+    # WebOb imports cgi, which says by a warning that it will be removed.
+    warnings.simplefilter('ignore', DeprecationWarning)
+    from webtest import TestApp
+
+pytest.register_assert_rewrite('errors')
+
+TOKEN = 'correct-horse.battery~staple'
+
+
+class Client(TestApp):
+    """A client that takes any status for an answer.
+
+    Args:
+        app: The application.
+        token: What to send as bearer token, if anything.
+    """
+
+    def __init__(self, app, token=None):
+        super().__init__(app)
+        self.authorization = ('Bearer', token) if token else None
+
+    def do_request(self, req, status=None, expect_errors=None):
+        return super().do_request(req, status, expect_errors=True)
+
+    def send(self, body, path='/plants', content_type='application/json', **headers):
+        """Post bytes; a header's name is written with underscores, None leaves it out.
+
+        Args:
+            body: Of the request.
+            path: Where to.
+            content_type: Of the body.
+            headers: More headers, or others in place of the usual ones.
+        """
+        headers = {'content_type': content_type, **headers}
+        return self.request(
+            path,
+            method='POST',
+            body=body,
+            headers={
+                name.replace('_', '-'): text
+                for name, text in headers.items()
+                if text is not None
+            },
+        )
+
+    def add(self, plant, **others):
+        """Post a plant, or whatever it is, as JSON text; the others are ``send``'s."""
+        return self.send(json.dumps(plant).encode(), **others)
+
+
+@pytest.fixture
+def store():
+    """Return an empty store in memory."""
+    return MemoryStore()
+
+
+@pytest.fixture
+def serve():
+    """Return a function that serves a store to a client who has the token."""
+
+    def serve(store, **options):
+        options.setdefault('tokens', {'tester': TOKEN})
+        return Client(create_app(store, **options), TOKEN)
+
+    return serve
+
+
+@pytest.fixture
+def client(serve, store):
+    """Return a client of the store who has the token."""
+    return serve(store)
+
+
+@pytest.fixture
+def app(client):
+    """Return the application that the client talks to."""
+    return client.app
+
+
+@pytest.fixture
+def stranger(app):
+    """Return a client of the same application who has no token."""
+    return Client(app)

@@ -1,0 +1,38 @@
+"""What every answer that is not 200 has to be."""
+
+import json
+from pathlib import Path
+
+from jsonschema import Draft202012Validator
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# jsonschema itself on the published file: nothing of ours between the two.
+ERROR = Draft202012Validator(json.loads((ROOT / 'schemas/Error.json').read_bytes()))
+
+CHALLENGES = {40100: 'Bearer', 40101: 'Bearer error="invalid_token"'}
+
+
+def assert_error(response, value):
+    """Check that an answer is an ``Error``, with the headers that belong to it.
+
+    Args:
+        response: The answer, as WebTest returns it.
+        value: What its ``error`` must be.
+
+    Returns:
+        Its ``message``.
+    """
+    headers = response.headers
+    assert response.status_int == value // 100, response.text
+    assert headers['Content-Type'] == 'application/json'
+    error = json.loads(response.body)
+    ERROR.validate(error)
+    assert set(error) == {'error', 'message'}
+    assert error['error'] == value, error['message']
+    assert error['message'].strip()
+    assert headers.get('WWW-Authenticate') == CHALLENGES.get(value)
+    assert ('Allow' in headers) == (value == 40500)
+    assert ('Retry-After' in headers) == (value // 100 == 503)
+    assert int(headers.get('Retry-After', 1)) > 0
+    return error['message']

@@ -1,0 +1,788 @@
+"""What a client may rely on: ``POST /plants`` and everything around it."""
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from errors import assert_error
+from jsonschema import Draft202012Validator
+
+from store import Plant
+from store import StoreClosed
+from store import StoreCorrupt
+from store import StoreError
+from store import StoreUnavailable
+from store.memory import MemoryStore
+
+PLANT_SCHEMA = Draft202012Validator(
+    json.loads(
+        (Path(__file__).resolve().parent.parent / 'schemas/Plant.json').read_bytes()
+    )
+)
+
+FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
+
+PUBLIC = ['/livez', '/readyz']
+
+
+def assert_plant(response, plant):
+    """Check that an answer is 200 with this very plant."""
+    assert response.status_int == 200, response.text
+    assert response.headers['Content-Type'] == 'application/json'
+    PLANT_SCHEMA.validate(response.json)
+    assert response.json == plant
+
+
+class FaultyStore(MemoryStore):
+    """A store whose every method raises the same exception."""
+
+    def __init__(self, exception):
+        super().__init__()
+        self._exception = exception
+
+    def add(self, plant):
+        raise self._exception
+
+    ping = __iter__ = lambda self: self.add(None)
+
+
+class Untouchable(io.BytesIO):
+    """A body that nobody may read."""
+
+    def read(self, size=-1):
+        raise AssertionError('the body was read')
+
+
+# ---- the shapes
+
+
+def test_answer_is_the_plant_without_its_id(client, store):
+    """A plant with a tag is answered as name and tag, and stored with its id."""
+    assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
+    assert list(store) == [Plant(1, 'Fern', 'shade')]
+
+
+def test_tag_is_optional(client, store):
+    """A plant without a tag is answered without one, not with null."""
+    assert_plant(client.add({'id': 1, 'name': 'Fern'}), {'name': 'Fern'})
+    assert list(store) == [Plant(1, 'Fern', None)]
+
+
+@pytest.mark.parametrize(
+    ('body', 'fault'),
+    [
+        ({'name': 'Fern'}, 'id: is missing'),
+        ({'id': 1}, 'name: is missing'),
+        ({'id': 1, 'name': None}, 'name: null is not a string'),
+        ({'id': 1, 'name': 7}, 'name: 7 is not a string'),
+        ({'id': 1, 'name': ['Fern']}, 'name: ["Fern"] is not a string'),
+        ({'id': 1, 'name': 'Fern', 'tag': None}, 'tag: null is not a string'),
+        ({'id': 1, 'name': 'Fern', 'tag': True}, 'tag: true is not a string'),
+        ([FERN], 'is not an object'),
+        (None, 'null is not an object'),
+        ('Fern', '"Fern" is not an object'),
+        (1, '1 is not an object'),
+    ],
+    ids=str,
+)
+def test_body_of_another_shape_is_refused(body, fault, client, store):
+    """What is not a NewPlant is 40005, with the member and the rule in words."""
+    assert fault in assert_error(client.add(body), 40005)
+    assert list(store) == []
+
+
+def test_every_fault_is_told_at_once(client):
+    """A body with several faults is answered with all of them."""
+    message = assert_error(client.add({'name': 1, 'tag': 2}), 40005)
+    for fault in ('id: is missing', 'name: 1 is not', 'tag: 2 is not'):
+        assert fault in message
+
+
+# ---- the open points
+
+
+def test_unknown_members_are_accepted_and_dropped(client, store):
+    """Members that no schema names are neither refused nor answered nor stored."""
+    body = {**FERN, 'colour': 'green', 'ID': 2, 'soil': {'id': 3}, '': None}
+    assert_plant(client.add(body), {'name': 'Fern', 'tag': 'shade'})
+    assert list(store) == [Plant(1, 'Fern', 'shade')]
+
+
+@pytest.mark.parametrize('plant', [FERN, {'id': 1, 'name': 'Fern'}], ids=str)
+def test_repeat_is_answered_as_the_first(plant, client, store):
+    """The same plant again is 200 and is stored once: a client may repeat."""
+    first = client.add(plant)
+    assert client.add({**plant, 'colour': 'green'}).json == first.json
+    assert_plant(client.add(dict(reversed(plant.items()))), first.json)
+    assert len(list(store)) == 1
+
+
+@pytest.mark.parametrize(
+    'other',
+    [
+        {'id': 1, 'name': 'Moss', 'tag': 'shade'},
+        {'id': 1, 'name': 'fern', 'tag': 'shade'},
+        {'id': 1, 'name': 'Fern', 'tag': 'sun'},
+        {'id': 1, 'name': 'Fern', 'tag': ''},
+        {'id': 1, 'name': 'Fern'},
+    ],
+    ids=str,
+)
+def test_taken_id_is_refused(other, client, store):
+    """A different plant with a taken id is 40006, and the stored one stays."""
+    client.add(FERN)
+    assert '1' in assert_error(client.add(other), 40006)
+    assert list(store) == [Plant(**FERN)]
+    assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
+
+
+def test_missing_tag_differs_from_an_empty_one(client):
+    """A plant without a tag is another plant than the one whose tag is empty."""
+    client.add({'id': 1, 'name': 'Fern'})
+    assert_error(client.add({'id': 1, 'name': 'Fern', 'tag': ''}), 40006)
+
+
+def test_names_need_not_be_unique(client, store):
+    """Only the id is unique: two plants may share name and tag."""
+    for id in (1, 2):
+        assert client.add({**FERN, 'id': id}).status_int == 200
+    assert len(list(store)) == 2
+
+
+@pytest.mark.parametrize('id', [-(2**63), -1, 0, 1, 2**53 + 1, 2**63 - 1], ids=str)
+def test_id_is_a_signed_64_bit_integer(id, client, store):
+    """Every id of 64 bits is taken, exactly."""
+    assert client.add({'id': id, 'name': 'Fern'}).status_int == 200
+    assert [plant.id for plant in store] == [id]
+
+
+@pytest.mark.parametrize(
+    'id',
+    [
+        *('9223372036854775808', '-9223372036854775809', '1' * 1000, '-' + '9' * 999),
+        *('1.0', '-0.0', '1.5', '1e3', '1E3', '1e-3', '1e999', '0.1e1'),
+        *('true', 'false', 'null', '"1"', '""', '[1]', '[]', '{}', '{"id":1}'),
+    ],
+    ids=lambda literal: literal[:20],
+)
+def test_id_of_another_form_is_refused(id, client, store):
+    """An id out of range, or written otherwise than as an integer, is 40005."""
+    message = assert_error(client.send(b'{"id":%s,"name":""}' % id.encode()), 40005)
+    assert message.startswith('id: ')
+    assert list(store) == []
+
+
+def test_minus_zero_is_zero(client, store):
+    """``-0`` is an integer literal, and the id it stands for is 0."""
+    assert client.send(b'{"id":-0,"name":"Fern"}').status_int == 200
+    assert_error(client.add({'id': 0, 'name': 'Moss'}), 40006)
+
+
+@pytest.mark.parametrize('text', ['', ' ', 'x' * 60_000], ids=len)
+@pytest.mark.parametrize('member', ['name', 'tag'])
+def test_text_of_any_length(member, text, client, store):
+    """``name`` and ``tag`` may be empty, and as long as the body may be."""
+    plant = {'name': 'Fern', 'tag': 'shade', member: text}
+    assert_plant(client.add({'id': 1, **plant}), plant)
+    assert list(store) == [Plant(1, **plant)]
+
+
+@pytest.mark.parametrize('text', ['\0', 'a\0b', 'a\0', '\0\n', '\n\0'], ids=ascii)
+@pytest.mark.parametrize('member', ['name', 'tag'])
+def test_nul_is_refused(member, text, client, store):
+    """U+0000 anywhere in ``name`` or ``tag`` is 40005: SQL text cannot hold it."""
+    message = assert_error(client.add({**FERN, member: text}), 40005)
+    assert message.startswith(f'{member}: ')
+    assert '\0' not in message
+    assert list(store) == []
+
+
+# ---- the body
+
+
+@pytest.mark.parametrize('limit', [None, 100, 70_000])
+def test_body_limit(limit, serve, store):
+    """A body of exactly the limit is read (65,536 bytes by default), no byte more."""
+    client = serve(store, **({'max_body_bytes': limit} if limit else {}))
+    limit = limit or 65_536
+    assert client.send(json.dumps(FERN).encode().ljust(limit)).status_int == 200
+    message = assert_error(
+        client.send(json.dumps({**FERN, 'id': 2}).encode().ljust(limit + 1)), 40003
+    )
+    assert str(limit) in message
+    assert len(list(store)) == 1
+
+
+def chunked(body, ended=True):
+    """Return the arguments of a request with a chunked body, as a server gives it."""
+    return {
+        'method': 'POST',
+        'headers': {'Content-Type': 'application/json', 'Transfer-Encoding': 'chunked'},
+        'environ': {'wsgi.input': body, 'wsgi.input_terminated': ended},
+    }
+
+
+def test_chunked_body(client):
+    """A body without a length is read to its end, where the server marks the end."""
+    body = io.BytesIO(json.dumps(FERN).encode())
+    response = client.request('/plants', **chunked(body))
+    assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
+
+
+def test_chunked_body_that_is_empty(client):
+    """A chunked body without a byte is as good as none: 40001."""
+    assert_error(client.request('/plants', **chunked(io.BytesIO())), 40001)
+
+
+def test_chunked_body_beyond_the_limit(client):
+    """Of an endless body no more is read than shows that it is too large."""
+    body = io.BytesIO(b' ' * 1_000_000)
+    assert_error(client.request('/plants', **chunked(body)), 40003)
+    assert body.tell() <= 65_537
+
+
+def test_chunked_body_of_the_limit(client):
+    """A chunked body of exactly the limit is read."""
+    body = io.BytesIO(json.dumps(FERN).encode().ljust(65_536))
+    assert client.request('/plants', **chunked(body)).status_int == 200
+
+
+def test_chunked_body_where_nothing_marks_its_end(client):
+    """Where a server does not mark the end, the body is not waited for."""
+    assert_error(client.request('/plants', **chunked(Untouchable(), False)), 40001)
+
+
+def test_body_that_arrives_in_pieces(client):
+    """A read may return less than it was asked for; the body is put together."""
+
+    class Dripping(io.BytesIO):
+        def read(self, size=-1):
+            return super().read(min(size, 3))
+
+    body = json.dumps(FERN).encode()
+    response = client.request(
+        '/plants',
+        method='POST',
+        headers={'Content-Type': 'application/json', 'Content-Length': str(len(body))},
+        environ={'wsgi.input': Dripping(body)},
+    )
+    assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
+
+
+def test_body_that_breaks_off(client, store):
+    """A body shorter than announced is 40000, even if what came is a plant."""
+    body = json.dumps(FERN).encode()
+    response = client.send(body, content_length=str(len(body) + 1))
+    assert_error(response, 40000)
+    assert list(store) == []
+
+
+def test_body_that_cannot_be_read(client):
+    """An error of the server's while the body is read is 40000, and not shown."""
+
+    class Broken(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError('peer 10.0.0.1 has gone')
+
+    message = assert_error(client.request('/plants', **chunked(Broken())), 40000)
+    assert '10.0.0.1' not in message
+
+
+@pytest.mark.parametrize(
+    'length',
+    ['abc', '-1', '1.5', '0x10', '1 2', '1,1', '9' * 5_000],
+    ids=lambda length: length[:20],
+)
+def test_length_that_is_no_number(length, client):
+    """A Content-Length that the server lets through and nobody can read is 40000."""
+    client.lint = False  # it would not let it through
+    response = client.send(json.dumps(FERN).encode(), content_length=length)
+    assert_error(response, 40000)
+
+
+@pytest.mark.parametrize('content_type', [None, 'application/json', 'text/plain'])
+@pytest.mark.parametrize('length', [None, '0'])
+def test_body_missing(length, content_type, client):
+    """No body, with or without a length, of whatever type, is 40001."""
+    response = client.send(b'', content_type=content_type, content_length=length)
+    assert_error(response, 40001)
+
+
+@pytest.mark.parametrize(
+    'content_type',
+    [
+        'application/json',
+        'APPLICATION/Json',
+        'application/json;',
+        'application/json; charset=utf-8',
+        'application/json;charset=UTF-8',
+        'application/json; charset="utf-8"',
+        'application/json; indent=4',
+    ],
+)
+def test_media_type_accepted(content_type, client):
+    """``application/json`` is taken in any case, with parameters, but only UTF-8."""
+    assert client.add(FERN, content_type=content_type).status_int == 200
+
+
+@pytest.mark.parametrize(
+    'content_type',
+    [
+        None,
+        '',
+        ' ',
+        ';',
+        'json',
+        'text/json',
+        'text/plain',
+        'application/jsonp',
+        'application/json2',
+        'application/problem+json',
+        'application/x-www-form-urlencoded',
+        'multipart/form-data; boundary=x',
+        'application/json, text/plain',
+        'application/json; charset=utf-16',
+        'application/json; charset=latin-1',
+        'application/json; charset=',
+        '*/*',
+        'application/*',
+        'é/ü',
+    ],
+)
+def test_media_type_refused(content_type, client, store):
+    """Any other type, and no type at all, is 40002."""
+    assert_error(client.add(FERN, content_type=content_type), 40002)
+    assert list(store) == []
+
+
+@pytest.mark.parametrize('coding', ['gzip', 'br', 'deflate', 'gzip, identity', 'x'])
+def test_content_coding_refused(coding, client):
+    """A compressed body is 40002: nothing here could open it."""
+    assert_error(client.add(FERN, content_encoding=coding), 40002)
+
+
+def test_identity_coding_accepted(client):
+    """``Content-Encoding: identity`` means nothing and does no harm."""
+    assert client.add(FERN, content_encoding='identity').status_int == 200
+
+
+# ---- the order of checks
+
+# Each step puts right what the one before was refused for; the rest stays wrong.
+LADDER = [
+    (40100, {}),
+    (40101, {'token': 'wrong'}),
+    (40400, {'token': 'right'}),
+    (40500, {'path': '/plants'}),
+    (40001, {'method': 'POST'}),
+    (40002, {'body': b'{' * 70_000}),
+    (40003, {'content_type': 'application/json'}),
+    (40004, {'body': b'{'}),
+    (40005, {'body': b'{"id": 1}'}),
+    (40006, {'body': b'{"id": 1, "name": "Moss"}'}),
+]
+
+
+@pytest.mark.parametrize('step', range(len(LADDER)), ids=lambda step: LADDER[step][0])
+def test_order_of_checks(step, serve, store):
+    """Of many faults, the first in the order of the ladder is answered."""
+    request = {'path': '/nowhere', 'method': 'PUT', 'body': b'', 'content_type': 'x/y'}
+    for _, better in LADDER[: step + 1]:
+        request |= better
+    client = serve(store, tokens='right')
+    token = request.pop('token', None)
+    client.authorization = ('Bearer', token) if token else None
+    store.add(Plant(**FERN))
+    content_type = request.pop('content_type')
+    response = client.request(
+        request.pop('path'), headers={'Content-Type': content_type}, **request
+    )
+    assert_error(response, LADDER[step][0])
+
+
+@pytest.mark.parametrize(
+    ('value', 'path', 'headers'),
+    [
+        (40100, '/plants', {'authorization': ''}),
+        (40101, '/plants', {'authorization': 'Bearer wrong'}),
+        (40400, '/nowhere', {}),
+        (40500, '/livez', {}),
+        (40002, '/plants', {'content_type': 'text/plain'}),
+        (40003, '/plants', {'content_length': '65537'}),
+    ],
+)
+def test_body_is_not_read_in_vain(value, path, headers, client):
+    """A request that is refused for its head is refused without reading its body."""
+    headers = {'content_type': 'application/json', 'content_length': '60', **headers}
+    response = client.request(
+        path,
+        method='POST',
+        headers={name.replace('_', '-'): text for name, text in headers.items()},
+        environ={'wsgi.input': Untouchable()},
+    )
+    assert_error(response, value)
+
+
+# ---- paths and methods
+
+METHODS = ['GET', 'HEAD', 'PUT', 'PATCH', 'DELETE', 'OPTIONS', 'TRACE', 'CONNECT']
+UNKNOWN_METHODS = ['BREW', 'post', 'Post', 'PROPFIND', 'WEBSOCKET', 'X', 'RESPONDER']
+
+
+def assert_method_not_allowed(response, allowed):
+    """Check that an answer is 40500; an answer to HEAD has the head only."""
+    if response.request.method == 'HEAD':
+        assert response.status_int == 405
+        assert response.body == b''
+    else:
+        assert_error(response, 40500)
+    assert response.headers['Allow'] == allowed
+
+
+@pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
+def test_only_post_is_allowed(method, client):
+    """Every other method on /plants is 40500 with Allow, known to HTTP or not."""
+    client.lint = False  # it takes an unknown method for a mistake of the server's
+    response = client.request('/plants', method=method)
+    assert_method_not_allowed(response, 'POST')
+
+
+@pytest.mark.parametrize('method', ['POST', *METHODS[2:], *UNKNOWN_METHODS])
+@pytest.mark.parametrize('path', PUBLIC)
+def test_only_get_and_head_are_allowed(path, method, client):
+    """Probes may be asked with GET and HEAD and nothing else."""
+    client.lint = False
+    assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
+
+
+@pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
+def test_method_is_not_told_to_a_stranger(method, stranger):
+    """Without a token every method, whatever it is, is 401."""
+    stranger.lint = False
+    response = stranger.request('/plants', method=method)
+    assert response.status_int == 401
+    assert response.headers['WWW-Authenticate'] == 'Bearer'
+
+
+UNKNOWN_PATHS = [
+    '/',
+    '/nowhere',
+    '/plants/',
+    '/plants/1',
+    '/Plants',
+    '/plants.json',
+    '/livez/',
+    '/livezz',
+    '/readyz/x',
+    '/%00',
+    '/%ff',
+    '/%C3%A9',
+    '/plants%0A',
+    '/../plants',
+    '/*',
+]
+
+
+@pytest.mark.parametrize('path', UNKNOWN_PATHS)
+@pytest.mark.parametrize('method', ['GET', 'POST', 'OPTIONS', 'BREW'])
+def test_unknown_path(method, path, client):
+    """A path that does not exist is 40400 to whoever has a token."""
+    client.lint = False
+    assert_error(client.request(path, method=method), 40400)
+
+
+@pytest.mark.parametrize('path', UNKNOWN_PATHS)
+def test_unknown_path_is_not_told_to_a_stranger(path, stranger):
+    """Without a token nobody learns which paths exist: 401 comes before 404."""
+    assert_error(stranger.get(path), 40100)
+    assert_error(stranger.get(path, headers={'Authorization': 'Bearer no'}), 40101)
+
+
+def test_query_is_ignored(client):
+    """A query string changes nothing, and is no place for a token."""
+    assert client.send(json.dumps(FERN).encode(), '/plants?id=2').status_int == 200
+    token = client.authorization[1]
+    client.authorization = None
+    query = f'/plants?access_token={token}'
+    assert_error(client.send(json.dumps(FERN).encode(), query), 40100)
+
+
+# ---- what needs no token
+
+
+@pytest.mark.parametrize('path', PUBLIC)
+def test_public_path(path, stranger):
+    """Probes are there for everybody, with GET and with HEAD."""
+    response = stranger.get(path)
+    assert response.status_int == 200, response.text
+    head = stranger.head(path)
+    assert (head.status_int, head.body) == (200, b'')
+    assert head.headers['Content-Type'] == response.headers['Content-Type']
+
+
+@pytest.mark.parametrize('path', PUBLIC)
+def test_probe_ignores_a_wrong_token(path, stranger):
+    """A token that nobody asked for is not looked at."""
+    headers = {'Authorization': 'Bearer wrong'}
+    assert stranger.get(path, headers=headers).status_int == 200
+
+
+@pytest.mark.parametrize(
+    'fault',
+    [
+        StoreUnavailable('the disk is full', store='/srv/green/plants.jsonl'),
+        StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'it is not JSON'),
+        StoreClosed(),
+        RuntimeError('/srv/green'),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_live_is_not_ready(fault, serve):
+    """With a store that does not work the process is alive, and not ready."""
+    client = serve(FaultyStore(fault))
+    client.authorization = None
+    assert client.get('/livez').json == {'status': 'live'}
+    value = 50300 if isinstance(fault, StoreError) else 50000
+    assert 'green' not in assert_error(client.get('/readyz'), value)
+    assert client.head('/readyz').status_int == value // 100
+
+
+# ---- faults of the server
+
+
+@pytest.mark.parametrize('retry_after', [1, 7])
+def test_store_unavailable(retry_after, serve, caplog):
+    """A store that takes no plants now is 50300 with its reason; the log has more."""
+    fault = StoreUnavailable('it is full', store='/srv/x', retry_after=retry_after)
+    response = serve(FaultyStore(fault)).add(FERN)
+    message = assert_error(response, 50300)
+    assert 'it is full' in message
+    assert '/srv' not in message
+    assert response.headers['Retry-After'] == str(retry_after)
+    assert '/srv/x: it is full' in caplog.text
+    assert response.headers['X-Request-Id'] in caplog.text
+
+
+class OtherStoreError(StoreError):
+    """What a store that somebody else wrote might raise."""
+
+
+@pytest.mark.parametrize(
+    'fault',
+    [
+        StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'it is not JSON'),
+        StoreClosed(),
+        OtherStoreError('/srv/green'),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_store_that_needs_an_operator(fault, serve, caplog):
+    """A damaged or closed store is 50300; what is wrong is for the log alone."""
+    message = assert_error(serve(FaultyStore(fault)).add(FERN), 50300)
+    for secret in ('/', 'green', 'plants.jsonl', 'repair'):
+        assert secret not in message
+    assert str(fault) in caplog.text
+
+
+@pytest.mark.parametrize(
+    'exception',
+    [
+        RuntimeError('hunter2'),
+        KeyError('hunter2'),
+        OSError(5, 'hunter2', '/srv/hunter2'),
+        RecursionError('hunter2'),
+        UnicodeEncodeError('utf-8', 'hunter2', 0, 1, 'hunter2'),
+    ],
+    ids=lambda exception: type(exception).__name__,
+)
+def test_unexpected_exception(exception, serve, caplog):
+    """An exception nobody thought of is 50000, told in full to the log alone."""
+    response = serve(FaultyStore(exception)).add(FERN, x_request_id='find-me')
+    assert 'hunter2' not in assert_error(response, 50000)
+    assert 'hunter2' not in str(response.headers)
+    record = next(record for record in caplog.records if record.exc_info)
+    assert record.exc_info[1] is exception
+    assert 'find-me' in record.getMessage()
+    assert 'Traceback' in caplog.text
+
+
+def test_service_goes_on_after_an_exception(serve, store, monkeypatch):
+    """One request that failed does not harm the next."""
+    client = serve(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, 'add', lambda plant: 1 / 0)
+        assert_error(client.add(FERN), 50000)
+    assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
+
+
+# ---- headers
+
+# A request for each kind of answer: what answers it and its value.
+KINDS = {
+    200: lambda client: client.add(FERN),
+    40005: lambda client: client.add({}),
+    40101: lambda client: client.add(FERN, authorization='Bearer wrong'),
+    40400: lambda client: client.add(FERN, path='/nowhere'),
+    40500: lambda client: client.add(FERN, path='/livez'),
+}
+
+
+@pytest.mark.parametrize('accept', ['application/xml', 'text/html', 'x', '', 'a/b;q=0'])
+@pytest.mark.parametrize('value', KINDS)
+def test_answer_is_json_whatever_is_accepted(value, accept, client):
+    """``Accept`` does not change an answer: there is one representation."""
+    client.extra_environ['HTTP_ACCEPT'] = accept
+    response = KINDS[value](client)
+    if value == 200:
+        assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
+    else:
+        assert_error(response, value)
+
+
+@pytest.mark.parametrize('fault', [StoreUnavailable('full'), RuntimeError()], ids=repr)
+def test_fault_of_the_server_is_json_whatever_is_accepted(fault, serve):
+    """A fault of the server is told in JSON too, whatever ``Accept`` asks for."""
+    client = serve(FaultyStore(fault))
+    client.extra_environ['HTTP_ACCEPT'] = 'application/xml'
+    response = client.add(FERN)
+    assert_error(response, 50300 if isinstance(fault, StoreError) else 50000)
+
+
+@pytest.mark.parametrize('value', KINDS)
+def test_request_id_is_taken_over(value, client):
+    """A sane ``X-Request-Id`` comes back, whatever the answer is."""
+    client.extra_environ['HTTP_X_REQUEST_ID'] = 'a1-B2_c3.d4'
+    assert KINDS[value](client).headers['X-Request-Id'] == 'a1-B2_c3.d4'
+
+
+@pytest.mark.parametrize(
+    'request_id',
+    ['0', 'x' * 128, '01ARZ3NDEKTSV4RRFFQ69G5FAV', 'Root=1-67891233-abcdef'],
+    ids=lambda request_id: request_id[:30],
+)
+def test_request_id_that_is_sane(request_id, stranger):
+    """The usual forms of request ids are sane, up to 128 characters."""
+    response = stranger.get('/livez', headers={'X-Request-Id': request_id})
+    assert response.headers['X-Request-Id'] == request_id
+
+
+@pytest.mark.parametrize(
+    'request_id',
+    [None, '', ' ', 'a b', 'x' * 129, 'é', '"a"', '<a>', 'a,b', 'a;b', 'a\\', 'a\n'],
+    ids=lambda request_id: ascii(request_id)[:20],
+)
+def test_request_id_is_made(request_id, stranger):
+    """Without a sane ``X-Request-Id`` each request gets one of its own."""
+    if request_id is not None:
+        stranger.extra_environ['HTTP_X_REQUEST_ID'] = request_id
+    made = [stranger.get('/livez').headers['X-Request-Id'] for _ in range(3)]
+    assert len({*made, request_id}) == 4
+    assert all(made)
+
+
+# ---- the log
+
+
+@pytest.fixture
+def requests_logged(caplog):
+    """Return a function that returns what was logged of each request so far."""
+    caplog.set_level(logging.INFO, 'plants')
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize('value', KINDS)
+def test_each_request_is_logged(value, client, requests_logged):
+    """One line has id, token's name, method, path, status, value and duration."""
+    response = KINDS[value](client)
+    (line,) = requests_logged()
+    name = '-' if value in (40101, 40500) else 'tester'
+    path = {40400: '/nowhere', 40500: '/livez'}.get(value, '/plants')
+    error = 0 if value == 200 else value
+    status = response.status_int
+    request_id = response.headers['X-Request-Id']
+    assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
+    assert line.endswith(' ms')
+
+
+def test_log_has_no_token(client, requests_logged):
+    """Neither a right token nor a wrong one is ever written to the log."""
+    token = client.authorization[1]
+    client.add(FERN)
+    client.authorization = ('Bearer', 'wrong-token')
+    client.add(FERN)
+    client.get('/nowhere', headers={'Authorization': f'Basic {token}'})
+    assert len(requests_logged()) == 3
+    for line in requests_logged():
+        assert token not in line
+        assert 'wrong-token' not in line
+
+
+@pytest.mark.parametrize('path', ['/a%0Ab', '/%0D', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
+def test_log_line_cannot_be_broken(path, stranger, requests_logged):
+    """A path is logged in a form that can neither end a line nor colour it."""
+    stranger.get(path)
+    (line,) = requests_logged()
+    assert line.isascii()
+    assert line.isprintable()
+    assert len(line.split()) == 8
+
+
+# ---- inside another WSGI stack
+
+
+def test_mounted_under_a_prefix(client):
+    """Under any prefix all paths are where they were, below it."""
+    mounted = {'environ': {'SCRIPT_NAME': '/garden'}}
+    headers = {'Content-Type': 'application/json'}
+    body = json.dumps(FERN).encode()
+    response = client.request(
+        '/plants', method='POST', body=body, headers=headers, **mounted
+    )
+    assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
+    assert_error(client.request('/nowhere', **mounted), 40400)
+    client.authorization = None
+    assert client.request('/livez', **mounted).status_int == 200
+    assert_error(client.request('/plants', **mounted), 40100)
+
+
+class Closable(io.BytesIO):
+    """A body as the server gives it: it can be told to close the connection."""
+
+    closes = 0
+
+    def force_close(self):
+        self.closes += 1
+
+
+@pytest.mark.parametrize(
+    ('length', 'content_type', 'closes'),
+    [
+        (60, 'application/json', 0),
+        (60, 'text/plain', 0),
+        (65_536, 'application/json', 0),
+        (65_537, 'application/json', 1),
+        (10_000_000, 'text/plain', 1),
+    ],
+)
+def test_long_rest_of_a_body_closes(length, content_type, closes, client):
+    """The server is told to close if it would be left with the rest of a long body."""
+    client.lint = False  # it hides what the server's input can do
+    body = Closable(json.dumps(FERN).encode().ljust(length))
+    client.request(
+        '/plants',
+        method='POST',
+        headers={'Content-Type': content_type, 'Content-Length': str(length)},
+        environ={'wsgi.input': body},
+    )
+    assert body.closes == closes
+
+
+@pytest.mark.parametrize(('length', 'closes'), [(2, 0), (65_536, 0), (70_000, 1)])
+def test_rest_of_a_chunked_body_closes(length, closes, client):
+    """A chunked body closes the connection unless it was read to its end."""
+    client.lint = False
+    body = Closable(b' ' * length)
+    client.request('/plants', **chunked(body))
+    assert body.closes == closes

@@ -1,0 +1,650 @@
+"""The application inside other people's WSGI stacks and under other servers."""
+
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextlib import contextmanager
+from http.client import parse_headers
+from typing import NamedTuple
+from wsgiref.headers import Headers
+from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.simple_server import make_server
+from wsgiref.util import setup_testing_defaults
+from wsgiref.validate import validator
+
+import cheroot.wsgi
+import django.conf
+import django.core.wsgi
+import django.http
+import django.urls
+import flask
+import pytest
+import waitress.server
+import waitress.wasyncore
+from errors import assert_error
+from server import PATIENCE
+from server import REPOSITORY
+from server import SCRIPTS
+from server import TOKEN
+from server import RawClient
+from server import Server
+from server import request
+from werkzeug.middleware.dispatcher import DispatcherMiddleware
+
+from app import create_app
+from store import Plant
+from store import PlantStore
+from store import StoreUnavailable
+from store import open_store
+
+FERN = b'{"id": 1, "name": "Fern", "tag": "shade"}'
+FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
+MAX_BODY = 200  # bytes; small, so that a larger body still goes out in one piece
+TOO_LARGE = b' ' * MAX_BODY + b'{'
+NO_TOKEN = {'authorization': None}
+WRONG_TOKEN = {'authorization': 'Bearer guessed'}
+
+
+# ---- servers
+
+
+@contextmanager
+def in_thread(run, stop):
+    """Run a server in a thread while the block lasts."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def served_by_waitress(application):
+    """Yield the port where waitress serves an application."""
+    sockets = {}
+    server = waitress.server.create_server(
+        application, map=sockets, host='127.0.0.1', port=0
+    )
+
+    def stop():
+        # In its own thread: closing a descriptor that it polls would be an error.
+        server.trigger.pull_trigger(lambda: waitress.wasyncore.close_all(sockets))
+
+    with in_thread(server.run, stop):
+        yield server.effective_port
+    server.task_dispatcher.shutdown()
+
+
+@contextmanager
+def served_by_cheroot(application):
+    """Yield the port where cheroot serves an application."""
+    server = cheroot.wsgi.Server(('127.0.0.1', 0), application, numthreads=2)
+    server.expiration_interval = 0.02  # how soon it notices that it must stop
+    server.prepare()
+    with in_thread(server.serve, server.stop):
+        yield server.bind_addr[1]
+
+
+class QuietHandler(WSGIRequestHandler):
+    def log_message(self, format, *args):
+        """Keep the access log out of the test report."""
+
+
+@contextmanager
+def served_by_wsgiref(application):
+    """Yield the port where wsgiref serves an application."""
+    with (
+        make_server('127.0.0.1', 0, application, handler_class=QuietHandler) as server,
+        in_thread(lambda: server.serve_forever(0.02), server.shutdown),
+    ):
+        yield server.server_port
+
+
+SERVERS = {
+    'waitress': served_by_waitress,
+    'cheroot': served_by_cheroot,
+    'wsgiref': served_by_wsgiref,
+}
+CHUNKED_DECODED_BY = ['waitress', 'cheroot']
+
+
+@pytest.fixture
+def start():
+    """A function that serves an application until the test ends."""
+    with ExitStack() as running:
+        yield lambda server, application: running.enter_context(
+            SERVERS[server](application)
+        )
+
+
+every_server = pytest.mark.parametrize('server', SERVERS)
+
+
+# ---- clients
+
+
+class Answer(NamedTuple):
+    status_int: int
+    headers: object
+    body: bytes
+
+    @property
+    def text(self):
+        return self.body.decode()
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+def exchange(port, *arguments, **headers):
+    """Send one request and return its answer, with everything up to the end.
+
+    All in one piece: a server that answers before it has read the body, and then
+    closes, would reset the connection under a client that is still sending.
+    """
+    with socket.create_connection(('127.0.0.1', port), PATIENCE) as connection:
+        connection.sendall(request(*arguments, connection='close', **headers))
+        with connection.makefile('rb') as stream:
+            status_line = stream.readline()
+            answered = parse_headers(stream)
+            return Answer(int(status_line.split()[1]), answered, stream.read())
+
+
+def chunked(body, size=7):
+    """Return a body in chunks."""
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    return b''.join(b'%x\r\n%b\r\n' % (len(piece), piece) for piece in [*pieces, b''])
+
+
+def call(application, body=b'', **environ):
+    """Call an application as a server would; a variable that is None is left out."""
+    defaults = {
+        'REQUEST_METHOD': 'POST',
+        'SCRIPT_NAME': '',
+        'PATH_INFO': '/plants',
+        'QUERY_STRING': '',
+        'CONTENT_TYPE': 'application/json',
+        'CONTENT_LENGTH': str(len(body)),
+        'HTTP_AUTHORIZATION': f'Bearer {TOKEN}',
+        'wsgi.input': io.BytesIO(body),
+    }
+    environ = defaults | environ
+    setup_testing_defaults(environ)
+    environ = {name: value for name, value in environ.items() if value is not None}
+    started = []
+    pieces = application(environ, lambda *arguments: started.append(arguments))
+    try:
+        content = b''.join(pieces)
+    finally:
+        getattr(pieces, 'close', lambda: None)()
+    [(status, headers)] = started
+    return Answer(int(status.split()[0]), Headers(headers), content)
+
+
+# ---- the application
+
+
+@pytest.fixture(params=['memory', 'jsonl'])
+def each_store(request, tmp_path):
+    """A store of each kind."""
+    url = {'memory': 'memory:', 'jsonl': f'jsonl:{tmp_path / "plants.jsonl"}'}
+    with open_store(url[request.param]) as store:
+        yield store
+
+
+@pytest.fixture
+def plants(store):
+    """The application of a store; breaking a rule of WSGI is a failure."""
+    return validator(unchecked(store))
+
+
+@pytest.fixture
+def unchecked_plants(store):
+    """The same without the validator, which cheroot's input of chunks does not pass."""
+    return unchecked(store)
+
+
+def unchecked(store):
+    """Make the application of a store."""
+    return create_app(store, tokens=[TOKEN], max_body_bytes=MAX_BODY)
+
+
+# ---- mounted under a prefix
+
+
+def in_werkzeug(plants):
+    """Mount it beside a plain WSGI application."""
+
+    def home(environ, start_response):
+        found = environ['PATH_INFO'] == '/'
+        start_response(
+            '200 OK' if found else '404 Not Found', [('Content-Type', 'text/plain')]
+        )
+        return [b'home']
+
+    return DispatcherMiddleware(home, {'/home/garden': plants})
+
+
+def in_flask(plants):
+    """Mount it in the WSGI stack of a Flask application."""
+    site = flask.Flask('site')
+    site.add_url_rule('/', view_func=lambda: 'home', endpoint='home')
+    site.wsgi_app = DispatcherMiddleware(site.wsgi_app, {'/home/garden': plants})
+    return site
+
+
+def in_django(plants):
+    """Mount it beside the WSGI handler of a Django project."""
+    if not django.conf.settings.configured:
+        urls = (django.urls.path('', lambda request: django.http.HttpResponse('home')),)
+        django.conf.settings.configure(
+            ROOT_URLCONF=urls, ALLOWED_HOSTS=['127.0.0.1'], LOGGING_CONFIG=None
+        )
+    site = django.core.wsgi.get_wsgi_application()
+    return DispatcherMiddleware(site, {'/home/garden': plants})
+
+
+@pytest.fixture(params=[in_werkzeug, in_flask, in_django])
+def site(request, plants, start):
+    """The port of a web site that has the application under /home/garden."""
+    return start('waitress', request.param(plants))
+
+
+def test_mounted_application_adds_plants(site, store):
+    """Under a prefix a plant is added as it is without one."""
+    answer = exchange(site, 'POST', '/home/garden/plants', FERN)
+    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
+    assert list(store) == [Plant(1, 'Fern', 'shade')]
+
+
+@pytest.mark.parametrize(
+    ('path', 'headers', 'value'),
+    [
+        pytest.param('/home/garden/plants', NO_TOKEN, 40100, id='no-token'),
+        pytest.param('/home/garden/plants', WRONG_TOKEN, 40101, id='wrong-token'),
+        pytest.param('/home/garden/no/such', NO_TOKEN, 40100, id='unknown-to-stranger'),
+        pytest.param('/home/garden/no/such', {}, 40400, id='unknown'),
+        pytest.param('/home/garden', {}, 40400, id='prefix-alone'),
+        pytest.param('/home/garden/', {}, 40400, id='prefix-and-slash'),
+        # The prefix ends where the application begins: it is not cut off twice.
+        pytest.param('/home/garden/home/garden/plants', {}, 40400, id='prefix-twice'),
+    ],
+)
+def test_mounted_application_answers_for_its_prefix(site, path, headers, value):
+    """Whatever is under the prefix is answered with our errors, not the site's."""
+    assert_error(exchange(site, 'POST', path, FERN, **headers), value)
+
+
+def test_mounted_application_keeps_its_public_paths(site):
+    """What is public without a prefix is public under it."""
+    for path in ['/home/garden/livez', '/home/garden/readyz']:
+        assert exchange(site, 'GET', path, **NO_TOKEN).status_int == 200
+
+
+def test_site_keeps_its_own_paths(site):
+    """Outside the prefix the site answers, also for a path that we have too."""
+    home = exchange(site, 'GET', '/', **NO_TOKEN)
+    assert (home.status_int, b'home' in home.body) == (200, True)
+    for path in ['/plants', '/livez']:
+        foreign = exchange(site, 'GET', path)
+        assert foreign.status_int == 404
+        assert foreign.headers['Content-Type'] != 'application/json'
+        assert 'X-Request-Id' not in foreign.headers
+
+
+# ---- under each server
+
+
+@every_server
+@pytest.mark.parametrize(
+    ('method', 'path', 'body', 'headers', 'value'),
+    [
+        pytest.param('POST', '/plants', b'{', {}, 40004, id='not-json'),
+        pytest.param('POST', '/plants', b'{}', {}, 40005, id='not-a-plant'),
+        pytest.param(
+            'POST', '/plants', b'', {'content_length': '0'}, 40001, id='empty'
+        ),
+        pytest.param('POST', '/plants', b'', {}, 40001, id='missing'),
+        pytest.param('POST', '/plants', TOO_LARGE, {}, 40003, id='too-large'),
+        pytest.param('POST', '/plants', FERN, NO_TOKEN, 40100, id='no-token'),
+        pytest.param('POST', '/plants', FERN, WRONG_TOKEN, 40101, id='wrong-token'),
+        pytest.param('GET', '/no/such', b'', {}, 40400, id='unknown-path'),
+        pytest.param('GET', '/plants', b'', {}, 40500, id='wrong-method'),
+        pytest.param('OPTIONS', '/livez', b'', NO_TOKEN, 40500, id='options'),
+    ],
+)
+def test_faults_are_sound_wsgi(
+    start, plants, store, server, method, path, body, headers, value
+):
+    """Every kind of fault reaches the client, and the WSGI validator finds nothing."""
+    port = start(server, plants)
+    assert_error(exchange(port, method, path, body, **headers), value)
+    assert not list(store)
+
+
+@every_server
+def test_success_is_sound_wsgi(start, plants, store, server):
+    """A plant is added, and the WSGI validator finds nothing."""
+    answer = exchange(start(server, plants), 'POST', '/plants', FERN)
+    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
+    assert list(store) == [Plant(1, 'Fern', 'shade')]
+
+
+@every_server
+@pytest.mark.parametrize(
+    ('path', 'status'),
+    [('/livez', 200), ('/readyz', 200), ('/plants', 405), ('/no/such', 404)],
+)
+def test_head_has_no_body(start, plants, server, path, status):
+    """HEAD is answered as GET is, without the body."""
+    port = start(server, plants)
+    answer = exchange(port, 'HEAD', path)
+    assert (answer.status_int, answer.body) == (status, b'')
+    assert answer.headers['Content-Type'] == 'application/json'
+    assert exchange(port, 'GET', path).status_int == status
+
+
+@pytest.mark.parametrize('server', ['waitress', 'cheroot'])
+def test_connection_outlives_a_fault(start, plants, server):
+    """A body that was refused unread does not disturb the next request."""
+    with RawClient(start(server, plants)) as client:
+        refused = client.ask(request(body=FERN, **WRONG_TOKEN))
+        assert (refused.status, refused.json['error']) == (401, 40101)
+        answer = client.ask(request(body=FERN))
+        assert (answer.status, answer.json) == (200, FERN_ANSWER)
+
+
+# ---- chunked bodies
+
+
+# RFC 9112, section 6.3: where both are sent, the chunks say how long the body is.
+lengths = pytest.mark.parametrize(
+    'length',
+    [
+        pytest.param({}, id='alone'),
+        pytest.param({'content_length': '10'}, id='shorter-length'),
+        pytest.param({'content_length': '60'}, id='longer-length'),
+    ],
+)
+
+
+def exchange_chunked(port, body, **headers):
+    """Post a body in chunks."""
+    headers['transfer_encoding'] = 'chunked'
+    return exchange(port, 'POST', '/plants', body, **headers)
+
+
+@lengths
+@pytest.mark.parametrize('server', CHUNKED_DECODED_BY)
+def test_chunked_body_is_read(start, unchecked_plants, store, server, length):
+    """A chunked body is a body where the server marks its end."""
+    port = start(server, unchecked_plants)
+    answer = exchange_chunked(port, chunked(FERN), **length)
+    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
+    assert list(store) == [Plant(1, 'Fern', 'shade')]
+
+
+@lengths
+def test_chunked_body_is_refused(start, plants, store, length):
+    """A chunked body is as good as missing where the server does not decode it."""
+    answer = exchange_chunked(start('wsgiref', plants), chunked(FERN), **length)
+    assert 'Content-Length' in assert_error(answer, 40001)
+    assert not list(store)
+
+
+@pytest.mark.parametrize('server', CHUNKED_DECODED_BY)
+@pytest.mark.parametrize(
+    ('body', 'value'),
+    [
+        pytest.param(b'', 40001, id='empty'),
+        pytest.param(TOO_LARGE, 40003, id='too-large'),
+        pytest.param(FERN[:20], 40004, id='not-json'),
+    ],
+)
+def test_chunked_body_keeps_the_rules(start, unchecked_plants, server, body, value):
+    """What is refused with a Content-Length is refused in chunks as well."""
+    port = start(server, unchecked_plants)
+    assert_error(exchange_chunked(port, chunked(body)), value)
+
+
+def test_broken_chunks_are_a_fault_of_the_client(start, unchecked_plants, store):
+    """Chunks that the server cannot decode are 40000, not a fault of the service."""
+    port = start('cheroot', unchecked_plants)
+    answer = exchange_chunked(port, chunked(FERN).replace(b'7\r\n', b'seven\r\n'))
+    assert_error(answer, 40000)
+    assert not list(store)
+
+
+# ---- what a server may leave out
+
+
+@pytest.mark.parametrize('nothing', ['', None], ids=['empty', 'absent'])
+@pytest.mark.parametrize(
+    ('variable', 'value'),
+    [
+        ('PATH_INFO', 40400),
+        ('CONTENT_LENGTH', 40001),
+        ('CONTENT_TYPE', 40002),
+        ('HTTP_AUTHORIZATION', 40100),
+    ],
+)
+def test_variable_without_a_value(unchecked_plants, variable, value, nothing):
+    """A variable that is empty and one that is absent are the same thing."""
+    environ = {'SCRIPT_NAME': '/garden', variable: nothing}
+    assert_error(call(unchecked_plants, FERN, **environ), value)
+
+
+@pytest.mark.parametrize('nothing', ['', None], ids=['empty', 'absent'])
+def test_variables_that_do_not_matter(unchecked_plants, nothing):
+    """A plant is added without a query string and a prefix, empty or absent."""
+    nothings = {'SCRIPT_NAME': nothing, 'QUERY_STRING': nothing}
+    answer = call(unchecked_plants, FERN, **nothings)
+    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
+
+
+def test_absent_length_of_a_chunked_body(plants):
+    """A chunked body may come with an empty CONTENT_LENGTH."""
+    environ = {'CONTENT_LENGTH': '', 'HTTP_TRANSFER_ENCODING': 'chunked'}
+    assert_error(call(plants, FERN, **environ), 40001)
+    answer = call(plants, FERN, **environ, **{'wsgi.input_terminated': True})
+    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
+
+
+# ---- several in one process
+
+
+def test_two_applications_share_nothing(start):
+    """Two applications in one process have their own plants and their own tokens."""
+    with open_store('memory:') as roses, open_store('memory:') as herbs:
+        site = DispatcherMiddleware(
+            create_app(roses, tokens={'ann': 'for-roses'}),
+            {'/herbs': create_app(herbs, tokens={'ann': 'for-herbs'})},
+        )
+        port = start('waitress', site)
+        for path, token, foreign, name in [
+            ('/plants', 'for-roses', 'for-herbs', 'Rose'),
+            ('/herbs/plants', 'for-herbs', 'for-roses', 'Mint'),
+        ]:
+            plant = {'id': 1, 'name': name}
+            refused, added = (
+                exchange(port, 'POST', path, plant, authorization=f'Bearer {sent}')
+                for sent in (foreign, token)
+            )
+            assert_error(refused, 40101)
+            assert (added.status_int, added.json) == (200, {'name': name})
+        assert (list(roses), list(herbs)) == ([Plant(1, 'Rose')], [Plant(1, 'Mint')])
+
+
+@pytest.mark.parametrize('tokens', [[], {}, '', ['# none yet']], ids=repr)
+def test_embedder_without_tokens(store, tokens):
+    """An application that nobody could use, or everybody, is not made."""
+    with pytest.raises(ValueError, match='no token'):
+        create_app(store, tokens=tokens)
+
+
+class Frost(PlantStore):
+    """A store of an embedder's own, which is never available."""
+
+    def add(self, plant):
+        raise StoreUnavailable('the ground is frozen', store='frost', retry_after=7)
+
+    def __iter__(self):
+        return iter([])
+
+    def ping(self):
+        self.add(None)
+
+    def close(self):
+        pass
+
+
+def test_store_of_the_embedder():
+    """A store of the embedder's own is used like ours, and its faults are answered."""
+    frost = validator(create_app(Frost(), tokens=[TOKEN]))
+    for answer in [
+        call(frost, FERN),
+        call(frost, REQUEST_METHOD='GET', PATH_INFO='/readyz'),
+    ]:
+        assert 'the ground is frozen' in assert_error(answer, 50300)
+        assert answer.headers['Retry-After'] == '7'
+
+
+# ---- threads
+
+
+def test_eight_threads_at_once(each_store):
+    """Eight threads use one application: no plant is lost, no id is given twice."""
+    plants = validator(create_app(each_store, tokens=[TOKEN]))
+    threads, rounds = 8, 40
+    barrier = threading.Barrier(threads, timeout=PATIENCE)
+
+    def work(thread):
+        results = []
+        for turn in range(rounds):
+            own = {'id': 1000 * (thread + 1) + turn, 'name': f'of {thread}'}
+            contested = {'id': turn, 'name': f'of {thread}'}
+            barrier.wait()
+            assert call(plants, json.dumps(own).encode()).status_int == 200
+            results.append(call(plants, json.dumps(contested).encode()))
+        return results
+
+    with ThreadPoolExecutor(threads) as pool:
+        results = list(pool.map(work, range(threads)))
+    stored = {plant.id: plant.name for plant in each_store}
+    assert len(list(each_store)) == len(stored) == threads * rounds + rounds
+    for turn, answers in enumerate(zip(*results, strict=True)):
+        won = [answer.json for answer in answers if answer.status_int == 200]
+        assert won == [{'name': stored[turn]}]
+        lost = [answer.json['error'] for answer in answers if answer.status_int != 200]
+        assert lost == [40006] * (threads - 1)
+
+
+# ---- processes
+
+
+PREFORK = """
+import os, signal, sys, threading
+from webtest import TestApp
+from app import create_app
+from store import open_store
+
+url, moment = sys.argv[1:]
+store = open_store(url)
+plants = create_app(store, tokens=['prefork'])
+
+def add(id, name):
+    request = {'id': id, 'name': name}
+    headers = {'Authorization': 'Bearer prefork'}
+    answer = TestApp(plants).post_json(
+        '/plants', request, headers=headers, expect_errors=True
+    )
+    assert answer.status_int == 200 or answer.json['error'] == 40006, answer
+    return answer.status_int == 200
+
+def add_own(first):
+    for id in range(first, first + 100):
+        assert add(id, 'own')
+
+threads = []
+if moment != 'made':
+    assert add(1, 'before')
+if moment == 'in-use':
+    threads = [threading.Thread(target=add_own, args=[n]) for n in (1000, 2000, 3000)]
+    for thread in threads:
+        thread.start()
+child = os.fork()
+signal.alarm(10)  # a lock that stayed held must not hold up the tests
+add_own(4000 if child else 5000)
+won = sum(add(id, 'parent' if child else 'child') for id in range(6000, 6200))
+if child:
+    for thread in threads:
+        thread.join()
+store.close()
+os.write(1, f'{"parent" if child else "child"} {won}\\n'.encode())
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ('moment', 'own'),
+    [
+        pytest.param('made', 200, id='only-made'),
+        pytest.param('used', 200, id='used-before'),
+        pytest.param('in-use', 500, id='in-use-by-threads'),
+    ],
+)
+def test_application_made_before_a_fork(tmp_path, moment, own):
+    """Parent and child use what was made before the fork: no plant is lost."""
+    url = f'jsonl:{tmp_path / "plants.jsonl"}'
+    result = subprocess.run(
+        [sys.executable, '-c', PREFORK, url, moment],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, '')
+    with open_store(url) as store:
+        plants = list(store)
+        store.ping()
+    assert len({plant.id for plant in plants}) == len(plants)
+    names = Counter(plant.name for plant in plants)
+    won = dict(line.split() for line in result.stdout.splitlines())
+    assert names.pop('own') == own
+    assert names.pop('before', 0) == (moment != 'made')
+    assert sum(names.values()) == 200
+    assert {name: names[name] for name in won} == {n: int(w) for n, w in won.items()}
+
+
+def waitress_serve(directory):
+    """Make a server of what people type by habit."""
+    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
+    return Server(directory, command=command, workers=None, PYTHONPATH=str(REPOSITORY))
+
+
+@pytest.mark.parametrize('end', ['SIGINT', 'SIGTERM', 'SIGKILL'])
+def test_waitress_serve(tmp_path, end):
+    """Under waitress-serve a plant outlives the server, however that ends."""
+    with waitress_serve(tmp_path) as server:
+        assert server.ask(request(body=FERN)).status == 200
+        server.signal(signal.Signals[end])
+        server.wait()
+    assert server.plants() == [json.loads(FERN)]
+    with waitress_serve(tmp_path) as server:
+        assert server.ask(request(body=FERN)).status == 200
+        refused = server.ask(request(body=FERN.replace(b'Fern', b'Moss')))
+        assert refused.json['error'] == 40006
+    assert server.plants() == [json.loads(FERN)]
