@@ -127,6 +127,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._standing_back = False
         self._patient = True
         self._deadlines: dict[TConn, float] = {}
+        self._quitting = False
         self._next_look = 0.0
 
     def accept(self, listener: socket.socket) -> None:
@@ -147,7 +148,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
     def handle(self, conn: TConn) -> Any:
         self._deadlines[conn] = time.monotonic() + REQUEST_TIMEOUT
         try:
-            kept = super().handle(conn)
+            kept = not self._quitting and super().handle(conn)
             if not kept:
                 with suppress(OSError):  # it is closed already
                     conn.sock.setblocking(True)
@@ -192,9 +193,15 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             self._shut_down([c for c, end in self._busy() if end < now], socket.SHUT_RD)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        # Ctrl-C: the process ends when its threads do, so none may wait for a client.
+        # Ctrl-C reaches a worker twice, from the terminal and from the master.
+        if self._quitting:
+            return
+        self._quitting = True
+        # The process ends when its threads do, so none may wait for a client.
         self._shut_down([conn for conn, _ in self._busy()], socket.SHUT_RDWR)
-        super().handle_quit(sig, frame)
+        # NOTE: not gthread's own, which shuts the pool down: that takes a lock which
+        # the code that this signal has interrupted may hold.
+        Worker.handle_quit(self, sig, frame)
 
     def _busy(self) -> list[tuple[TConn, float]]:
         return list(self._deadlines.items())

@@ -124,7 +124,7 @@ class GroupCommit(Generic[Record]):
         """Take a batch through both stages. REQUIRES: this thread set _appending."""
         batch = self._take_batch()
         try:
-            needs_sync = self._append(batch)
+            needs_sync = bool(self._append(batch))
         except BaseException as ex:  # also Ctrl-C: the followers must not sleep on
             needs_sync = False
             _fail(batch, ex)

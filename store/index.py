@@ -81,11 +81,9 @@ class _Header(NamedTuple):
 
     Attributes:
         device, inode, boot: As in ``Identity``.
-        multiplier: Odd, random, so that nobody can choose ids that collide.
+        key: Of the hash, random.
         end: The size of the plant file that is indexed, in bytes.
         tail_size, tail_crc: The length and CRC-32 of the last bytes before the end.
-        suspect: Where the bytes begin that a failed sync has left in doubt, or
-            ``NOT_SUSPECT``.
         closed_mtime: ``st_mtime_ns`` of the plant file at a clean close, 0 while open.
         depth: Of the directory.
         directory: The page where it begins.
@@ -98,11 +96,10 @@ class _Header(NamedTuple):
     device: int
     inode: int
     boot: bytes
-    multiplier: int
+    key: int
     end: int
     tail_size: int
     tail_crc: int
-    suspect: int
     closed_mtime: int
     depth: int
     directory: int
@@ -113,9 +110,8 @@ class _Header(NamedTuple):
     right: int
 
 
-_HEADER = struct.Struct('<8sQQ16sQQIIQQQQQQQQQ')
+_HEADER = struct.Struct('<8sQQ16sQQIIQQQQQQQQ')
 TAIL = 256  # bytes
-NOT_SUSPECT = _MASK
 
 
 class Allocator(Protocol):
@@ -160,16 +156,17 @@ class Index:
         if packed == self._packed:  # nobody else was here
             return
         magic, *fields = _HEADER.unpack_from(packed, 4)
-        self._header = _Header._make(fields)
-        if packed != _pack_header(self._header) or magic != _MAGIC:
+        header = _Header._make(fields)
+        if packed != _pack_header(header) or magic != _MAGIC:
             raise IndexDamaged('its header is damaged')
-        self._packed = packed
-        if self._header.pages * PAGE > len(self._map):
+        if header.pages * PAGE > len(self._map):
             size = os.fstat(self._fd).st_size
-            if self._header.pages * PAGE > size:
+            if header.pages * PAGE > size:
                 raise IndexDamaged('it is cut short')
             self._map_again(size)
-        if self._header.split:
+        self._header = header
+        self._packed = packed
+        if header.split:
             self._finish_split()
 
     @property
@@ -188,8 +185,6 @@ class Index:
         status = os.fstat(plants.fileno())
         if (header.device, header.inode) != identity[:2]:
             return 'it is of another file'
-        if header.suspect != NOT_SUSPECT:
-            return 'a sync of the plant file has failed'
         if header.closed_mtime and header.closed_mtime != status.st_mtime_ns:
             return 'the plant file was changed since'
         if not header.closed_mtime and header.boot != identity.boot:
@@ -218,7 +213,7 @@ class Index:
 
     def retire(self) -> None:
         """Have every process that uses this index, now or later, find it damaged."""
-        self._packed = self._map[: 4 + _HEADER.size] = bytes(4 + _HEADER.size)
+        self._map[: 4 + _HEADER.size] = bytes(4 + _HEADER.size)
 
     def advance(self, end: int, tail: bytes) -> None:
         """Record that the plant file is indexed up to an offset.
@@ -233,16 +228,6 @@ class Index:
                 end=end, tail_size=len(tail), tail_crc=zlib.crc32(tail)
             )
         )
-
-    @property
-    def suspect(self) -> int:
-        """Where the bytes begin that a failed sync left in doubt, or NOT_SUSPECT."""
-        return self._header.suspect
-
-    def mark_suspect(self, offset: int) -> None:
-        """Record that bytes of the plant file from an offset on are in doubt."""
-        offset = min(offset, self._header.suspect)
-        self._write_header(self._header._replace(suspect=offset))
 
     def mark_open(self, boot: bytes) -> None:
         """Record, durably, that changes follow which are not synced."""
@@ -299,7 +284,7 @@ class Index:
             self._split(number, page)
 
     def _hash(self, id: int) -> int:
-        return _hash(id, self._header.multiplier)
+        return _hash(id, self._header.key)
 
     def _bucket_of(self, hash: int) -> tuple[int, bytes]:
         """Return the number and the bytes of the bucket that a hash belongs to."""
@@ -328,11 +313,14 @@ class Index:
         size = pages * PAGE
         if size <= len(self._map):
             return
-        # By an eighth, so that growing is rare; whole memory pages, so that the map
-        # ends where the file does.
-        size = -(-max(size, len(self._map) * 9 // 8) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._system.posix_fallocate(self._fd, 0, size)
-        self._map_again(size)
+        # By an eighth, so that growing is rare, or on a disk that is nearly full by as
+        # little as will do.
+        generous = _whole_pages(max(size, len(self._map) * 9 // 8))
+        try:
+            self._system.posix_fallocate(self._fd, 0, generous)
+        except OSError:
+            self._system.posix_fallocate(self._fd, 0, _whole_pages(size))
+        self._map_again(os.fstat(self._fd).st_size)
 
     def _map_again(self, size: int) -> None:
         map = _map_file(self._fd, size)  # first: if it fails the old one still serves
@@ -350,6 +338,7 @@ class Index:
         depth, count, suffix = _BUCKET.unpack_from(page, 4)
         if depth == self._header.depth:
             self._double_directory()
+        self._grow(self._header.pages + 2)  # there is room, if ids are at all scattered
         header = self._header
         bit = 1 << depth
         halves = [bytearray(), bytearray()]
@@ -391,9 +380,10 @@ class Index:
         """Give the directory one more bit; the header's store is the switch."""
         header = self._header
         size = _POINTER.size << header.depth
+        pages = 2 * size // PAGE
+        self._grow(header.pages + pages)
         at = header.directory * PAGE
         pointers = self._map[at : at + size]
-        pages = 2 * size // PAGE
         at = header.pages * PAGE
         self._map[at : at + 2 * size] = pointers + pointers
         self._write_header(
@@ -429,17 +419,17 @@ def build(
     """
     # Two thirds full on the average, where a Poisson spread leaves few over-full.
     depth = max(7, (max(expected, 1) // 20).bit_length())
-    multiplier = random.SystemRandom().getrandbits(64) | 1
+    key = random.SystemRandom().getrandbits(64)
     # One pass deals the entries out to partitions of the slots, the second makes the
     # buckets of one partition after the other: everything in order, nothing at random.
     bits = min(depth, 12)
     partitions = [array('q') for _ in range(1 << bits)]
     mask = len(partitions) - 1
     for id, offset in entries:
-        partition = partitions[_hash(id, multiplier) & mask]
+        partition = partitions[_hash(id, key) & mask]
         partition.append(id)
         partition.append(offset)
-    return _write(path, identity, partitions, depth, multiplier, system)
+    return _write(path, identity, partitions, depth, key, system)
 
 
 def _write(
@@ -447,7 +437,7 @@ def _write(
     identity: Identity,
     partitions: list[array[int]],
     depth: int,
-    multiplier: int,
+    key: int,
     system: Allocator,
 ) -> list[tuple[int, int]]:
     slots = 1 << depth
@@ -457,11 +447,10 @@ def _write(
         device=identity.device,
         inode=identity.inode,
         boot=identity.boot,
-        multiplier=multiplier,
+        key=key,
         end=0,
         tail_size=0,
         tail_crc=0,
-        suspect=NOT_SUSPECT,
         closed_mtime=0,
         depth=depth,
         directory=1,
@@ -475,7 +464,7 @@ def _write(
     left_over = []
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        size = -(-header.pages * PAGE // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = _whole_pages(header.pages * PAGE)
         system.posix_fallocate(fd, 0, size)
         with mmap.mmap(fd, size) as map:
             map[: 4 + _HEADER.size] = _pack_header(header)
@@ -486,7 +475,7 @@ def _write(
                 buckets: list[dict[int, int]] = [{} for _ in range(slots >> bits)]
                 for at in range(0, len(partition), 2):
                     id = partition[at]
-                    bucket = buckets[(_hash(id, multiplier) & (slots - 1)) >> bits]
+                    bucket = buckets[(_hash(id, key) & (slots - 1)) >> bits]
                     if id in bucket:
                         repeated.append((id, partition[at + 1]))
                     else:
@@ -509,13 +498,18 @@ def _write(
     return repeated
 
 
-def _hash(id: int, multiplier: int) -> int:
-    # A product's low bits depend only on the id's low bits, and the low bits are what
-    # addresses the directory: so the high ones are folded in, before and after a second
-    # product. Ids that are multiples of a power of two need both.
-    hash = (id * multiplier) & _MASK
-    hash = ((hash ^ (hash >> 32)) * multiplier) & _MASK
-    return hash ^ (hash >> 32)
+def _hash(id: int, key: int) -> int:
+    # The finalizer of MurmurHash3 (public domain): every bit of the id changes every
+    # bit of the hash, so that no pattern of ids crowds a bucket.
+    hash = (id ^ key) & _MASK
+    hash = ((hash ^ (hash >> 33)) * 0xFF51AFD7ED558CCD) & _MASK
+    hash = ((hash ^ (hash >> 33)) * 0xC4CEB9FE1A85EC53) & _MASK
+    return hash ^ (hash >> 33)
+
+
+def _whole_pages(size: int) -> int:
+    """Round up to memory pages, so that a map ends where its file does."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _map_file(fd: int, size: int) -> mmap.mmap:

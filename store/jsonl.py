@@ -60,7 +60,8 @@ Result = TypeVar('Result')
 class JSONLinesStore(PlantStore):
     """Keep plants in a file of JSON lines; durable when the disk says so.
 
-    An add returns after ``fdatasync``. A new file has mode 0600.
+    An add returns after ``fdatasync``. A new file has mode 0600. A line that somebody
+    has written twice is accepted, and yielded twice.
 
     Args:
         path: Of the plant file. The index is beside it, with ``.index`` added.
@@ -132,6 +133,7 @@ class _PlantFile:
         self._path = path
         self._index_path = path.with_name(path.name + '.index')
         self._system = system
+        self._closing = False
         self._failed_sync: OSError | None = None
         self._commit = GroupCommit(self._append, self._sync)
         with _unavailable(path), ExitStack() as opened:
@@ -139,7 +141,9 @@ class _PlantFile:
             opened.callback(os.close, self._fd)
             self._lock = _FileLock(self._fd)
             self._end = 0
-            self._file = opened.enter_context(open(self._fd, 'rb', closefd=False))
+            self._file = opened.enter_context(
+                open(self._fd, 'rb', buffering=0, closefd=False)
+            )
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
             # report: the first would fail, and the second lie. So each has its own,
@@ -157,8 +161,11 @@ class _PlantFile:
                 self._with_index(self._catch_up)
                 # What another process wrote may not be on the disk yet, and a repeat
                 # of it would be acknowledged by this one.
-                self._system.fdatasync(self._fd)
-                self._synced = self._end
+                try:
+                    self._system.fdatasync(self._fd)
+                except OSError:
+                    self._index.retire()  # see _latch
+                    raise
             self._opened = opened.pop_all()
 
     def add(self, plant: Plant) -> None:
@@ -169,18 +176,21 @@ class _PlantFile:
         with _unavailable(self._path):
             with self._lock:
                 self._with_index(self._catch_up)
+                self._index.reserve(1)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         with self._lock:
-            with suppress(OSError, id_index.IndexDamaged):
-                self._close_index()
-            self._lock.closed = True
+            self._closing = True  # no append begins after this
         # A thread that syncs has one of these: with all in hand nobody does.
         for _ in range(SLOW_SYNCS_IN_FLIGHT):
             self._sync_fds.get()
         self._sync_fds.put(-1)
+        with self._lock:
+            with suppress(OSError, id_index.IndexDamaged):
+                self._close_index()
+            self._lock.closed = True
         self._opened.close()
 
     def abandon(self) -> None:
@@ -272,7 +282,6 @@ class _PlantFile:
             raise
 
     def _sync(self) -> None:
-        end = self._end
         fd = self._sync_fds.get()
         try:
             if fd < 0:
@@ -283,12 +292,18 @@ class _PlantFile:
             raise self._latched() from ex
         finally:
             self._sync_fds.put(fd)
-        # Durable, and acknowledged when the caller returns. Two threads may come here
-        # in the wrong order; the lower value is the safe one.
-        self._synced = max(self._synced, end)
+        # Durable, and acknowledged when the caller returns; unless another sync, which
+        # may have covered the same bytes, has failed meanwhile.
+        if self._failed_sync is not None:
+            raise self._latched()
 
     def _latch(self, error: OSError) -> None:
-        """Take nothing any more: the kernel may have dropped what was not synced."""
+        """Take nothing any more: the kernel may have dropped what was not synced.
+
+        After a failed write-back the kernel may hold a page as clean that is not on the
+        disk: reading shows it, and another sync skips it. So the index is retired, and
+        whoever builds it again writes the file again first (_build_index).
+        """
         self._failed_sync = error
         log.critical(
             '%s: a sync failed (%s): what it covered may be lost, and no plant is '
@@ -296,9 +311,8 @@ class _PlantFile:
             self._path,
             error.strerror,
         )
-        with suppress(OSError, StoreClosed, id_index.IndexDamaged), self._lock:
-            self._index.refresh()
-            self._index.mark_suspect(self._synced)
+        with suppress(OSError, StoreClosed), self._lock:
+            self._index.retire()
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
@@ -310,6 +324,8 @@ class _PlantFile:
 
     def _check_file(self) -> int:
         """Return the size of the file, if it still is the one that was opened."""
+        if self._closing:
+            raise StoreClosed
         if self._failed_sync is not None:
             raise self._latched()
         status = os.stat(self._path)
@@ -327,6 +343,9 @@ class _PlantFile:
         line: that is dealt with here, before each append, not only when a store opens.
         """
         size = self._check_file()
+        # Whoever has removed or replaced it can tell nobody who has it mapped.
+        if not os.fstat(self._index_fd).st_nlink:
+            raise id_index.IndexDamaged('it was removed')
         self._index.refresh()
         end = self._index.end
         if size < end:
@@ -343,12 +362,13 @@ class _PlantFile:
     def _index_records(self, start: int) -> None:
         """Enter the records from an offset on, which the index does not know."""
         for id, offset in self._records(start):
-            first = self._index.get(id)
-            if first is None or first >= start:
+            # A process that died may have entered some of them.
+            stored = self._find(id, offset)
+            if stored is None:
                 self._index.reserve(1)
                 self._index.put(id, offset)
             else:
-                self._check_repeat(first, offset)
+                self._check_repeat(stored, offset)
         self._advance()
 
     def _records(self, start: int) -> Iterator[tuple[int, int]]:
@@ -368,14 +388,14 @@ class _PlantFile:
                 side.name,
             )
 
-    def _check_repeat(self, first: int, offset: int) -> None:
+    def _check_repeat(self, stored: Plant, offset: int) -> None:
         """Accept a plant that is in the file twice, but not two with one id."""
-        if self._read(first) != self._read(offset):
+        if self._read(offset) != stored:
             raise StoreCorrupt(
                 str(self._path),
                 line_number(self._file, offset),
                 offset,
-                f'its id is that of a different plant, at byte {first}',
+                f'its id is that of a different plant, {stored.id}',
             )
 
     def _advance(self) -> None:
@@ -417,16 +437,17 @@ class _PlantFile:
             # So that nobody believes it, neither who has it mapped nor who opens it
             # next. It may be retired already, and another in its place.
             self._index.retire()
+        try:
             self._open_index()
             return action()
+        except id_index.IndexDamaged as ex:
+            raise self._unavailable(f'the index: {ex}') from ex
 
     def _open_index(self) -> None:
         """Open the index, or build it again if it is not to be believed."""
         try:
             self._map_index()
             reason = self._index.distrust(self._identity, self._file)
-            if self._index.suspect < os.fstat(self._fd).st_size:
-                self._write_again(self._index.suspect)
             if reason is not None:
                 self._index.retire()
         except FileNotFoundError:
@@ -438,40 +459,46 @@ class _PlantFile:
         self._index.mark_open(self._identity.boot)
 
     def _map_index(self) -> None:
-        self._index_file.close()
-        fd = self._system.open(self._index_path, os.O_RDWR | os.O_CLOEXEC)
-        self._index_file.callback(os.close, fd)
-        self._index_fd = fd
-        # Shared by all who use this index: who can have it alone is the last.
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        self._index = id_index.Index(fd, self._system)
-        self._index_file.callback(self._index.close)
+        """Use the index file that is there, in the place of the one in use."""
+        with ExitStack() as opened:
+            fd = self._system.open(self._index_path, os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            # Shared by all who use this file: who can have it alone is the last.
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            index = id_index.Index(fd, self._system)
+            opened.callback(index.close)
+            self._index_file.close()
+            self._index, self._index_fd = index, fd
+            self._index_file.enter_context(opened.pop_all())
 
     def _build_index(self, reason: str) -> None:
         size = os.fstat(self._fd).st_size
         if size:
             log.info('%s: building the index: %s', self._path, reason)
+            # A sync may have failed before, and what told it is lost with the index.
+            self._write_again()
         sample = os.pread(self._fd, CHUNK, 0)
         expected = size * sample.count(b'\n') // max(1, len(sample))
         new = self._index_path.with_name(self._index_path.name + '.new')
         repeated = id_index.build(
             new, self._identity, self._records(0), expected, self._system
         )
+        first: dict[int, Plant] = {}
+        if repeated:
+            ids = {id for id, _ in repeated}
+            for id, offset in scan_ids(self._path, self._file, 0, size):
+                if id in ids:
+                    self._check_repeat(first.setdefault(id, self._read(offset)), offset)
         os.replace(new, self._index_path)
         self._map_index()
-        for id, offset in repeated:
-            first = self._index.get(id)
-            if first is not None:
-                self._check_repeat(first, offset)
         self._advance()
 
-    def _write_again(self, start: int) -> None:
-        """Make bytes durable that a failed sync left in doubt.
+    def _write_again(self) -> None:
+        """Make the whole file durable, whatever became of earlier syncs.
 
-        After a failed write-back the kernel may hold a page as clean that is not on
-        the disk: reading shows it and another sync skips it. Writing it again makes
-        it dirty, and the next sync tells the truth.
+        Writing a page makes it dirty, and then a sync tells the truth about it.
         """
+        start = 0
         while data := os.pread(self._fd, CHUNK, start):
             start += self._system.pwrite(self._fd, data, start)
         self._system.fdatasync(self._fd)

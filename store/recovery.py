@@ -149,18 +149,20 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
     """
     end = os.fstat(fd).st_size
     side = side_file(path, 'torn')
-    with open(
-        side, 'xb', opener=lambda name, flags: os.open(name, flags, 0o600)
-    ) as kept:
+    kept = system.open(side, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
         position = offset
         while position < end and (data := os.pread(fd, CHUNK, position)):
-            kept.write(data)
-            position += len(data)
-        kept.flush()
-        system.fsync(kept.fileno())
-    sync_directory(path, system)
-    # The point of no return: the bytes exist twice, durably; now once.
-    system.ftruncate(fd, offset)
+            position += os.write(kept, data)
+        system.fsync(kept)
+        sync_directory(path, system)
+        # The point of no return: the bytes exist twice, durably; now once.
+        system.ftruncate(fd, offset)
+    except BaseException:
+        side.unlink()
+        raise
+    finally:
+        os.close(kept)
     system.fdatasync(fd)
     return side
 
