@@ -1,0 +1,574 @@
+"""What every store of plants must do: ``StoreContract`` and the helpers it needs.
+
+A store is tested by a subclass whose name begins with ``Test``::
+
+    class TestMyStore(StoreContract):
+        @pytest.fixture
+        def store(self): ...            # an open store without plants
+
+        def raw_plants(self, store): ...
+
+Each test quotes the promise of ``PlantStore`` that it holds the store to.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import invariant
+from hypothesis.stateful import rule
+from hypothesis.stateful import run_state_machine_as_test
+
+from store import IdTaken
+from store import Plant
+from store import PlantStore
+from store import StoreClosed
+from store import StoreUnavailable
+from store import open_store
+
+TOP = Path(__file__).parent.parent
+PATIENCE = 20  # seconds that nothing here takes, unless it hangs
+
+# What a plant may be called: Unicode text without U+0000 and lone surrogates.
+TEXTS = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\0'))
+
+IDS = [
+    *(sign * number for number in (1, 9, 10, 255, 10**18) for sign in (1, -1)),
+    *(2**bits + near for bits in (31, 32, 53) for near in (-1, 0, 1)),
+    *(-(2**bits) + near for bits in (31, 32, 53) for near in (-1, 0, 1)),
+    *(0, 2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 1),
+]
+
+HOSTILE = {
+    'empty': '',
+    'blank': ' \t ',
+    'controls': ''.join(map(chr, range(1, 0x20))),
+    'more-controls': ''.join(map(chr, range(0x7F, 0xA0))),
+    'line-ends': 'a\nb\rc\r\nd\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\n',
+    'quotes': '"\\"/\'`\\\\',
+    'escapes': '\\u0000 \\ud800 \\n \\N \\. \\x00 %00 &#0;',
+    'record': '{"id":1,"name":"x"}\n{"id":2,"name":"y"}\n',
+    'sql': "'); DROP TABLE plants; --",
+    'placeholders': '%s %(name)s {} {0} $1 :name ?',
+    'null': 'null',
+    'byte-order-mark': '\ufeffFern',
+    'noncharacters': '\ufdd0\ufffe\uffff\U0001fffe\U0010ffff',
+    'right-to-left': '\u202eFern\u202c \u0641',
+    'joined': '\U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301',
+    'padded': '  Fern  ',
+}
+
+
+def plane(number):
+    """Return every character of a plane of Unicode that a plant may hold."""
+    points = range(max(1, number << 16), (number + 1) << 16)
+    return ''.join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+
+
+def in_threads(*jobs):
+    """Run functions at once, each in a thread; fail if one fails or hangs."""
+    failures = []
+
+    def run(job):
+        try:
+            job()
+        except BaseException as ex:
+            failures.append(ex)
+
+    # As daemons, so that one that hangs fails its test and not the whole run.
+    threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+    hung = sum(thread.is_alive() for thread in threads)
+    assert not hung, f'{hung} of {len(threads)} threads hang'
+    if failures:
+        raise failures[0]
+
+
+def wait_until(condition):
+    """Return when a condition holds; fail if it never does."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, 'it never came true'
+        time.sleep(0.001)
+
+
+def in_child(job):
+    """Run a function in a forked child; fail if it fails or hangs."""
+    pid = os.fork()
+    if not pid:
+        try:
+            job()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    ended = []
+
+    def reap():
+        ended.extend(status for done, status in [os.waitpid(pid, os.WNOHANG)] if done)
+        return ended
+
+    try:
+        wait_until(reap)
+    finally:
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert ended == [0]
+
+
+@contextlib.contextmanager
+def processes(script, *argument_lists):
+    """Run a script in several interpreters, which all end with the block."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(child(script, *arguments))
+            for arguments in argument_lists
+        ]
+
+
+@contextlib.contextmanager
+def child(script, *arguments):
+    """Run a script in another interpreter, which ends with the block."""
+    with subprocess.Popen(
+        [sys.executable, '-c', script, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=TOP,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+WRITER = """
+import random
+import sys
+from store import IdTaken
+from store import Plant
+from store import open_store
+
+url, name = sys.argv[1:]
+ids = random.Random(name).sample(range(450), 300)
+with open_store(url) as store:
+    store.ping()
+    print('ready', flush=True)
+    sys.stdin.readline()
+    for id in ids:
+        try:
+            store.add(Plant(id, name))
+        except IdTaken:
+            pass
+        else:
+            print(id)
+"""
+
+MODEL = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+class Model(RuleBasedStateMachine):
+    """A store and a dict that are told the same must say the same.
+
+    One store serves all examples, so each has ids of its own.
+    """
+
+    contract = store = None  # given by the test
+    plants = {}  # noqa: RUF012 - shared by the examples on purpose, as the store is
+    examples = 0
+
+    def __init__(self):
+        super().__init__()
+        Model.examples += 1
+        self.base = 16 * Model.examples
+
+    @rule(number=st.integers(0, 7), name=TEXTS, tag=st.none() | TEXTS)
+    def add(self, number, name, tag):
+        self.offer(Plant(self.base + number, name, tag))
+
+    @rule(number=st.integers(0, 7))
+    def repeat(self, number):
+        if plant := self.plants.get(self.base + number):
+            self.offer(plant)
+
+    def offer(self, plant):
+        if self.plants.setdefault(plant.id, plant) == plant:
+            self.store.add(plant)
+        else:
+            with pytest.raises(IdTaken):
+                self.store.add(plant)
+
+    @rule()
+    def look(self):
+        assert sorted(self.store) == sorted(self.plants.values())
+
+    @rule()
+    def open_again(self):
+        if self.contract.url(self.store):
+            self.store.close()
+            Model.store = self.contract.reopen(self.store)
+
+    @invariant()
+    def ready(self):
+        self.store.ping()
+
+
+class StoreContract:
+    """The tests of one store class; the subclass gives what differs."""
+
+    def raw_plants(self, store):
+        """Return what is stored as a list of plants, read without the store's code."""
+        raise NotImplementedError
+
+    def url(self, store):
+        """Return the store's URL, or ``None`` if its plants end with the object."""
+
+    def unavailable(self, store):
+        """Return a context in which no add can work, or ``None`` if there is none."""
+
+    def reopen(self, store):
+        """Return another store of the same plants, which was not used yet."""
+        url = self.url(store)
+        if url is None:
+            pytest.skip('the plants of this store end with it')
+        return open_store(url)
+
+    def assert_holds(self, store, *plants):
+        """Check what is stored, by our code and without it."""
+        assert sorted(self.raw_plants(store)) == sorted(plants)
+        assert sorted(store) == sorted(plants)
+
+    def test_is_a_plant_store(self, store):
+        """A store is a PlantStore."""
+        assert isinstance(store, PlantStore)
+
+    # 1. When ``add`` returns, the plant is durable to the degree that the class
+    # documents. This also holds when the very same plant was there before.
+
+    @pytest.mark.parametrize('id', IDS)
+    def test_id(self, store, id):
+        """When ``add`` returns, the plant is durable: with any 64-bit id."""
+        store.add(Plant(id, 'Fern'))
+        self.assert_holds(store, Plant(id, 'Fern'))
+
+    @pytest.mark.parametrize('text', HOSTILE.values(), ids=HOSTILE)
+    def test_text(self, store, text):
+        """When ``add`` returns, the plant is durable: with any name and any tag."""
+        plants = [Plant(1, text), Plant(2, 'Fern', text), Plant(3, text, text)]
+        for plant in plants:
+            store.add(plant)
+        self.assert_holds(store, *plants)
+
+    def test_every_character(self, store):
+        """When ``add`` returns, the plant is durable: with every character there is."""
+        plants = [Plant(number, plane(number)) for number in range(17)]
+        for plant in plants:
+            store.add(plant)
+        self.assert_holds(store, *plants)
+
+    @pytest.mark.parametrize('character', ['x', '"', '\x01', '\U0001f331'])
+    def test_huge_text(self, store, character):
+        """When ``add`` returns, the plant is durable: with a name of a megabyte."""
+        plant = Plant(1, character * 2**20, character)
+        store.add(plant)
+        store.add(Plant(2, 'Fern'))
+        store.add(plant)
+        self.assert_holds(store, plant, Plant(2, 'Fern'))
+
+    @pytest.mark.parametrize(
+        'shift', [0, 8, 16, 22, 32, 40, 48, 52, 56, 58], ids='2**{}'.format
+    )
+    def test_id_pattern(self, store, shift):
+        """When ``add`` returns, the plant is durable: whatever the ids share."""
+        reach = min(60, 2 ** (63 - shift))
+        plants = [Plant(number << shift, 'Fern') for number in range(-reach, reach)]
+        for plant in plants:
+            store.add(plant)
+        self.assert_holds(store, *plants)
+
+    def test_reopened(self, store):
+        """When ``add`` returns, the plant is durable: it outlives the store object."""
+        plants = [Plant(id, 'Fern', 'shade') for id in IDS]
+        plants += [Plant(7000 + at, *at_text) for at, at_text in enumerate(PAIRS)]
+        for plant in plants:
+            store.add(plant)
+        store.close()
+        with self.reopen(store) as again:
+            self.assert_holds(again, *plants)
+            for plant in plants:
+                again.add(plant)
+            self.assert_holds(again, *plants)
+
+    def test_repeat(self, store):
+        """When the very same plant was there before, it is still stored once."""
+        plants = [Plant(1, 'Fern'), Plant(2, 'Fern', ''), Plant(3, '', 'shade')]
+        for plant in plants * 3:
+            store.add(plant)
+        self.assert_holds(store, *plants)
+
+    # 2. When ``add`` raises ``IdTaken``, a different plant holds that id and the store
+    # is unchanged.
+
+    @pytest.mark.parametrize(
+        ('stored', 'offered'),
+        [
+            (('Fern', None), ('fern', None)),
+            (('Fern', None), ('Fern', 'shade')),
+            (('Fern', 'shade'), ('Fern', None)),
+            (('Fern', 'shade'), ('Fern', 'sun')),
+            (('Fern', None), ('Fern', '')),
+            (('Fern', ''), ('Fern', None)),
+            (('Fern', None), ('Fern', 'null')),
+            (('', 'Fern'), ('Fern', '')),
+            (('Fern', None), ('Fern ', None)),
+            (('Fern', None), ('Fern\n', None)),
+            (('\u00e9', None), ('e\u0301', None)),
+            (('\u212b', None), ('\u00c5', None)),
+            (('x' * 5000, None), ('x' * 5001, None)),
+        ],
+        ids=lambda pair: ascii(pair)[:24],
+    )
+    def test_id_taken(self, store, stored, offered):
+        """When ``add`` raises ``IdTaken``, the store is unchanged."""
+        store.add(Plant(5, *stored))
+        for _ in range(2):
+            with pytest.raises(IdTaken) as caught:
+                store.add(Plant(5, *offered))
+            assert caught.value.id == 5
+        self.assert_holds(store, Plant(5, *stored))
+        store.add(Plant(5, *stored))
+        store.add(Plant(6, *offered))
+        self.assert_holds(store, Plant(5, *stored), Plant(6, *offered))
+
+    def test_id_taken_after_reopening(self, store):
+        """When ``add`` raises ``IdTaken``, a different plant holds that id for ever."""
+        store.add(Plant(5, 'Fern'))
+        store.close()
+        with self.reopen(store) as again:
+            with pytest.raises(IdTaken):
+                again.add(Plant(5, 'Moss'))
+            self.assert_holds(again, Plant(5, 'Fern'))
+
+    # 3. When ``add`` raises ``StoreUnavailable``, the plant may or may not be there
+    # afterwards, never half of it: repeat the call.
+
+    def test_unavailable(self, store):
+        """When ``add`` raises ``StoreUnavailable``: repeat the call."""
+        trouble = self.unavailable(store)
+        if trouble is None:
+            pytest.skip('nothing can make this store unavailable')
+        store.add(Plant(1, 'Fern'))
+        with trouble:
+            for attempt in (store.ping, lambda: store.add(Plant(2, 'Moss'))):
+                with pytest.raises(StoreUnavailable) as caught:
+                    attempt()
+                assert caught.value.retry_after > 0
+        store.ping()
+        store.add(Plant(2, 'Moss'))
+        self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Moss'))
+
+    # 4. ``add`` may be called from many threads at once, and, for every store but the
+    # one in memory, from many processes.
+
+    def test_threads(self, store):
+        """``add`` may be called from many threads: each id has exactly one winner."""
+        won = defaultdict(list)
+        ids = {name: random.Random(name).sample(range(400), 200) for name in 'abcdefgh'}
+
+        def add_all(name):
+            for id in ids[name]:
+                with contextlib.suppress(IdTaken):
+                    store.add(Plant(id, name))
+                    won[id].append(name)
+
+        in_threads(*(lambda name=name: add_all(name) for name in ids))
+        assert set(won) == set().union(*ids.values())
+        assert all(len(names) == 1 for names in won.values())
+        self.assert_holds(store, *(Plant(id, *names) for id, names in won.items()))
+
+    def test_threads_that_repeat(self, store):
+        """``add`` may be called from many threads: also with the very same plants."""
+        plants = [Plant(id, 'Fern') for id in range(40)]
+        in_threads(*[lambda: [store.add(plant) for plant in plants]] * 8)
+        self.assert_holds(store, *plants)
+
+    def test_processes(self, store):
+        """``add`` may be called from many processes: each id has one winner."""
+        if self.url(store) is None:
+            pytest.skip('the plants of this store live in one process')
+        names = 'abcd'
+        won = []
+        with processes(WRITER, *((self.url(store), name) for name in names)) as writers:
+            for writer in writers:
+                assert writer.stdout.readline() == 'ready\n'
+            for writer in writers:
+                writer.stdin.write('go\n')
+                writer.stdin.flush()
+            for writer, name in zip(writers, names, strict=True):
+                output, _ = writer.communicate(timeout=PATIENCE)
+                assert writer.returncode == 0
+                won += [Plant(int(line), name) for line in output.split()]
+        offered = {
+            id for name in names for id in random.Random(name).sample(range(450), 300)
+        }
+        assert sorted(plant.id for plant in won) == sorted(offered)
+        self.assert_holds(store, *won)
+        for plant in won:
+            store.add(plant)
+        self.assert_holds(store, *won)
+
+    # 5. Iteration yields every plant that was added before it began, each once, in no
+    # promised order, exactly as it was given.
+
+    def test_iterate_over_nothing(self, store):
+        """Iteration yields every plant that was added: none from an empty store."""
+        self.assert_holds(store)
+
+    def test_iterate_while_adding(self, store):
+        """Iteration yields every plant that was added before it began, each once."""
+        before = [Plant(id, 'Fern') for id in range(50)]
+        for plant in before:
+            store.add(plant)
+        iterator = iter(store)
+        seen = [next(iterator)]
+        for id in range(50, 100):
+            store.add(Plant(id, 'Moss'))
+        seen += iterator
+        assert len(seen) == len(set(seen))
+        assert set(seen) >= set(before)
+
+    def test_iterate_twice_at_once(self, store):
+        """Iteration yields every plant, however many iterations there are."""
+        plants = [Plant(id, 'Fern') for id in range(5)]
+        for plant in plants:
+            store.add(plant)
+        pairs = list(zip(iter(store), iter(store), strict=True))
+        assert sorted(pairs) == [(plant, plant) for plant in plants]
+
+    # 6. ``ping`` returns if an ``add`` would work now and raises what it would raise if
+    # not.
+
+    def test_ping(self, store):
+        """``ping`` returns if an ``add`` would work now, and adds nothing."""
+        for _ in range(3):
+            store.ping()
+        self.assert_holds(store)
+
+    # 7. After ``close`` every method but ``close`` raises ``StoreClosed``.
+
+    @pytest.mark.parametrize(
+        'method',
+        [PlantStore.ping, PlantStore.__iter__, PlantStore.add],
+        ids=lambda method: method.__name__,
+    )
+    @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
+    def test_closed(self, store, method, used):
+        """After ``close`` every method but ``close`` raises ``StoreClosed``."""
+        if used:
+            store.add(Plant(1, 'Fern'))
+        store.close()
+        store.close()
+        arguments = [Plant(1, 'Fern')] if method is PlantStore.add else []
+        for _ in range(2):
+            with pytest.raises(StoreClosed):
+                getattr(store, method.__name__)(*arguments)
+        store.close()
+
+    def test_closed_without_use(self, store):
+        """After ``close`` every method raises: also if none was called before."""
+        again = self.reopen(store)
+        again.close()
+        with pytest.raises(StoreClosed):
+            again.ping()
+
+    def test_context_manager(self, store):
+        """A store closes itself at the end of its block, whatever happens there."""
+        with contextlib.suppress(ZeroDivisionError), store as entered:
+            assert entered is store
+            store.add(Plant(1, 'Fern'))
+            raise ZeroDivisionError
+        with pytest.raises(StoreClosed):
+            store.ping()
+
+    def test_close_under_load(self, store):
+        """After ``close`` an ``add`` raises ``StoreClosed``; none hangs half-way."""
+        added = []
+
+        def add_until_closed(name):
+            with contextlib.suppress(StoreClosed):
+                for number in range(10**6):
+                    plant = Plant(number, name)
+                    with contextlib.suppress(IdTaken):
+                        store.add(plant)
+                        added.append(plant)
+
+        def close():
+            wait_until(lambda: len(added) > 50)
+            store.close()
+
+        in_threads(
+            close, *(lambda name=name: add_until_closed(name) for name in 'abcd')
+        )
+        assert set(added) <= set(self.raw_plants(store))
+
+    # 8. Making a store touches nothing; it opens in the process that first uses it. So
+    # a store that was made before a fork works after it.
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_fork(self, store):
+        """A store that was made before a fork works after it, in both processes."""
+        before, by_child, by_parent = (Plant(id, 'Fern') for id in range(3))
+        store.add(before)
+
+        def use():
+            store.ping()
+            store.add(before)
+            with pytest.raises(IdTaken):
+                store.add(Plant(before.id, 'Moss'))
+            store.add(by_child)
+            assert set(store) == {before, by_child}
+            store.close()
+
+        in_child(use)
+        store.add(by_parent)
+        shared = [by_child] if self.url(store) else []
+        self.assert_holds(store, before, by_parent, *shared)
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_fork_before_use(self, store):
+        """A store that was made before a fork works after it: also if it was unused."""
+        with self.reopen(store) as fresh:
+            in_child(lambda: fresh.add(Plant(1, 'Fern')))
+            with pytest.raises(IdTaken):
+                fresh.add(Plant(1, 'Moss'))
+            self.assert_holds(store, Plant(1, 'Fern'))
+
+    def test_model(self, store):
+        """Whatever is done to a store, it says what a dict would say."""
+        Model.contract, Model.store, Model.plants = self, store, {}
+        try:
+            run_state_machine_as_test(Model, settings=MODEL)
+            self.assert_holds(Model.store, *Model.plants.values())
+        finally:
+            Model.store.close()
+
+
+PAIRS = [(text, tag) for text in HOSTILE.values() for tag in (None, text)]

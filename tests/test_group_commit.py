@@ -1,0 +1,462 @@
+import bisect
+import itertools
+import random
+import signal
+import threading
+from collections import Counter
+
+import pytest
+from store_contract import PATIENCE
+from store_contract import in_threads
+from store_contract import wait_until
+
+from store import group_commit
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT
+from store.group_commit import GroupCommit
+
+
+class Failure(Exception):
+    """What an append or a sync of these tests raises."""
+
+
+class Gate:
+    """Holds every thread that comes through until it is opened."""
+
+    def __init__(self):
+        self._opened = threading.Event()
+        self.held = 0
+        self.open = self._opened.set
+
+    def __call__(self):
+        self.held += 1
+        assert self._opened.wait(PATIENCE)
+
+
+def opened():
+    """Hold nobody."""
+
+
+class Disk:
+    """An append and a sync that note what happens, in the order in which it does.
+
+    Attributes:
+        batches: The records of each append.
+        appended: When the append of a record ended.
+        syncs: When each successful sync began and ended.
+        most_syncs: How many syncs were under way at once.
+        before_append, before_sync: Called with nothing, and may hold or raise.
+        choose: Called with a batch; its answer is the append's.
+    """
+
+    def __init__(self, **options):
+        self.clock = itertools.count()
+        self.batches = []
+        self.appended = {}
+        self.syncs = []
+        self.most_syncs = 0
+        self.before_append = self.before_sync = opened
+        self.choose = lambda batch: True
+        self._appending = threading.Lock()
+        self._syncing = 0
+        self._count = threading.Lock()
+        self.commit = GroupCommit(self._append, self._sync, **options)
+
+    def _append(self, batch):
+        assert self._appending.acquire(blocking=False), 'two appends at once'
+        try:
+            self.batches.append([entry.record for entry in batch])
+            self.before_append()
+            needs_sync = self.choose(batch)
+            for entry in batch:
+                self.appended[entry.record] = next(self.clock)
+            return needs_sync
+        finally:
+            self._appending.release()
+
+    def _sync(self):
+        began = next(self.clock)
+        with self._count:
+            self._syncing += 1
+            self.most_syncs = max(self.most_syncs, self._syncing)
+        try:
+            self.before_sync()
+            self.syncs.append((began, next(self.clock)))
+        finally:
+            with self._count:
+                self._syncing -= 1
+
+    def submit(self, record, size=1):
+        self.commit.submit(record, size)
+
+    def waiting(self):
+        return len(self.commit._waiting)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Let every sync seem to take no time."""
+    monkeypatch.setattr(group_commit, 'perf_counter', lambda: 0.0)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Let every sync seem to take a second or more."""
+    ticks = itertools.count()
+    monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
+
+
+def behind(disk, first, *jobs, gate):
+    """Run a job that the gate holds, and others that come to wait behind it in order.
+
+    Args:
+        disk: Where all of them submit one record each.
+        first: What holds everything up.
+        jobs: What comes after it.
+        gate: Opened when all of them wait.
+    """
+
+    def follow(place, job):
+        wait_until(lambda: gate.held and disk.waiting() == place)
+        job()
+
+    def release():
+        wait_until(lambda: gate.held and disk.waiting() == len(jobs))
+        gate.open()
+
+    followers = [
+        lambda place=place, job=job: follow(place, job)
+        for place, job in enumerate(jobs)
+    ]
+    in_threads(first, *followers, release)
+
+
+def refused(disk, record, error):
+    """Submit a record that must fail with this very error."""
+    with pytest.raises(Failure) as caught:
+        disk.submit(record)
+    assert caught.value is error
+
+
+def test_one_after_the_other():
+    """Without a crowd each record is a batch of its own, appended and then synced."""
+    disk = Disk()
+    for record in range(3):
+        disk.submit(record)
+        assert disk.appended[record] < disk.syncs[record][0]
+    assert disk.batches == [[0], [1], [2]]
+    assert len(disk.syncs) == 3
+
+
+def test_record_is_handed_over():
+    """The append gets the record itself and its size."""
+    seen = []
+    record = object()
+    commit = GroupCommit(lambda batch: not seen.extend(batch), opened)
+    commit.submit(record, 12)
+    assert [(entry.record, entry.size) for entry in seen] == [(record, 12)]
+    assert seen[0].record is record
+
+
+@pytest.mark.parametrize('where', ['before_append', 'before_sync'])
+def test_waiters_share_a_batch(quick, where):
+    """Records that wait together are one batch, in the order in which they came."""
+    disk = Disk()
+    gate = Gate()
+    setattr(disk, where, gate)
+    jobs = [lambda record=record: disk.submit(record) for record in range(10)]
+    behind(disk, *jobs, gate=gate)
+    assert disk.batches == [[0], list(range(1, 10))]
+    assert len(disk.syncs) == 2
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'batches'),
+    [
+        ([40, 40, 40, 40], [[1, 2, 3], [4]]),
+        ([100, 1, 99, 1], [[1], [2, 3], [4]]),
+        ([1000, 1000, 1000], [[1], [2], [3]]),
+        ([99, 1000, 1], [[1, 2], [3]]),
+        ([0, 0, 0], [[1, 2, 3]]),
+    ],
+)
+def test_max_batch_bytes(quick, sizes, batches):
+    """A batch takes no further record once it has reached its size."""
+    disk = Disk(max_batch_bytes=100)
+    disk.before_append = gate = Gate()
+    jobs = [
+        lambda record=record, size=size: disk.submit(record, size)
+        for record, size in enumerate(sizes, 1)
+    ]
+    behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
+    assert disk.batches == [[0], *batches]
+
+
+def test_no_sync_needed(quick):
+    """A batch of which the append says that it needs no sync gets none."""
+    disk = Disk()
+    disk.choose = lambda batch: False
+    disk.submit(0)
+    disk.before_append = gate = Gate()
+    jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
+    behind(disk, *jobs, gate=gate)
+    assert disk.batches == [[0], [1], [2, 3]]
+    assert not disk.syncs
+
+
+def test_one_quick_sync(quick):
+    """Where syncs are quick one is in flight, while the next batch gathers."""
+    disk = Disk()
+    in_threads(
+        *[
+            lambda name=name: [disk.submit((name, number)) for number in range(100)]
+            for name in range(8)
+        ]
+    )
+    assert disk.most_syncs == 1
+
+
+def test_some_slow_syncs(slow):
+    """Where syncs are slow several are in flight, up to a limit."""
+    disk = Disk()
+    disk.submit('one that shows that they are slow')
+    disk.before_sync = gate = Gate()
+    extra = 3
+
+    def submit(place):
+        # One at a time, so that each is a batch of its own as long as syncs may begin.
+        wait_until(lambda: gate.held + disk.waiting() == place)
+        disk.submit(place)
+
+    def release():
+        wait_until(lambda: gate.held + disk.waiting() == SLOW_SYNCS_IN_FLIGHT + extra)
+        assert (gate.held, disk.waiting()) == (SLOW_SYNCS_IN_FLIGHT, extra)
+        gate.open()
+
+    places = range(SLOW_SYNCS_IN_FLIGHT + extra)
+    in_threads(release, *(lambda place=place: submit(place) for place in places))
+    assert disk.most_syncs == SLOW_SYNCS_IN_FLIGHT
+    assert disk.batches[-1] == list(places)[SLOW_SYNCS_IN_FLIGHT:]
+
+
+def test_quick_again(monkeypatch):
+    """When slow syncs become quick, one is in flight again."""
+    ticks = itertools.count()
+    monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
+    disk = Disk()
+    disk.submit('slow')
+    monkeypatch.setattr(group_commit, 'perf_counter', lambda: 0.0)
+    disk.submit('quick')
+    disk.before_sync = gate = Gate()
+    jobs = [lambda record=record: disk.submit(record) for record in range(5)]
+    behind(disk, *jobs, gate=gate)
+    assert disk.most_syncs == 1
+
+
+@pytest.mark.parametrize('where', ['append', 'sync'])
+@pytest.mark.parametrize('base', [Exception, BaseException])
+def test_failure(quick, where, base):
+    """An append or a sync that raises fails all callers of its batch and no others."""
+    error = type('Error', (Failure if base is Exception else base,), {})()
+    disk = Disk()
+    gate = Gate()
+
+    def fail_second():
+        gate()
+        if len(disk.batches) == 2:
+            raise error
+
+    setattr(disk, f'before_{where}', fail_second)
+
+    def submit(record):
+        with pytest.raises(base) as caught:
+            disk.submit(record)
+        assert caught.value is error
+
+    jobs = [lambda record=record: submit(record) for record in (1, 2, 3)]
+    behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
+    assert disk.batches == [[0], [1, 2, 3]]
+    assert len(disk.syncs) == 1
+    disk.submit(4)
+    assert disk.batches[2:] == [[4]]
+    assert len(disk.syncs) == 2
+
+
+def test_waiters_behind_a_failure(quick):
+    """Who waits behind a batch that fails is served by the next leader."""
+    error = Failure()
+    disk = Disk()
+    gate = Gate()
+
+    def fail_first():
+        gate()
+        if len(disk.batches) == 1:
+            raise error
+
+    disk.before_append = fail_first
+    jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
+    behind(disk, lambda: refused(disk, 0, error), *jobs, gate=gate)
+    assert disk.batches == [[0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize('needs_sync', [True, False])
+def test_error_of_one_record(quick, needs_sync):
+    """An error that the append sets reaches the caller of that record alone."""
+    errors = {record: Failure(record) for record in (1, 3)}
+    disk = Disk()
+    disk.before_append = gate = Gate()
+
+    def choose(batch):
+        for entry in batch:
+            entry.error = errors.get(entry.record)
+        return needs_sync
+
+    disk.choose = choose
+    behind(
+        disk,
+        lambda: disk.submit(0),
+        lambda: refused(disk, 1, errors[1]),
+        lambda: disk.submit(2),
+        lambda: refused(disk, 3, errors[3]),
+        gate=gate,
+    )
+    assert disk.batches == [[0], [1, 2, 3]]
+
+
+def test_failed_sync_replaces_the_error_of_a_record(quick):
+    """A record that was refused because of its own batch fails as the batch does."""
+    failed = Failure('sync')
+    disk = Disk()
+
+    def refuse(batch):
+        batch[0].error = Failure('refused')
+        return True
+
+    def fail():
+        raise failed
+
+    disk.choose = refuse
+    disk.before_sync = fail
+    refused(disk, 0, failed)
+
+
+class Interrupt(Exception):
+    """Raised by a signal handler."""
+
+
+def test_interrupted_waiter(quick):
+    """A waiter that a signal interrupts takes nobody with it: who waits is served."""
+    disk = Disk()
+    disk.before_append = gate = Gate()
+    interrupted = threading.Event()
+    main = threading.get_ident()
+
+    def interrupt(number, frame):
+        raise Interrupt
+
+    def signal_waiter():
+        wait_until(lambda: disk.waiting() and disk.commit._waiting[0]._parked)
+        signal.pthread_kill(main, signal.SIGUSR1)
+        assert interrupted.wait(PATIENCE)
+        gate.open()
+        disk.submit(2)
+
+    # Only the main thread is interrupted by signals, so the others run beside it.
+    jobs = [lambda: disk.submit(0), signal_waiter]
+    threads = [threading.Thread(target=job, daemon=True) for job in jobs]
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threads[0].start()
+        wait_until(lambda: gate.held)
+        threads[1].start()
+        with pytest.raises(Interrupt):
+            disk.submit(1)
+        interrupted.set()
+        for thread in threads:
+            thread.join(2)
+        assert not any(thread.is_alive() for thread in threads)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('speed', ['quick', 'slow'])
+@pytest.mark.parametrize('failing', [False, True], ids=['sound', 'failing'])
+def test_stress(request, seed, speed, failing):
+    """However records crowd and fail, each caller learns what became of its own."""
+    request.getfixturevalue(speed)
+    chance = random.Random(seed)
+    disk = Disk(max_batch_bytes=40)
+    local = threading.local()  # an append and its sync are of one thread
+    outcomes = {}  # from a record to what its batch, or itself, was made to raise
+
+    def choose(batch):
+        local.batch = [entry.record for entry in batch]
+        for record in local.batch:
+            assert record not in outcomes, 'appended twice'
+            outcomes[record] = None
+        if failing and chance.random() < 0.1:
+            raise fail(local.batch)
+        for entry in batch:
+            if failing and chance.random() < 0.1:
+                entry.error = fail([entry.record])
+        return chance.random() < 0.9 or not all(entry.error for entry in batch)
+
+    def fail(records):
+        error = Failure()
+        outcomes.update(dict.fromkeys(records, error))
+        return error
+
+    def before_sync():
+        if failing and chance.random() < 0.1:
+            raise fail(local.batch)
+
+    disk.choose = choose
+    disk.before_sync = before_sync
+    returned = {}
+    raised = {}
+
+    def submit_all(name):
+        sizes = random.Random(name)
+        for number in range(100):
+            record = (name, number)
+            try:
+                disk.submit(record, sizes.randrange(30))
+            except Failure as ex:
+                raised[record] = ex
+            else:
+                returned[record] = next(disk.clock)
+
+    in_threads(*(lambda name=name: submit_all(name) for name in range(32)))
+    records = {(name, number) for name in range(32) for number in range(100)}
+    assert Counter(itertools.chain(*disk.batches)) == Counter(records)
+    assert returned.keys() | raised.keys() == records
+    assert raised == {record: error for record, error in outcomes.items() if error}
+    assert disk.most_syncs <= (1 if speed == 'quick' else SLOW_SYNCS_IN_FLIGHT)
+    assert disk.waiting() == 0
+    assert_durable(disk, returned)
+
+
+def assert_durable(disk, returned):
+    """Check that a sync lies between each record's append and its return."""
+    syncs = sorted(disk.syncs)
+    begins = [began for began, _ in syncs]
+    # From each sync on, the first end of all that follow.
+    ends = list(itertools.accumulate((end for _, end in reversed(syncs)), min))[::-1]
+    for record, moment in returned.items():
+        following = bisect.bisect(begins, disk.appended[record])
+        assert ends[following] < moment
+
+
+@pytest.mark.parametrize('crowd', [1, 2, 16])
+def test_crowd_leaves_a_free_way(crowd):
+    """After any crowd a single caller finds a free way: no leader is lost."""
+    disk = Disk(max_batch_bytes=3)
+
+    def submit_all(name):
+        for number in range(50):
+            disk.submit((name, number))
+
+    in_threads(*(lambda name=name: submit_all(name) for name in range(crowd)))
+    in_threads(lambda: disk.submit('alone'))
+    assert disk.batches[-1] == ['alone']
+    assert disk.waiting() == 0

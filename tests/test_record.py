@@ -1,0 +1,253 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from store_contract import HOSTILE
+from store_contract import IDS
+from store_contract import TEXTS
+from store_contract import plane
+
+from store import Plant
+from store.record import DamagedRecord
+from store.record import decode
+from store.record import encode
+from store.record import scan_ids
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+PLANTS = st.builds(Plant, INT64 | st.sampled_from(IDS), TEXTS, st.none() | TEXTS)
+
+
+@given(PLANTS)
+def test_round_trip(plant):
+    """A plant is read from its record exactly as it was written."""
+    assert decode(encode(plant)) == plant
+
+
+@pytest.mark.parametrize('number', range(17))
+def test_round_trip_of_a_plane(number):
+    """Every character that a plant may hold is read as it was written."""
+    plant = Plant(number, plane(number), plane(number))
+    assert decode(encode(plant)) == plant
+
+
+@given(PLANTS)
+def test_form(plant):
+    """A record is one line of JSON in UTF-8, with no byte that is not needed."""
+    line = encode(plant)
+    members = {'id': plant.id, 'name': plant.name, 'tag': plant.tag}
+    if plant.tag is None:
+        del members['tag']
+    text = json.dumps(members, ensure_ascii=False, separators=(',', ':'))
+    assert line == text.encode() + b'\n'
+    assert line.count(b'\n') == 1
+
+
+def test_escapes():
+    """Nothing is escaped but quotation marks, backslashes and control characters."""
+    text = ''.join(map(chr, range(1, 0x80)))
+    escaped = encode(Plant(1, text)).decode()[len('{"id":1,"name":"') : -3]
+    named = dict(zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True))
+    for character in text:
+        if character in named:
+            expected = f'\\{named[character]}'
+        elif character < ' ':
+            expected = f'\\u{ord(character):04x}'
+        else:
+            expected = character
+        assert escaped.startswith(expected)
+        escaped = escaped[len(expected) :]
+    assert not escaped
+
+
+# Lines that are records, and the plants in them.
+VALID = {
+    'ours': (b'{"id":1,"name":"Fern"}\n', Plant(1, 'Fern')),
+    'tag': (b'{"id":1,"name":"Fern","tag":"shade"}\n', Plant(1, 'Fern', 'shade')),
+    'empty': (b'{"id":1,"name":"","tag":""}\n', Plant(1, '', '')),
+    'smallest': (b'{"id":-9223372036854775808,"name":""}\n', Plant(-(2**63), '')),
+    'largest': (b'{"id":9223372036854775807,"name":""}\n', Plant(2**63 - 1, '')),
+    'minus-zero': (b'{"id":-0,"name":""}\n', Plant(0, '')),
+    'white-space': (b' {\t"id" : 1 ,\r"name" : "" } \r\n', Plant(1, '')),
+    'order': (b'{"tag":"b","name":"a","id":1}\n', Plant(1, 'a', 'b')),
+    'members': (b'{"id":1,"name":"a","x":[null,{"id":2}]}\n', Plant(1, 'a')),
+    'names-differ': (b'{"id":1,"name":"a","Tag":0,"ID":0}\n', Plant(1, 'a')),
+    'escaped-member': (b'{"\\u0069d":1,"name":"a"}\n', Plant(1, 'a')),
+    'escaped': (b'{"id":1,"name":"\\u00e9\\/\\"\\n"}\n', Plant(1, 'é/"\n')),
+    'pair': (b'{"id":1,"name":"\\ud83c\\udf31"}\n', Plant(1, '🌱')),
+    'delete': (b'{"id":1,"name":"\x7f"}\n', Plant(1, '\x7f')),
+    'last-character': (b'{"id":1,"name":"\xf4\x8f\xbf\xbf"}\n', Plant(1, '\U0010ffff')),
+    'long-number': (
+        b'{"id":1,"name":"","x":' + b'1' * 5000 + b'}\n',
+        Plant(1, ''),
+    ),
+    'large-exponent': (b'{"id":1,"name":"","x":1e999}\n', Plant(1, '')),
+}
+
+NOT_JSON = 'it is not JSON'
+NOT_UTF8 = 'it is not UTF-8'
+NOT_AN_OBJECT = 'it is not a JSON object'
+BAD_ID = 'its id is not a 64-bit integer'
+NO_LINE_FEED = 'it has no line feed at its end'
+
+# Lines that are not, and why.
+INVALID = {
+    'nothing': (b'', NO_LINE_FEED),
+    'torn': (b'{"id":1,"na', NO_LINE_FEED),
+    'no-line-feed': (b'{"id":1,"name":"a"}', NO_LINE_FEED),
+    'carriage-return': (b'{"id":1,"name":"a"}\r', NO_LINE_FEED),
+    'empty': (b'\n', NOT_JSON),
+    'blank': (b' \r\n', NOT_JSON),
+    'zeros': (bytes(100) + b'\n', NOT_JSON),
+    'zero-at-end': (b'{"id":1,"name":"a"}\0\n', NOT_JSON),
+    'half': (b'{"id":1,"name":"a"\n', NOT_JSON),
+    'open-string': (b'{"id":1,"name":"a}\n', NOT_JSON),
+    'two': (b'{"id":1,"name":"a"}{"id":2,"name":"b"}\n', NOT_JSON),
+    'comma': (b'{"id":1,"name":"a",}\n', NOT_JSON),
+    'leading-zero': (b'{"id":01,"name":"a"}\n', NOT_JSON),
+    'plus': (b'{"id":+1,"name":"a"}\n', NOT_JSON),
+    'minus': (b'{"id":-,"name":"a"}\n', NOT_JSON),
+    'hexadecimal': (b'{"id":0x1,"name":"a"}\n', NOT_JSON),
+    'other-digits': ('{"id":\u0661,"name":"a"}\n'.encode(), NOT_JSON),
+    'other-space': ('{"id":\u00a01,"name":"a"}\n'.encode(), NOT_JSON),
+    'form-feed': (b'{"id":1,\x0c"name":"a"}\n', NOT_JSON),
+    'apostrophes': (b"{'id':1,'name':'a'}\n", NOT_JSON),
+    'comment': (b'{"id":1,"name":"a"} // Fern\n', NOT_JSON),
+    'control': (b'{"id":1,"name":"\x1f"}\n', NOT_JSON),
+    'tab': (b'{"id":1,"name":"\t"}\n', NOT_JSON),
+    'bad-escape': (b'{"id":1,"name":"\\x"}\n', NOT_JSON),
+    'short-escape': (b'{"id":1,"name":"\\u12"}\n', NOT_JSON),
+    'nan': (b'{"id":1,"name":"a","x":NaN}\n', NOT_JSON),
+    'infinity': (b'{"id":1,"name":"a","x":[Infinity]}\n', NOT_JSON),
+    'minus-infinity': (b'{"id":1,"name":"a","x":{"y":-Infinity}}\n', NOT_JSON),
+    'byte-order-mark': (b'\xef\xbb\xbf{"id":1,"name":"a"}\n', NOT_JSON),
+    'utf-16': ('{"id":1,"name":"a"}'.encode('utf-16-be') + b'\n', NOT_JSON),
+    'latin-1': (b'{"id":1,"name":"\xe9"}\n', NOT_UTF8),
+    'overlong': (b'{"id":1,"name":"\xc0\xaf"}\n', NOT_UTF8),
+    'overlong-zero': (b'{"id":1,"name":"\xc0\x80"}\n', NOT_UTF8),
+    'encoded-surrogate': (b'{"id":1,"name":"\xed\xa0\x80"}\n', NOT_UTF8),
+    'beyond-unicode': (b'{"id":1,"name":"\xf4\x90\x80\x80"}\n', NOT_UTF8),
+    'half-a-character': (b'{"id":1,"name":"\xf0\x9f\x8c"}\n', NOT_UTF8),
+    'null': (b'null\n', NOT_AN_OBJECT),
+    'number': (b'1\n', NOT_AN_OBJECT),
+    'array': (b'[{"id":1,"name":"a"}]\n', NOT_AN_OBJECT),
+    'string': (b'"{\\"id\\":1}"\n', NOT_AN_OBJECT),
+    'no-members': (b'{}\n', BAD_ID),
+    'no-id': (b'{"name":"a"}\n', BAD_ID),
+    'null-id': (b'{"id":null,"name":"a"}\n', BAD_ID),
+    'true-id': (b'{"id":true,"name":"a"}\n', BAD_ID),
+    'string-id': (b'{"id":"1","name":"a"}\n', BAD_ID),
+    'float-id': (b'{"id":1.0,"name":"a"}\n', BAD_ID),
+    'exponent-id': (b'{"id":1e3,"name":"a"}\n', BAD_ID),
+    'too-large': (b'{"id":9223372036854775808,"name":"a"}\n', BAD_ID),
+    'too-small': (b'{"id":-9223372036854775809,"name":"a"}\n', BAD_ID),
+    'far-too-large': (b'{"id":' + b'9' * 400 + b',"name":"a"}\n', BAD_ID),
+    'no-name': (b'{"id":1}\n', 'its name is not a string'),
+    'null-name': (b'{"id":1,"name":null}\n', 'its name is not a string'),
+    'number-name': (b'{"id":1,"name":1}\n', 'its name is not a string'),
+    'null-tag': (b'{"id":1,"name":"a","tag":null}\n', 'its tag is not a string'),
+    'array-tag': (b'{"id":1,"name":"a","tag":["b"]}\n', 'its tag is not a string'),
+    'nul-name': (b'{"id":1,"name":"a\\u0000"}\n', 'its name holds U+0000'),
+    'nul-tag': (b'{"id":1,"name":"a","tag":"\\u0000"}\n', 'its tag holds U+0000'),
+    'surrogate-name': (
+        b'{"id":1,"name":"\\ud800"}\n',
+        'its name holds a lone surrogate',
+    ),
+    'surrogate-tag': (
+        b'{"id":1,"name":"a","tag":"\\udc00\\ud800"}\n',
+        'its tag holds a lone surrogate',
+    ),
+}
+
+WHOLE_INVALID = {
+    name: line for name, (line, _) in INVALID.items() if line.endswith(b'\n')
+}
+
+
+@pytest.mark.parametrize(('line', 'plant'), VALID.values(), ids=VALID)
+def test_valid(line, plant):
+    """A line that keeps the rules is a record, whoever wrote it."""
+    assert decode(line) == plant
+    assert list(scan_ids(line)) == [(plant.id, 0)]
+
+
+@pytest.mark.parametrize(('line', 'reason'), INVALID.values(), ids=INVALID)
+def test_invalid(line, reason):
+    """A line that breaks a rule is not a record, and the reason says which."""
+    with pytest.raises(DamagedRecord) as caught:
+        decode(line)
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize('opening', ['[', '{"x":'], ids=['arrays', 'objects'])
+def test_deep(opening):
+    """A line that is nested too deeply is damaged; it does not stop the reader."""
+    line = b'{"id":1,"name":"a","x":' + opening.encode() * 100_000 + b'\n'
+    with pytest.raises(DamagedRecord):
+        decode(line)
+    with pytest.raises(DamagedRecord):
+        list(scan_ids(line))
+
+
+@pytest.mark.parametrize('line', WHOLE_INVALID.values(), ids=WHOLE_INVALID)
+def test_scan_stops(line):
+    """A scan yields the ids before a line that is not a record, then refuses."""
+    sound = encode(Plant(7, 'Gräser')) + encode(Plant(8, 'a"b'))
+    scan = scan_ids(sound + line + sound)
+    assert [next(scan), next(scan)] == [(7, 0), (8, len(encode(Plant(7, 'Gräser'))))]
+    with pytest.raises(DamagedRecord):
+        next(scan)
+
+
+def loop(chunk):
+    """Do what scan_ids does, line by line; end with the reason of a refusal."""
+    offset = 0
+    for line in chunk.split(b'\n')[:-1]:
+        try:
+            yield decode(line + b'\n').id, offset
+        except DamagedRecord as ex:
+            yield str(ex)
+            return
+        offset += len(line) + 1
+
+
+def scan(chunk):
+    """Do what scan_ids does; end with the reason of a refusal."""
+    try:
+        yield from scan_ids(chunk)
+    except DamagedRecord as ex:
+        yield str(ex)
+
+
+LINES = st.one_of(
+    PLANTS.map(encode),
+    st.integers().map(b'{"id":%d,"name":"a"}\n'.__mod__),
+    st.sampled_from([line for line, _ in VALID.values()]),
+    st.sampled_from([encode(Plant(1, text, text)) for text in HOSTILE.values()]),
+)
+BROKEN = st.one_of(
+    st.sampled_from(list(WHOLE_INVALID.values())),
+    st.binary(max_size=40).map(lambda data: data.replace(b'\n', b'') + b'\n'),
+)
+
+
+@given(st.lists(LINES, max_size=8), st.lists(BROKEN, max_size=1), st.lists(LINES))
+def test_scan_equals_decode(before, broken, after):
+    """A scan finds what reading line by line finds, whatever the lines are."""
+    chunk = b''.join([*before, *broken, *after])
+    assert list(scan(chunk)) == list(loop(chunk))
+
+
+@given(PLANTS, st.data())
+def test_scan_equals_decode_when_damaged(plant, data):
+    """A scan refuses a damaged line exactly when reading it refuses."""
+    line = bytearray(encode(plant))
+    at = data.draw(st.integers(0, len(line) - 1))
+    line[at] = data.draw(st.integers(0, 255))
+    chunk = bytes(line).rstrip(b'\n') + b'\n' + encode(Plant(5, 'Fern'))
+    assert list(scan(chunk)) == list(loop(chunk))
+
+
+def test_scan_nothing():
+    """No lines hold no ids."""
+    assert list(scan_ids(b'')) == []

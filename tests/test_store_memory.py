@@ -1,0 +1,34 @@
+import pytest
+from store_contract import StoreContract
+
+from store import open_store
+from store.memory import MemoryStore
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self):
+        with MemoryStore() as store:
+            yield store
+
+    def raw_plants(self, store):
+        return list(store._plants.values())
+
+
+def test_url():
+    """The URL of a store in memory is memory: and nothing else."""
+    assert isinstance(open_store('memory:'), MemoryStore)
+
+
+@pytest.mark.parametrize(
+    'url', ['', 'memory', 'memory:x', 'memory://', 'Memory:', 'jsonl:', 'jsonl', 'x:y']
+)
+def test_not_a_url(url):
+    """What is not the URL of a store is refused, in words that say what is one."""
+    with pytest.raises(ValueError, match='is not a store: use memory: or jsonl:PATH'):
+        open_store(url)
+
+
+def test_two_stores():
+    """Two stores in memory share nothing."""
+    assert open_store('memory:') is not open_store('memory:')
