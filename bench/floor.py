@@ -1,0 +1,19 @@
+"""The floor: a bare WSGI application, which reads the body and answers a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+ANSWER = b'{"name": "Fern", "tag": "shade"}'
+HEADERS = [
+    ('Content-Type', 'application/json'),
+    ('Content-Length', str(len(ANSWER))),
+]
+
+
+def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    """Serve any request."""
+    environ['wsgi.input'].read(int(environ.get('CONTENT_LENGTH') or 0))
+    start_response('200 OK', HEADERS)
+    return [ANSWER]
