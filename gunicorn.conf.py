@@ -69,6 +69,22 @@ STAND_BACK = 0.001
 control_socket_disable = True
 
 
+def pre_fork(server: Arbiter, worker: Worker) -> None:
+    """Choose the core that a worker will keep to: the one with the fewest workers."""
+    taken = [other.core for other in server.WORKERS.values()]
+    worker.core = min(os.sched_getaffinity(0), key=taken.count)
+
+
+def post_fork(server: Arbiter, worker: Worker) -> None:
+    """Keep a worker to its core.
+
+    Its threads run one at a time in any case (the GIL). On one core a thread that lets go
+    of the GIL for a system call has it back at once; on two it wakes a thread on the
+    other one, and both wait for each other.
+    """
+    os.sched_setaffinity(0, {worker.core})
+
+
 def pre_request(worker: Worker, request: Request) -> None:
     """Let the application announce that the connection closes (``AnnouncedClose``)."""
     request.body.force_close = request.force_close
