@@ -26,6 +26,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
+from time import sleep
 from typing import Generic
 from typing import TypeVar
 
@@ -122,6 +123,9 @@ class GroupCommit(Generic[Record]):
 
     def _lead(self) -> None:
         """Take a batch through both stages. REQUIRES: this thread set _appending."""
+        # Threads that only wait for the GIL to bring a record come in before the batch
+        # is closed. Where nobody does it costs nothing.
+        sleep(0)
         batch = self._take_batch()
         try:
             needs_sync = bool(self._append(batch))
