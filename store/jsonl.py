@@ -148,10 +148,14 @@ class _PlantFile:
             # its next sync. Syncs that overlap on one descriptor would share that one
             # report: the first would fail, and the second lie. So each has its own,
             # opened now, since an open forgets what was reported before it.
+            status = os.fstat(self._fd)
+            self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
                 opened.callback(os.close, fd)
+                if not os.path.sameopenfile(fd, self._fd):
+                    raise self._unavailable('the file was replaced while it was opened')
                 self._sync_fds.put(fd)
             status = os.fstat(self._fd)
             self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
@@ -408,9 +412,13 @@ class _PlantFile:
         offset = self._index.get(id)
         if offset is None or offset >= end:
             return None
-        plant = self._read(offset)
-        if plant.id != id:
-            raise id_index.IndexDamaged('an entry is of another file')
+        try:
+            plant = self._read(offset)
+        except StoreCorrupt:
+            plant = None
+        if plant is None or plant.id != id:
+            # The index or the file: building it again tells.
+            raise id_index.IndexDamaged('an entry is not of this file')
         return plant
 
     def _read(self, offset: int) -> Plant:
@@ -475,8 +483,6 @@ class _PlantFile:
         size = os.fstat(self._fd).st_size
         if size:
             log.info('%s: building the index: %s', self._path, reason)
-            # A sync may have failed before, and what told it is lost with the index.
-            self._write_again()
         sample = os.pread(self._fd, CHUNK, 0)
         expected = size * sample.count(b'\n') // max(1, len(sample))
         new = self._index_path.with_name(self._index_path.name + '.new')
@@ -489,6 +495,8 @@ class _PlantFile:
             for id, offset in scan_ids(self._path, self._file, 0, size):
                 if id in ids:
                     self._check_repeat(first.setdefault(id, self._read(offset)), offset)
+        # A sync may have failed before, and what told it is lost with the old index.
+        self._write_again()
         os.replace(new, self._index_path)
         self._map_index()
         self._advance()

@@ -156,14 +156,14 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
             position += os.write(kept, data)
         system.fsync(kept)
         sync_directory(path, system)
-        # The point of no return: the bytes exist twice, durably; now once.
+        # The point of no return: the bytes exist twice, durably; now once. A crash may
+        # bring them back, to be cut again, until the next sync of the file.
         system.ftruncate(fd, offset)
     except BaseException:
         side.unlink()
         raise
     finally:
         os.close(kept)
-    system.fdatasync(fd)
     return side
 
 
