@@ -14,11 +14,15 @@ run: venv
 	exec $(BIN)/gunicorn
 
 test: venv
-	$(BIN)/pytest --cov --cov-report=term
+	$(BIN)/pytest --numprocesses auto --cov
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.PHONY: all venv run test lint
+bench: venv
+	$(BIN)/python -m bench.throughput
+	$(BIN)/python -m bench.scale
+
+.PHONY: all venv run test lint bench

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from store import StoreError
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     listing = commands.add_parser('list', help='print the plants as JSON lines')
     listing.add_argument('url', metavar='URL', type=_existing)
-    listing.set_defaults(run=lambda options: _list(options.url))
+    listing.set_defaults(run=lambda options: (0, _list(options.url)))
 
     checking = commands.add_parser('check', help='verify every plant')
     checking.add_argument('url', metavar='URL', type=_existing)
@@ -37,16 +38,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checking.set_defaults(run=lambda options: _check(options.url, options.repair))
 
     options = parser.parse_args(arguments)
+    code = 1
     try:
-        code: int = options.run(options)
+        try:
+            code, lines = options.run(options)
+            for line in lines:
+                sys.stdout.buffer.write(line)
+        except StoreError as ex:
+            print(f'Error: {ex}', file=sys.stderr)
+            code = 1
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader, head for example, has seen enough
-        with suppress(OSError):
-            sys.stdout.close()
-        return 0
-    except StoreError as ex:
-        print(f'Error: {ex}', file=sys.stderr)
-        return 1
+        _drop_output()
+    except OSError as ex:
+        print(f'Error: the output: {ex.strerror}', file=sys.stderr)
+        _drop_output()
+        code = 1
     return code
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from trying once more, and complaining, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _store(url: str) -> str:
@@ -59,7 +72,11 @@ def _store(url: str) -> str:
 
 def _existing(url: str) -> str:
     path = _path(_store(url))
-    if path is not None and not path.is_file():
+    try:
+        exists = path is None or path.is_file()
+    except OSError:  # the name is too long, for example
+        exists = False
+    if not exists:
         raise argparse.ArgumentTypeError(f'{url!r}: there is no such file')
     return url
 
@@ -69,35 +86,36 @@ def _path(url: str) -> Path | None:
     return Path(path) if scheme == 'jsonl' else None
 
 
-def _list(url: str) -> int:
+def _list(url: str) -> Iterator[bytes]:
     with open_store(url) as store:
         for plant in store:
-            sys.stdout.buffer.write(record.encode(plant))
-    sys.stdout.buffer.flush()
-    return 0
+            yield record.encode(plant)
 
 
-def _check(url: str, repair: bool) -> int:
+def _check(url: str, move: bool) -> tuple[int, list[bytes]]:
     path = _path(url)
     if path is None:
         with open_store(url) as store:
-            print(f'{sum(1 for _ in store)} plants, no damage')
-        return 0
+            return 0, [b'%d plants, no damage\n' % sum(1 for _ in store)]
     # Imported here: it needs what only a file of JSON lines needs.
     from store.repair import find_damage
-    from store.repair import repair as move_out
+    from store.repair import repair
 
-    side, damaged = move_out(path) if repair else (None, find_damage(path))
-    for damage in damaged:
-        print(f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}')
-    if side is not None:
-        print(f'{len(damaged)} lines were moved to {side}; reload the server')
-        return 0
-    if damaged:
-        print(f'{len(damaged)} damaged lines; --repair moves them to a side file')
-        return 1
-    print('no damage')
-    return 0
+    side, damaged = repair(path) if move else (None, find_damage(path))
+    lines = [
+        f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
+        for damage in damaged
+    ]
+    if not damaged:
+        lines.append('no damage')
+    elif side is not None:
+        lines.append(
+            f'damaged lines: {len(damaged)}, moved to {side}; reload the server'
+        )
+    else:
+        lines.append(f'damaged lines: {len(damaged)}; --repair moves them out')
+    text = [f'{line}\n'.encode(errors='surrogateescape') for line in lines]
+    return int(bool(damaged) and side is None), text
 
 
 if __name__ == '__main__':

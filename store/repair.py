@@ -59,19 +59,24 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
     Raises:
         StoreUnavailable: A file cannot be read or written; the plant file is as it was.
     """
+    path = path.resolve()  # a link stays a link
     try:
         with path.open('r+b') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            status = os.fstat(file.fileno())
+            if not os.path.samestat(status, path.stat()):
+                raise StoreUnavailable('it was replaced meanwhile', store=str(path))
             damaged = _find_damage(file)
             if not damaged:
                 return None, []
             side = side_file(path, 'damaged')
-            _write_file(side, (damage.text for damage in damaged))
+            _write_file(side, status, (damage.text for damage in damaged))
             offsets = {damage.offset for damage in damaged}
             repaired = side_file(path, 'repaired')
-            end = os.fstat(file.fileno()).st_size
+            end = status.st_size
             _write_file(
                 repaired,
+                status,
                 (
                     line.text
                     for line in read_lines(file, 0, end)
@@ -115,11 +120,13 @@ def _find_damage(file: BinaryIO) -> list[Damage]:
     return sorted(damaged)
 
 
-def _write_file(path: Path, lines: Iterator[bytes]) -> None:
-    """Make a file durable that did not exist."""
+def _write_file(path: Path, like: os.stat_result, lines: Iterator[bytes]) -> None:
+    """Make a durable file, with the mode and the owner of another."""
     with open(
         path, 'xb', opener=lambda name, flags: os.open(name, flags, 0o600)
     ) as new:
+        os.chown(new.fileno(), like.st_uid, like.st_gid)
+        os.chmod(new.fileno(), like.st_mode & 0o7777)
         new.writelines(lines)
         new.flush()
         os.fsync(new.fileno())

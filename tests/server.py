@@ -133,7 +133,8 @@ class RawClient:
 
     def finish_sending(self):
         """Let the server see the end of the stream, and go on receiving."""
-        self._socket.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the server may have closed already
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self):
         self._stream.close()

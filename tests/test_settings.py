@@ -298,7 +298,7 @@ def test_lines_of_a_file(lines, names):
         ({'': TOKEN}, {TOKEN: ''}),
         (['-._~+/=='], {'-._~+/==': 'token-1'}),
     ],
-    ids=lambda value: ascii(value)[:50],
+    ids=lambda value: ascii(value).partition(' object at')[0][:50],
 )
 def test_tokens_as_they_are(tokens, names):
     """Tokens or their digests are called by their numbers, or by a mapping's names."""

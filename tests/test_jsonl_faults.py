@@ -1,0 +1,1010 @@
+import contextlib
+import errno
+import itertools
+import json
+import os
+import stat
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import initialize
+from hypothesis.stateful import rule
+from hypothesis.stateful import run_state_machine_as_test
+from store_contract import PATIENCE
+from store_contract import wait_until
+
+from store import IdTaken
+from store import Plant
+from store import StoreUnavailable
+from store import group_commit
+from store import jsonl
+from store import record
+from store.jsonl import JSONLinesStore
+
+FERN, MOSS, IVY, REED, OAK, ASH = (
+    Plant(number, name, 'shade' if number % 2 else None)
+    for number, name in enumerate(('Fern', 'Moss', 'Ivy', 'Reed', 'Oak', 'Ash'), 1)
+)
+TORN = b'{"id":7,"na'
+
+
+class Ended(BaseException):
+    """The process ends here, and no handler can do anything about it.
+
+    Attributes:
+        written: How much of a write was done before.
+    """
+
+    def __init__(self, written=0):
+        super().__init__()
+        self.written = written
+
+
+class Disk:
+    """The system calls, over a disk that can fail and that loses what is not synced.
+
+    It follows one plant file. A write is durable when a sync that began after it has
+    ended well. What a failed sync was to make durable is lost for good, though it can
+    still be read: a later sync finds nothing to do. As on Linux, each descriptor that
+    was open is told of the failure once.
+
+    Attributes:
+        path: Of the plant file.
+        durable: What is on the disk.
+        named: Whether the file's directory entry is on the disk.
+        calls: The name of each call, its descriptor or path, and its further arguments.
+        before: Called with the same before each call. It may hold or raise; the calls
+            after an ``Ended`` do nothing but raise it again. If it returns a number, a
+            pwrite writes no more bytes than that.
+    """
+
+    def __init__(self, path):
+        self.path = path
+        self.durable = b''
+        self.named = False
+        self.calls = []
+        self.before = nothing
+        self._changes = []  # offset and bytes of each write, None for a truncation
+        self._settled = 0  # changes before this one are durable, or lost
+        self._failures = 0
+        self._told = {}
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, flags, mode=0o777):
+        self._enter('open', path, flags)
+        fd = os.open(path, flags, mode)
+        self._told[fd] = self._failures
+        return fd
+
+    def pwrite(self, fd, data, offset):
+        try:
+            limit = self._enter('pwrite', fd, data, offset)
+        except Ended as ex:
+            self._write(fd, data[: ex.written], offset)
+            raise
+        return self._write(fd, data[:limit], offset)
+
+    def ftruncate(self, fd, size):
+        self._enter('ftruncate', fd, size)
+        os.ftruncate(fd, size)
+        self._changes.append((size, None))
+
+    def posix_fallocate(self, fd, offset, length):
+        self._enter('posix_fallocate', fd, offset, length)
+        os.posix_fallocate(fd, offset, length)
+
+    def fdatasync(self, fd):
+        self._sync('fdatasync', fd)
+
+    def fsync(self, fd):
+        self._sync('fsync', fd)
+
+    def forgive(self, fd):
+        """Let a descriptor not be told of the failures until now."""
+        self._told[fd] = self._failures
+
+    def unsynced(self):
+        """Return how many written bytes are not durable."""
+        return sum(len(data or b'') for _, data in self._changes[self._settled :])
+
+    def image(self, keep=0, zeroed=False):
+        """Return what a power cut would leave of the file.
+
+        Args:
+            keep: How many of the unsynced bytes got to the disk nevertheless.
+            zeroed: Whether the file is as long as if the others had got there too.
+        """
+        content = self.durable
+        for offset, data in self._changes[self._settled :]:
+            if data is not None:
+                kept = data[:keep]
+                keep -= len(kept)
+                content = changed(content, offset, kept)
+                if zeroed:
+                    content = content.ljust(offset + len(data), b'\0')
+            elif keep:
+                content = content[:offset]
+        return content
+
+    def images(self):
+        """Return every file that a power cut could leave."""
+        lengths = range(self.unsynced() + 1)
+        return {
+            self.image(keep, zeroed) for keep in lengths for zeroed in (False, True)
+        }
+
+    def restart(self, content):
+        """Go on with a file that a power cut has left.
+
+        Args:
+            content: Of the file, or ``None`` if not even its name was durable.
+        """
+        if content is None:
+            self.path.unlink(missing_ok=True)
+            self.named = False
+        else:
+            self.path.write_bytes(content)
+        self.durable = content or b''
+        self.resume()
+        self._changes.clear()
+        self._settled = 0
+
+    def resume(self):
+        """Go on with the disk as it is, without any trouble."""
+        self._ended = False
+        self.before = nothing
+
+    def _enter(self, name, target, *arguments):
+        if self._ended:
+            raise Ended
+        self.calls.append((name, target, *arguments))
+        try:
+            return self.before(name, target, *arguments)
+        except Ended:
+            self._ended = True
+            raise
+
+    def _is_plant_file(self, fd):
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+
+    def _write(self, fd, data, offset):
+        with self._lock:
+            self._changes.append((offset, data))
+            return os.pwrite(fd, data, offset)
+
+    def _sync(self, name, fd):
+        began = len(self._changes)
+        ours = self._is_plant_file(fd)
+        try:
+            self._enter(name, fd)
+            if ours and self._told[fd] < self._failures:
+                raise failure(errno.EIO)
+        except OSError:
+            if ours:
+                with self._lock:
+                    self._settle(began, durable=False)
+                self._failures += self._told[fd] == self._failures
+                self._told[fd] = self._failures
+            raise
+        if ours:
+            with self._lock:
+                self._settle(began, durable=True)
+        elif stat.S_ISDIR(os.fstat(fd).st_mode):
+            self.named = True
+
+    def _settle(self, end, durable):
+        for offset, data in self._changes[self._settled : end]:
+            if data is None:
+                self.durable = self.durable[:offset]
+            elif durable:
+                self.durable = changed(self.durable, offset, data)
+        self._settled = max(self._settled, end)
+
+
+def changed(content, offset, data):
+    """Return bytes after a write into them, which may leave a hole of zeros."""
+    before = content[:offset].ljust(offset, b'\0') if data else content[:offset]
+    return before + data + content[offset + len(data) :]
+
+
+def nothing(name, *arguments):
+    """Let a call pass."""
+
+
+def failure(number):
+    """Return what a system call raises."""
+    return OSError(number, os.strerror(number))
+
+
+class Boot:
+    """The boot of the machine, as the store sees it."""
+
+    number = 1
+
+    def __call__(self):
+        return self.number.to_bytes(16)
+
+
+@pytest.fixture
+def boot(monkeypatch):
+    """Return the boot of the machine; another number makes it another one."""
+    boot = Boot()
+    monkeypatch.setattr(jsonl, '_boot_id', boot)
+    return boot
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the plant file of a test is; it does not exist yet."""
+    return tmp_path / 'plants.jsonl'
+
+
+@pytest.fixture
+def disk(path):
+    """Return a disk without trouble, and without the plant file."""
+    return Disk(path)
+
+
+@pytest.fixture
+def slow_syncs(monkeypatch):
+    """Let every sync seem to take a second, so that several may be in flight."""
+    ticks = itertools.count()
+    monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
+
+
+def index_of(path):
+    """Return where the index of a plant file is."""
+    return path.with_name(path.name + '.index')
+
+
+def side_files(path):
+    """Return what torn tails were kept, by the path of their file."""
+    return {side: side.read_bytes() for side in path.parent.glob('*.torn-*')}
+
+
+def raw_plants(content):
+    """Return the plants of a sound file, read without the store's code."""
+    assert not content or content.endswith(b'\n')
+    return [Plant(**json.loads(line)) for line in content.split(b'\n')[:-1]]
+
+
+def lines(*plants):
+    """Return the records of plants."""
+    return b''.join(map(record.encode, plants))
+
+
+def die(store):
+    """Let a store end as its process does when it is killed.
+
+    Its files stay as they are: what closing it writes into the index is undone.
+    """
+    index = index_of(store.path)
+    left = index.read_bytes() if index.exists() else None
+    store.close()
+    if left is not None:
+        index.write_bytes(left)
+
+
+def offer(store, plant, times=1):
+    """Offer a plant as a client does that repeats itself; return if it was taken."""
+    for _ in range(times):
+        try:
+            store.add(plant)
+        except StoreUnavailable:
+            continue
+        return True
+    return False
+
+
+class Gate:
+    """Holds every fdatasync that begins, and fails those that it is told to.
+
+    Attributes:
+        held: The descriptors of the syncs that came, in order.
+        failing: The descriptors whose sync is to fail.
+        then: What is before each call when the gate is open again.
+    """
+
+    def __init__(self, disk):
+        self.held = []
+        self.failing = set()
+        self.then = nothing
+        self._disk = disk
+        self._change = threading.Condition()
+        self._released = set()
+        self._open = False
+
+    def __enter__(self):
+        self._disk.before = self._hold
+        return self
+
+    def __exit__(self, *exc_info):
+        self._disk.before = self.then
+        with self._change:
+            self._open = True
+            self._change.notify_all()
+
+    def release(self, fd):
+        with self._change:
+            self._released.add(fd)
+            self._change.notify_all()
+
+    def hold(self, pool, store, *plants):
+        """Add plants, each in a thread, so that each has a sync of its own."""
+        adds = []
+        for plant in plants:
+            adds.append(pool.submit(store.add, plant))
+            self.wait_for(len(adds))
+        return adds
+
+    def wait_for(self, count):
+        """Return when so many syncs have come."""
+        wait_until(lambda: len(self.held) >= count)
+
+    def _hold(self, name, fd, *arguments):
+        if name == 'fdatasync':
+            with self._change:
+                self.held.append(fd)
+                passes = lambda: self._open or fd in self._released  # noqa: E731
+                assert self._change.wait_for(passes, PATIENCE)
+            if fd in self.failing:
+                raise failure(errno.EIO)
+
+
+@pytest.fixture
+def pool():
+    """Return an executor of threads."""
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+class Lives(RuleBasedStateMachine):
+    """A store whose process and whose machine end at any moment, and a dict.
+
+    Attributes:
+        plants: What the file holds for certain, by id.
+        pending: The plant whose add was cut off, if one was.
+    """
+
+    directory = boot = None  # given by the test
+
+    @initialize()
+    def begin(self):
+        directory = Path(tempfile.mkdtemp(dir=self.directory))
+        self.disk = Disk(directory / 'plants.jsonl')
+        self.plants = {}
+        self.pending = None
+        self.open()
+
+    def open(self):
+        self.store = JSONLinesStore(self.disk.path, system=self.disk)
+
+    @rule(
+        id=st.integers(-3, 3),
+        name=st.sampled_from(['Fern', 'Gräser 🌱', '\n"']),
+        tag=st.sampled_from([None, '', 'shade']),
+    )
+    def add(self, id, name, tag):
+        plant = Plant(id, name, tag)
+        self.wake()
+        if self.plants.setdefault(id, plant) == plant:
+            self.store.add(plant)
+        else:
+            with pytest.raises(IdTaken):
+                self.store.add(plant)
+        self.check()
+
+    @rule(id=st.integers(-3, 3))
+    def repeat(self, id):
+        self.wake()
+        if id in self.plants:
+            self.store.add(self.plants[id])
+            self.check()
+
+    @rule()
+    def close(self):
+        self.store.close()
+        self.open()
+
+    @rule(
+        id=st.integers(-3, 3),
+        name=st.sampled_from(['Fern', 'Moss']),
+        calls=st.integers(0, 3) | st.integers(4, 14),
+        written=st.integers(0, 30),
+    )
+    def kill(self, id, name, calls, written):
+        """Kill the process at one of its calls, which may be a write half done."""
+        plant = Plant(id, name)
+        if self.pending:
+            self.wake()
+        remaining = itertools.count(calls, -1)
+
+        def end(name, *arguments):
+            if not next(remaining):
+                raise Ended(written)
+
+        self.disk.before = end
+        try:
+            self.store.add(plant)
+        except Ended:
+            self.pending = plant
+        except IdTaken:
+            assert self.plants[plant.id] != plant
+        else:
+            assert self.plants.setdefault(plant.id, plant) == plant
+        die(self.store)
+        self.disk.resume()
+        self.open()
+
+    @rule(
+        keep=st.integers(0, 40),
+        zeroed=st.booleans(),
+        with_index=st.booleans(),
+        with_name=st.booleans(),
+    )
+    def cut_power(self, keep, zeroed, with_index, with_name):
+        die(self.store)
+        with_name |= self.disk.named
+        image = self.disk.image(keep, zeroed) if with_name else None
+        self.disk.restart(image)
+        if not (with_index and with_name):
+            index_of(self.disk.path).unlink(missing_ok=True)
+        self.boot.number += 1
+        self.open()
+
+    def wake(self):
+        """Open the store, and find out whether the plant that was cut off is there."""
+        self.store.ping()
+        pending, self.pending = self.pending, None
+        if pending in raw_plants(self.disk.path.read_bytes()):
+            assert self.plants.setdefault(pending.id, pending) == pending
+        self.check()
+
+    def check(self):
+        content = self.disk.path.read_bytes()
+        assert sorted(raw_plants(content)) == sorted(self.plants.values())
+        assert self.disk.durable == content
+        assert self.disk.named
+
+    def teardown(self):
+        self.store.close()
+
+
+class TestPowerCut:
+    def test_lives(self, tmp_path, boot):
+        """Whenever the process or the machine ends, what was acknowledged is there."""
+        Lives.directory, Lives.boot = tmp_path, boot
+        run_state_machine_as_test(
+            Lives,
+            settings=settings(max_examples=80, stateful_step_count=20, deadline=None),
+        )
+
+    @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
+    def test_every_file(self, path, disk, boot, slow_syncs, pool, with_index):
+        """Of plants that wait for a sync a power cut leaves whole lines, in order."""
+        waiting = [IVY, REED, OAK]
+        with JSONLinesStore(path, system=disk) as store:
+            for plant in (FERN, MOSS):
+                store.add(plant)
+            with Gate(disk) as gate:
+                adds = gate.hold(pool, store, *waiting)
+                plants = raw_plants(path.read_bytes())
+                index = index_of(path).read_bytes()
+                images = disk.images()
+            assert not any(add.result(PATIENCE) for add in adds)
+        assert len(images) > len(lines(*waiting))
+        for image in images:
+            disk.restart(image)
+            index_of(path).write_bytes(index)
+            if not with_index:
+                index_of(path).unlink()
+            boot.number += 1
+            survivors = plants[: image.count(b'\n')]
+            torn = image.removeprefix(lines(*survivors))
+            with JSONLinesStore(path, system=disk) as store:
+                store.add(ASH)
+                assert list(store) == [*survivors, ASH]
+            assert list(side_files(path).values()) == [torn] * bool(torn)
+            for side in side_files(path):
+                side.unlink()
+
+
+class Fault:
+    """Lets the n-th call of a name fail, or every one from there on.
+
+    Args:
+        call: The name.
+        nth: Which one, counted from 1.
+        effect: Called with the call's arguments; it raises, or returns a limit.
+        lasting: Whether the calls after it fail too.
+    """
+
+    def __init__(self, call, nth, effect, lasting=False):
+        self._call = call
+        self._nth = nth
+        self._effect = effect
+        self._lasting = lasting
+        self._count = 0
+
+    @property
+    def reached(self):
+        return self._count >= self._nth
+
+    def __call__(self, name, *arguments):
+        if name != self._call:
+            return None
+        self._count += 1
+        due = self.reached if self._lasting else self._count == self._nth
+        return self._effect(*arguments) if due else None
+
+
+def failing(number):
+    """Return an effect: the call fails with an error number."""
+
+    def effect(*arguments):
+        raise failure(number)
+
+    return effect
+
+
+def short(fd, data, offset):
+    """Let half of a write be done."""
+    return max(1, len(data) // 2)
+
+
+ERRORS = [errno.ENOSPC, errno.EIO, errno.EINTR]
+CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'posix_fallocate']
+EFFECTS = {
+    f'{call}-{errno.errorcode[number]}': (call, failing(number))
+    for call in CALLS
+    for number in ERRORS
+} | {'pwrite-short': ('pwrite', short)}
+
+
+def nothing_yet(disk):
+    """Leave the disk without a plant file."""
+    return set()
+
+
+def unsynced_line(disk, torn=b'', with_index=False):
+    """Leave what a process leaves that was killed before its sync."""
+    store = JSONLinesStore(disk.path, system=disk)
+    store.add(FERN)
+    die(store)
+    if not with_index:
+        index_of(disk.path).unlink()
+    fd = disk.open(disk.path, os.O_WRONLY)
+    disk.pwrite(fd, lines(MOSS) + torn, disk.path.stat().st_size)
+    os.close(fd)
+    return {FERN}
+
+
+def torn_line(disk):
+    """Leave what a process leaves that was killed in the middle of a write."""
+    return unsynced_line(disk, TORN)
+
+
+def torn_line_and_index(disk):
+    """Leave that, and an index that knows the line before."""
+    return unsynced_line(disk, TORN, with_index=True)
+
+
+class TestEveryCall:
+    @pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
+    @pytest.mark.parametrize(('call', 'effect'), EFFECTS.values(), ids=EFFECTS)
+    @pytest.mark.parametrize(
+        'before', [nothing_yet, unsynced_line, torn_line, torn_line_and_index]
+    )
+    def test_fails(self, tmp_path, boot, before, call, effect, lasting):
+        """Whatever call fails, nothing false is acknowledged and the file is sound."""
+        plants = [FERN, MOSS, IVY, REED, OAK, ASH]
+        for nth in itertools.count(1):
+            disk = Disk(tmp_path / str(nth) / 'plants.jsonl')
+            disk.path.parent.mkdir()
+            acknowledged = before(disk)
+            disk.before = fault = Fault(call, nth, effect, lasting)
+            for _ in range(2):
+                with JSONLinesStore(disk.path, system=disk) as store:
+                    acknowledged.update(
+                        plant for plant in plants if offer(store, plant, times=2)
+                    )
+            disk.resume()
+            self.check(disk, acknowledged, set(plants), boot)
+            if not fault.reached:
+                break
+        assert acknowledged == set(plants)
+
+    def check(self, disk, acknowledged, offered, boot):
+        """Check the file as it is, and some files that a power cut could leave."""
+        unsynced = disk.unsynced()
+        contents = {disk.image(), disk.image(unsynced // 2), disk.image(zeroed=True)}
+        if disk.path.exists():
+            contents.add(disk.path.read_bytes())
+        if not disk.named:
+            assert not acknowledged
+        for content in contents:
+            disk.restart(content)
+            boot.number += 1
+            with JSONLinesStore(disk.path, system=disk) as store:
+                store.ping()
+            stored = raw_plants(disk.path.read_bytes())
+            assert acknowledged <= set(stored) <= offered
+            assert len(stored) == len(set(stored))
+
+
+class TestFullDisk:
+    @pytest.fixture
+    def store(self, path, disk):
+        """Return an open store with one plant."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            yield store
+
+    @pytest.mark.parametrize(
+        'number', [*ERRORS, errno.EDQUOT, errno.EROFS, errno.EACCES]
+    )
+    def test_write_fails(self, path, disk, store, number):
+        """A write that fails leaves no byte, and the store goes on when it works."""
+        disk.before = Fault('pwrite', 1, failing(number), lasting=True)
+        for plant in (MOSS, IVY, MOSS):
+            with pytest.raises(StoreUnavailable) as caught:
+                store.add(plant)
+            assert caught.value.reason == os.strerror(number)
+            assert path.read_bytes() == lines(FERN)
+        store.add(FERN)
+        with pytest.raises(IdTaken):
+            store.add(FERN._replace(name='Moss'))
+        disk.resume()
+        store.add(MOSS)
+        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+
+    def test_half_a_write(self, path, disk, store):
+        """A write that is cut short and then fails is rolled back to the last byte."""
+        limits = iter([5, 1])
+
+        def effect(*arguments):
+            for limit in limits:
+                return limit
+            raise failure(errno.ENOSPC)
+
+        disk.before = Fault('pwrite', 1, effect, lasting=True)
+        with pytest.raises(StoreUnavailable):
+            store.add(MOSS)
+        assert path.read_bytes() == lines(FERN)
+        disk.resume()
+        store.add(IVY)
+        assert disk.durable == lines(FERN, IVY)
+
+    def test_short_writes(self, disk, store):
+        """A write that the kernel does byte by byte is completed."""
+        disk.before = Fault('pwrite', 1, lambda *arguments: 1, lasting=True)
+        store.add(MOSS)
+        assert disk.durable == lines(FERN, MOSS)
+
+    def test_nothing_is_written(self, path, disk, store):
+        """A write that writes nothing and does not fail is an error, and no loop."""
+        disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
+        with pytest.raises(StoreUnavailable):
+            store.add(MOSS)
+        assert path.read_bytes() == lines(FERN)
+
+    def test_no_way_back(self, path, disk, store):
+        """Half a line that cannot even be rolled back is cut off as soon as it can."""
+        limits = iter([5])
+
+        def before(name, *arguments):
+            if name in ('pwrite', 'ftruncate'):
+                for limit in limits:
+                    return limit
+                raise failure(errno.EIO)
+            return None
+
+        disk.before = before
+        for plant in (MOSS, MOSS, IVY, FERN):
+            with pytest.raises(StoreUnavailable):
+                store.add(plant)
+        assert path.read_bytes() == lines(FERN) + lines(MOSS)[:5]
+        disk.resume()
+        store.add(IVY)
+        assert disk.durable == lines(FERN, IVY)
+        assert set(side_files(path).values()) == {lines(MOSS)[:5]}
+
+    @pytest.mark.parametrize('call', ['fsync', 'ftruncate'])
+    def test_no_litter(self, path, disk, store, call):
+        """A torn tail that cannot be cut off does not make a file at each attempt."""
+        with path.open('ab') as file:
+            file.write(TORN)
+        disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
+        for _ in range(5):
+            with pytest.raises(StoreUnavailable):
+                store.add(MOSS)
+        assert path.read_bytes() == lines(FERN) + TORN
+        assert len(side_files(path)) <= 1
+        disk.resume()
+        store.add(MOSS)
+        assert TORN in side_files(path).values()
+
+    @pytest.mark.parametrize('number', [errno.EROFS, errno.EACCES, errno.EMFILE])
+    def test_open_fails(self, path, disk, number):
+        """A file that cannot be opened is unavailable until it can."""
+        disk.before = Fault('open', 1, failing(number), lasting=True)
+        with JSONLinesStore(path, system=disk) as store:
+            for attempt in (store.ping, lambda: store.add(FERN)):
+                with pytest.raises(StoreUnavailable, match=os.strerror(number)):
+                    attempt()
+            disk.resume()
+            store.ping()
+            store.add(FERN)
+        assert disk.durable == lines(FERN)
+
+
+def spoil(index):
+    """Damage an index from its first byte to its last."""
+    index.write_bytes(b'?' * index.stat().st_size)
+
+
+class TestFailedSync:
+    @pytest.fixture
+    def doubtful(self, path, disk):
+        """Return an open store whose second plant is in doubt: its sync failed."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+            with pytest.raises(StoreUnavailable):
+                store.add(MOSS)
+            disk.resume()
+            yield store
+
+    def test_refuses(self, path, disk, doubtful):
+        """After a failed sync a store takes nothing more, not even a repeat."""
+        for _ in range(2):
+            for plant in (MOSS, IVY, FERN):
+                with pytest.raises(StoreUnavailable):
+                    doubtful.add(plant)
+            with pytest.raises(StoreUnavailable):
+                doubtful.ping()
+        assert path.read_bytes() == lines(FERN, MOSS)
+        assert disk.durable == lines(FERN)
+
+    @pytest.mark.parametrize('number', ERRORS)
+    def test_whatever_the_error(self, path, disk, number):
+        """A sync that fails is never simply repeated, whatever it fails with."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.ping()
+            disk.before = Fault('fdatasync', 1, failing(number))
+            assert not offer(store, FERN, times=3)
+
+    @pytest.mark.parametrize('end', [JSONLinesStore.close, die])
+    def test_written_again(self, path, disk, doubtful, end):
+        """A store that opens after a failed sync first writes what is in doubt."""
+        end(doubtful)
+        del disk.calls[:]
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+            (fd, data, offset), *others = (
+                arguments for name, *arguments in disk.calls if name == 'pwrite'
+            )
+            assert not others
+            assert lines(FERN, MOSS)[offset:] == data
+            assert offset <= len(lines(FERN))
+            written = disk.calls.index(('pwrite', fd, data, offset))
+            assert 'fdatasync' in [name for name, *_ in disk.calls[written:]]
+        assert disk.durable == lines(FERN, MOSS)
+
+    def test_fails_again(self, path, disk, doubtful):
+        """What is in doubt stays in doubt while the syncs of each opening fail."""
+        doubtful.close()
+        with JSONLinesStore(path, system=disk) as store:
+            for nth in (1, 1, 1, 2, 2):
+                disk.before = fault = Fault('fdatasync', nth, failing(errno.EIO))
+                if not offer(store, MOSS):
+                    assert fault.reached
+            disk.resume()
+            store.close()
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+        assert disk.durable == lines(FERN, MOSS)
+
+    def test_by_another_process(self, path, disk, doubtful):
+        """What is in doubt is written again by whoever opens, also beside the other."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+            assert disk.durable == lines(FERN, MOSS)
+
+    @pytest.mark.parametrize('lose', [Path.unlink, spoil])
+    def test_without_its_index(self, path, disk, doubtful, lose):
+        """What is in doubt is not forgotten with the index, which is disposable."""
+        die(doubtful)
+        lose(index_of(path))
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+        assert disk.durable == lines(FERN, MOSS)
+
+    @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
+    @pytest.mark.parametrize('torn', [b'', TORN], ids=['whole', 'torn'])
+    @pytest.mark.parametrize('reuse', [True, False], ids=['same-store', 'another'])
+    def test_at_open(self, path, disk, torn, with_index, reuse):
+        """A sync that fails when a store opens leaves in doubt what others wrote."""
+        unsynced_line(disk, torn, with_index)
+        disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+        with JSONLinesStore(path, system=disk) as store:
+            with pytest.raises(StoreUnavailable):
+                store.ping()
+            if reuse:
+                offer(store, MOSS)
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+        assert disk.durable == lines(FERN, MOSS)
+
+    def test_of_a_cut(self, path, disk):
+        """A sync that fails when a torn tail is cut off leaves the rest in doubt."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            fd = disk.open(path, os.O_WRONLY)
+            disk.pwrite(fd, lines(MOSS) + TORN, len(lines(FERN)))
+            os.close(fd)
+            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+            assert not offer(store, IVY)
+            if offer(store, MOSS):
+                assert lines(FERN, MOSS) in disk.durable
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+        assert lines(FERN, MOSS) in disk.durable
+
+    def test_of_another_file(self, path, disk):
+        """A store that opened while its file was exchanged syncs the one it writes."""
+        path.touch()
+        other = path.with_name('other')
+        other.touch()
+        opened = []
+
+        def exchange(name, target, *arguments):
+            if name == 'open':
+                opened.append(target == path)
+                back = not opened[-1] and opened.count(False) == 1
+                if opened == [True, True] or back:
+                    path.rename(path.with_name('third'))
+                    other.rename(path)
+                    path.with_name('third').rename(other)
+
+        disk.before = exchange
+        with JSONLinesStore(path, system=disk) as store:
+            assert not offer(store, FERN) or disk.durable == lines(FERN)
+        assert opened.count(True) > 1
+
+    def test_while_closing(self, path, disk, pool):
+        """A sync that fails while the store is closed leaves its plant in doubt too."""
+        store = JSONLinesStore(path, system=disk)
+        store.add(FERN)
+        with Gate(disk) as gate:
+            add = pool.submit(store.add, MOSS)
+            gate.wait_for(1)
+            close = pool.submit(store.close)
+            with contextlib.suppress(TimeoutError):
+                close.result(0.1)
+            gate.failing.update(gate.held)
+        with pytest.raises(StoreUnavailable):
+            add.result(PATIENCE)
+        close.result(PATIENCE)
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(MOSS)
+        assert disk.durable == lines(FERN, MOSS)
+
+    def test_two_in_flight(self, path, disk, pool, slow_syncs):
+        """Syncs in flight each have a descriptor, so that each is told of a failure."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            with Gate(disk) as gate:
+                adds = gate.hold(pool, store, MOSS, IVY)
+                assert len(set(gate.held)) == 2
+                gate.failing.add(gate.held[0])
+                gate.release(gate.held[0])
+                wait_until(lambda: any(add.done() for add in adds))
+            for add in adds:
+                with pytest.raises(StoreUnavailable):
+                    add.result(PATIENCE)
+        assert disk.durable == lines(FERN)
+
+    def test_most_in_flight(self, path, disk, pool, slow_syncs):
+        """However many plants wait, no two syncs in flight share a descriptor."""
+        plants = [Plant(number, 'Fern') for number in range(10, 30)]
+        most = group_commit.SLOW_SYNCS_IN_FLIGHT
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            with Gate(disk) as gate:
+                adds = gate.hold(pool, store, *plants[:most])
+                adds += [pool.submit(store.add, plant) for plant in plants[most:]]
+                assert len(set(gate.held)) == len(gate.held) == most
+            assert not any(add.result(PATIENCE) for add in adds)
+        assert sorted(raw_plants(disk.durable)) == [FERN, *plants]
+
+    def test_one_that_ends_well_afterwards(self, path, disk, pool, slow_syncs):
+        """After a sync has failed no other is believed, even if it says all is well."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            with Gate(disk) as gate:
+                adds = gate.hold(pool, store, MOSS, IVY)
+                first, second = gate.held
+                gate.failing.add(first)
+                gate.release(first)
+                wait_until(lambda: any(add.done() for add in adds))
+                disk.forgive(second)
+            for add in adds:
+                with pytest.raises(StoreUnavailable):
+                    add.result(PATIENCE)
+
+
+class TestRepeat:
+    @pytest.mark.parametrize('slow', [True, False], ids=['slow-disk', 'quick-disk'])
+    @pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
+    def test_waits(self, path, disk, pool, request, slow, shared):
+        """A repeat of a plant that is not durable yet waits until it is."""
+        if slow:
+            request.getfixturevalue('slow_syncs')
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(JSONLinesStore(path, system=disk))
+            other = store
+            if not shared:
+                other = stack.enter_context(JSONLinesStore(path, system=disk))
+            store.add(FERN)
+            other.add(FERN)
+            with Gate(disk) as gate:
+                first = pool.submit(store.add, MOSS)
+                gate.wait_for(1)
+                repeat = pool.submit(other.add, MOSS)
+                if slow or not shared:
+                    gate.wait_for(2)
+                with pytest.raises(TimeoutError):
+                    repeat.result(0.05)
+                assert disk.durable == lines(FERN)
+                if len(gate.held) > 1:
+                    # One sync after the write is enough, whoever's it is.
+                    gate.release(gate.held[1])
+                    repeat.result(PATIENCE)
+                    assert disk.durable == lines(FERN, MOSS)
+            repeat.result(PATIENCE)
+            first.result(PATIENCE)
+        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+
+    def test_in_one_batch(self, path, disk, pool):
+        """Of equal plants that wait together one is written, and all are durable."""
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            with Gate(disk) as gate:
+                first = pool.submit(store.add, IVY)
+                gate.wait_for(1)
+                adds = [pool.submit(store.add, MOSS) for _ in range(4)]
+                adds.append(pool.submit(store.add, MOSS._replace(tag='sun')))
+            outcomes = [add.exception(PATIENCE) for add in (first, *adds)]
+        assert sum(outcome is None for outcome in outcomes) in (2, 5)
+        assert all(isinstance(outcome, IdTaken) for outcome in outcomes if outcome)
+        assert len(raw_plants(disk.durable)) == 3
+        assert path.read_bytes() == disk.durable
+
+    def test_conflict_with_a_plant_that_fails(self, path, disk, pool, monkeypatch):
+        """A plant is not refused for one of its own batch that could not be written."""
+        # One sync in flight, so that the rivals wait for it together.
+        monkeypatch.setattr(group_commit, 'SLOW_SYNC', float('inf'))
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(FERN)
+            with Gate(disk) as gate:
+                first = pool.submit(store.add, IVY)
+                gate.wait_for(1)
+                rivals = [MOSS, MOSS._replace(tag='sun')]
+                adds = [pool.submit(store.add, rival) for rival in rivals]
+                gate.then = Fault('pwrite', 1, failing(errno.ENOSPC), lasting=True)
+            first.result(PATIENCE)
+            for add in adds:
+                with pytest.raises(StoreUnavailable):
+                    add.result(PATIENCE)

@@ -1,0 +1,746 @@
+import contextlib
+import logging
+import os
+import random
+import shutil
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from store_contract import in_child
+from store_contract import in_threads
+
+from store import IdTaken
+from store import Plant
+from store import StoreCorrupt
+from store import StoreUnavailable
+from store import jsonl
+from store import record
+from store.jsonl import JSONLinesStore
+
+PLANTS = [
+    Plant(1, 'Fern'),
+    Plant(2, 'Moss', 'shade'),
+    Plant(3, 'Gräser 🌱'),
+    Plant(4, '"\\\n', ''),
+    Plant(-5, 'Heide \u2028', 'Licht ☀'),
+]
+OAK = Plant(9, 'Oak')
+
+
+class Quick:
+    """The system calls, with syncs that take no time; nothing here loses power.
+
+    Args:
+        replaced: Other functions to use, by name.
+    """
+
+    def __init__(self, **replaced):
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def fdatasync(self, fd):
+        """Do nothing."""
+
+    fsync = fdatasync
+
+
+QUICK = Quick()
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the plant file of a test is; it does not exist yet."""
+    return tmp_path / 'plants.jsonl'
+
+
+@pytest.fixture
+def boot(monkeypatch):
+    """Return a function that makes this another boot of the machine."""
+    boots = [bytes([1]) * 16]
+    monkeypatch.setattr(jsonl, '_boot_id', lambda: boots[-1])
+    return lambda: boots.append(bytes([len(boots) + 1]) * 16)
+
+
+@pytest.fixture
+def rebuilt(caplog):
+    """Return a function that tells whether the log spoke of a new index since."""
+    caplog.set_level(logging.INFO, logger='store')
+
+    def rebuilt():
+        spoke = 'building the index' in caplog.text
+        caplog.clear()
+        return spoke
+
+    return rebuilt
+
+
+def index_of(path):
+    """Return where the index of a plant file is."""
+    return path.with_name(path.name + '.index')
+
+
+def lines(*plants):
+    """Return the records of plants."""
+    return b''.join(map(record.encode, plants))
+
+
+def append(path, data):
+    """Write at the end of a file, as another process that dies after it."""
+    with path.open('ab') as file:
+        file.write(data)
+
+
+def take_side_files(path):
+    """Return what torn tails were kept, and remove them."""
+    sides = sorted(path.parent.glob('*.torn-*'))
+    contents = [side.read_bytes() for side in sides]
+    for side in sides:
+        side.unlink()
+    return contents
+
+
+def die(store):
+    """Let a store end as its process does when it is killed.
+
+    Its files stay as they are: what closing it writes into the index is undone.
+    """
+    index = index_of(store.path).read_bytes()
+    store.close()
+    index_of(store.path).write_bytes(index)
+
+
+def assert_right(store, plants, free=()):
+    """Check what a store says to plants that it has, and to ids that it has not."""
+    store.ping()  # it may be about to cut a torn tail off
+    before = store.path.read_bytes()
+    for plant in plants:
+        store.add(plant)
+        with pytest.raises(IdTaken):
+            store.add(plant._replace(name='Another'))
+    assert store.path.read_bytes() == before
+    added = [Plant(id, 'Free') for id in free]
+    for plant in added:
+        store.add(plant)
+    assert store.path.read_bytes() == before + lines(*added)
+
+
+class Case:
+    """A plant file that a store has open, or is to open, and what follows sound lines.
+
+    Args:
+        path: Of the file.
+        running: Whether the store is open when the file changes.
+        sound: How many plants the store knows before.
+    """
+
+    def __init__(self, path, running, sound=2):
+        self.path = path
+        self.sound = lines(*PLANTS[:sound])
+        for file in path.parent.glob('plants*'):
+            file.unlink()
+        path.write_bytes(self.sound)
+        self.store = JSONLinesStore(path, system=QUICK)
+        if running:
+            self.store.ping()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.store.close()
+
+
+RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
+
+# Whatever is put together of these, no line of it is a record.
+PIECES = [
+    *(b'\n', b'\r\n', b'\0', bytes(600), b'\xff', '🌱'.encode()[:3], b'{', b'}', b'"'),
+    *(b'[]\n', b'{}\n', b'null\n', b'{"id":3}\n', b'{"name":"Ivy"}\n', b'{"id":'),
+    *(b'{"id":"3","name":"Ivy"}\n', b'{"id":3,"name":"Ivy","tag":null}\n'),
+    *(b'{"id":3.0,"name":"Ivy"}\n', b'{"id":true,"name":"Ivy"}\n'),
+]
+GARBAGE = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(b''.join)
+
+
+class TestCut:
+    @RUNNING
+    def test_every_byte(self, path, caplog, running):
+        """Wherever the file ends, whole lines survive and the rest is kept aside."""
+        text = lines(*PLANTS)
+        for end in range(len(lines(*PLANTS[:2])), len(text) + 1):
+            whole = text[:end].count(b'\n')
+            torn = text[:end].removeprefix(lines(*PLANTS[:whole]))
+            caplog.clear()
+            with Case(path, running) as case:
+                append(path, text[len(case.sound) : end])
+                case.store.add(OAK)
+                assert path.read_bytes() == lines(*PLANTS[:whole], OAK)
+            with JSONLinesStore(path, system=QUICK) as store:
+                assert_right(store, [*PLANTS[:whole], OAK])
+                assert list(store) == [*PLANTS[:whole], OAK]
+            assert take_side_files(path) == [torn] * bool(torn)
+            warned = [entry.getMessage() for entry in caplog.records]
+            assert len(warned) == bool(torn)
+            assert all(f'of {len(torn)} bytes at byte' in text for text in warned)
+
+    def test_cut_while_closed(self, path):
+        """A file that was cut after a clean close is believed, and not its index."""
+        text = lines(*PLANTS)
+        for end in range(len(lines(*PLANTS[:2])), len(text)):
+            path.write_bytes(text)
+            with JSONLinesStore(path, system=QUICK) as store:
+                store.ping()
+            os.truncate(path, end)
+            whole = text[:end].count(b'\n')
+            with JSONLinesStore(path, system=QUICK) as store:
+                store.add(PLANTS[-1])
+                assert list(store) == [*PLANTS[:whole], PLANTS[-1]]
+
+    @RUNNING
+    @given(garbage=GARBAGE, more=st.integers(0, 2))
+    @settings(max_examples=60, deadline=None)
+    def test_garbage(self, tmp_path_factory, running, garbage, more):
+        """What follows the last record, whatever it is, is cut off and kept aside."""
+        path = tmp_path_factory.getbasetemp() / 'garbage' / 'plants.jsonl'
+        path.parent.mkdir(exist_ok=True)
+        survivors = PLANTS[: 2 + more]
+        with Case(path, running) as case:
+            append(path, lines(*PLANTS[2 : 2 + more]) + garbage)
+            case.store.add(OAK)
+            assert path.read_bytes() == lines(*survivors, OAK)
+            assert_right(case.store, [*survivors, OAK], free=[100])
+        assert take_side_files(path) == [garbage]
+
+    @RUNNING
+    @given(garbage=GARBAGE, more=st.integers(0, 2))
+    @settings(max_examples=60, deadline=None)
+    def test_damage(self, tmp_path_factory, running, garbage, more):
+        """A record after what is none makes it damage: refused, named, not touched."""
+        path = tmp_path_factory.getbasetemp() / 'damage' / 'plants.jsonl'
+        path.parent.mkdir(exist_ok=True)
+        before = lines(*PLANTS[: 2 + more])
+        with Case(path, running) as case:
+            path.write_bytes(before + garbage + b'\n' + lines(PLANTS[4]) + b'torn')
+            text = path.read_bytes()
+            for _ in range(2):
+                with pytest.raises(StoreCorrupt) as caught:
+                    case.store.add(OAK)
+                assert caught.value.line == before.count(b'\n') + 1
+                assert caught.value.offset == len(before)
+        assert path.read_bytes() == text
+        assert not take_side_files(path)
+
+    @RUNNING
+    def test_damage_is_not_written(self, path, running):
+        """A damaged file is not written at all, not even with the bytes that it has."""
+        written = []
+
+        def write(fd, data, offset):
+            written.append(data)
+            return os.pwrite(fd, data, offset)
+
+        path.write_bytes(lines(PLANTS[0]))
+        with JSONLinesStore(path, system=Quick(pwrite=write)) as store:
+            if running:
+                store.ping()
+            append(path, b'?\n' + lines(PLANTS[1]))
+            del written[:]
+            with pytest.raises(StoreCorrupt):
+                store.add(OAK)
+        assert not written
+
+    @pytest.mark.parametrize('reopen', [True, False], ids=['reopened', 'same-store'])
+    def test_damage_that_is_taken_away(self, path, reopen):
+        """After damage has been cut off by hand, the ids that went with it are free."""
+        with Case(path, running=True) as case:
+            size = path.stat().st_size
+            append(path, lines(*PLANTS[2:4]) + b'?\n' + lines(PLANTS[4]))
+            with pytest.raises(StoreCorrupt):
+                case.store.add(OAK)
+            os.truncate(path, size)
+            if reopen:
+                die(case.store)
+                case.store = JSONLinesStore(path, system=QUICK)
+            # Some that are longer, so that no line begins where one did before.
+            others = [Plant(id, 'x' * 90) for id in range(20, 24)]
+            for plant in (*others, *reversed(PLANTS)):
+                case.store.add(plant)
+            assert_right(case.store, [*others, *PLANTS], free=[OAK.id])
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, [*PLANTS, *others], free=[100])
+
+    def test_cut_between_two_adds(self, path):
+        """Each store cuts off what a dead one left between two adds, no more."""
+        with contextlib.ExitStack() as stack:
+            stores = [
+                stack.enter_context(JSONLinesStore(path, system=QUICK)) for _ in '123'
+            ]
+            for number in range(12):
+                store = stores[number % 3]
+                store.add(Plant(number, 'Fern'))
+                append(path, b'{"id":%d,"na' % number)
+            assert_right(stores[0], [Plant(number, 'Fern') for number in range(12)])
+        assert len(take_side_files(path)) == 12
+        assert path.read_bytes().count(b'\n') == 12
+
+
+def removed(path):
+    """Remove the file; it is put back with a hard link."""
+    kept = path.with_name('kept')
+    os.link(path, kept)
+    path.unlink()
+    return lambda: kept.rename(path)
+
+
+def renamed(path):
+    """Rename the file away."""
+    away = path.rename(path.with_name('away'))
+    return lambda: away.rename(path)
+
+
+def replaced_by_copy(path):
+    """Replace the file by another that holds the same."""
+    away = path.rename(path.with_name('away'))
+    shutil.copy2(away, path)
+    return lambda: away.replace(path)
+
+
+def replaced_by_empty(path):
+    """Replace the file by an empty one."""
+    away = path.rename(path.with_name('away'))
+    path.touch()
+    return lambda: away.replace(path)
+
+
+def replaced_by_directory(path):
+    """Put a directory in the place of the file."""
+    away = path.rename(path.with_name('away'))
+    path.mkdir()
+
+    def undo():
+        path.rmdir()
+        away.rename(path)
+
+    return undo
+
+
+def linked_elsewhere(path):
+    """Put a link to nothing in the place of the file."""
+    away = path.rename(path.with_name('away'))
+    path.symlink_to('nothing')
+    return lambda: away.replace(path)
+
+
+def cut_short(path):
+    """Cut the last line off."""
+    text = path.read_bytes()
+    os.truncate(path, text.rindex(b'\n', 0, -1) + 1)
+    return lambda: path.write_bytes(text)
+
+
+def emptied(path):
+    """Cut everything off."""
+    text = path.read_bytes()
+    os.truncate(path, 0)
+    return lambda: path.write_bytes(text)
+
+
+def without_directory(path):
+    """Rename the directory away."""
+    away = path.parent.rename(path.parent.with_name('away'))
+    return lambda: away.rename(path.parent)
+
+
+SWAPS = [
+    *(removed, renamed, replaced_by_copy, replaced_by_empty, replaced_by_directory),
+    *(linked_elsewhere, cut_short, emptied, without_directory),
+]
+
+
+class TestSwap:
+    @pytest.fixture
+    def path(self, tmp_path):
+        """Where the plant file is, in a directory of its own."""
+        (tmp_path / 'own').mkdir()
+        return tmp_path / 'own' / 'plants.jsonl'
+
+    @pytest.mark.parametrize('swap', SWAPS, ids=lambda swap: swap.__name__)
+    def test_refused_until_undone(self, path, swap):
+        """A store whose file is not what it was refuses, and goes on when it is."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            for plant in PLANTS[:3]:
+                store.add(plant)
+            undo = swap(path)
+            before = sorted(path.parent.parent.rglob('*'))
+            text = path.read_bytes() if path.is_file() else None
+            for plant in (PLANTS[0], PLANTS[3], PLANTS[0]._replace(name='Reed')):
+                with pytest.raises(StoreUnavailable):
+                    store.add(plant)
+                with pytest.raises(StoreUnavailable):
+                    store.ping()
+            assert sorted(path.parent.parent.rglob('*')) == before
+            assert (path.read_bytes() if path.is_file() else None) == text
+            undo()
+            store.ping()
+            store.add(PLANTS[3])
+            assert_right(store, PLANTS[:4], free=[100])
+        assert path.read_bytes() == lines(*PLANTS[:4], Plant(100, 'Free'))
+
+    @pytest.mark.parametrize('longer', [1, 40], ids=['little', 'much'])
+    def test_cut_and_grown_again(self, path, longer):
+        """A file that became another in place never makes a store take an id twice."""
+        before = [Plant(id, 'Fern') for id in range(10)]
+        after = [Plant(id, 'Moss') for id in range(50, 60 + longer)]
+        with JSONLinesStore(path, system=QUICK) as store:
+            for plant in before:
+                store.add(plant)
+            path.write_bytes(lines(*after))
+            for plant in after:
+                with contextlib.suppress(StoreUnavailable):
+                    store.add(plant)
+                with pytest.raises((IdTaken, StoreUnavailable)):
+                    store.add(plant._replace(name='Reed'))
+        assert path.read_bytes() == lines(*after)
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, after, free=range(10))
+
+    @pytest.mark.parametrize('close', [JSONLinesStore.close, die])
+    @pytest.mark.parametrize('create', ['first', 'never', 'always'])
+    def test_start_without_file(self, path, close, create):
+        """A start where only the index is left makes a file if it is told to always."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+            close(store)
+        undo = removed(path)
+        with JSONLinesStore(path, create=create, system=QUICK) as store:
+            if create == 'always':
+                assert_right(store, [], free=[1, 2])
+                return
+            for _ in range(2):
+                with pytest.raises(StoreUnavailable):
+                    store.add(PLANTS[0])
+                assert not path.exists()
+            undo()
+            assert_right(store, PLANTS[:1], free=[100])
+
+    def test_ping_beside_adds(self, path):
+        """A ping while plants are added sees no trouble where there is none."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.ping()
+            done = threading.Event()
+
+            def add(first):
+                try:
+                    for id in range(first, first + 300):
+                        store.add(Plant(id, 'Fern'))
+                finally:
+                    done.set()
+
+            def ping():
+                while not done.is_set():
+                    store.ping()
+
+            in_threads(*(lambda n=n: add(1000 * n) for n in range(3)), ping, ping)
+
+
+class TestIndex:
+    @pytest.mark.parametrize('seed', range(6))
+    @pytest.mark.parametrize('part', ['header', 'directory', 'buckets'])
+    @RUNNING
+    def test_damaged_byte(self, path, part, seed, running):
+        """A byte of the index may change at any time: no answer becomes wrong."""
+        choose = random.Random(f'{part} {seed}')
+        plants = [Plant(choose.getrandbits(64) - 2**63, 'Fern') for _ in range(60)]
+        path.write_bytes(lines(*plants))
+        store = JSONLinesStore(path, system=QUICK)
+        try:
+            store.ping()
+            for number in range(12):
+                if not running:
+                    store.close()
+                damage(index_of(path), part, choose)
+                if not running:
+                    store = JSONLinesStore(path, system=QUICK)
+                assert_right(store, plants, free=[number])
+                plants.append(Plant(number, 'Free'))
+        finally:
+            store.close()
+        assert path.read_bytes() == lines(*plants)
+
+    def test_damage_is_logged(self, path, rebuilt):
+        """An index that is not believed is built again, and the log says so."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+            rebuilt()
+            damage(index_of(path), 'header', random.Random(1))
+            store.add(PLANTS[1])
+            assert rebuilt()
+        for spoil in (lambda: os.truncate(index_of(path), 700), index_of(path).unlink):
+            spoil()
+            with JSONLinesStore(path, system=QUICK) as store:
+                assert_right(store, PLANTS[:2])
+            assert rebuilt()
+
+    def test_every_length(self, path):
+        """An index that was cut while the store was closed makes no answer wrong."""
+        path.write_bytes(lines(*PLANTS))
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.ping()
+        size = index_of(path).stat().st_size
+        for length in {*range(0, size, 997), *range(0, size, 8192), 1, size - 512}:
+            os.truncate(index_of(path), length)
+            with JSONLinesStore(path, system=QUICK) as store:
+                assert_right(store, PLANTS)
+        assert path.read_bytes() == lines(*PLANTS)
+
+    def test_boot_after_close(self, path, boot, rebuilt):
+        """An index that was closed is believed after a boot, even after several."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+        rebuilt()
+        for plant in PLANTS[1:]:
+            boot()
+            with JSONLinesStore(path, system=QUICK) as store:
+                store.add(plant)
+                assert_right(store, [PLANTS[0], plant])
+            assert not rebuilt()
+
+    def test_boot_without_close(self, path, boot, rebuilt):
+        """An index that was in use when the machine went down is built again."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+        rebuilt()
+        for plant in PLANTS[1:3]:
+            store = JSONLinesStore(path, system=QUICK)
+            store.add(plant)
+            die(store)
+            assert not rebuilt()
+        boot()
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, PLANTS[:3], free=[100])
+        assert rebuilt()
+
+    @pytest.mark.parametrize('last', [JSONLinesStore.close, die])
+    def test_last_one_closes(self, path, boot, rebuilt, last):
+        """An index is closed when its last user closes it, and not before."""
+        store, other = (JSONLinesStore(path, system=QUICK) for _ in range(2))
+        store.add(PLANTS[0])
+        other.add(PLANTS[1])
+        store.close()
+        other.add(PLANTS[2])
+        last(other)
+        rebuilt()
+        boot()
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, PLANTS[:3], free=[100])
+        assert rebuilt() == (last is die)
+
+    @pytest.mark.parametrize('booted', [True, False], ids=['booted', 'same-boot'])
+    def test_edited_after_close(self, path, boot, rebuilt, booted):
+        """A file that was edited after a clean close is indexed again."""
+        plants = [Plant(id, 'Fern', 'x' * 40) for id in range(10, 30)]
+        with JSONLinesStore(path, system=QUICK) as store:
+            for plant in plants:
+                store.add(plant)
+        rebuilt()
+        # Of the same length, and far from the end.
+        text = path.read_bytes()
+        with path.open('r+b') as file:
+            file.write(text.replace(b'"id":10,', b'"id":99,', 1))
+        os.utime(path, ns=(1, 1))  # a clock may be too coarse to show it
+        if booted:
+            boot()
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, [Plant(99, 'Fern', 'x' * 40), *plants[1:]], free=[10])
+        assert rebuilt()
+
+    @pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
+    @pytest.mark.parametrize('left', [1.0, 0.5, 0.0])
+    def test_killed_before_the_index(self, path, running, left):
+        """What a process wrote that died before it reached the index is found."""
+
+        def write_and_die(fd, data, offset):
+            os.pwrite(fd, data[: int(len(data) * left)], offset)
+            os._exit(0)
+
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+
+            def add():
+                mortal = JSONLinesStore(path, system=Quick(pwrite=write_and_die))
+                mortal.add(PLANTS[1])
+
+            in_child(add)
+            if not running:
+                store.close()
+                store = JSONLinesStore(path, system=QUICK)
+            with store:
+                written = PLANTS[: 1 + (left == 1)]
+                assert_right(store, written, free=[100])
+                assert list(store) == [*written, Plant(100, 'Free')]
+        torn = lines(PLANTS[1])[: int(len(lines(PLANTS[1])) * left)]
+        assert take_side_files(path) == [torn] * (left == 0.5)
+
+    @pytest.mark.parametrize('end', [JSONLinesStore.close, die])
+    @pytest.mark.parametrize('count', [0, 3, 19, 20, 21, 60])
+    def test_other_file_with_the_same_inode(self, path, end, count):
+        """A new file with the inode number of the old one has no use for its index."""
+        store = JSONLinesStore(path, system=QUICK)
+        for id in range(20):
+            store.add(Plant(id, 'Fern'))
+        end(store)
+        plants = [Plant(id, 'Moss') for id in range(50, 50 + count)]
+        path.write_bytes(lines(*plants))
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, plants, free=range(20))
+
+    def test_exchanged_indexes(self, path):
+        """Indexes that were exchanged between two stores make no answer wrong."""
+        other = path.with_name('other.jsonl')
+        for file, plants in ((path, PLANTS[:3]), (other, PLANTS[2:])):
+            with JSONLinesStore(file, system=QUICK) as store:
+                for plant in plants:
+                    store.add(plant)
+        index_of(path).rename(path.with_name('third'))
+        index_of(other).rename(index_of(path))
+        path.with_name('third').rename(index_of(other))
+        with (
+            JSONLinesStore(path, system=QUICK) as one,
+            JSONLinesStore(other, system=QUICK) as two,
+        ):
+            assert_right(one, PLANTS[:3], free=[4])
+            assert_right(two, PLANTS[2:], free=[1])
+
+    def test_old_copy(self, path):
+        """An index that was put back from a copy makes no answer wrong."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+        old = index_of(path).read_bytes()
+        with JSONLinesStore(path, system=QUICK) as store:
+            for plant in PLANTS[1:]:
+                store.add(plant)
+        index_of(path).write_bytes(old)
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, PLANTS, free=[100])
+
+
+def damage(index, part, choose):
+    """Change a byte in a part of an index: its first page, or one of the others."""
+    content = index.read_bytes()
+    # Of a small index the directory is the second page; buckets that hold something
+    # begin behind it.
+    spans = {
+        'header': (0, 120),
+        'directory': (512, 1024),
+        'buckets': (1024, len(content)),
+    }
+    start, end = spans[part]
+    place = choose.randrange(start, end)
+    if part == 'buckets':
+        used = [at for at in range(start, end) if content[at]]
+        place = choose.choice(used)
+    with index.open('r+b') as file:
+        file.seek(place)
+        file.write(bytes([content[place] ^ choose.randrange(1, 256)]))
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+class TestFork:
+    def test_at_once(self, path):
+        """Parent and child may use one store at once: each id has one winner."""
+        store = JSONLinesStore(path, system=QUICK)
+        winners = {name: path.with_name(name) for name in ('parent', 'child')}
+
+        def add_all(name):
+            with winners[name].open('w') as file:
+                for id in random.Random(name).sample(range(300), 250):
+                    with contextlib.suppress(IdTaken):
+                        store.add(Plant(id, name))
+                        print(id, file=file)
+
+        with store:
+            store.add(OAK._replace(id=-1))
+            in_threads(
+                lambda: in_child(lambda: add_all('child')), lambda: add_all('parent')
+            )
+            won = [
+                Plant(int(line), name)
+                for name, file in winners.items()
+                for line in file.read_text().split()
+            ]
+            assert_right(store, won, free=[1000])
+            assert sorted(store)[1:-1] == sorted(won)
+            assert len({plant.id for plant in won}) == len(won)
+
+    def test_in_turn(self, path):
+        """Parent, child and grandchild may use one store in turn, and agree."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            for number in range(0, 12, 4):
+                known = [Plant(id, 'Fern') for id in range(number)]
+                store.add(Plant(number, 'Fern'))
+
+                def use(number=number, known=known):
+                    store.add(Plant(number + 1, 'Fern'))
+
+                    def use_too():
+                        assert_right(store, [*known, Plant(number + 1, 'Fern')])
+                        store.add(Plant(number + 2, 'Fern'))
+
+                    in_child(use_too)
+                    store.add(Plant(number + 2, 'Fern'))
+
+                in_child(use)
+                store.add(Plant(number + 3, 'Fern'))
+        assert path.read_bytes() == lines(*(Plant(id, 'Fern') for id in range(12)))
+
+    @pytest.mark.parametrize('leave', [JSONLinesStore.close, lambda store: None])
+    def test_child_leaves(self, path, leave):
+        """A child that ends, with a close or without, takes nothing from its parent."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+            in_child(lambda: leave(store))
+            store.add(PLANTS[1])
+
+            def use_and_leave():
+                store.add(PLANTS[2])
+                leave(store)
+
+            in_child(use_and_leave)
+            assert_right(store, PLANTS[:3], free=[100])
+
+    def test_descriptors(self, path):
+        """A child gives back the descriptors that its parent opened."""
+
+        def opened():
+            links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
+            names = [os.readlink(link) for link in links if os.path.lexists(link)]
+            return [name for name in names if name.startswith(str(path))]
+
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+            assert opened()
+
+            def look():
+                assert not opened()
+
+            in_child(look)
+            assert_right(store, PLANTS[:1])
+
+    def test_crash_of_a_child(self, path):
+        """A child that dies while it holds the lock stops nobody."""
+
+        def die_in_write(fd, data, offset):
+            if os.getpid() != parent:
+                os._exit(0)
+            return os.pwrite(fd, data, offset)
+
+        parent = os.getpid()
+        with JSONLinesStore(path, system=Quick(pwrite=die_in_write)) as store:
+            store.add(PLANTS[0])
+            in_child(lambda: store.add(PLANTS[1]))
+            assert_right(store, PLANTS[:1], free=[100])

@@ -1,0 +1,467 @@
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from store_contract import PATIENCE
+from store_contract import TOP
+
+from store import IdTaken
+from store import Plant
+from store import StoreUnavailable
+from store import open_store
+from store import record
+from store.__main__ import main
+from store.repair import repair
+
+FERN = b'{"id":1,"name":"Fern"}\n'
+MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
+IVY = '{"id":3,"name":"Efeu ☘"}\n'.encode()
+BY_HAND = b'{ "name": "Fern", "id": 1, "note": "twice" }\r\n'
+OTHER_FERN = b'{"id":1,"name":"Reed"}\n'
+
+# Whatever is damaged in a file, and not at its end.
+DAMAGE = {
+    'empty-line': b'\n',
+    'not-json': b'{"id":4,"name":"Oak"\n',
+    'not-utf-8': b'{"id":4,"name":"\xff"}\n',
+    'zeros': bytes(600) + b'\n',
+    'no-record': b'{"id":"4","name":"Oak"}\n',
+    'id-taken': OTHER_FERN,
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the plant file of a test is; it does not exist yet."""
+    return tmp_path / 'plants.jsonl'
+
+
+@pytest.fixture
+def run(capfdbinary):
+    """Return a function that runs a command in this process.
+
+    It returns the exit code, what was printed, and the lines of complaint.
+    """
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as ex:
+            code = ex.code
+        sys.stdout.flush()
+        output, errors = capfdbinary.readouterr()
+        return code, output, errors.decode().splitlines()
+
+    return run
+
+
+def url(path):
+    """Return the URL of a plant file."""
+    return f'jsonl:{path}'
+
+
+def files(path):
+    """Return what is in the directory of the plant file, by name."""
+    return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
+
+
+@contextlib.contextmanager
+def command(*arguments, **options):
+    """Run a command in a process of its own, as a shell would run it."""
+    environment = {
+        name: text for name, text in os.environ.items() if name != 'PYTHONUNBUFFERED'
+    }
+    with subprocess.Popen(
+        [sys.executable, '-m', 'store', *map(str, arguments)],
+        cwd=TOP,
+        env=environment,
+        stderr=subprocess.PIPE,
+        **{'stdout': subprocess.PIPE, **options},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def without_reader():
+    """Return a pipe to write to that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+class TestList:
+    def test_plants(self, path, run):
+        """It prints every plant as a record, and touches nothing."""
+        path.write_bytes(FERN + b' ' + MOSS + IVY)
+        assert run('list', url(path)) == (0, FERN + MOSS + IVY, [])
+        assert files(path) == {path.name: FERN + b' ' + MOSS + IVY}
+
+    def test_empty(self, path, run):
+        """It prints nothing for a store without plants."""
+        path.touch()
+        assert run('list', url(path)) == (0, b'', [])
+        assert run('list', 'memory:') == (0, b'', [])
+
+    def test_torn_tail(self, path, run, caplog):
+        """It leaves a torn tail out, with a warning, and where it is."""
+        path.write_bytes(FERN + b'{"id":')
+        code, output, _ = run('list', url(path))
+        assert (code, output) == (0, FERN)
+        (warning,) = caplog.records
+        assert warning.levelno == logging.WARNING
+        assert f'torn tail at byte {len(FERN)}' in warning.getMessage()
+        assert files(path) == {path.name: FERN + b'{"id":'}
+
+    def test_damage(self, path, run):
+        """It ends at damage with exit code 1 and the line's number."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        code, output, (error,) = run('list', url(path))
+        assert (code, output) == (1, FERN)
+        assert error.startswith(f'Error: {path}: line 2 (byte {len(FERN)}) is damaged')
+        assert f'--repair jsonl:{path}' in error
+        assert files(path) == {path.name: FERN + b'?\n' + MOSS}
+
+    def test_beside_a_server(self, path, run):
+        """It reads a store that is in use."""
+        with open_store(url(path)) as store:
+            store.add(Plant(1, 'Fern'))
+            assert run('list', url(path)) == (0, FERN, [])
+            store.add(Plant(2, 'Moss', 'shade'))
+            assert run('list', url(path)) == (0, FERN + MOSS, [])
+
+    def test_process(self, path):
+        """It prints UTF-8 and line feeds, whatever the locale says."""
+        path.write_bytes(IVY)
+        with command('list', url(path)) as process:
+            assert process.communicate(timeout=PATIENCE) == (IVY, b'')
+            assert process.returncode == 0
+
+
+class TestCheck:
+    @pytest.mark.parametrize('options', [[], ['--repair']], ids=['check', 'repair'])
+    @pytest.mark.parametrize(
+        'text',
+        [b'', FERN + MOSS, FERN + MOSS + BY_HAND],
+        ids=['empty', 'two', 'by-hand'],
+    )
+    def test_sound(self, path, run, text, options):
+        """It says that a sound file has no damage, and touches nothing."""
+        path.write_bytes(text)
+        before = path.stat()
+        assert run('check', *options, url(path)) == (0, b'no damage\n', [])
+        assert files(path) == {path.name: text}
+        assert (path.stat().st_ino, path.stat().st_mtime_ns) == (
+            before.st_ino,
+            before.st_mtime_ns,
+        )
+
+    def test_memory(self, run):
+        """It accepts a store that is no file."""
+        code, output, errors = run('check', 'memory:')
+        assert (code, errors) == (0, [])
+        assert b'no damage' in output
+
+    @pytest.mark.parametrize('damage', DAMAGE.values(), ids=DAMAGE)
+    def test_damage(self, path, run, damage):
+        """It names each damaged line, its place and its fault, and touches nothing."""
+        text = FERN + damage + MOSS + damage + b'{"id":'
+        path.write_bytes(text)
+        code, output, errors = run('check', url(path))
+        *found, summary = output.decode().splitlines()
+        assert (code, errors) == (1, [])
+        offsets = [len(FERN), len(FERN + damage + MOSS), len(text) - len(b'{"id":')]
+        for number, offset, line in zip((2, 4, 5), offsets, found, strict=True):
+            where, _, reason = line.partition(f'line {number} (byte {offset}): ')
+            assert where == f'{path}: '
+            assert reason
+        assert '--repair' in summary
+        assert files(path) == {path.name: text}
+
+    def test_every_damage_counts(self, path, run):
+        """It ends with exit code 1 for a single damaged line among many sound ones."""
+        lines = [record.encode(Plant(id, 'Fern')) for id in range(3000)]
+        path.write_bytes(b''.join(lines))
+        assert run('check', url(path))[0] == 0
+        for place in (0, 1500, 2999):
+            spoiled = [*lines[:place], lines[place - 1000][:-2] + b'\n', *lines[place:]]
+            path.write_bytes(b''.join(spoiled))
+            code, output, _ = run('check', url(path))
+            assert code == 1
+            assert f'line {place + 1} '.encode() in output
+
+
+# Each record once, each id with two plants, and what is none.
+LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
+
+
+class TestRepair:
+    @given(
+        lines=st.lists(st.sampled_from(LINES), max_size=12),
+        torn=st.sampled_from([b'', b'{"id":', b'\0' * 5]),
+    )
+    @settings(max_examples=80, deadline=None)
+    def test_nothing_is_lost(self, tmp_path_factory, lines, torn):
+        """Damaged lines go to a side file and the others stay, all byte for byte."""
+        directory = tmp_path_factory.mktemp('repair')
+        path = directory / 'plants.jsonl'
+        sound, damaged, plants = [], [], {}
+        for line in [*lines, torn] if torn else lines:
+            try:
+                plant = record.decode(line)
+            except record.DamagedRecord:
+                damaged.append(line)
+            else:
+                first = plants.setdefault(plant.id, plant)
+                (sound if first == plant else damaged).append(line)
+        path.write_bytes(b''.join(lines) + torn)
+        assert main(['check', '--repair', url(path)]) == 0
+        assert path.read_bytes() == b''.join(sound)
+        sides = [side.read_bytes() for side in directory.glob('*.damaged-*')]
+        assert sides == [b''.join(damaged)] * bool(damaged)
+        assert len(list(directory.iterdir())) == 1 + bool(damaged)
+        assert main(['check', url(path)]) == 0
+        with open_store(url(path)) as store:
+            for plant in plants.values():
+                store.add(plant)
+                with pytest.raises(IdTaken):
+                    store.add(plant._replace(tag='another'))
+
+    def test_report(self, path, run):
+        """It names what it moved and where, and ends with exit code 0."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        code, output, errors = run('check', '--repair', url(path))
+        moved, summary = output.decode().splitlines()
+        assert (code, errors) == (0, [])
+        assert f'line 2 (byte {len(FERN)})' in moved
+        assert f'{path}.damaged-1' in summary
+        assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
+
+    def test_again(self, path, run):
+        """It never overwrites what it has kept before."""
+        for number in (1, 2, 3):
+            path.write_bytes(FERN + b'%d\n' % number + MOSS)
+            run('check', '--repair', url(path))
+        kept = {name: text for name, text in files(path).items() if 'damaged' in name}
+        names = [f'{path.name}.damaged-{number}' for number in (1, 2, 3)]
+        assert kept == dict(zip(names, (b'1\n', b'2\n', b'3\n'), strict=True))
+
+    @pytest.mark.parametrize('mode', [0o600, 0o640, 0o664], ids=oct)
+    def test_mode_and_owner(self, path, run, mode):
+        """The file stays that of its owner, who may not be the one that repairs it."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        path.chmod(mode)
+        if os.getuid() == 0:
+            os.chown(path, 12345, 23456)
+        before = path.stat()
+        assert run('check', '--repair', url(path))[0] == 0
+        after = path.stat()
+        assert oct(after.st_mode) == oct(before.st_mode)
+        assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+
+    def test_link(self, path, run):
+        """The file that a link leads to is repaired, and the link stays one."""
+        (path.parent / 'data').mkdir()
+        real = path.parent / 'data' / 'real.jsonl'
+        real.write_bytes(FERN + b'?\n' + MOSS)
+        path.symlink_to(real)
+        assert run('check', '--repair', url(path))[0] == 0
+        assert path.is_symlink()
+        assert real.read_bytes() == FERN + MOSS
+
+    def test_under_a_server(self, path, run):
+        """A server refuses after its file was repaired, until it opens it again."""
+        with open_store(url(path)) as store:
+            store.add(Plant(1, 'Fern'))
+            with path.open('ab') as file:
+                file.write(b'?\n' + MOSS)
+            assert run('check', '--repair', url(path))[0] == 0
+            for attempt in (store.ping, lambda: store.add(Plant(3, 'Ivy'))):
+                with pytest.raises(StoreUnavailable):
+                    attempt()
+        with open_store(url(path)) as store:
+            store.add(Plant(3, 'Ivy'))
+            assert [plant.id for plant in store] == [1, 2, 3]
+
+    def test_waits_for_the_lock(self, path):
+        """A file that was replaced while the repair waited is not put back."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        repaired = []
+        with path.open('rb') as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            waiting = threading.Thread(
+                target=lambda: repaired.append(outcome(repair, path)), daemon=True
+            )
+            waiting.start()
+            waiting.join(0.1)
+            assert waiting.is_alive()
+            # Another repair was quicker, and a server has taken a plant since.
+            new = path.with_name('new')
+            new.write_bytes(FERN + MOSS + IVY)
+            new.rename(path)
+        waiting.join(PATIENCE)
+        assert repaired
+        assert path.read_bytes() == FERN + MOSS + IVY
+
+    @pytest.mark.parametrize('call', ['fsync', 'replace'])
+    def test_fault(self, path, run, monkeypatch, call):
+        """A repair that fails has lost nothing, and may be tried again."""
+        text = FERN + b'?\n' + MOSS
+        path.write_bytes(text)
+        real = getattr(os, call)
+        for nth in range(1, 20):
+            remaining = iter(range(nth - 1, -1, -1))
+
+            def fail(*arguments, remaining=remaining):
+                if next(remaining, None) == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return real(*arguments)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, fail)
+                code, _, errors = run('check', '--repair', url(path))
+            reached = next(remaining, None) is None
+            whole = path.read_bytes() == text
+            kept = [text for name, text in files(path).items() if 'damaged' in name]
+            assert whole or (path.read_bytes() == FERN + MOSS and b'?\n' in kept)
+            if not reached:
+                break
+            assert code == 1
+            assert len(errors) == 1
+            assert os.strerror(errno.ENOSPC) in errors[0]
+            path.write_bytes(text)
+        assert code == 0
+        assert 1 < nth < 20
+
+
+def outcome(function, *arguments):
+    """Return what a function returns or raises."""
+    try:
+        return function(*arguments)
+    except Exception as ex:
+        return ex
+
+
+USAGE = {
+    'nothing': ([], 'COMMAND'),
+    'no-such-command': (['grow', 'memory:'], 'grow'),
+    'no-url': (['list'], 'URL'),
+    'no-url-to-check': (['check', '--repair'], 'URL'),
+    'two-urls': (['list', 'memory:', 'memory:'], 'memory:'),
+    'option': (['list', '--repair', 'memory:'], '--repair'),
+    'no-scheme': (['list', 'plants.jsonl'], "'plants.jsonl' is not a store"),
+    'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
+    'no-path': (['check', 'jsonl:'], "'jsonl:' is not a store"),
+    'memory-with-path': (['list', 'memory:plants'], "'memory:plants' is not a store"),
+}
+
+
+class TestUsage:
+    @pytest.mark.parametrize(('arguments', 'said'), USAGE.values(), ids=USAGE)
+    def test_refused(self, run, arguments, said):
+        """A command that is none ends with exit code 2 and a sentence that says why."""
+        code, output, errors = run(*arguments)
+        assert (code, output) == (2, b'')
+        assert 'error: ' in errors[-1]
+        assert said in errors[-1]
+        assert errors[0].startswith('usage: python -m store')
+
+    @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
+    @pytest.mark.parametrize(
+        'name',
+        ['missing.jsonl', 'missing/plants.jsonl', '.', 'file/plants.jsonl', 'x' * 300],
+        ids=['file', 'directory', 'is-directory', 'below-a-file', 'long-name'],
+    )
+    def test_no_such_store(self, tmp_path, run, command, name):
+        """A store that does not exist is an error, and is not created."""
+        (tmp_path / 'file').touch()
+        code, output, errors = run(*command.split(), url(tmp_path / name))
+        assert (code, output) == (2, b'')
+        assert 'error: ' in errors[-1]
+        assert str(tmp_path / name) in errors[-1]
+        assert [entry.name for entry in tmp_path.iterdir()] == ['file']
+
+    @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
+    def test_not_readable(self, path, run, monkeypatch, command):
+        """A store that cannot be read is an error with exit code 1."""
+
+        def denied(self, *arguments):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        path.write_bytes(FERN)
+        with monkeypatch.context() as patch:
+            patch.setattr('pathlib.Path.open', denied)
+            result = run(*command.split(), url(path))
+        assert result == (1, b'', [f'Error: {path}: {os.strerror(errno.EACCES)}'])
+
+    @pytest.mark.parametrize('arguments', [['--help'], ['check', '--help']])
+    def test_help(self, run, arguments):
+        """It explains itself."""
+        code, output, errors = run(*arguments)
+        assert (code, errors) == (0, [])
+        assert output.startswith(b'usage: python -m store')
+
+
+class TestOutput:
+    @pytest.fixture
+    def path(self, path):
+        """A plant file that is longer than a pipe and its buffers."""
+        with path.open('wb') as file:
+            for id in range(20_000):
+                file.write(record.encode(Plant(id, 'Fern')))
+        return path
+
+    def test_reader_that_has_seen_enough(self, path):
+        """A reader may stop to read at any time, as head does: nobody complains."""
+        with command('list', url(path)) as process:
+            first = process.stdout.readline()
+            process.stdout.close()
+            errors = process.stderr.read()
+            assert process.wait(PATIENCE) == 0
+        assert first == b'{"id":0,"name":"Fern"}\n'
+        assert errors == b''
+
+    @pytest.mark.parametrize(
+        'end',
+        [b'', b'?\n' + MOSS, b'?\n' * 1000 + MOSS],
+        ids=['sound', 'damaged', 'very-damaged'],
+    )
+    @pytest.mark.parametrize('size', [0, 1, 20_000], ids='{}-plants'.format)
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_no_reader(self, path, name, size, end):
+        """Without a reader nobody complains, and what is damaged stays damaged."""
+        lines = path.read_bytes().splitlines(keepends=True)[:size]
+        path.write_bytes(b''.join(lines) + end)
+        writer = without_reader()
+        with command(name, url(path), stdout=writer) as process:
+            os.close(writer)
+            errors = process.stderr.read().decode()
+            code = process.wait(PATIENCE)
+        assert 'BrokenPipe' not in errors
+        assert 'Traceback' not in errors
+        if end and name == 'check':
+            assert code == 1
+        elif not end:
+            assert (code, errors) == (0, '')
+
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_full_disk(self, path, name):
+        """An output that cannot be written is an error, and one sentence says so."""
+        with (
+            open('/dev/full', 'wb') as full,
+            command(name, url(path), stdout=full) as process,
+        ):
+            errors = process.stderr.read().decode()
+            assert process.wait(PATIENCE) == 1
+        assert os.strerror(errno.ENOSPC) in errors
+        assert len(errors.splitlines()) == 1
