@@ -709,7 +709,7 @@ def __getattr__(name: str) -> falcon.App[PlantsRequest, Response]:
     return application
 
 
-if __name__ == '__main__':
+if __name__ == '__main__':  # pragma: no cover - it becomes gunicorn
     here = Path(__file__).resolve().parent
     command = [sys.executable, '-m', 'gunicorn', '--pythonpath', str(here)]
     os.execv(sys.executable, [*command, '-c', str(here / 'gunicorn.conf.py')])

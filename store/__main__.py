@@ -48,16 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f'Error: {ex}', file=sys.stderr)
             code = 1
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, head for example, has seen enough
+    # Not covered: tests run what follows in processes of their own.
+    except BrokenPipeError:  # pragma: no cover - the reader has seen enough
         _drop_output()
-    except OSError as ex:
+    except OSError as ex:  # pragma: no cover
         print(f'Error: the output: {ex.strerror}', file=sys.stderr)
         _drop_output()
         code = 1
     return code
 
 
-def _drop_output() -> None:
+def _drop_output() -> None:  # pragma: no cover
     """Keep the interpreter from trying once more, and complaining, when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -118,5 +119,5 @@ def _check(url: str, move: bool) -> tuple[int, list[bytes]]:
     return int(bool(damaged) and side is None), text
 
 
-if __name__ == '__main__':
+if __name__ == '__main__':  # pragma: no cover
     sys.exit(main())

@@ -18,6 +18,7 @@ from store import StoreCorrupt
 from store import StoreUnavailable
 from store import jsonl
 from store import record
+from store import recovery
 from store.jsonl import JSONLinesStore
 
 PLANTS = [
@@ -744,3 +745,16 @@ class TestFork:
             store.add(PLANTS[0])
             in_child(lambda: store.add(PLANTS[1]))
             assert_right(store, PLANTS[:1], free=[100])
+
+
+def test_progress(tmp_path, monkeypatch, caplog):
+    """Building an index that takes long says in the log how far it is."""
+    path = tmp_path / 'plants.jsonl'
+    with JSONLinesStore(path) as store:
+        store.add(Plant(1, 'Fern'))
+    index_of(path).unlink()
+    monkeypatch.setattr(recovery, 'PROGRESS_EVERY', -1)
+    caplog.set_level(logging.INFO)
+    with JSONLinesStore(path) as store:
+        store.ping()
+    assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages

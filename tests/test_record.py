@@ -251,3 +251,20 @@ def test_scan_equals_decode_when_damaged(plant, data):
 def test_scan_nothing():
     """No lines hold no ids."""
     assert list(scan_ids(b'')) == []
+
+
+@pytest.mark.parametrize(
+    'plant',
+    [
+        Plant(2**63, 'Fern'),
+        Plant(-(2**63) - 1, 'Fern'),
+        Plant(1, 'Fe\0rn'),
+        Plant(1, 'Fern', 'sha\0de'),
+        Plant(1, '\ud800'),
+    ],
+    ids=ascii,
+)
+def test_encode_refuses(plant):
+    """What could not be read again is not written, whatever the schemas let in."""
+    with pytest.raises(ValueError):  # noqa: PT011 - the kind is all that is promised
+        encode(plant)
