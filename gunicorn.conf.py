@@ -78,8 +78,8 @@ def pre_fork(server: Arbiter, worker: Worker) -> None:
 def post_fork(server: Arbiter, worker: Worker) -> None:
     """Keep a worker to its core.
 
-    Its threads run one at a time in any case (the GIL). On one core a thread that lets go
-    of the GIL for a system call has it back at once; on two it wakes a thread on the
+    Its threads run one at a time in any case (the GIL). On one core a thread that lets
+    go of the GIL for a system call has it back at once; on two it wakes a thread on the
     other one, and both wait for each other.
     """
     os.sched_setaffinity(0, {worker.core})

@@ -113,7 +113,7 @@ class GroupCommit(Generic[Record]):
                 with self._lock, suppress(ValueError):
                     if not entry._leads:
                         self._waiting.remove(entry)
-                if entry._leads:
+                if entry._leads:  # pragma: no cover - chosen as the signal came
                     self._lead()
                 raise
         if entry._leads:

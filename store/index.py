@@ -364,8 +364,7 @@ class Index:
         if _CRC.unpack_from(page)[0] != zlib.crc32(page[4:]) or not (
             0 < depth <= header.depth
         ):
-            raise IndexDamaged('a bucket is damaged')
-        half = header.left
+            raise IndexDamaged('a bucket is damaged')  # pragma: no cover - just then
         for slot in range(suffix, 1 << header.depth, 1 << (depth - 1)):
             half = header.right if slot & (1 << (depth - 1)) else header.left
             at = header.directory * PAGE + slot * _POINTER.size

@@ -831,6 +831,19 @@ class TestFailedSync:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
+    def test_after_the_index_was_replaced(self, path, disk):
+        """What is in doubt is known to those who use another index by now."""
+        store, other, third = (JSONLinesStore(path, system=disk) for _ in range(3))
+        with store, other, third:
+            store.add(FERN)
+            index_of(path).unlink()
+            other.ping()
+            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+            assert not offer(store, MOSS)
+            disk.resume()
+            third.add(MOSS)
+            assert disk.durable == lines(FERN, MOSS)
+
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
     @pytest.mark.parametrize('torn', [b'', TORN], ids=['whole', 'torn'])
     @pytest.mark.parametrize('reuse', [True, False], ids=['same-store', 'another'])

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -600,6 +601,21 @@ class TestIndex:
         with JSONLinesStore(path, system=QUICK) as store:
             assert_right(store, plants, free=range(20))
 
+    def test_written_twice(self, path):
+        """A plant that was written by hand twice is accepted, another one is not."""
+        with JSONLinesStore(path, system=QUICK) as store:
+            store.add(PLANTS[0])
+            append(path, lines(PLANTS[1], PLANTS[0], PLANTS[1]))
+            assert_right(store, PLANTS[:2], free=[100])
+            size = path.stat().st_size
+            append(path, lines(PLANTS[2], PLANTS[2]._replace(name='Reed')))
+            text = path.read_bytes()
+            for _ in range(2):
+                with pytest.raises(StoreCorrupt) as caught:
+                    store.add(PLANTS[3])
+                assert caught.value.offset == size + len(lines(PLANTS[2]))
+        assert path.read_bytes() == text
+
     def test_exchanged_indexes(self, path):
         """Indexes that were exchanged between two stores make no answer wrong."""
         other = path.with_name('other.jsonl')
@@ -758,3 +774,14 @@ def test_progress(tmp_path, monkeypatch, caplog):
     with JSONLinesStore(path) as store:
         store.ping()
     assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages
+
+
+def test_no_space_left(tmp_path, monkeypatch):
+    """A store on a full disk is not ready."""
+    with JSONLinesStore(tmp_path / 'plants.jsonl') as store:
+        store.ping()
+        status = os.statvfs(tmp_path)
+        full = os.statvfs_result((*status[:4], 0, *status[5:]))
+        monkeypatch.setattr(os, 'fstatvfs', lambda fd: full)
+        with pytest.raises(StoreUnavailable, match=os.strerror(errno.ENOSPC)):
+            store.ping()
