@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import time
+from array import array
 from concurrent.futures import Future
 from contextlib import suppress
 from http import HTTPStatus
@@ -96,9 +97,7 @@ def pre_request(worker: Worker, request: Request) -> None:
 SLOTS = 256
 NOT_SERVING = 2**32 - 1
 loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
-for slot in range(SLOTS):
-    loads[slot] = NOT_SERVING
-
+loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
 STATUSES = {
     errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
@@ -279,6 +278,13 @@ def when_ready(server: Arbiter) -> None:
     if token is not None:
         address = str(server.LISTENERS[0]).replace('0.0.0.0', '127.0.0.1')
         print(app.new_token_notice(token, address), file=sys.stderr, flush=True)
+
+
+def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
+    """Keep to one worker with a store in memory, also on SIGTTIN."""
+    if old is not None and new > 1 and os.environ.get('PLANTS_STORE') == 'memory:':
+        server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
+        server.num_workers = 1
 
 
 def on_reload(server: Arbiter) -> None:

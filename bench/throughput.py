@@ -104,7 +104,7 @@ def build_shim(directory: Path) -> Path:
     """Compile the library that slows syncs down."""
     shim = directory / 'slow_sync.so'
     source = HERE / 'slow_sync.c'
-    command = ['cc', '-shared', '-fPIC', '-O2', '-o', shim, source, '-ldl']
+    command = ['cc', '-shared', '-fPIC', '-O2', '-o', f'{shim}', f'{source}', '-ldl']
     subprocess.run(command, check=True)
     return shim
 
@@ -123,7 +123,7 @@ def measure(contender: Contender, store: Path, shim: Path, seconds: int) -> Resu
     with serving(contender.app, environ) as (address, _):
         command = [
             *('wrk', '-t2', f'-c{contender.connections}', f'-d{seconds}s'),
-            *('-s', HERE / 'post.lua', f'{address}/plants', '--', '1'),
+            *('-s', f'{HERE}/post.lua', f'{address}/plants', '--', '1'),
         ]
         output = subprocess.run(command, check=True, capture_output=True, text=True)
         line = next(x for x in output.stdout.splitlines() if x.startswith('RESULT'))

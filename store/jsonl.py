@@ -142,16 +142,15 @@ class _PlantFile:
             self._fd = self._open(create)
             opened.callback(os.close, self._fd)
             self._lock = _FileLock(self._fd)
-            self._end = 0
             self._file = opened.enter_context(
                 open(self._fd, 'rb', buffering=0, closefd=False)
             )
+            status = os.fstat(self._fd)
+            self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
             # report: the first would fail, and the second lie. So each has its own,
             # opened now, since an open forgets what was reported before it.
-            status = os.fstat(self._fd)
-            self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -159,8 +158,6 @@ class _PlantFile:
                 if not os.path.sameopenfile(fd, self._fd):
                     raise self._unavailable('the file was replaced while it was opened')
                 self._sync_fds.put(fd)
-            status = os.fstat(self._fd)
-            self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
             self._index_file = opened.enter_context(ExitStack())
             with self._lock:
                 self._open_index()
@@ -269,7 +266,6 @@ class _PlantFile:
             for id, offset in offsets:
                 self._index.put(id, offset)
             self._index.advance(position, data)
-            self._end = position
         return needs_sync
 
     def _write(self, data: bytes, end: int) -> None:
@@ -362,7 +358,6 @@ class _PlantFile:
             self._index.check_tail(self._file)
             self._index_records(end)
             end = self._index.end
-        self._end = end
         return end
 
     def _index_records(self, start: int) -> None:

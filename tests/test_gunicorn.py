@@ -1029,6 +1029,17 @@ def test_memory_store_has_one_worker(tmp_path):
         assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
 
 
+def test_memory_store_keeps_one_worker(tmp_path):
+    """A worker asked for by SIGTTIN would have its own plants: there is none."""
+    with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
+        before = server.worker_pids()
+        server.signal(signal.SIGTTIN)
+        refusal = 'memory: needs one worker, not 2'
+        wait_until(lambda: refusal in server.log, refusal)
+        assert server.ask(request(body=fern())).status == 200
+        assert server.worker_pids() == before
+
+
 # ---- spreading
 
 
