@@ -42,7 +42,11 @@ def find_damage(path: Path) -> list[Damage]:
     """
     try:
         with path.open('rb') as file:
-            return _find_damage(file)
+            # Between two appends: a server may be in the middle of a line.
+            fcntl.flock(file, fcntl.LOCK_SH)
+            end = os.fstat(file.fileno()).st_size
+            fcntl.flock(file, fcntl.LOCK_UN)
+            return _find_damage(file, end)
     except OSError as ex:
         raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
 
@@ -66,7 +70,7 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
             status = os.fstat(file.fileno())
             if not os.path.samestat(status, path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-            damaged = _find_damage(file)
+            damaged = _find_damage(file, status.st_size)
             if not damaged:
                 return None, []
             side = side_file(path, 'damaged')
@@ -91,8 +95,7 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
         raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
 
 
-def _find_damage(file: BinaryIO) -> list[Damage]:
-    end = os.fstat(file.fileno()).st_size
+def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
     damaged = []
 
     def sound() -> Iterator[tuple[int, int]]:

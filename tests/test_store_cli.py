@@ -20,6 +20,7 @@ from store import StoreUnavailable
 from store import open_store
 from store import record
 from store.__main__ import main
+from store.repair import find_damage
 from store.repair import repair
 
 FERN = b'{"id":1,"name":"Fern"}\n'
@@ -292,6 +293,21 @@ class TestRepair:
         with open_store(url(path)) as store:
             store.add(Plant(3, 'Ivy'))
             assert [plant.id for plant in store] == [1, 2, 3]
+
+    def test_check_in_the_middle_of_a_line(self, path):
+        """A line that another process is writing is no damage."""
+        path.write_bytes(FERN + MOSS[:10])
+        found = []
+        with path.open('ab') as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            checking = threading.Thread(
+                target=lambda: found.append(find_damage(path)), daemon=True
+            )
+            checking.start()
+            checking.join(0.1)
+            file.write(MOSS[10:])
+        checking.join(PATIENCE)
+        assert found == [[]]
 
     def test_waits_for_the_lock(self, path):
         """A file that was replaced while the repair waited is not put back."""
