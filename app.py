@@ -4,8 +4,8 @@
     GET  /livez     200                        the process answers
     GET  /readyz    200, 503                   an add would work now
 
-Every other answer is 401, 404 or 405, and every answer that is not 200 is an ``Error``
-(``schemas/Error.json``). ``ErrorValue`` lists what its ``error`` member can be.
+HEAD goes where GET does. All else is refused: 401, 404, 405. Every answer that is not
+200 is an ``Error`` (``schemas/Error.json``); ``ErrorValue`` lists its values.
 
 ``create_app`` is for those who embed the service: it is given everything it needs.
 ``app:app`` is for servers: it reads the environment (``Settings``) when it is first
@@ -51,7 +51,9 @@ from store import open_store
 log = logging.getLogger('plants')
 
 DEFAULT_MAX_BODY_BYTES = 65_536
+# Not settings: what gunicorn.conf.py leaves in the environment for workers to come.
 STORE_EXISTS = '_PLANTS_STORE_EXISTS'
+LAST_TOKENS = '_PLANTS_LAST_TOKENS'
 
 
 class ErrorValue(enum.IntEnum):
@@ -116,7 +118,9 @@ class Settings:
         return cls(
             store=_store_url(environ.get('PLANTS_STORE', 'jsonl:plants.jsonl')),
             tokens=_tokens(
-                environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
+                environ.get('PLANTS_TOKENS'),
+                environ.get('PLANTS_TOKENS_FILE'),
+                environ.get(LAST_TOKENS),
             ),
             max_body_bytes=_positive(
                 'PLANTS_MAX_BODY',
@@ -139,12 +143,13 @@ def _positive(variable: str, text: str) -> int:
     return int(text)
 
 
-def _tokens(listed: str | None, path: str | None) -> Tokens | None:
+def _tokens(listed: str | None, path: str | None, last: str | None) -> Tokens | None:
     if listed is not None and path is not None:
         raise ValueError('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
     if path is not None:
         try:
-            return TokensFile(Path(path))
+            accepted = Tokens.parse(last.split('\n')) if last else None
+            return TokensFile(Path(path), accepted)
         except OSError as ex:
             raise ValueError(f'PLANTS_TOKENS_FILE: {path}: {ex.strerror}') from ex
         except ValueError as ex:
@@ -207,6 +212,10 @@ class Tokens:
                 names[_digest(words[-1], f'line {number}')] = name
         return cls(names)
 
+    def __str__(self) -> str:
+        """Return lines that ``parse`` reads, with digests for the tokens."""
+        return '\n'.join(f'{n} sha256:{d.hex()}' for d, n in self._names.items())
+
     def name_of(self, token: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted.
 
@@ -242,6 +251,8 @@ class TokensFile(Tokens):
 
     Args:
         path: Of the file.
+        accepted: What to accept if the file is broken when it is first read: a worker
+            that starts then must not be without tokens.
 
     Raises:
         OSError: The file cannot be read.
@@ -250,11 +261,18 @@ class TokensFile(Tokens):
 
     CHECK_EVERY = 0.5  # seconds
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, accepted: Tokens | None = None) -> None:
         self._path = path
         self._next_check = time.monotonic() + self.CHECK_EVERY
         self._version = self._stat()
-        super().__init__(self._read())
+        try:
+            names = self._read()
+        except (OSError, ValueError) as ex:
+            if accepted is None:
+                raise
+            log.error('%s: %s; the tokens stay as they were', path, ex)
+            names = accepted._names
+        super().__init__(names)
 
     def name_of(self, token: str) -> str | None:
         now = time.monotonic()
@@ -637,8 +655,8 @@ def create_app(
 
     Args:
         store: Where the plants go; the caller closes it.
-        tokens: The accepted tokens: a list, or a mapping from names to tokens, each
-            token itself or ``sha256:`` and its digest; or a ``Tokens``.
+        tokens: The accepted tokens: one, a list, or a mapping from names to tokens,
+            each the token itself or ``sha256:`` and its digest; or a ``Tokens``.
         max_body_bytes: The longest body that is read.
 
     Raises:
@@ -713,4 +731,5 @@ def __getattr__(name: str) -> falcon.App[PlantsRequest, Response]:
 if __name__ == '__main__':  # pragma: no cover - it becomes gunicorn
     here = Path(__file__).resolve().parent
     command = [sys.executable, '-m', 'gunicorn', '--pythonpath', str(here)]
-    os.execv(sys.executable, [*command, '-c', str(here / 'gunicorn.conf.py')])
+    command += ['-c', str(here / 'gunicorn.conf.py'), *sys.argv[1:]]
+    os.execv(sys.executable, command)

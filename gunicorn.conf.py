@@ -262,6 +262,7 @@ def on_starting(server: Arbiter) -> None:
         )
     # A worker that starts when the file is gone must not make a new one.
     os.environ[app.STORE_EXISTS] = 'yes'
+    os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
     if settings.tokens is None:
         # In the environment, where workers find it; in env_orig, which a new master
         # is started with on SIGUSR2.
@@ -277,6 +278,8 @@ def when_ready(server: Arbiter) -> None:
     token = getattr(server, 'new_token', None)
     if token is not None:
         address = str(server.LISTENERS[0]).replace('0.0.0.0', '127.0.0.1')
+        if address.startswith('unix:'):
+            address = 'http://HOST:PORT'
         print(app.new_token_notice(token, address), file=sys.stderr, flush=True)
 
 
@@ -294,7 +297,9 @@ def on_reload(server: Arbiter) -> None:
 
     _log_with(server)
     try:
-        _open_store_once(app.Settings.from_environ(os.environ).store)
+        settings = app.Settings.from_environ(os.environ)
+        os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
+        _open_store_once(settings.store)
     except (ValueError, StoreError) as ex:
         server.log.error('%s', ex)
 

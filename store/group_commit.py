@@ -123,11 +123,14 @@ class GroupCommit(Generic[Record]):
 
     def _lead(self) -> None:
         """Take a batch through both stages. REQUIRES: this thread set _appending."""
-        # Threads that only wait for the GIL to bring a record come in before the batch
-        # is closed. Where nobody does it costs nothing.
-        sleep(0)
-        batch = self._take_batch()
+        batch: list[Entry[Record]] = []
         try:
+            try:
+                # Threads that only wait for the GIL to bring a record come in before
+                # the batch is closed. Where nobody does it costs nothing.
+                sleep(0)
+            finally:
+                batch = self._take_batch()
             needs_sync = bool(self._append(batch))
         except BaseException as ex:  # also Ctrl-C: the followers must not sleep on
             needs_sync = False

@@ -6,6 +6,9 @@ worker holds a copy. It is disposable: only the plant file is truth, and whateve
 wrong with the index (missing, of another file, damaged, older than the last boot) is
 answered by building it again.
 
+LMDB was tried for it and left: its pages have no checksums, so that a damaged one is a
+wrong answer or the end of the process, and this index must be neither.
+
 The structure is extendible hashing (Fagin et al., ACM TODS 4(3), 1979): a directory
 of 2**depth bucket numbers, addressed by the low bits of the id's hash, and buckets of
 up to 31 entries that split in two when they are full. An id is in one bucket or

@@ -73,7 +73,8 @@ class JSONLinesStore(PlantStore):
     def __init__(
         self, path: str | Path, *, create: Create = 'first', system: Any = os
     ) -> None:
-        self.path = Path(path).absolute()
+        # Resolved, so that a file has one index whatever name it is called by.
+        self.path = Path(path).resolve()
         self._create = create
         self._system = system
         self._closed = False

@@ -12,6 +12,7 @@ somebody asks for it (``repair``).
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import time
@@ -81,7 +82,7 @@ def read_plants(path: Path) -> Iterator[Plant]:
     """
     try:
         with path.open('rb') as file:
-            end = os.fstat(file.fileno()).st_size
+            end = whole_size(file)
             for line in read_lines(file, 0, end):
                 if line.plant is None:
                     _raise_damage(path, file, line.offset, end)
@@ -165,6 +166,18 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
     finally:
         os.close(kept)
     return side
+
+
+def whole_size(file: BinaryIO) -> int:
+    """Return the size of a plant file between two appends, not in the middle of one.
+
+    It takes the lock for a moment; the caller must not have it.
+    """
+    fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        return os.fstat(file.fileno()).st_size
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def side_file(path: Path, kind: str) -> Path:

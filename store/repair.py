@@ -16,6 +16,7 @@ from store.recovery import line_number
 from store.recovery import read_lines
 from store.recovery import side_file
 from store.recovery import sync_directory
+from store.recovery import whole_size
 
 
 class Damage(NamedTuple):
@@ -42,11 +43,7 @@ def find_damage(path: Path) -> list[Damage]:
     """
     try:
         with path.open('rb') as file:
-            # Between two appends: a server may be in the middle of a line.
-            fcntl.flock(file, fcntl.LOCK_SH)
-            end = os.fstat(file.fileno()).st_size
-            fcntl.flock(file, fcntl.LOCK_UN)
-            return _find_damage(file, end)
+            return _find_damage(file, whole_size(file))
     except OSError as ex:
         raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
 
@@ -128,9 +125,13 @@ def _write_file(path: Path, like: os.stat_result, lines: Iterator[bytes]) -> Non
     with open(
         path, 'xb', opener=lambda name, flags: os.open(name, flags, 0o600)
     ) as new:
-        os.chown(new.fileno(), like.st_uid, like.st_gid)
-        os.chmod(new.fileno(), like.st_mode & 0o7777)
-        new.writelines(lines)
-        new.flush()
-        os.fsync(new.fileno())
-    sync_directory(path)
+        try:
+            os.chown(new.fileno(), like.st_uid, like.st_gid)
+            os.chmod(new.fileno(), like.st_mode & 0o7777)
+            new.writelines(lines)
+            new.flush()
+            os.fsync(new.fileno())
+            sync_directory(path)
+        except BaseException:
+            path.unlink()
+            raise

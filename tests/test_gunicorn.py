@@ -1029,6 +1029,21 @@ def test_memory_store_has_one_worker(tmp_path):
         assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
 
 
+def test_broken_tokens_file_at_a_reload(tmp_path):
+    """Workers that start while the tokens file is broken accept what was accepted."""
+    tokens = tmp_path / 'tokens'
+    tokens.write_text(f'garden {TOKEN}\n')
+    settings = {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': str(tokens)}
+    with Server(tmp_path, **settings) as server:
+        [before] = server.worker_pids()
+        tokens.write_text('more than two words\n')
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not is_alive(before), 'the old worker ends')
+        wait_until(lambda: server.worker_pids(), 'a new worker starts')
+        assert server.ask(request(body=fern())).status == 200
+        assert 'line 1: it is not TOKEN or NAME TOKEN' in server.log
+
+
 def test_memory_store_keeps_one_worker(tmp_path):
     """A worker asked for by SIGTTIN would have its own plants: there is none."""
     with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
