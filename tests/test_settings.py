@@ -843,3 +843,15 @@ def test_each_start_makes_another_token(at_exit, capsys):
         _, headers, _ = curl_of(capsys.readouterr().err)
         tokens.add(headers['Authorization'])
     assert len(tokens) == 5
+
+
+def test_broken_file_at_the_start_of_a_worker(tmp_path):
+    """A file that is broken from the start falls back on what was accepted last."""
+    last = Tokens.parse([f'garden {TOKEN}', OTHER])
+    path = tmp_path / 'tokens'
+    path.write_text('more than two words\n')
+    environ = {'PLANTS_TOKENS_FILE': str(path), '_PLANTS_LAST_TOKENS': str(last)}
+    tokens = Settings.from_environ(environ).tokens
+    assert tokens.name_of(TOKEN) == 'garden'
+    assert tokens.name_of(OTHER) == 'token-2'
+    assert TOKEN not in str(last)
