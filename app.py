@@ -510,14 +510,11 @@ def _read_body(req: PlantsRequest, limit: int) -> bytes:
     if not length and not chunked:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is missing')
     _check_media_type(req)
-    too_large = Fault(
-        ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes'
-    )
-    if length is not None and length > limit:
-        raise too_large
-    body = _read_up_to(req, limit + 1 if length is None else length)
-    if length is None and len(body) > limit:
-        raise too_large
+    body = b''
+    if length is None or length <= limit:
+        body = _read_up_to(req, limit + 1 if length is None else length)
+    if (length or len(body)) > limit:
+        raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
     if length is not None and len(body) < length:
         req.context.body = 'broken'
         raise Fault(

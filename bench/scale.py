@@ -7,14 +7,13 @@ import logging
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.throughput import HERE
+from bench.throughput import post_plants
 from bench.throughput import serving
 from store import Plant
 from store import PlantStore
@@ -106,15 +105,7 @@ def worker_memory(url: str) -> tuple[float, float]:
     """
     environ = {**os.environ, 'PLANTS_TOKENS': 'bench', 'PLANTS_STORE': url}
     with serving('app:app', environ) as (address, server):
-        first_id = str(random.getrandbits(52))
-        subprocess.run(
-            [
-                *('wrk', '-t2', '-c16', '-d10s', '-s', HERE / 'post.lua'),
-                *(f'{address}/plants', '--', first_id),
-            ],
-            check=True,
-            capture_output=True,
-        )
+        post_plants(address, 16, 10, first_id=random.getrandbits(52))
         children = Path(f'/proc/{server}/task/{server}/children').read_text().split()
         return (
             max(smaps(pid, 'Private') for pid in children),

@@ -121,12 +121,8 @@ def measure(contender: Contender, store: Path, shim: Path, seconds: int) -> Resu
     if contender.slow:
         environ['LD_PRELOAD'] = str(shim)
     with serving(contender.app, environ) as (address, _):
-        command = [
-            *('wrk', '-t2', f'-c{contender.connections}', f'-d{seconds}s'),
-            *('-s', f'{HERE}/post.lua', f'{address}/plants', '--', '1'),
-        ]
-        output = subprocess.run(command, check=True, capture_output=True, text=True)
-        line = next(x for x in output.stdout.splitlines() if x.startswith('RESULT'))
+        output = post_plants(address, contender.connections, seconds, first_id=1)
+        line = next(x for x in output.splitlines() if x.startswith('RESULT'))
         answers, duration, refused, broken, p50, p99 = map(float, line.split()[1:])
         assert not refused, 'some answers were not 200'
         assert not broken, 'some requests had no answer'
@@ -135,6 +131,16 @@ def measure(contender: Contender, store: Path, shim: Path, seconds: int) -> Resu
         stored = store.read_bytes().count(b'\n')
         assert answers <= stored <= answers + contender.connections, (answers, stored)
     return Result(answers / duration * 1e6, p50, p99)
+
+
+def post_plants(address: str, connections: int, seconds: int, first_id: int) -> str:
+    """Post as many plants as the server takes; return what wrk prints."""
+    command = [
+        *('wrk', '-t2', f'-c{connections}', f'-d{seconds}s'),
+        *('-s', f'{HERE}/post.lua', f'{address}/plants', '--', f'{first_id}'),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 @contextmanager

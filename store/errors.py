@@ -36,6 +36,11 @@ class StoreUnavailable(StoreError):
         self.store = store
         self.retry_after = retry_after
 
+    @classmethod
+    def refused(cls, error: OSError, store: object) -> StoreUnavailable:
+        """Return what the operating system refuses in the words of the store."""
+        return cls(error.strerror or str(error), store=str(store))
+
 
 class StoreCorrupt(StoreError):
     """A stored plant cannot be read, and it is not a torn tail.

@@ -551,10 +551,9 @@ def _boot_id() -> bytes:
 
 
 def _refused(error: OSError, path: Path) -> StoreUnavailable:
-    """Return what the operating system refuses in the words of the store."""
-    gone = isinstance(error, FileNotFoundError)
-    reason = 'the file is gone' if gone else error.strerror or str(error)
-    return StoreUnavailable(reason, store=str(path))
+    if isinstance(error, FileNotFoundError):
+        return StoreUnavailable('the file is gone', store=str(path))
+    return StoreUnavailable.refused(error, path)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def read_plants(path: Path) -> Iterator[Plant]:
     except TornTail as ex:
         log.warning('%s: a torn tail at byte %d is left out', path, ex.offset)
     except OSError as ex:
-        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
+        raise StoreUnavailable.refused(ex, path) from ex
 
 
 def scan_ids(

@@ -45,7 +45,7 @@ def find_damage(path: Path) -> list[Damage]:
         with path.open('rb') as file:
             return _find_damage(file, whole_size(file))
     except OSError as ex:
-        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
+        raise StoreUnavailable.refused(ex, path) from ex
 
 
 def repair(path: Path) -> tuple[Path | None, list[Damage]]:
@@ -89,7 +89,7 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
             sync_directory(path)
             return side, damaged
     except OSError as ex:
-        raise StoreUnavailable(ex.strerror or str(ex), store=str(path)) from ex
+        raise StoreUnavailable.refused(ex, path) from ex
 
 
 def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
