@@ -15,6 +15,7 @@ from store_contract import in_threads
 
 from store import IdTaken
 from store import Plant
+from store import StoreClosed
 from store import StoreCorrupt
 from store import StoreUnavailable
 from store import jsonl
@@ -785,3 +786,13 @@ def test_no_space_left(tmp_path, monkeypatch):
         monkeypatch.setattr(os, 'fstatvfs', lambda fd: full)
         with pytest.raises(StoreUnavailable, match=os.strerror(errno.ENOSPC)):
             store.ping()
+
+
+def test_lock_of_a_closed_file(tmp_path):
+    """Who comes to the lock after the file was closed is told so, and holds nothing."""
+    with (tmp_path / 'plants.jsonl').open('wb') as file:
+        lock = jsonl._FileLock(file.fileno())
+        lock.closed = True
+        for _ in range(2):
+            with pytest.raises(StoreClosed), lock:
+                pytest.fail('it was entered')
