@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 from typing import NamedTuple
 from typing import Self
+
+from store.errors import IdTaken
 
 Create = Literal['always', 'first', 'never']
 
@@ -49,8 +52,11 @@ class PlantStore(abc.ABC):
     """
 
     @abc.abstractmethod
-    def add(self, plant: Plant) -> None:
+    def add(self, plant: Plant) -> bool:
         """Store a plant, once.
+
+        Returns:
+            Whether it is new: ``False`` if this very plant was there before.
 
         Raises:
             IdTaken: A different plant holds the id.
@@ -59,9 +65,30 @@ class PlantStore(abc.ABC):
             StoreClosed: ``close`` was called.
         """
 
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        """Store plants, each as ``add`` would; together, where the store can do that.
+
+        Returns:
+            For each plant what ``add`` would return, or the ``IdTaken`` it would raise.
+
+        Raises:
+            StoreError: As ``add``, ``IdTaken`` excepted; any of them may be there then.
+        """
+        return [self._added_or_taken(plant) for plant in plants]
+
+    def _added_or_taken(self, plant: Plant) -> bool | IdTaken:
+        try:
+            return self.add(plant)
+        except IdTaken as ex:
+            return ex
+
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Plant]:
         """Yield all plants; raises as ``add`` does, ``IdTaken`` excepted."""
+
+    def __length_hint__(self) -> int:
+        """Return about how many plants there are, 0 if that is not known."""
+        return 0
 
     @abc.abstractmethod
     def ping(self) -> None:

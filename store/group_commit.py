@@ -27,10 +27,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
 from time import sleep
+from typing import Any
 from typing import Generic
 from typing import TypeVar
 
 Record = TypeVar('Record')
+Written = TypeVar('Written')
 
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
@@ -43,14 +45,16 @@ class Entry(Generic[Record]):
     Attributes:
         record: What the caller submitted.
         size: Its length in bytes.
+        new: Set by the append or the sync: what the caller is told of this record.
         error: Set by the append or the sync when this record's caller must raise it.
     """
 
-    __slots__ = ('_leads', '_parked', 'error', 'record', 'size')
+    __slots__ = ('_leads', '_parked', 'error', 'new', 'record', 'size')
 
     def __init__(self, record: Record, size: int) -> None:
         self.record = record
         self.size = size
+        self.new = False
         self.error: BaseException | None = None
         self._leads = False
         # NOTE: a bare lock, taken at once and released by whoever wakes the caller:
@@ -58,24 +62,29 @@ class Entry(Generic[Record]):
         self._parked: threading.Lock | None = None
 
 
-class GroupCommit(Generic[Record]):
+def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
+    """Return what became of each record: its error, or else whether it is new."""
+    return [entry.error or entry.new for entry in batch]
+
+
+class GroupCommit(Generic[Record, Written]):
     """Turn concurrent calls of ``submit`` into batches.
 
     Args:
         append: Called with a batch; it writes the records. One call at a time. What
             it raises, every caller of the batch raises. It may set an entry's
-            ``error`` instead, and returns whether the batch needs a sync at all.
-        sync: Called after it, with nothing; when it returns, every byte that was
-            appended before the call is durable. Calls may overlap. What it raises,
-            every caller of the batch raises.
+            ``error`` instead. What it returns is synced; nothing if it is false.
+        sync: Called after it, with what it returned; when it returns, the batch is
+            durable. Calls may overlap. What it raises, every caller of the batch
+            raises. It may set an entry's ``error`` too.
         max_batch_bytes: A batch takes no further record once it has reached this
             size, so that a small record is not made slow by a crowd of large ones.
     """
 
     def __init__(
         self,
-        append: Callable[[Sequence[Entry[Record]]], bool],
-        sync: Callable[[], None],
+        append: Callable[[Sequence[Entry[Record]]], Written],
+        sync: Callable[[Written], None],
         *,
         max_batch_bytes: int = 1024 * 1024,
     ) -> None:
@@ -88,12 +97,15 @@ class GroupCommit(Generic[Record]):
         self._syncing = 0
         self._sync_limit = 1
 
-    def submit(self, record: Record, size: int) -> None:
+    def submit(self, record: Record, size: int) -> bool:
         """Return when the record is durable.
 
         Args:
             record: Handed to ``append`` as it is.
             size: Its length in bytes.
+
+        Returns:
+            The ``new`` that the append or the sync set.
 
         Raises:
             Exception: Whatever the append or the sync raised for this record.
@@ -120,10 +132,12 @@ class GroupCommit(Generic[Record]):
             self._lead()
         if entry.error is not None:
             raise entry.error
+        return entry.new
 
     def _lead(self) -> None:
         """Take a batch through both stages. REQUIRES: this thread set _appending."""
         batch: list[Entry[Record]] = []
+        written: Written | None = None
         try:
             try:
                 # Threads that only wait for the GIL to bring a record come in before
@@ -131,21 +145,20 @@ class GroupCommit(Generic[Record]):
                 sleep(0)
             finally:
                 batch = self._take_batch()
-            needs_sync = bool(self._append(batch))
+            written = self._append(batch)
         except BaseException as ex:  # also Ctrl-C: the followers must not sleep on
-            needs_sync = False
             _fail(batch, ex)
         with self._lock:
             self._appending = False
-            self._syncing += needs_sync
+            self._syncing += bool(written)
             successor = self._choose_leader()
         # From here on the next batch may be appended while this one is synced. It
         # may even be durable first: nobody waits for both.
         _wake(successor)
-        if needs_sync:
+        if written:
             began = perf_counter()
             try:
-                self._sync()
+                self._sync(written)
             except BaseException as ex:
                 _fail(batch, ex)
             slow = perf_counter() - began > SLOW_SYNC

@@ -19,14 +19,12 @@ import fcntl
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextlib import contextmanager
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -36,7 +34,6 @@ from store import index as id_index
 from store import record
 from store.base import Create
 from store.base import Plant
-from store.base import PlantStore
 from store.errors import IdTaken
 from store.errors import StoreClosed
 from store.errors import StoreCorrupt
@@ -44,9 +41,12 @@ from store.errors import StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT
 from store.group_commit import Entry
 from store.group_commit import GroupCommit
+from store.group_commit import outcomes
+from store.lazy import LazyStore
 from store.recovery import CHUNK
 from store.recovery import TornTail
 from store.recovery import cut_tail
+from store.recovery import expected_records
 from store.recovery import line_number
 from store.recovery import read_plants
 from store.recovery import scan_ids
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar('Result')
 
 
-class JSONLinesStore(PlantStore):
+class JSONLinesStore(LazyStore['_PlantFile']):
     """Keep plants in a file of JSON lines; durable when the disk says so.
 
     An add returns after ``fdatasync``. A new file has mode 0600. A line that somebody
@@ -73,60 +73,32 @@ class JSONLinesStore(PlantStore):
     def __init__(
         self, path: str | Path, *, create: Create = 'first', system: Any = os
     ) -> None:
+        super().__init__()
         # Resolved, so that a file has one index whatever name it is called by.
         self.path = Path(path).resolve()
         self._create = create
         self._system = system
-        self._closed = False
-        self._lock = threading.Lock()
-        self._file: _PlantFile | None = None
-        # Nothing opened before a fork is used after it: parent and child would share
-        # one flock and exclude neither, and a lock held at the fork stays held.
-        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
 
-    def add(self, plant: Plant) -> None:
-        self._opened().add(plant)
+    def add(self, plant: Plant) -> bool:
+        return self._opened().add(plant)
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        return self._opened().add_many(plants)
 
     def __iter__(self) -> Iterator[Plant]:
-        if self._closed:
-            raise StoreClosed
+        self._check_open()
         return read_plants(self.path)
+
+    def __length_hint__(self) -> int:
+        with suppress(OSError), self.path.open('rb') as file:
+            return expected_records(file.fileno())
+        return 0
 
     def ping(self) -> None:
         self._opened().ping()
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    # Not covered: what runs in a child of a fork, where coverage is not measured.
-
-    def _forget(self) -> None:  # pragma: no cover
-        """Start again in a child: the parent goes on with what was opened."""
-        if self._file is not None:
-            self._file.abandon()
-        self._file = None
-        self._lock = threading.Lock()
-
-    def _opened(self) -> _PlantFile:
-        file = self._file
-        if file is not None:
-            return file
-        with self._lock:
-            if self._closed:
-                raise StoreClosed
-            if self._file is None:
-                self._file = _PlantFile(self.path, self._create, self._system)
-            return self._file
-
-
-def _forget(reference: weakref.ref[JSONLinesStore]) -> None:  # pragma: no cover
-    store = reference()
-    if store is not None:
-        store._forget()
+    def _open(self) -> _PlantFile:
+        return _PlantFile(self.path, self._create, self._system)
 
 
 class _PlantFile:
@@ -172,9 +144,15 @@ class _PlantFile:
                     raise
             self._opened = opened.pop_all()
 
-    def add(self, plant: Plant) -> None:
+    def add(self, plant: Plant) -> bool:
         line = record.encode(plant)
-        self._commit.submit((plant, line), len(line))
+        return self._commit.submit((plant, line), len(line))
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
+        if self._append(batch):
+            self._sync()
+        return outcomes(batch)
 
     def ping(self) -> None:
         with _unavailable(self._path):
@@ -255,6 +233,7 @@ class _PlantFile:
                 offsets.append((plant.id, position))
                 lines.append(line)
                 position += len(line)
+            entry.new = stored is None
             entry.error = None if stored in (None, plant) else IdTaken(plant.id)
             needs_sync |= entry.error is None
         if lines:
@@ -284,7 +263,7 @@ class _PlantFile:
                 self._system.ftruncate(self._fd, end)
             raise
 
-    def _sync(self) -> None:
+    def _sync(self, written: bool = True) -> None:
         fd = self._sync_fds.get()
         try:
             if fd < 0:  # pragma: no cover - it came after close, between two lines
@@ -481,9 +460,8 @@ class _PlantFile:
         size = os.fstat(self._fd).st_size
         if size:
             log.info('%s: building the index: %s', self._path, reason)
-        sample = os.pread(self._fd, CHUNK, 0)
-        expected = size * sample.count(b'\n') // max(1, len(sample))
         new = self._index_path.with_name(self._index_path.name + '.new')
+        expected = expected_records(self._fd)
         repeated = id_index.build(
             new, self._identity, self._records(0), expected, self._system
         )

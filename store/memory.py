@@ -19,16 +19,23 @@ class MemoryStore(PlantStore):
         self._lock = threading.Lock()
         self._closed = False
 
-    def add(self, plant: Plant) -> None:
+    def add(self, plant: Plant) -> bool:
         with self._lock:
             self.ping()
-            if self._plants.setdefault(plant.id, plant) != plant:
+            stored = self._plants.get(plant.id)
+            if stored is None:
+                self._plants[plant.id] = plant
+            elif stored != plant:
                 raise IdTaken(plant.id)
+            return stored is None
 
     def __iter__(self) -> Iterator[Plant]:
         with self._lock:
             self.ping()
             return iter(list(self._plants.values()))
+
+    def __length_hint__(self) -> int:
+        return len(self._plants)
 
     def ping(self) -> None:
         if self._closed:

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from operator import length_hint
 from pathlib import Path
 
 import pytest
@@ -323,6 +324,38 @@ class StoreContract:
         for plant in plants * 3:
             store.add(plant)
         self.assert_holds(store, *plants)
+
+    def test_new(self, store):
+        """``add`` returns whether the plant is new."""
+        plants = [Plant(1, 'Fern'), Plant(2, 'Fern', 'shade')]
+        assert [store.add(plant) for plant in plants * 2] == [True, True, False, False]
+
+    def test_add_many(self, store):
+        """``add_many`` does for each plant what ``add`` would do for it in its turn."""
+        store.add(Plant(1, 'Fern'))
+        store.add(Plant(2, 'Fern'))
+        new = [Plant(id, 'Moss', 'shade') for id in IDS if id not in (1, 2)]
+        taken, present = Plant(1, 'Moss'), Plant(2, 'Fern')
+        plants = [*new, taken, present, new[0], new[1]._replace(tag=None), taken]
+        outcomes = store.add_many(plants)
+        assert outcomes[: len(new)] == [True] * len(new)
+        first, *others = outcomes[len(new) :]
+        assert others[:2] == [False, False]
+        assert [ex.id for ex in (first, *others[2:])] == [1, new[1].id, 1]
+        assert all(isinstance(ex, IdTaken) for ex in (first, *others[2:]))
+        self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Fern'), *new)
+
+    def test_add_none(self, store):
+        """``add_many`` does nothing with no plants."""
+        assert store.add_many([]) == []
+        self.assert_holds(store)
+
+    def test_length_hint(self, store):
+        """A store knows about how many plants it has, if it knows it at all."""
+        assert length_hint(store) == 0
+        for id in range(1000):
+            store.add(Plant(id, 'Fern'))
+        assert length_hint(store) == 0 or 900 < length_hint(store) < 1100
 
     # 2. When ``add`` raises ``IdTaken``, a different plant holds that id and the store
     # is unchanged.

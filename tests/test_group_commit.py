@@ -73,7 +73,7 @@ class Disk:
         finally:
             self._appending.release()
 
-    def _sync(self):
+    def _sync(self, written):
         began = next(self.clock)
         with self._count:
             self._syncing += 1
@@ -151,7 +151,7 @@ def test_record_is_handed_over():
     """The append gets the record itself and its size."""
     seen = []
     record = object()
-    commit = GroupCommit(lambda batch: not seen.extend(batch), opened)
+    commit = GroupCommit(lambda batch: not seen.extend(batch), bool)
     commit.submit(record, 12)
     assert [(entry.record, entry.size) for entry in seen] == [(record, 12)]
     assert seen[0].record is record

@@ -502,7 +502,7 @@ class TestPowerCut:
                 plants = raw_plants(path.read_bytes())
                 index = index_of(path).read_bytes()
                 images = disk.images()
-            assert not any(add.result(PATIENCE) for add in adds)
+            assert all(add.result(PATIENCE) for add in adds)
         assert len(images) > len(lines(*waiting))
         for image in images:
             disk.restart(image)
@@ -939,7 +939,7 @@ class TestFailedSync:
                 adds = gate.hold(pool, store, *plants[:most])
                 adds += [pool.submit(store.add, plant) for plant in plants[most:]]
                 assert len(set(gate.held)) == len(gate.held) == most
-            assert not any(add.result(PATIENCE) for add in adds)
+            assert all(add.result(PATIENCE) for add in adds)
         assert sorted(raw_plants(disk.durable)) == [FERN, *plants]
 
     def test_one_that_ends_well_afterwards(self, path, disk, pool, slow_syncs):

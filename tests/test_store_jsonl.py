@@ -659,7 +659,7 @@ class TestIndex:
             store.ping()
             batch = [Entry((plant, encode(plant)), 24) for plant in plants]
             # As if all of them had come to wait at once.
-            assert store._file._append(batch)
+            assert store._in_use._append(batch)
             assert not any(entry.error for entry in batch)
             assert list(store) == plants
             with pytest.raises(IdTaken):
@@ -707,7 +707,7 @@ class TestThreadsAndForks:
             store.add(Plant(id, 'Moss'))
 
         def release():
-            wait_until(lambda: len(store._file._commit._waiting) == 8)
+            wait_until(lambda: len(store._in_use._commit._waiting) == 8)
             go.set()
 
         system = RecordingSystem(fdatasync=sync)
