@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from store.base import Create
 from store.base import Plant
 from store.base import PlantStore
@@ -12,6 +10,7 @@ from store.errors import StoreClosed
 from store.errors import StoreCorrupt
 from store.errors import StoreError
 from store.errors import StoreUnavailable
+from store.url import masked
 
 __all__ = [
     'Create',
@@ -22,6 +21,7 @@ __all__ = [
     'StoreCorrupt',
     'StoreError',
     'StoreUnavailable',
+    'masked',
     'open_store',
 ]
 
@@ -30,7 +30,7 @@ def open_store(url: str, *, create: Create = 'first') -> PlantStore:
     """Return the store that a URL names; it opens when it is first used.
 
     Args:
-        url: ``memory:`` or ``jsonl:PATH``.
+        url: ``memory:``, ``jsonl:PATH``, or ``postgresql://...``.
         create: Whether a store that is missing is made: ``always``, ``never``, or
             ``first``, only if nothing shows that it was there before. A new store
             forgets every id.
@@ -48,5 +48,13 @@ def open_store(url: str, *, create: Create = 'first') -> PlantStore:
         from store.jsonl import JSONLinesStore
 
         return JSONLinesStore(path, create=create)
-    shown = re.sub('//[^/]*@', '//...@', url)  # there may be a password
-    raise ValueError(f'{shown!r} is not a store: use memory: or jsonl:PATH')
+    if scheme in ('postgresql', 'postgres') and path.startswith('//'):
+        from store.postgresql import PostgreSQLStore
+
+        try:
+            return PostgreSQLStore(url, create=create)
+        except ValueError as ex:
+            raise ValueError(f'{masked(url)!r}: {ex}') from ex
+    raise ValueError(
+        f'{masked(url)!r} is not a store: use memory:, jsonl:PATH, or postgresql://...'
+    )

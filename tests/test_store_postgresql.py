@@ -1,0 +1,51 @@
+"""The store in a PostgreSQL database, against a real server."""
+
+from contextlib import contextmanager
+
+import pytest
+from postgresql import PostgreSQL
+from psycopg.errors import UndefinedTable
+from store_contract import StoreContract
+
+from store import Plant
+from store import open_store
+
+
+@pytest.fixture(scope='session')
+def server():
+    """A server for all tests that leave it as it is."""
+    with PostgreSQL() as server:
+        yield server
+
+
+@pytest.fixture
+def url(server):
+    """The URL of a store without plants."""
+    return server.new_url()
+
+
+class TestPostgreSQLStore(StoreContract):
+    @pytest.fixture
+    def store(self, url):
+        with open_store(url) as store:
+            yield store
+
+    def raw_plants(self, store):
+        try:
+            rows = self.server.execute('TABLE plants', url=store._url)
+        except UndefinedTable:  # it was not used yet
+            rows = []
+        return [Plant(*row) for row in rows]
+
+    @pytest.fixture(autouse=True)
+    def _with_server(self, server):
+        self.server = server
+
+    def url(self, store):
+        return store._url
+
+    @contextmanager
+    def unavailable(self, store):
+        self.server.execute('ALTER TABLE plants RENAME TO shrubs', url=store._url)
+        yield
+        self.server.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
