@@ -1,34 +1,45 @@
-"""The command line: ``python -m store list|check``."""
+"""The command line: ``python -m store list|check|copy``."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import contextmanager
+from itertools import islice
+from operator import length_hint
 from pathlib import Path
 
+from store import IdTaken
+from store import Plant
+from store import PlantStore
 from store import StoreError
 from store import open_store
 from store import record
+
+COPIED_AT_ONCE = 1000
+INTERRUPTED = 130  # what a shell makes of a process that SIGINT has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0, or 1 if a store is damaged or unavailable. A
-        usage error exits with 2.
+        The exit code: 0, or 1 if a store is damaged or unavailable, or two plants are
+        in each other's way; 130 after Ctrl-C. A usage error exits with 2.
     """
     parser = argparse.ArgumentParser(
-        prog='python -m store', description='Look at stores of plants and check them.'
+        prog='python -m store',
+        description='Look at stores of plants, check them, and move between them.',
     )
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
     listing = commands.add_parser('list', help='print the plants as JSON lines')
     listing.add_argument('url', metavar='URL', type=_existing)
-    listing.set_defaults(run=lambda options: (0, _list(options.url)))
+    listing.set_defaults(run=lambda options: _list(options.url))
 
     checking = commands.add_parser('check', help='verify every plant')
     checking.add_argument('url', metavar='URL', type=_existing)
@@ -37,25 +48,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     checking.set_defaults(run=lambda options: _check(options.url, options.repair))
 
+    copying = commands.add_parser(
+        'copy', help='add the plants of one store to another; repeat it at will'
+    )
+    copying.add_argument('source', metavar='SRC', type=_existing)
+    copying.add_argument('target', metavar='DST', type=_store)
+    copying.set_defaults(run=lambda options: _copy(options.source, options.target))
+
     options = parser.parse_args(arguments)
+    if vars(options).get('repair') and _path(options.url) is None:
+        checking.error('--repair is for a file of JSON lines')
+    if 'target' in options and _is_same(options.source, options.target):
+        copying.error('SRC and DST are the same store')
     code = 1
     try:
         try:
-            code, lines = options.run(options)
-            for line in lines:
-                sys.stdout.buffer.write(line)
+            code = options.run(options)
         except StoreError as ex:
-            print(f'Error: {ex}', file=sys.stderr)
-            code = 1
-        sys.stdout.flush()
+            _complain(str(ex))
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        with _reader_may_leave():
+            sys.stdout.flush()
     # Not covered: tests run what follows in processes of their own.
-    except BrokenPipeError:  # pragma: no cover - the reader has seen enough
-        _drop_output()
     except OSError as ex:  # pragma: no cover
-        print(f'Error: the output: {ex.strerror}', file=sys.stderr)
+        _complain(f'the output: {ex.strerror}')
         _drop_output()
         code = 1
     return code
+
+
+def _print(line: str) -> None:
+    with _reader_may_leave():
+        sys.stdout.buffer.write(f'{line}\n'.encode(errors='surrogateescape'))
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:  # pragma: no cover - the reader has seen enough
+        _drop_output()
+
+
+def _complain(sentence: str) -> None:
+    print(f'Error: {sentence}', file=sys.stderr)
 
 
 def _drop_output() -> None:  # pragma: no cover
@@ -87,36 +124,80 @@ def _path(url: str) -> Path | None:
     return Path(path) if scheme == 'jsonl' else None
 
 
-def _list(url: str) -> Iterator[bytes]:
-    with open_store(url) as store:
+def _is_same(url: str, other: str) -> bool:
+    path, other_path = _path(url), _path(other)
+    if path is None or other_path is None:
+        return url == other != 'memory:'
+    return path.resolve() == other_path.resolve()
+
+
+def _list(url: str) -> int:
+    with _reader_may_leave(), open_store(url, create='never') as store:
         for plant in store:
-            yield record.encode(plant)
+            sys.stdout.buffer.write(record.encode(plant))
+    return 0
 
 
-def _check(url: str, move: bool) -> tuple[int, list[bytes]]:
+def _check(url: str, move: bool) -> int:
     path = _path(url)
     if path is None:
-        with open_store(url) as store:
-            return 0, [b'%d plants, no damage\n' % sum(1 for _ in store)]
+        with open_store(url, create='never') as store:
+            _print(f'{sum(1 for _ in store)} plants, no damage')
+        return 0
     # Imported here: it needs what only a file of JSON lines needs.
     from store.repair import find_damage
     from store.repair import repair
 
     side, damaged = repair(path) if move else (None, find_damage(path))
-    lines = [
-        f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
-        for damage in damaged
-    ]
+    for damage in damaged:
+        _print(f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}')
     if not damaged:
-        lines.append('no damage')
+        _print('no damage')
     elif side is not None:
-        lines.append(
-            f'damaged lines: {len(damaged)}, moved to {side}; reload the server'
-        )
+        _print(f'damaged lines: {len(damaged)}, moved to {side}; reload the server')
     else:
-        lines.append(f'damaged lines: {len(damaged)}; --repair moves them out')
-    text = [f'{line}\n'.encode(errors='surrogateescape') for line in lines]
-    return int(bool(damaged) and side is None), text
+        _print(f'damaged lines: {len(damaged)}; --repair moves them out')
+    return int(bool(damaged) and side is None)
+
+
+def _copy(source_url: str, target_url: str) -> int:
+    """Add all plants of a store to another, which keeps what it has."""
+    copied = present = conflicting = 0
+    with (
+        open_store(source_url, create='never') as source,
+        open_store(target_url) as target,
+    ):
+        try:
+            for plants in _batches(_with_progress(source)):
+                outcomes = target.add_many(plants)
+                copied += outcomes.count(True)
+                present += outcomes.count(False)
+                for plant, outcome in zip(plants, outcomes, strict=True):
+                    if isinstance(outcome, IdTaken):
+                        conflicting += 1
+                        _print(f'conflicting: {record.encode(plant).decode().strip()}')
+        finally:
+            # Also when it breaks off: what was copied stays, and a repeat goes on.
+            _print(
+                f'copied: {copied}, already there: {present}, '
+                f'conflicting: {conflicting}'
+            )
+    return int(conflicting > 0)
+
+
+def _batches(plants: Iterable[Plant]) -> Iterator[list[Plant]]:
+    remaining = iter(plants)
+    while batch := list(islice(remaining, COPIED_AT_ONCE)):
+        yield batch
+
+
+def _with_progress(store: PlantStore) -> Iterable[Plant]:
+    """Show a bar while a store is read, if somebody looks at a terminal."""
+    if not sys.stderr.isatty():
+        return store
+    from tqdm import tqdm
+
+    return tqdm(store, total=length_hint(store) or None, unit=' plants', leave=False)
 
 
 if __name__ == '__main__':  # pragma: no cover
