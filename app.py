@@ -57,21 +57,33 @@ LAST_TOKENS = '_PLANTS_LAST_TOKENS'
 
 
 class ErrorValue(enum.IntEnum):
-    """The ``error`` member of an ``Error``: HTTP status times 100, plus n."""
+    """The ``error`` member of an ``Error``: HTTP status times 100, plus n.
 
-    BAD_REQUEST = 400_00
-    BODY_MISSING = 400_01
-    WRONG_MEDIA_TYPE = 400_02
-    BODY_TOO_LARGE = 400_03
-    NOT_JSON = 400_04
-    NOT_A_NEW_PLANT = 400_05
-    ID_TAKEN = 400_06
-    NO_TOKEN = 401_00
-    INVALID_TOKEN = 401_01
-    NO_SUCH_PATH = 404_00
-    METHOD_NOT_ALLOWED = 405_00
-    INTERNAL = 500_00
-    STORE_UNAVAILABLE = 503_00
+    Attributes:
+        meaning: What it says, whatever the request was, in words for a person.
+    """
+
+    meaning: str
+
+    BAD_REQUEST = 400_00, 'the request could not be understood, or its body broke off'
+    BODY_MISSING = 400_01, 'the body is missing or empty'
+    WRONG_MEDIA_TYPE = 400_02, 'the media type is not application/json'
+    BODY_TOO_LARGE = 400_03, 'the body is larger than the limit'
+    NOT_JSON = 400_04, 'the body is not JSON'
+    NOT_A_NEW_PLANT = 400_05, 'the body is JSON, but not a NewPlant'
+    ID_TAKEN = 400_06, 'the id is taken by a different plant'
+    NO_TOKEN = 401_00, 'there is no bearer token'
+    INVALID_TOKEN = 401_01, 'the token is not valid'
+    NO_SUCH_PATH = 404_00, 'there is no such path'
+    METHOD_NOT_ALLOWED = 405_00, 'the method is not allowed here'
+    INTERNAL = 500_00, 'an unexpected fault of the service'
+    STORE_UNAVAILABLE = 503_00, 'the store cannot take plants now'
+
+    def __new__(cls, value: int, meaning: str) -> ErrorValue:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
 
     @property
     def status(self) -> int:

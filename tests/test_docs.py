@@ -29,11 +29,13 @@ def test_settings():
 
 
 def test_error_values():
-    """Each error value has a row with its status, and each row is a value."""
-    rows = re.findall(r'^\| (\d{5}) \| (\d{3}) \|', README, re.M)
-    assert [(int(value), int(status)) for value, status in rows] == [
+    """Each value has a row with its status and meaning, and each row is a value."""
+    rows = re.findall(r'^\| (\d{5}) \| (\d{3}) \| (.*)', README, re.M)
+    assert [(int(value), int(status)) for value, status, _ in rows] == [
         (int(value), value.status) for value in ErrorValue
     ]
+    for value, (_, _, meaning) in zip(ErrorValue, rows, strict=True):
+        assert meaning.replace('`', '').startswith(value.meaning)
 
 
 @pytest.mark.parametrize('target', ['run', 'test', 'lint', 'bench'])
