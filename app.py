@@ -1,8 +1,9 @@
 """The plant store over HTTP: a WSGI application.
 
-    POST /plants    200, 400, 401, 500, 503    add a plant
-    GET  /livez     200                        the process answers
-    GET  /readyz    200, 503                   an add would work now
+    POST /plants          200, 400, 401, 500, 503    add a plant
+    GET  /livez           200                        the process answers
+    GET  /readyz          200, 503                   an add would work now
+    GET  /openapi.json    200                        the description of all this
 
 HEAD goes where GET does. All else is refused: 401, 404, 405. Every answer that is not
 200 is an ``Error`` (``schemas/Error.json``); ``ErrorValue`` lists its values.
@@ -26,6 +27,7 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ from falcon import Request
 from falcon import Response
 
 import schemas
+from schemas import openapi
 from store import Create
 from store import IdTaken
 from store import Plant
@@ -597,6 +600,42 @@ class ReadyResource:
     on_head = on_get
 
 
+DOCUMENT_HEADERS = {
+    # The page runs its own scripts and speaks to this service, and that is all. The
+    # style sheet of Swagger UI has its images in it.
+    'Content-Security-Policy': (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    'X-Content-Type-Options': 'nosniff',
+}
+
+
+class DocumentResource:
+    """A document for everybody: the description, or a file of the page.
+
+    Args:
+        read: Returns its bytes.
+        media_type: What they are.
+        max_age: How long a client may use them again, in seconds.
+    """
+
+    def __init__(
+        self, read: Callable[[], bytes], media_type: str, max_age: int = 0
+    ) -> None:
+        self._read = read
+        self._media_type = media_type
+        self._headers = {**DOCUMENT_HEADERS, 'Cache-Control': f'max-age={max_age}'}
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        resp.data = self._read()
+        resp.content_type = self._media_type
+        resp.set_headers(self._headers)
+
+    on_head = on_get
+
+
 # NOTE: built once: json.dumps() with arguments builds one at every call.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -654,6 +693,13 @@ def _answer_exception(
     _answer_fault(req, resp, fault, params)
 
 
+def _documents(max_body_bytes: int) -> dict[str, DocumentResource]:
+    """Return the description and the files of the page, by their paths."""
+    errors = {value.value: value.meaning for value in ErrorValue}
+    description = _encode(openapi.describe(errors, max_body_bytes)).encode()
+    return {'/openapi.json': DocumentResource(lambda: description, 'application/json')}
+
+
 def create_app(
     store: PlantStore,
     *,
@@ -673,7 +719,11 @@ def create_app(
     """
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of([tokens] if isinstance(tokens, str) else tokens)
-    public = {'/livez': LiveResource(), '/readyz': ReadyResource(store)}
+    public = {
+        '/livez': LiveResource(),
+        '/readyz': ReadyResource(store),
+        **_documents(max_body_bytes),
+    }
     middleware: list[Any] = [
         RequestLog(),
         AnnouncedClose(),

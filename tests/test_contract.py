@@ -24,7 +24,7 @@ PLANT_SCHEMA = Draft202012Validator(
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 
-PUBLIC = ['/livez', '/readyz']
+PUBLIC = ['/livez', '/readyz', '/openapi.json']
 
 
 def assert_plant(response, plant):
@@ -452,7 +452,7 @@ def test_only_post_is_allowed(method, client):
 @pytest.mark.parametrize('method', ['POST', *METHODS[2:], *UNKNOWN_METHODS])
 @pytest.mark.parametrize('path', PUBLIC)
 def test_only_get_and_head_are_allowed(path, method, client):
-    """Probes may be asked with GET and HEAD and nothing else."""
+    """What is public may be asked with GET and HEAD and nothing else."""
     client.lint = False
     assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
 
@@ -514,7 +514,7 @@ def test_query_is_ignored(client):
 
 @pytest.mark.parametrize('path', PUBLIC)
 def test_public_path(path, stranger):
-    """Probes are there for everybody, with GET and with HEAD."""
+    """What is public is there for everybody, with GET and with HEAD."""
     response = stranger.get(path)
     assert response.status_int == 200, response.text
     head = stranger.head(path)
@@ -523,7 +523,7 @@ def test_public_path(path, stranger):
 
 
 @pytest.mark.parametrize('path', PUBLIC)
-def test_probe_ignores_a_wrong_token(path, stranger):
+def test_public_path_ignores_a_wrong_token(path, stranger):
     """A token that nobody asked for is not looked at."""
     headers = {'Authorization': 'Bearer wrong'}
     assert stranger.get(path, headers=headers).status_int == 200

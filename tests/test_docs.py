@@ -8,10 +8,12 @@ import pytest
 from app import ErrorValue
 from app import Settings
 from app import create_app
+from schemas import openapi
 from store import open_store
 
 TOP = Path(__file__).parent.parent
 README = (TOP / 'README.md').read_text()
+ROOMS = ['schemas', 'store']
 
 
 def test_settings():
@@ -38,6 +40,12 @@ def test_error_values():
         assert meaning.replace('`', '').startswith(value.meaning)
 
 
+def test_paths():
+    """Each path that is described is in the README."""
+    for path in openapi.describe({}, 1)['paths']:
+        assert f'{path}`' in README
+
+
 @pytest.mark.parametrize('target', ['run', 'test', 'lint', 'bench'])
 def test_make_targets(target):
     """Each command of the Makefile that a user types is there and in the README."""
@@ -59,5 +67,5 @@ def test_embedding_example(tmp_path, monkeypatch):
 def test_modules():
     """Each module that a reader is sent to exists, and none is left out."""
     named = set(re.findall(r'`(\w+\.py)`', README.partition('## Work on it')[2]))
-    modules = {path.name for path in (TOP / 'store').glob('*.py')}
+    modules = {path.name for room in ROOMS for path in (TOP / room).glob('*.py')}
     assert modules - {'__init__.py'} <= named <= modules | {'app.py'}

@@ -288,8 +288,9 @@ def test_mounted_application_answers_for_its_prefix(site, path, headers, value):
 
 def test_mounted_application_keeps_its_public_paths(site):
     """What is public without a prefix is public under it."""
-    for path in ['/home/garden/livez', '/home/garden/readyz']:
-        assert exchange(site, 'GET', path, **NO_TOKEN).status_int == 200
+    for path in ['livez', 'readyz', 'openapi.json']:
+        answer = exchange(site, 'GET', f'/home/garden/{path}', **NO_TOKEN)
+        assert answer.status_int == 200
 
 
 def test_site_keeps_its_own_paths(site):

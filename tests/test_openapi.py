@@ -1,0 +1,219 @@
+"""The description of the interface, and whether the service keeps to it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from urllib.parse import urljoin
+
+import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import validate
+from server import PATIENCE
+from server import REPOSITORY
+from server import TOKEN
+from server import Server
+
+import schemas
+from app import ErrorValue
+
+SCHEMAS = REPOSITORY / 'schemas'
+
+
+@pytest.fixture
+def description(stranger):
+    """The description, as a stranger gets it."""
+    return stranger.get('/openapi.json').json
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """A function that edits a copy of the schemas, which the service then uses."""
+    directory = tmp_path / 'schemas'
+    shutil.copytree(SCHEMAS, directory)
+    monkeypatch.setattr(schemas, 'DIRECTORY', directory)
+
+    def edit(name, rules):
+        path = directory / f'{name}.json'
+        before = json.loads(path.read_bytes()) if path.exists() else {'$id': path.name}
+        path.write_text(json.dumps(before | rules))
+
+    return edit
+
+
+def responses(description):
+    """Yield each answer of each operation: path, status, and the answer itself."""
+    for path, methods in description['paths'].items():
+        for operation in methods.values():
+            for status, answer in operation['responses'].items():
+                if '$ref' in answer:
+                    assert answer['$ref'] == f'#/components/responses/{status}'
+                    answer = description['components']['responses'][status]
+                yield path, status, answer
+
+
+def test_description_is_openapi(description):
+    """The description is what OpenAPI 3.1 demands."""
+    assert description['openapi'].startswith('3.1.')
+    validate(description)
+
+
+def test_description_is_made_once(serve, store, edited):
+    """The description is of the rules that hold: those of the start."""
+    client = serve(store)
+    before = client.get('/openapi.json').body
+    edited('Plant', {'title': 'Shrub'})
+    assert client.get('/openapi.json').body == before
+
+
+def test_every_error_value_has_an_example(description):
+    """Each value is there under its status, as an Error that says what it means."""
+    error = Draft202012Validator(json.loads((SCHEMAS / 'Error.json').read_bytes()))
+    found = {}
+    for path, status, answer in responses(description):
+        if status != '200':
+            content = answer['content']['application/json']
+            assert content['schema'] == {'$ref': '#/components/schemas/Error'}
+            for name, example in content['examples'].items():
+                error.validate(example['value'])
+                assert int(name) == example['value']['error']
+                assert status in {name[:3], 'default'}
+                found.setdefault(path, {})[int(name)] = example['value']['message']
+    assert found['/plants'] == {value: value.meaning for value in ErrorValue}
+    assert 50300 in found['/readyz']
+    assert 40100 not in found['/readyz']
+
+
+@pytest.mark.parametrize(
+    ('status', 'headers'),
+    [
+        ('200', set()),
+        ('400', set()),
+        ('401', {'WWW-Authenticate'}),
+        ('500', set()),
+        ('503', {'Retry-After'}),
+        ('default', {'Allow'}),
+    ],
+)
+def test_headers_of_the_answers(description, status, headers):
+    """Each answer names its headers."""
+    (answer,) = (
+        answer
+        for path, found, answer in responses(description)
+        if (path, found) == ('/plants', status)
+    )
+    assert set(answer['headers']) == {'X-Request-Id', *headers}
+
+
+def test_only_what_is_public_needs_no_token(description, stranger):
+    """An operation that is open to strangers is described so, and no other is."""
+    assert description['security'] == [{'token': []}]
+    for path, methods in description['paths'].items():
+        for method, operation in methods.items():
+            status = stranger.request(path, method=method.upper()).status_int
+            assert ('security' in operation) == (status == 200)
+            assert operation.get('security', []) == []
+
+
+@pytest.mark.parametrize('name', ['Plant', 'NewPlant', 'Error'])
+def test_shapes_are_the_files(description, name):
+    """A component is its file, apart from where it is."""
+    text = (SCHEMAS / f'{name}.json').read_text()
+    schema = json.loads(re.sub(r'"(\w+)\.json"', r'"#/components/schemas/\1"', text))
+    del schema['$schema'], schema['$id']
+    assert description['components']['schemas'][name] == schema
+
+
+def test_edited_file_changes_the_description(edited, serve, store):
+    """What an operator writes into a file is described; references still lead there."""
+    edited('Soil', {'$defs': {'ph': {'type': 'number'}}, 'properties': {'a': True}})
+    edited(
+        'Plant',
+        {
+            'properties': {
+                'name': {'type': 'string', 'maxLength': 7},
+                '$ref': {'$ref': 'Soil.json'},
+                'ph': {'$ref': 'Soil.json#/$defs/ph'},
+                'nick': {'$ref': '#/properties/name'},
+                'parent': {'$ref': '#'},
+                'leaf': {'$anchor': 'leaf', 'type': 'string'},
+                'bud': {'$ref': '#leaf'},
+                'data': {'const': {'$ref': 'Soil.json'}},
+            }
+        },
+    )
+    components = '#/components/schemas/'
+    described = schemas_of(serve(store))
+    assert described['Plant']['properties'] == {
+        'name': {'type': 'string', 'maxLength': 7},
+        '$ref': {'$ref': f'{components}Soil'},
+        'ph': {'$ref': f'{components}Soil/$defs/ph'},
+        'nick': {'$ref': f'{components}Plant/properties/name'},
+        'parent': {'$ref': f'{components}Plant'},
+        'leaf': {'$anchor': 'leaf', 'type': 'string'},
+        'bud': {'$ref': '#leaf'},
+        'data': {'const': {'$ref': 'Soil.json'}},
+    }
+    assert described['Soil'] == {
+        '$defs': {'ph': {'type': 'number'}},
+        'properties': {'a': True},
+    }
+
+
+def schemas_of(client):
+    """Return the shapes that a service describes."""
+    return client.get('/openapi.json').json['components']['schemas']
+
+
+def test_limit_is_described(store, serve):
+    """The longest body is the configured one."""
+    description = serve(store, max_body_bytes=1234).get('/openapi.json').json
+    body = description['paths']['/plants']['post']['requestBody']
+    assert '1234' in body['description']
+
+
+def test_version(description):
+    """The version is that of the last change."""
+    changes = (REPOSITORY / 'README.md').read_text().partition('## Changes')[2]
+    assert changes.split(':')[0].strip() == description['info']['version']
+
+
+@pytest.mark.parametrize('base', ['http://a', 'https://a/b', 'https://a:1/b/c'])
+def test_base_url_is_where_the_description_is(description, base):
+    """The plants are beside the description, under whatever host and prefix that is."""
+    (server,) = description['servers']
+    assert urljoin(f'{base}/openapi.json', server['url']).rstrip('/') == base
+
+
+# ---- the service against its description
+
+
+def test_service_keeps_its_description(tmp_path):
+    """Requests right and wrong, of all kinds, are answered as it is described."""
+    with Server(tmp_path) as server:
+        result = subprocess.run(
+            [
+                *(sys.executable, '-m', 'schemathesis.cli', 'run'),
+                *('--header', f'Authorization: Bearer {TOKEN}'),
+                *('--max-examples', '300', '--seed', '1', '--no-color'),
+                f'http://127.0.0.1:{server.port}/openapi.json',
+            ],
+            cwd=tmp_path,
+            env=os.environ
+            | {
+                'SCHEMATHESIS_HOOKS': 'schemathesis_hooks',
+                'PYTHONPATH': str(REPOSITORY / 'tests'),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=2 * PATIENCE,
+            check=False,
+        )
+        answered = set(re.findall(r' (\w+ /[a-z.]+ \d{3}) ', server.log))
+    assert result.returncode == 0, result.stdout
+    assert {f'POST /plants {status}' for status in (200, 400, 401)} <= answered
+    for path in ['/livez', '/readyz', '/openapi.json']:
+        assert {f'GET {path} 200', f'POST {path} 405'} <= answered
