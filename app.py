@@ -4,6 +4,7 @@
     GET  /livez           200                        the process answers
     GET  /readyz          200, 503                   an add would work now
     GET  /openapi.json    200                        the description of all this
+    GET  /docs            200, 404                   a page to try it on
 
 HEAD goes where GET does. All else is refused: 401, 404, 405. Every answer that is not
 200 is an ``Error`` (``schemas/Error.json``); ``ErrorValue`` lists its values.
@@ -32,6 +33,8 @@ from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from typing import Literal
@@ -636,6 +639,35 @@ class DocumentResource:
     on_head = on_get
 
 
+# The page, by path: file, media type, and for how many seconds it may be used again
+# (Swagger UI changes only with its package). What has no row is not served.
+PAGE = {
+    '/docs': ('docs.html', 'text/html', 0),
+    '/docs/docs.js': ('docs.js', 'text/javascript', 0),
+    '/docs/swagger-ui.css': ('swagger-ui.css', 'text/css', 86_400),
+    '/docs/swagger-ui-bundle.js': ('swagger-ui-bundle.js', 'text/javascript', 86_400),
+}
+
+
+def _page_file(name: str) -> bytes:
+    """Return a file of the page: ours, or one of Swagger UI.
+
+    The package that has Swagger UI is found, not imported: that would import Flask.
+
+    Raises:
+        Fault: It is not installed.
+    """
+    package = getattr(find_spec('flask_swagger_ui'), 'origin', None)
+    if package is None:
+        raise Fault(
+            ErrorValue.NO_SUCH_PATH, 'the page needs the package flask-swagger-ui'
+        )
+    path = schemas.DIRECTORY / name
+    if not path.exists():
+        path = Path(package).parent / 'dist' / name
+    return path.read_bytes()
+
+
 # NOTE: built once: json.dumps() with arguments builds one at every call.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -697,7 +729,14 @@ def _documents(max_body_bytes: int) -> dict[str, DocumentResource]:
     """Return the description and the files of the page, by their paths."""
     errors = {value.value: value.meaning for value in ErrorValue}
     description = _encode(openapi.describe(errors, max_body_bytes)).encode()
-    return {'/openapi.json': DocumentResource(lambda: description, 'application/json')}
+    return {
+        '/openapi.json': DocumentResource(lambda: description, 'application/json')
+    } | {
+        path: DocumentResource(
+            partial(_page_file, name), f'{media_type}; charset=utf-8', max_age
+        )
+        for path, (name, media_type, max_age) in PAGE.items()
+    }
 
 
 def create_app(

@@ -105,6 +105,9 @@ def describe(errors: Mapping[int, str], max_body_bytes: int) -> dict[str, Any]:
             '/openapi.json': _public(
                 'describe', 'This description', _json({'type': 'object'})
             ),
+            '/docs': _public(
+                'page', 'A page to try it on', {'text/html': {'schema': {}}}
+            ),
         },
         'components': {
             'schemas': _schemas(),

@@ -24,7 +24,7 @@ PLANT_SCHEMA = Draft202012Validator(
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 
-PUBLIC = ['/livez', '/readyz', '/openapi.json']
+PUBLIC = ['/livez', '/readyz', '/openapi.json', '/docs']
 
 
 def assert_plant(response, plant):

@@ -288,7 +288,7 @@ def test_mounted_application_answers_for_its_prefix(site, path, headers, value):
 
 def test_mounted_application_keeps_its_public_paths(site):
     """What is public without a prefix is public under it."""
-    for path in ['livez', 'readyz', 'openapi.json']:
+    for path in ['livez', 'readyz', 'openapi.json', 'docs', 'docs/docs.js']:
         answer = exchange(site, 'GET', f'/home/garden/{path}', **NO_TOKEN)
         assert answer.status_int == 200
 

@@ -215,5 +215,5 @@ def test_service_keeps_its_description(tmp_path):
         answered = set(re.findall(r' (\w+ /[a-z.]+ \d{3}) ', server.log))
     assert result.returncode == 0, result.stdout
     assert {f'POST /plants {status}' for status in (200, 400, 401)} <= answered
-    for path in ['/livez', '/readyz', '/openapi.json']:
+    for path in ['/livez', '/readyz', '/openapi.json', '/docs']:
         assert {f'GET {path} 200', f'POST {path} 405'} <= answered

@@ -1,0 +1,239 @@
+"""The page at ``/docs``, as a browser gets it and as a person uses it."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from errors import assert_error
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from server import GUNICORN
+from server import PATIENCE
+from server import TOKEN
+from server import Server
+
+FILES = {
+    '/docs': 'text/html',
+    '/docs/docs.js': 'text/javascript',
+    '/docs/swagger-ui.css': 'text/css',
+    '/docs/swagger-ui-bundle.js': 'text/javascript',
+}
+
+
+# ---- its files
+
+
+@pytest.mark.parametrize('path', FILES)
+def test_file(path, stranger):
+    """Each file of the page is public, has its type, and may do nothing foreign."""
+    response = stranger.get(path)
+    assert response.status_int == 200
+    assert response.headers['Content-Type'] == f'{FILES[path]}; charset=utf-8'
+    assert response.headers['X-Content-Type-Options'] == 'nosniff'
+    rules = response.headers['Content-Security-Policy'].split('; ')
+    assert "default-src 'none'" in rules
+    for rule in rules:
+        assert set(rule.split()[1:]) <= {"'self'", "'none'", 'data:'}
+        assert 'data:' not in rule or rule.startswith('img-src')
+    head = stranger.head(path)
+    assert head.headers['Content-Length'] == str(len(response.body))
+    assert head.body == b''
+
+
+@pytest.mark.parametrize(
+    ('path', 'seconds'),
+    [('/docs', 0), ('/docs/docs.js', 0), ('/docs/swagger-ui-bundle.js', 86_400)],
+)
+def test_large_files_are_kept(path, seconds, stranger):
+    """What is large and seldom changes is not fetched each time, what is ours is."""
+    assert stranger.get(path).headers['Cache-Control'] == f'max-age={seconds}'
+
+
+def test_page_needs_nothing_else(stranger):
+    """The page names its own files and the description, and those relatively."""
+    page = stranger.get('/docs').text + stranger.get('/docs/docs.js').text
+    named = set(
+        re.findall(r"""(?:href|src|url)(?:=|: )["'](?!data:)([^"']*)["']""", page)
+    )
+    assert {f'/{name}' for name in named} == {*FILES, '/openapi.json'} - {'/docs'}
+
+
+@pytest.mark.parametrize(
+    'path',
+    [
+        '/docs/',
+        '/docs/docs.html',
+        '/docs/swagger-ui-bundle.js.map',
+        '/docs/swagger-ui.js',
+        '/docs/NewPlant.json',
+        '/docs/../app.py',
+        '/docs/%2e%2e/app.py',
+        '/docs/..%2f..%2fapp.py',
+        '/docs//docs.js',
+        '/openapi.json/',
+    ],
+)
+def test_no_other_file(path, client, stranger):
+    """No other name leads to a file, whatever it is; strangers do not learn which."""
+    assert_error(client.get(path), 40400)
+    assert_error(stranger.get(path), 40100)
+
+
+@pytest.mark.parametrize('path', FILES)
+def test_page_without_swagger_ui(path, stranger, monkeypatch):
+    """Without the package that has Swagger UI there is no page, and that is said."""
+    monkeypatch.setitem(sys.modules, 'flask_swagger_ui', None)
+    assert 'flask-swagger-ui' in assert_error(stranger.get(path), 40400)
+    assert stranger.get('/openapi.json').status_int == 200
+
+
+# ---- in a browser
+
+# Mounted as Django, Flask or Werkzeug would; and behind a proxy that takes the prefix
+# away and does not tell.
+MOUNTED = """
+from werkzeug.exceptions import NotFound
+from werkzeug.middleware.dispatcher import DispatcherMiddleware
+import app
+
+site = DispatcherMiddleware(NotFound(), {'/home/garden': app.app})
+"""
+STRIPPED = """
+from werkzeug.exceptions import NotFound
+import app
+
+def site(environ, start_response):
+    before, prefix, path = environ['PATH_INFO'].partition('/home/garden')
+    inner = app.app if prefix and not before else NotFound()
+    return inner(environ | {'PATH_INFO': path}, start_response)
+"""
+SITES = {
+    'alone': (None, ''),
+    'mounted': (MOUNTED, '/home/garden'),
+    'stripped': (STRIPPED, '/home/garden'),
+}
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    """Chromium without a screen."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = found('chromium')
+    for argument in [
+        '--headless',
+        '--no-sandbox',  # it cannot have one as root, where CI runs
+        '--disable-gpu',
+        '--disable-quic',
+        '--disable-background-networking',
+        '--disable-component-update',
+        '--disable-sync',
+        '--no-first-run',
+        '--window-size=1200,1600',
+        f'--user-data-dir={tmp_path_factory.mktemp("profile")}',
+    ]:
+        options.add_argument(argument)
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+    service = webdriver.ChromeService(found('chromedriver'))
+    browser = webdriver.Chrome(options, service)
+    yield browser
+    browser.quit()
+
+
+def found(program):
+    """Return where a program is."""
+    path = shutil.which(program)
+    assert path, f'{program} is missing: apt-get install chromium chromium-driver'
+    return path
+
+
+class Page:
+    """The page as a person uses it.
+
+    Args:
+        browser: To show it in.
+        url: Of it.
+    """
+
+    def __init__(self, browser, url):
+        self._browser = browser
+        self.complaints()  # those of the page before
+        browser.get(url)
+
+    def find(self, selector):
+        """Return what a CSS selector finds, as soon as it is there to be used."""
+
+        def shown(browser):
+            elements = browser.find_elements(By.CSS_SELECTOR, selector)
+            return next(filter(lambda element: element.is_displayed(), elements), None)
+
+        return WebDriverWait(self._browser, PATIENCE, 0.05).until(shown, selector)
+
+    def authorize(self, token):
+        self.find('.auth-wrapper .authorize').click()
+        self.find('.auth-container input').send_keys(token)
+        self.find('.auth-container .authorize').click()
+        self.find('.auth-container .btn-done').click()
+
+    def fill_in(self, plant):
+        self.find('#operations-Plants-addPlant .opblock-control-arrow').click()
+        field = self.find('.body-param__text')
+        offered = json.loads(field.get_attribute('value'))
+        field.clear()
+        field.send_keys(json.dumps(plant))
+        return offered
+
+    def send(self):
+        """Send what is filled in; return the status and the body of the answer."""
+        self.find('.execute').click()
+        status = self.find('.live-responses-table tbody .response-col_status').text
+        body = self.find('.live-responses-table tbody .highlight-code code').text
+        return int(status.split()[0]), json.loads(body)
+
+    def complaints(self):
+        """Return what the browser has to say, of its console."""
+        return [line['message'] for line in self._browser.get_log('browser')]
+
+
+@pytest.fixture(scope='module', params=SITES)
+def server(request, tmp_path_factory):
+    """A server that has the application somewhere, and the URL where that is."""
+    code, prefix = SITES[request.param]
+    directory = tmp_path_factory.mktemp('server')
+    if code:
+        (directory / 'site_of_test.py').write_text(code)
+    arguments = ['site_of_test:site'] if code else []
+    with Server(directory, *arguments, command=GUNICORN, workers=None) as server:
+        yield server, f'http://127.0.0.1:{server.port}{prefix}'
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page, freshly loaded."""
+    page = Page(browser, f'{server[1]}/docs')
+    page.find('.opblock')
+    assert page.complaints() == []
+    return page
+
+
+def test_person_adds_a_plant(page, server):
+    """With the token, a plant that is filled in and sent is added and answered."""
+    page.authorize(TOKEN)
+    offered = page.fill_in({'id': 7, 'name': 'Fern', 'tag': 'shade'})
+    assert offered == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
+    assert page.send() == (200, {'name': 'Fern', 'tag': 'shade'})
+    assert server[0].plants() == [{'id': 7, 'name': 'Fern', 'tag': 'shade'}]
+    assert page.complaints() == []
+
+
+def test_person_has_a_wrong_token(page):
+    """With a wrong token the page shows the error, and the browser does not ask."""
+    page.authorize('guessed')
+    page.fill_in({'id': 8, 'name': 'Fern'})
+    status, error = page.send()
+    assert (status, error['error']) == (401, 40101)
+    # The browser notes in its console what was refused, and nothing else.
+    (complaint,) = page.complaints()
+    assert '401' in complaint
