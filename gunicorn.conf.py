@@ -6,22 +6,31 @@ to the command line and to GUNICORN_CMD_ARGS. In the order of a server's life.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import mmap
 import os
 import secrets
+import select
 import socket
 import sys
 import time
 from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
 from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from typing import TypeVar
 
-from gunicorn import util
+from greenlet import getcurrent
+from greenlet import greenlet
 from gunicorn.arbiter import Arbiter
 from gunicorn.http import errors
 from gunicorn.http.errors import ParseException
@@ -43,9 +52,7 @@ if 'WEB_CONCURRENCY' not in os.environ:
     # One process can have a store in memory, and more would each have their own.
     memory = os.environ.get('PLANTS_STORE') == 'memory:'
     workers = 1 if memory else len(os.sched_getaffinity(0))
-# A thread is held while a request is read, so this is how many slow clients it takes to
-# keep a worker from the others. The pool grows when it must: a high bound is free.
-threads = 300
+# Connections of each worker. One that is slow or idle costs some kilobytes, no thread.
 worker_connections = 1_000
 # In memory: a heartbeat on a disk stops when the disk does, and so would the worker.
 if Path('/dev/shm').is_dir():
@@ -59,8 +66,10 @@ keepalive = 15
 # Longer than any sync: a worker that is told to stop answers what it has begun.
 graceful_timeout = 30
 # For one request, from its first byte to the end of its body. gunicorn has no such
-# limit, and without one a byte a minute holds a thread for good.
+# limit, and without one a byte a minute holds a connection for good.
 REQUEST_TIMEOUT = 30
+# For the client to take an answer that is the last of its connection.
+LINGER = 2
 # How long a busier worker leaves a new connection to the others.
 STAND_BACK = 0.001
 
@@ -99,6 +108,10 @@ NOT_SERVING = 2**32 - 1
 loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
+EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+# More than a group commit has batches in flight, since they are not all that blocks.
+BLOCKING_CALLS = 16
+
 STATUSES = {
     errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
     errors.ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
@@ -113,8 +126,192 @@ OUR_FAULTS = (
 )
 
 
+Argument = TypeVar('Argument')
+Result = TypeVar('Result')
+
+
+class Patience:
+    """Lets the greenlets of a thread wait while that thread serves others.
+
+    A greenlet is a function call that can be left and taken up again. Each connection
+    is served by one, in plain sequential code, and all of them by one thread: whenever
+    one would wait, for its client or for the store, it comes back to the loop of the
+    worker. That is what threads are for, and what makes them dear: handing the GIL from
+    one to another costs more than the whole of a request.
+
+    It is the ``Scheduler`` of the store (``store/waiting.py``) too.
+
+    Args:
+        threads: For what blocks, such as a sync: it must not hold up the loop.
+        otherwise: The scheduler for callers that are not greenlets of ours.
+    """
+
+    def __init__(self, threads: Executor, otherwise: Any) -> None:
+        self._loop = getcurrent()
+        self._threads = threads
+        self._otherwise = otherwise
+        self._ready = deque[greenlet]()
+        self._calls = deque[Callable[[], None]]()
+        self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alarmed = False
+
+    def start(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function in a greenlet, until it waits or ends."""
+        greenlet(function, self._loop).switch(*args)
+
+    def pause(self) -> None:
+        """Leave the current greenlet until somebody resumes it."""
+        self._loop.switch()
+
+    def resume(self, waiting: greenlet) -> None:
+        """Take a greenlet up again in the next turn of the loop; from any thread."""
+        self._ready.append(waiting)
+        if not self._alarmed:
+            self._alarmed = True
+            os.eventfd_write(self.alarm, 1)
+
+    def turn(self) -> None:
+        """Let every greenlet go on that can, then begin what they want called."""
+        if self._alarmed:
+            with suppress(BlockingIOError):  # it is just about to be written
+                os.eventfd_read(self.alarm)
+            self._alarmed = False
+        while self._ready:
+            self._ready.popleft().switch()
+        # Only now: a batch that is closed at once would have one plant.
+        while self._calls:
+            self._threads.submit(self._calls.popleft())
+
+    def waiter(self) -> Any:
+        if getcurrent().parent is None:
+            return self._otherwise.waiter()
+        return GreenletWaiter(self)
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        current = getcurrent()
+        if current.parent is None:
+            found: Result = self._otherwise.call(function)
+            return found
+        result = Future[Result]()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as ex:
+                result.set_exception(ex)
+            self.resume(current)
+
+        self._calls.append(run)
+        self.pause()
+        return result.result()
+
+
+class GreenletWaiter:
+    """A greenlet that waits for another, which may run in a thread."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._greenlet = getcurrent()
+        self._woken = False
+
+    def wait(self) -> None:
+        while not self._woken:
+            self._patience.pause()
+
+    def wake(self) -> None:
+        self._woken = True
+        self._patience.resume(self._greenlet)
+
+
+class Client:
+    """A client's socket, as blocking code sees it; only its greenlet blocks.
+
+    What is sent is collected, and goes out when the greenlet waits for the client.
+
+    Attributes:
+        deadline: When to give up, in seconds on the monotonic clock.
+        is_idle: Whether it has no request under way.
+    """
+
+    def __init__(self, patience: Patience, sock: socket.socket) -> None:
+        self._patience = patience
+        self._sock = sock
+        self._out: list[bytes] = []
+        self._is_sending = False
+        self._greenlet: greenlet | None = None  # that waits for an event
+        self.fileno = sock.fileno
+        self.close = sock.close
+        sock.setblocking(False)
+
+    def setblocking(self, flag: bool) -> None:
+        """It always is, for its greenlet."""
+
+    def expect_request(self, seconds: float) -> None:
+        """Give the client time to begin a request."""
+        self.is_idle = True
+        self.deadline = time.monotonic() + seconds
+
+    def recv(self, size: int) -> bytes:
+        self.flush()
+        data = self._retry(self._sock.recv, size)
+        if self.is_idle:
+            self.is_idle = False
+            self.deadline = time.monotonic() + REQUEST_TIMEOUT
+        return data
+
+    def sendall(self, data: bytes) -> None:
+        self._out.append(data)
+
+    send = sendall
+
+    def flush(self) -> None:
+        """Send what was collected; who takes it slowly has time for each piece."""
+        data = b''.join(self._out)
+        self._out.clear()
+        self._is_sending = True
+        while data:
+            data = data[self._retry(self._sock.send, data) :]
+            self.deadline = time.monotonic() + REQUEST_TIMEOUT
+        self._is_sending = False
+
+    def linger(self) -> None:
+        """Let the client take the last answer before the connection is closed.
+
+        A connection that is closed with something unread is reset, and a reset takes
+        the answer with it (RFC 9112, section 9.6).
+        """
+        self.flush()
+        self._sock.shutdown(socket.SHUT_WR)
+        self.is_idle = False
+        self.deadline = time.monotonic() + LINGER
+        unread = 0
+        while unread < 65_536 and (data := self.recv(65_536)):
+            unread += len(data)
+
+    def give_up(self) -> None:
+        """Let its greenlet see the end of the connection, in its direction."""
+        self.deadline = math.inf
+        how = socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
+        with suppress(OSError):  # it has ended already
+            self._sock.shutdown(how)
+
+    def on_event(self) -> None:
+        """Let its greenlet try again."""
+        if self._greenlet is not None:
+            self._greenlet.switch()
+
+    def _retry(self, call: Callable[[Argument], Result], argument: Argument) -> Result:
+        while True:
+            try:
+                return call(argument)
+            except BlockingIOError:
+                self._greenlet = getcurrent()
+                self._patience.pause()
+                self._greenlet = None
+
+
 class PlantsWorker(ThreadWorker):  # type: ignore[misc]
-    """gthread, with connections spread evenly and a time limit for each request.
+    """gthread, with greenlets in the place of its threads.
 
     *Spreading.* All workers wait at one socket, and the first to wake takes what comes:
     a few kept connections often end up at one worker while the other idles. The usual
@@ -124,16 +321,13 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
     more connections than another stands back for a moment when a new one comes. If
     nobody takes it meanwhile, it does.
 
-    *Time limit.* A request that is not read to its end in time sees the end of its
-    input. A request that is being answered does not read, and so does not notice.
+    *Time limits.* A client that does not send in time sees its connection end, and a
+    request that is not read to its end then ends early. A request that is being
+    answered does not read, and so does not notice.
 
     *Errors.* A request that cannot reach the application is answered in JSON like all
     others, and the log does not repeat it: there may be a token in it. gunicorn's own
     answer is an HTML page, and no setting changes that.
-
-    *Closing.* gunicorn waits up to two seconds for the client to close its end too, so
-    that the answer gets through, and it does so where all other clients wait for it.
-    Here the thread that served the client waits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,15 +335,46 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._slot = self.age % SLOTS
         self._standing_back = False
         self._patient = True
-        self._deadlines: dict[TConn, float] = {}
+        self._clients: dict[int, Client] = {}
         self._quitting = False
         self._next_look = 0.0
+
+    @classmethod
+    def check_config(cls, cfg: Any, log: Any) -> None:
+        if cfg.is_ssl:
+            sys.exit(
+                'Error: TLS is for a proxy in front, or for the worker class gthread'
+            )
+
+    def get_thread_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(BLOCKING_CALLS)
+
+    def run(self) -> None:
+        from store import waiting
+
+        self._patience = Patience(self.tpool, waiting.current)
+        waiting.current = self._patience
+        self._epoll = select.epoll()
+        self._epoll.register(self.poller.fileno(), select.EPOLLIN)
+        self._epoll.register(self._patience.alarm, select.EPOLLIN)
+        super().run()
 
     def accept(self, listener: socket.socket) -> None:
         if self._patient and self.nr_conns > min(loads):
             self._standing_back = True
-        else:
-            super().accept(listener)
+            return
+        try:
+            sock, address = listener.accept()
+        except OSError as ex:
+            if ex.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.EWOULDBLOCK):
+                raise
+            return
+        client = Client(self._patience, sock)
+        self.nr_conns += 1
+        self._clients[client.fileno()] = client
+        # Edge-triggered, once and for all: whoever waits has tried before.
+        self._epoll.register(client.fileno(), EDGES)
+        self._patience.start(self._serve, client, address, listener.getsockname())
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:
         loads[self._slot] = self.nr_conns if self.alive else NOT_SERVING
@@ -157,29 +382,34 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         if stand_back:
             self.set_accept_enabled(False)  # run() enables it again in its next turn
             timeout = STAND_BACK
-        super().wait_for_and_dispatch_events(timeout)
+        for fd, _ in self._epoll.poll(timeout):
+            client = self._clients.get(fd)
+            if client is not None:
+                client.on_event()
+            elif fd != self._patience.alarm:
+                super().wait_for_and_dispatch_events(0)
+        self._patience.turn()
         self._patient = not stand_back
 
-    def handle(self, conn: TConn) -> Any:
-        self._deadlines[conn] = time.monotonic() + REQUEST_TIMEOUT
+    def _serve(self, client: Client, address: Any, server: Any) -> None:
+        """Serve a connection from its beginning to its end."""
+        conn = TConn(self.cfg, client, address, server)
+        conn.data_ready = True  # whoever reads can wait
         try:
-            kept = not self._quitting and super().handle(conn)
-            if not kept:
-                with suppress(OSError):  # it is closed already
-                    conn.sock.setblocking(True)
-                    util.close_graceful(conn.sock)
-            return kept
+            client.expect_request(self.cfg.keepalive)
+            while self.handle(conn):
+                client.flush()
+                client.expect_request(self.cfg.keepalive if self.alive else LINGER)
+            client.linger()
+        except OSError:
+            pass  # the client is gone
         finally:
-            del self._deadlines[conn]
-
-    def finish_request(self, conn: TConn, done: Future[Any]) -> None:
-        if done.cancelled() or done.exception() or done.result():
-            super().finish_request(conn, done)
-        else:
-            self.nr_conns -= 1  # handle() has closed it
+            del self._clients[client.fileno()]
+            client.close()
+            self.nr_conns -= 1
 
     def handle_error(
-        self, request: Request, client: socket.socket, address: Any, error: Exception
+        self, request: Request, client: Client, address: Any, error: Exception
     ) -> None:
         if isinstance(error, ParseException) and not isinstance(error, OUR_FAULTS):
             status = STATUSES.get(type(error), HTTPStatus.BAD_REQUEST)
@@ -197,34 +427,28 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             f'\r\n'
             f'{body}'
         )
-        with suppress(OSError):  # the client is gone
-            util.write_nonblock(client, answer.encode())
+        client.sendall(answer.encode())
 
     def murder_pending(self) -> None:
-        super().murder_pending()
         now = time.monotonic()
-        if now >= self._next_look:
+        if now >= self._next_look or not self.alive:
             self._next_look = now + 1
-            self._shut_down([c for c, end in self._busy() if end < now], socket.SHUT_RD)
+            for client in list(self._clients.values()):
+                if client.deadline < now:
+                    client.give_up()
+
+    def _cap_keepalive(self, deadline: float) -> None:
+        for client in self._clients.values():
+            if client.is_idle:
+                client.deadline = min(client.deadline, deadline)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         # Ctrl-C reaches a worker twice, from the terminal and from the master.
-        if self._quitting:
-            return
-        self._quitting = True
-        # The process ends when its threads do, so none may wait for a client.
-        self._shut_down([conn for conn, _ in self._busy()], socket.SHUT_RDWR)
-        # NOTE: not gthread's own, which shuts the pool down: that takes a lock which
-        # the code that this signal has interrupted may hold.
-        Worker.handle_quit(self, sig, frame)
-
-    def _busy(self) -> list[tuple[TConn, float]]:
-        return list(self._deadlines.items())
-
-    def _shut_down(self, connections: list[TConn], how: int) -> None:
-        for conn in connections:
-            with suppress(OSError):  # it is closed already
-                conn.sock.shutdown(how)
+        if not self._quitting:
+            self._quitting = True
+            # NOTE: not gthread's own, which shuts the pool down: that takes a lock
+            # which the code that this signal has interrupted may hold.
+            Worker.handle_quit(self, sig, frame)
 
 
 worker_class = PlantsWorker

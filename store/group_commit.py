@@ -31,6 +31,9 @@ from typing import Any
 from typing import Generic
 from typing import TypeVar
 
+from store import waiting
+from store.waiting import Waiter
+
 Record = TypeVar('Record')
 Written = TypeVar('Written')
 
@@ -49,7 +52,7 @@ class Entry(Generic[Record]):
         error: Set by the append or the sync when this record's caller must raise it.
     """
 
-    __slots__ = ('_leads', '_parked', 'error', 'new', 'record', 'size')
+    __slots__ = ('_leads', '_waiter', 'error', 'new', 'record', 'size')
 
     def __init__(self, record: Record, size: int) -> None:
         self.record = record
@@ -57,9 +60,7 @@ class Entry(Generic[Record]):
         self.new = False
         self.error: BaseException | None = None
         self._leads = False
-        # NOTE: a bare lock, taken at once and released by whoever wakes the caller:
-        # the cheapest way to park a thread. An Event is four times the work.
-        self._parked: threading.Lock | None = None
+        self._waiter: Waiter | None = None
 
 
 def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
@@ -114,13 +115,12 @@ class GroupCommit(Generic[Record, Written]):
         with self._lock:
             self._waiting.append(entry)
             if self._appending or self._syncing >= self._sync_limit:
-                entry._parked = threading.Lock()
-                entry._parked.acquire()
+                entry._waiter = waiting.current.waiter()
             else:
                 self._appending = entry._leads = True
-        if entry._parked is not None:
+        if entry._waiter is not None:
             try:
-                entry._parked.acquire()
+                entry._waiter.wait()
             except BaseException:  # Ctrl-C: a leader must lead, for those behind it
                 with self._lock, suppress(ValueError):
                     if not entry._leads:
@@ -129,7 +129,7 @@ class GroupCommit(Generic[Record, Written]):
                     self._lead()
                 raise
         if entry._leads:
-            self._lead()
+            waiting.current.call(self._lead)
         if entry.error is not None:
             raise entry.error
         return entry.new
@@ -198,5 +198,5 @@ def _fail(batch: Sequence[Entry[Record]], error: BaseException) -> None:
 
 
 def _wake(entry: Entry[Record] | None) -> None:
-    if entry is not None and entry._parked is not None:
-        entry._parked.release()
+    if entry is not None and entry._waiter is not None:
+        entry._waiter.wake()

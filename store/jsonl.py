@@ -94,9 +94,6 @@ class JSONLinesStore(LazyStore['_PlantFile']):
             return expected_records(file.fileno())
         return 0
 
-    def ping(self) -> None:
-        self._opened().ping()
-
     def _open(self) -> _PlantFile:
         return _PlantFile(self.path, self._create, self._system)
 

@@ -12,12 +12,16 @@ from typing import Generic
 from typing import Protocol
 from typing import TypeVar
 
+from store import waiting
 from store.base import PlantStore
 from store.errors import StoreClosed
 
 
 class Opened(Protocol):
     """What a store holds while it is in use."""
+
+    def ping(self) -> None:
+        """Raise what an add would raise now."""
 
     def close(self) -> None:
         """Give it back."""
@@ -47,6 +51,9 @@ class LazyStore(PlantStore, Generic[OpenedT]):
     def _open(self) -> OpenedT:
         """Open it; called again at the next use if it raises."""
 
+    def ping(self) -> None:
+        waiting.current.call(self._opened().ping)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -58,6 +65,9 @@ class LazyStore(PlantStore, Generic[OpenedT]):
         in_use = self._in_use
         if in_use is not None:
             return in_use
+        return waiting.current.call(self._open_now)
+
+    def _open_now(self) -> OpenedT:
         with self._lock:
             self._check_open()
             if self._in_use is None:

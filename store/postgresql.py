@@ -147,9 +147,6 @@ class PostgreSQLStore(LazyStore['_Database']):
     def __length_hint__(self) -> int:
         return self._opened().count()
 
-    def ping(self) -> None:
-        self._opened().ping()
-
     def _open(self) -> _Database:
         return _Database(self._url, self._create)
 

@@ -355,7 +355,7 @@ def test_interrupted_waiter(quick):
         raise Interrupt
 
     def signal_waiter():
-        wait_until(lambda: disk.waiting() and disk.commit._waiting[0]._parked)
+        wait_until(lambda: disk.waiting() and disk.commit._waiting[0]._waiter)
         signal.pthread_kill(main, signal.SIGUSR1)
         assert interrupted.wait(PATIENCE)
         gate.open()
