@@ -16,16 +16,15 @@ import secrets
 import select
 import socket
 import sys
+import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
-from concurrent.futures import Future
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from typing import TypeVar
 
@@ -109,8 +108,8 @@ loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
 EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
-# More than a group commit has batches in flight, since they are not all that blocks.
-BLOCKING_CALLS = 16
+# For what blocks: a sync of each batch in flight, and what is not as frequent.
+MOST_THREADS = 16
 
 STATUSES = {
     errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
@@ -142,16 +141,16 @@ class Patience:
     It is the ``Scheduler`` of the store (``store/waiting.py``) too.
 
     Args:
-        threads: For what blocks, such as a sync: it must not hold up the loop.
         otherwise: The scheduler for callers that are not greenlets of ours.
     """
 
-    def __init__(self, threads: Executor, otherwise: Any) -> None:
+    def __init__(self, otherwise: Any) -> None:
         self._loop = getcurrent()
-        self._threads = threads
         self._otherwise = otherwise
         self._ready = deque[greenlet]()
-        self._calls = deque[Callable[[], None]]()
+        self._calls = SimpleQueue[Call]()
+        self._called = 0
+        self._threads = 0
         self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._alarmed = False
 
@@ -171,16 +170,20 @@ class Patience:
             os.eventfd_write(self.alarm, 1)
 
     def turn(self) -> None:
-        """Let every greenlet go on that can, then begin what they want called."""
+        """Let every greenlet go on that can."""
         if self._alarmed:
             with suppress(BlockingIOError):  # it is just about to be written
                 os.eventfd_read(self.alarm)
             self._alarmed = False
         while self._ready:
             self._ready.popleft().switch()
-        # Only now: a batch that is closed at once would have one plant.
-        while self._calls:
-            self._threads.submit(self._calls.popleft())
+
+    def give_way(self) -> None:
+        if getcurrent().parent is None:
+            self._otherwise.give_way()
+        else:
+            self.resume(getcurrent())
+            self.pause()
 
     def waiter(self) -> Any:
         if getcurrent().parent is None:
@@ -192,18 +195,38 @@ class Patience:
         if current.parent is None:
             found: Result = self._otherwise.call(function)
             return found
-        result = Future[Result]()
-
-        def run() -> None:
-            try:
-                result.set_result(function())
-            except BaseException as ex:
-                result.set_exception(ex)
-            self.resume(current)
-
-        self._calls.append(run)
+        call = Call(function, current)
+        self._called += 1
+        if self._called > self._threads < MOST_THREADS:
+            self._threads += 1
+            threading.Thread(target=self._run_calls, daemon=True).start()
+        self._calls.put(call)
         self.pause()
-        return result.result()
+        self._called -= 1
+        if call.error is not None:
+            raise call.error
+        result: Result = call.result
+        return result
+
+    def _run_calls(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                call.result = call.function()
+            except BaseException as ex:
+                call.error = ex
+            self.resume(call.caller)
+
+
+class Call:
+    """A call that a thread makes while its caller pauses."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+    def __init__(self, function: Callable[[], Any], caller: greenlet) -> None:
+        self.function = function
+        self.caller = caller
 
 
 class GreenletWaiter:
@@ -346,13 +369,10 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
                 'Error: TLS is for a proxy in front, or for the worker class gthread'
             )
 
-    def get_thread_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(BLOCKING_CALLS)
-
     def run(self) -> None:
         from store import waiting
 
-        self._patience = Patience(self.tpool, waiting.current)
+        self._patience = Patience(waiting.current)
         waiting.current = self._patience
         self._epoll = select.epoll()
         self._epoll.register(self.poller.fileno(), select.EPOLLIN)

@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
-from time import sleep
 from typing import Any
 from typing import Generic
 from typing import TypeVar
@@ -129,7 +129,7 @@ class GroupCommit(Generic[Record, Written]):
                     self._lead()
                 raise
         if entry._leads:
-            waiting.current.call(self._lead)
+            self._lead()
         if entry.error is not None:
             raise entry.error
         return entry.new
@@ -140,9 +140,8 @@ class GroupCommit(Generic[Record, Written]):
         written: Written | None = None
         try:
             try:
-                # Threads that only wait for the GIL to bring a record come in before
-                # the batch is closed. Where nobody does it costs nothing.
-                sleep(0)
+                # Who is about to bring a record comes in before the batch is closed.
+                waiting.current.give_way()
             finally:
                 batch = self._take_batch()
             written = self._append(batch)
@@ -158,7 +157,7 @@ class GroupCommit(Generic[Record, Written]):
         if written:
             began = perf_counter()
             try:
-                self._sync(written)
+                waiting.current.call(partial(self._sync, written))
             except BaseException as ex:
                 _fail(batch, ex)
             slow = perf_counter() - began > SLOW_SYNC

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from contextlib import contextmanager
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,6 +33,7 @@ from typing import TypeVar
 
 from store import index as id_index
 from store import record
+from store import waiting
 from store.base import Create
 from store.base import Plant
 from store.errors import IdTaken
@@ -420,7 +422,7 @@ class _PlantFile:
             # next. It may be retired already, and another in its place.
             self._index.retire()
         try:
-            self._open_index()
+            waiting.current.call(self._open_index)
             return action()
         except id_index.IndexDamaged as ex:  # pragma: no cover - twice in a row
             raise self._unavailable(f'the index: {ex}') from ex
@@ -506,11 +508,15 @@ class _FileLock:
         self.closed = False
 
     def __enter__(self) -> None:
-        self._mutex.acquire()
+        if not self._mutex.acquire(blocking=False):
+            waiting.current.call(self._mutex.acquire)
         try:
             if self.closed:
                 raise StoreClosed
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting.current.call(partial(fcntl.flock, self._fd, fcntl.LOCK_EX))
         except BaseException:
             self._mutex.release()
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from time import sleep
 from typing import Protocol
 from typing import TypeVar
 
@@ -26,6 +27,9 @@ class Waiter(Protocol):
 
 class Scheduler(Protocol):
     """How the callers of a server wait."""
+
+    def give_way(self) -> None:
+        """Let callers come in that are ready to."""
 
     def waiter(self) -> Waiter:
         """Return a waiter for the caller."""
@@ -54,6 +58,9 @@ class ThreadWaiter:
 
 class Threads:
     """Callers are threads, and each has time of its own."""
+
+    def give_way(self) -> None:
+        sleep(0)  # for threads that only wait for the GIL; elsewhere it costs nothing
 
     def waiter(self) -> Waiter:
         return ThreadWaiter()
