@@ -81,10 +81,16 @@ class Answer:
 
 
 class RawClient:
-    """One connection: send bytes, receive answers one after another."""
+    """One connection: send bytes, receive answers one after another.
 
-    def __init__(self, port, timeout=PATIENCE):
-        self._socket = socket.create_connection(('127.0.0.1', port), timeout)
+    Args:
+        port: Where to connect to.
+        timeout: How long to wait for anything, in seconds.
+        over: A socket that is connected already, instead.
+    """
+
+    def __init__(self, port=None, timeout=PATIENCE, *, over=None):
+        self._socket = over or socket.create_connection(('127.0.0.1', port), timeout)
         self._stream = self._socket.makefile('rb')
 
     def __enter__(self):
@@ -112,7 +118,7 @@ class RawClient:
             line = self._stream.readline()
             if not line:
                 return None
-            status = int(re.fullmatch(rb'HTTP/1\.[01] (\d{3}) [ -~]+\r\n', line)[1])
+            status = int(re.fullmatch(rb'HTTP/1\.[01] (\d{3}) [ -~]*\r\n', line)[1])
             headers = self._headers()
             length = 0 if head or status == 100 else int(headers['content-length'])
             body = self._stream.read(length)

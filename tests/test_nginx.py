@@ -1,0 +1,379 @@
+"""The service behind nginx, as ``deploy/nginx.conf`` sets it up."""
+
+import itertools
+import json
+import re
+import select
+import socket
+import ssl
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+from server import PATIENCE
+from server import REPOSITORY
+from server import TOKEN
+from server import RawClient
+from server import Server
+from server import request
+from server import wait_until
+
+RECIPE = (REPOSITORY / 'deploy/nginx.conf').read_text()
+MAIN = """
+daemon off;
+pid {directory}/nginx.pid;
+error_log {directory}/error.log;
+events {{}}
+http {{
+    client_body_temp_path {directory}/body;
+    proxy_temp_path {directory}/proxy;
+    fastcgi_temp_path {directory}/fastcgi;
+    uwsgi_temp_path {directory}/uwsgi;
+    scgi_temp_path {directory}/scgi;
+    include {directory}/plants.conf;
+}}
+"""
+
+ids = itertools.count(1)
+
+
+def fern():
+    """Return a plant that no other test adds."""
+    return {'id': next(ids), 'name': 'Fern'}
+
+
+def free_port():
+    """Return a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        return free.getsockname()[1]
+
+
+class Nginx:
+    """nginx with the recipe, where only what it calls yours to change is changed.
+
+    Args:
+        directory: For its files; its socket for the upstream is there too.
+    """
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.upstream = directory / 'plants.sock'
+        self.port = free_port()
+        subprocess.run(
+            [
+                *('openssl', 'req', '-x509', '-newkey', 'ec', '-nodes', '-days', '1'),
+                *('-pkeyopt', 'ec_paramgen_curve:prime256v1', '-subj', '/CN=localhost'),
+                *('-addext', 'subjectAltName=DNS:localhost'),
+                *(
+                    '-keyout',
+                    directory / 'plants.key',
+                    '-out',
+                    directory / 'plants.pem',
+                ),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        self._trust = ssl.create_default_context(cafile=directory / 'plants.pem')
+        recipe = RECIPE
+        for theirs, ours in {
+            'listen 443': f'listen 127.0.0.1:{self.port}',
+            'plants.example.org': 'localhost',
+            '/etc/ssl/private/plants.key': f'{directory}/plants.key',
+            '/etc/ssl/plants.pem': f'{directory}/plants.pem',
+            '/run/plants.sock': f'{self.upstream}',
+            '/var/log/nginx/plants.log': f'{directory}/access.log',
+        }.items():
+            assert recipe.count(theirs) == 1, theirs
+            recipe = recipe.replace(theirs, ours)
+        (directory / 'plants.conf').write_text(recipe)
+        # NOTE: nginx's workers could not enter a directory of tests that is root's.
+        user = 'user root;' if directory.stat().st_uid == 0 else ''
+        (directory / 'nginx.conf').write_text(user + MAIN.format(directory=directory))
+
+    def __enter__(self):
+        self._process = subprocess.Popen(
+            ['nginx', '-p', self.directory, '-c', self.directory / 'nginx.conf'],
+            stderr=subprocess.PIPE,
+        )
+
+        def listens():
+            assert self._process.poll() is None, self._process.stderr.read()
+            with socket.socket() as probe:
+                return probe.connect_ex(('127.0.0.1', self.port)) == 0
+
+        wait_until(listens, 'nginx listens')
+        return self
+
+    def __exit__(self, *exc_info):
+        self._process.terminate()
+        self._process.wait(PATIENCE)
+        self._process.stderr.close()
+
+    def connect(self, *, tls=True):
+        connected = socket.create_connection(('127.0.0.1', self.port), PATIENCE)
+        if tls:
+            connected = self._trust.wrap_socket(connected, server_hostname='localhost')
+        return RawClient(over=connected)
+
+    def ask(self, data, **how):
+        with self.connect(**how) as client:
+            return client.ask(data)
+
+    @property
+    def log(self):
+        return (self.directory / 'access.log').read_text()
+
+
+@pytest.fixture(scope='module')
+def nginx(tmp_path_factory):
+    """What stands in front of whatever listens at its upstream."""
+    with Nginx(tmp_path_factory.mktemp('nginx')) as nginx:
+        yield nginx
+    errors = (nginx.directory / 'error.log').read_text()
+    assert '[emerg]' not in errors
+    assert '[alert]' not in errors
+    assert TOKEN not in errors + nginx.log
+
+
+@pytest.fixture(scope='module')
+def server(nginx, tmp_path_factory):
+    """The service, with a probe to listen at the socket that nginx connects to."""
+    directory = tmp_path_factory.mktemp('behind')
+    arguments = f'--bind 127.0.0.1:0 --bind unix:{nginx.upstream}'
+    with Server(directory, workers=2, GUNICORN_CMD_ARGS=arguments) as server:
+        yield server
+
+
+def assert_error(answer, value):
+    """An answer is an ``Error`` with a value, whoever made it."""
+    assert answer.json.keys() == {'error', 'message'}
+    assert (answer.status, answer.json['error']) == (value // 100, value)
+    assert ('retry-after' in answer.headers) == (value == 50300)
+    assert re.fullmatch('[0-9a-f]{16,32}', answer.headers['x-request-id'])
+
+
+def test_add(server, nginx):
+    """A plant comes through TLS, again and again, and is stored once."""
+    plant = fern()
+    with nginx.connect() as client:
+        for _ in range(3):
+            answer = client.ask(request(body=plant))
+            assert (answer.status, answer.json) == (200, {'name': 'Fern'})
+    assert server.plants().count(plant) == 1
+
+
+def test_chunked(server, nginx):
+    """A body in chunks is as good as one with a length."""
+    plant = fern()
+    body = json.dumps(plant).encode()
+    data = request(
+        body=b'%x\r\n%b\r\n0\r\n\r\n' % (len(body), body), transfer_encoding='chunked'
+    )
+    assert nginx.ask(data).status == 200
+    assert plant in server.plants()
+
+
+def test_fault_of_the_service(server, nginx):
+    """What the service refuses is answered in its own words."""
+    answer = nginx.ask(request(body={'id': 1.5, 'name': 'Fern'}))
+    assert_error(answer, 40005)
+    assert answer.json['message'] == 'id: 1.5 is not an integer'
+    answer = nginx.ask(request(body=fern(), authorization=None))
+    assert_error(answer, 40100)
+    assert answer.headers['www-authenticate'] == 'Bearer'
+
+
+CHUNK = b'10000\r\n' + b' ' * 65_536 + b'\r\n'
+
+FAULTS = {
+    'too large': (40003, request(body=b' ' * 65_537)),
+    'too large by far': (40003, request(body=b' ', content_length='10000000000')),
+    'too large in chunks': (
+        40003,
+        request(body=CHUNK * 2 + b'0\r\n\r\n', transfer_encoding='chunked'),
+    ),
+    'not HTTP': (40000, b'{}\r\n\r\n'),
+    'empty lines': (40000, b'\r\n\r\n\0\r\n\r\n'),
+    'no host': (40000, request(host=None)),
+    'bad length': (40000, request(body=fern(), content_length='ten')),
+    'target too long': (41400, request(target='/' + 'x' * 9_000)),
+    'header too long': (43100, request(x_long='x' * 9_000)),
+    'TRACE': (40500, request('TRACE')),
+    'unknown coding': (50100, request(body=fern(), transfer_encoding='gzip')),
+    'its own pages': (40400, request('GET', '/nginx-fault')),
+}
+
+
+@pytest.mark.parametrize(('value', 'data'), FAULTS.values(), ids=FAULTS)
+def test_fault_of_nginx(server, nginx, value, data):
+    """What nginx refuses is an Error too, with the value it has without nginx."""
+    assert_error(nginx.ask(data), value)
+
+
+def test_no_tls(nginx):
+    """A client that speaks plain HTTP is told so with an Error."""
+    assert_error(nginx.ask(request(body=fern()), tls=False), 40000)
+
+
+def test_request_id(server, nginx):
+    """A request has one id for the client, for nginx's log and for the service's."""
+    answer = nginx.ask(request(body=fern(), x_request_id='from-the-client'))
+    assert answer.headers['x-request-id'] == 'from-the-client'
+    for sent in (None, 'not sane', 'x' * 200):
+        answer = nginx.ask(request(body=fern(), x_request_id=sent))
+        id = answer.headers['x-request-id']
+        assert re.fullmatch('[0-9a-f]{32}', id)
+        assert f' {id} token-1 POST /plants 200 ' in server.log
+    wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'it is logged')
+
+
+def test_forged_headers(server, nginx):
+    """A client cannot say for nginx where the application is mounted, or who it is."""
+    forged = {
+        'SCRIPT_NAME': '/plants',
+        'PATH_INFO': '/elsewhere',
+        'x_forwarded_proto': 'http',
+        'x_forwarded_for': '127.0.0.2',
+    }
+    data = request(body=fern(), **forged)
+    data = data.replace(b'SCRIPT-NAME', b'SCRIPT_NAME').replace(
+        b'PATH-INFO', b'PATH_INFO'
+    )
+    assert nginx.ask(data).status == 200
+    assert nginx.ask(request(body=fern(), **forged)).status == 200
+
+
+TARGETS = [
+    '/plants?a=b',
+    '/plants/',
+    '//plants',
+    '/./plants',
+    '/plants%2f',
+    '/%70lants',
+]
+
+
+@pytest.mark.parametrize('target', TARGETS)
+def test_target(server, nginx, target):
+    """A target means what it means without nginx."""
+    data = request('POST', target, fern())
+    assert nginx.ask(data).status == server.ask(data).status
+
+
+# ---- an upstream of the test's own
+
+
+class Upstream:
+    """A socket where nginx expects the service; the test answers, or does not.
+
+    Args:
+        path: Of the socket.
+    """
+
+    def __init__(self, path):
+        path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.settimeout(PATIENCE)
+        self._listening.bind(str(path))
+        self._listening.listen()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._listening.close()
+
+    def is_connected_to(self, seconds=0):
+        """Whether there is a connection to accept."""
+        return bool(select.select([self._listening], [], [], seconds)[0])
+
+    @contextmanager
+    def accept(self):
+        """Accept a connection; yield what receives and answers a request, and it."""
+        connection, _ = self._listening.accept()
+        connection.settimeout(PATIENCE)
+        with connection, connection.makefile('rb') as stream:
+
+            def receive():
+                length = 0
+                for line in iter(stream.readline, b'\r\n'):
+                    assert line, 'closed'
+                    name, _, value = line.lower().partition(b':')
+                    length = int(value) if name == b'content-length' else length
+                return stream.read(length)
+
+            def answer(body=b'{}'):
+                head = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n'
+                length = b'Content-Length: %d\r\n\r\n' % len(body)
+                connection.sendall(head + length + body)
+
+            yield receive, answer, connection
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """What stands in front of nothing, until a test listens there."""
+    with Nginx(tmp_path) as nginx:
+        yield nginx
+
+
+def test_service_away(alone):
+    """Without the service the answer is 503 with a time to try again."""
+    assert_error(alone.ask(request(body=fern())), 50300)
+    with Upstream(alone.upstream):
+        pass  # now there is a socket, and nobody listens
+    assert_error(alone.ask(request(body=fern())), 50300)
+
+
+@pytest.mark.parametrize('reply', [b'', b'HTTP/1.1 200 O'])
+def test_service_breaks_off(alone, reply):
+    """A service that ends in the middle of a request, or its answer, is 503."""
+    with Upstream(alone.upstream) as upstream, alone.connect() as client:
+        client.send(request(body=fern()))
+        with upstream.accept() as (receive, _, connection):
+            receive()
+            connection.sendall(reply)
+        assert_error(client.receive(), 50300)
+
+
+def test_closed_connection(alone):
+    """A request for which a kept connection turns out to be closed is sent again."""
+    with Upstream(alone.upstream) as upstream, alone.connect() as client:
+        client.send(request(body=fern()))
+        with upstream.accept() as (receive, answer, _):
+            receive()
+            answer()
+            assert client.receive().status == 200
+            plant = fern()
+            client.send(request(body=plant))
+            assert json.loads(receive()) == plant
+        with upstream.accept() as (receive, answer, _):
+            assert json.loads(receive()) == plant
+            answer()
+            assert client.receive().status == 200
+
+
+def test_slow_clients(alone):
+    """A request reaches the service when it is complete, with a length, at once."""
+    plant = fern()
+    body = json.dumps(plant).encode()
+    slow = [
+        request(body=body),
+        request(
+            body=b'%x\r\n%b\r\n0\r\n\r\n' % (len(body), body),
+            transfer_encoding='chunked',
+        ),
+    ]
+    with Upstream(alone.upstream) as upstream:
+        for data in slow:
+            with alone.connect() as client:
+                for start in range(0, len(data) - 1, 20):
+                    client.send(data[start : start + 20][: len(data) - 1 - start])
+                assert not upstream.is_connected_to(0.1)
+                client.send(data[-1:])
+                with upstream.accept() as (receive, answer, _):
+                    assert json.loads(receive()) == plant
+                    answer()
+                    assert client.receive().status == 200
