@@ -12,8 +12,10 @@ import logging
 import math
 import mmap
 import os
+import resource
 import secrets
 import select
+import signal
 import socket
 import sys
 import threading
@@ -78,6 +80,9 @@ STAND_BACK = 0.001
 control_socket_disable = True
 
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+
+
 def pre_fork(server: Arbiter, worker: Worker) -> None:
     """Choose the core that a worker will keep to: the one with the fewest workers."""
     taken = [other.core for other in server.WORKERS.values()]
@@ -90,8 +95,19 @@ def post_fork(server: Arbiter, worker: Worker) -> None:
     Its threads run one at a time in any case (the GIL). On one core a thread that lets
     go of the GIL for a system call has it back at once; on two it wakes a thread on the
     other one, and both wait for each other.
+
+    A stop that reaches a worker before it has its signal handlers would find those of
+    the master, which only take note: the worker would go on until it is killed.
     """
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    while not server.SIG_QUEUE.empty():  # what they have noted since the fork
+        if server.SIG_QUEUE.get() in STOPS:
+            sys.exit()
     os.sched_setaffinity(0, {worker.core})
+    # Usually 1,024 may be open, where a silent connection takes up to two.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def pre_request(worker: Worker, request: Request) -> None:
@@ -386,7 +402,9 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         try:
             sock, address = listener.accept()
         except OSError as ex:
-            if ex.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.EWOULDBLOCK):
+            if ex.errno in (errno.EMFILE, errno.ENFILE):
+                self._standing_back = True  # others have to close first
+            elif ex.errno not in (errno.EAGAIN, errno.ECONNABORTED):
                 raise
             return
         client = Client(self._patience, sock)
@@ -525,6 +543,15 @@ def when_ready(server: Arbiter) -> None:
         if address.startswith('unix:'):
             address = 'http://HOST:PORT'
         print(app.new_token_notice(token, address), file=sys.stderr, flush=True)
+
+
+def pre_exec(server: Arbiter) -> None:
+    """Upgrade (SIGUSR2) with the very command that started this server.
+
+    gunicorn makes it up from ``sys.argv``, and ``python -m gunicorn`` becomes a path
+    inside its package: there ``import http`` finds gunicorn's own, and nothing starts.
+    """
+    server.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
 
 
 def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
