@@ -852,44 +852,6 @@ def test_terminate(tmp_path):
         assert plant in server.plants()
 
 
-def keep_adding(server, done):
-    """Add plants on a kept connection until it is done; return them."""
-    added = []
-    while not done.is_set():
-        with server.connect() as client:
-            kept = True
-            while kept and not done.is_set():
-                plant = fern()
-                answer = client.ask(request(body=plant))
-                assert answer is not None, 'closed without an announcement'
-                assert answer.status == 200
-                added.append(plant)
-                kept = not answer.announces_close
-    return added
-
-
-def test_reload_loses_no_request(tmp_path):
-    """SIGHUP under load replaces every worker, and every request is answered."""
-    done = threading.Event()
-    with Server(tmp_path, workers=2) as server, ThreadPoolExecutor(8) as pool:
-        try:
-            loads = [pool.submit(keep_adding, server, done) for _ in range(8)]
-            for _ in range(2):
-                old = server.worker_pids()
-                server.signal(signal.SIGHUP)
-                wait_until(
-                    lambda old=old: not old & server.worker_pids(), 'all are replaced'
-                )
-                assert len(server.worker_pids()) == 2
-        finally:
-            done.set()
-        added = [plant for load in loads for plant in load.result()]
-        assert len(added) > 100
-        stored = {plant['id'] for plant in server.plants()}
-        assert stored == {plant['id'] for plant in added}
-        assert 'Traceback' not in server.log
-
-
 def test_killed_worker(tmp_path):
     """After kill -9 of the only worker another one takes over, with every plant."""
     plant = fern()
