@@ -24,5 +24,6 @@ lint: venv
 bench: venv
 	$(BIN)/python -m bench.throughput
 	$(BIN)/python -m bench.scale
+	$(BIN)/python -m bench.hostile
 
 .PHONY: all venv run test lint bench
