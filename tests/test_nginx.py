@@ -321,7 +321,11 @@ def alone(tmp_path):
 
 def test_service_away(alone):
     """Without the service the answer is 503 with a time to try again."""
-    assert_error(alone.ask(request(body=fern())), 50300)
+    answer = alone.ask(request('POST', '/plants?access_token=secret', fern()))
+    assert_error(answer, 50300)
+    logged = f' {answer.headers["x-request-id"]} POST /plants 503 '
+    wait_until(lambda: logged in alone.log, 'it is logged, without the query')
+    assert 'secret' not in alone.log
     with Upstream(alone.upstream):
         pass  # now there is a socket, and nobody listens
     assert_error(alone.ask(request(body=fern())), 50300)
