@@ -72,7 +72,7 @@ REQUEST_TIMEOUT = 30
 # For the client to take an answer that is the last of its connection.
 LINGER = 2
 # How long a busier worker leaves a new connection to the others.
-STAND_BACK = 0.001
+STAND_BACK = 0.005
 
 # ---- what is off
 
