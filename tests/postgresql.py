@@ -149,14 +149,14 @@ class PostgreSQL:
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number):
-        # NOTE: each backend leads a process group of its own, in the session of the
-        # first process.
-        for entry in Path('/proc').iterdir():
-            if entry.name.isdecimal():
-                with suppress(OSError):
-                    session = (entry / 'stat').read_text().rpartition(')')[2].split()[3]
-                    if int(session) == self._process.pid:
-                        os.kill(int(entry.name), number)
+        # NOTE: not by group or session: each backend leads one of its own.
+        first = self._process.pid
+        with suppress(OSError):
+            os.kill(first, signal.SIGSTOP)  # it must not make more of them meanwhile
+            children = Path(f'/proc/{first}/task/{first}/children').read_text()
+            for pid in map(int, [*children.split(), first]):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     @property
     def log(self):
