@@ -15,6 +15,7 @@ from typing import TypeVar
 from store import waiting
 from store.base import PlantStore
 from store.errors import StoreClosed
+from store.group_commit import GroupCommit
 
 
 class Opened(Protocol):
@@ -43,16 +44,24 @@ class LazyStore(PlantStore, Generic[OpenedT]):
 
     def __init__(self) -> None:
         self._closed = False
+        self._start()
+        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+
+    def _start(self) -> None:
         self._lock = threading.Lock()
         self._in_use: OpenedT | None = None
-        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+        # Many ask at once whether a store is ready; those that wait share an answer.
+        self._pings = GroupCommit[None, bool](lambda batch: True, self._ping)
 
     @abc.abstractmethod
     def _open(self) -> OpenedT:
         """Open it; called again at the next use if it raises."""
 
     def ping(self) -> None:
-        waiting.current.call(self._opened().ping)
+        self._pings.submit(None, 0)
+
+    def _ping(self, asked: bool) -> None:
+        self._opened().ping()
 
     def close(self) -> None:
         with self._lock:
@@ -85,5 +94,4 @@ def _forget(reference: weakref.ref[LazyStore[Any]]) -> None:  # pragma: no cover
     if store is not None:
         if store._in_use is not None:
             store._in_use.abandon()
-        store._in_use = None
-        store._lock = threading.Lock()
+        store._start()
