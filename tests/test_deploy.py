@@ -22,6 +22,7 @@ from server import SCRIPTS
 from server import TOKEN
 from server import RawClient
 from server import Server
+from server import is_alive
 from server import request
 from server import wait_until
 
@@ -197,12 +198,17 @@ def test_service_serves(service):
 
 def test_service_reloads(service):
     """A reload replaces the workers and lets the main process be."""
-    before = service.log_path.read_text().count('Booting worker')
+
+    def workers():
+        log = service.log_path.read_text()
+        return set(map(int, re.findall(r'Booting worker with pid: (\d+)', log)))
+
+    number = len(os.sched_getaffinity(0))
+    wait_until(lambda: len(workers()) == number, 'all workers are there')
+    old = workers()
     service.reload()
-    wait_until(
-        lambda: service.log_path.read_text().count('Booting worker') >= before + 1,
-        'a new worker starts',
-    )
+    wait_until(lambda: not any(map(is_alive, old)), 'the old workers end')
+    assert len(workers() - old) == number
     assert service.process.poll() is None
     assert service.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
 

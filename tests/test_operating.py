@@ -97,7 +97,9 @@ class Load:
         self._keep(connection='close')
 
     def _add(self, client, plant, connection):
-        answer = client.ask(request(body=plant, connection=connection))
+        answer = None
+        with suppress(ConnectionError):  # cut off in the middle of the answer
+            answer = client.ask(request(body=plant, connection=connection))
         if answer is None:
             self.lost.append(plant)
             return False
