@@ -16,6 +16,7 @@ from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from server import PATIENCE
 from server import REPOSITORY
 from server import SCRIPTS
@@ -282,12 +283,16 @@ def closure(requirements):
     waiting = list(requirements)
     while waiting:
         wanted = waiting.pop()
-        if wanted.marker and not wanted.marker.evaluate({'extra': ''}):
-            continue
-        if wanted.name not in found:
-            found[wanted.name] = distribution = metadata.distribution(wanted.name)
-            waiting.extend(map(Requirement, distribution.requires or []))
-    return found.values()
+        name = canonicalize_name(wanted.name)
+        if (name, *wanted.extras) not in found:
+            distribution = metadata.distribution(name)
+            found[name, *wanted.extras] = distribution
+            for requirement in map(Requirement, distribution.requires or []):
+                applies = requirement.marker and requirement.marker.evaluate
+                extras = [{'extra': extra} for extra in ('', *wanted.extras)]
+                if applies is None or any(map(applies, extras)):
+                    waiting.append(requirement)
+    return set(found.values())
 
 
 @pytest.fixture
@@ -353,7 +358,7 @@ def test_container_has_no_tests():
     text = (REPOSITORY / 'requirements.txt').read_text()
     to_run, _, to_test = text.partition('# To test.')
     names = {requirement.name for requirement in run_requirements()}
-    assert names == set(re.findall('^([A-Za-z][^=]*)==', to_run, re.MULTILINE))
+    assert names == set(re.findall(r'^([A-Za-z][\w-]*).*==', to_run, re.MULTILINE))
     assert 'pytest' in to_test
 
 

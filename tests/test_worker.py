@@ -1,6 +1,7 @@
 """The worker: one thread serves all clients, so nothing may hold it up."""
 
 import fcntl
+import os
 import threading
 import time
 from contextlib import ExitStack
