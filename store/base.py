@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from types import TracebackType
@@ -49,7 +50,13 @@ class PlantStore(abc.ABC):
     7. After ``close`` every method but ``close`` raises ``StoreClosed``.
     8. Making a store touches nothing; it opens in the process that first uses it. So
        a store that was made before a fork works after it.
+
+    Attributes:
+        observe: Set before the first use, it is called after each sync of a store that
+            syncs batches, with the number of adds and the time in seconds.
     """
+
+    observe: Callable[[int, float], None] | None = None
 
     @abc.abstractmethod
     def add(self, plant: Plant) -> bool:
@@ -93,6 +100,14 @@ class PlantStore(abc.ABC):
     @abc.abstractmethod
     def ping(self) -> None:
         """Return if an ``add`` would work now; raises as ``add`` does if not."""
+
+    def check_opening(self) -> None:
+        """Return if the store would open; raises as ``add`` does if not.
+
+        It changes nothing, and so does not see everything. Unless a store has a method
+        of its own it is opened: enough for one whose opening changes nothing.
+        """
+        self.ping()
 
     @abc.abstractmethod
     def close(self) -> None:

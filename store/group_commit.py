@@ -80,6 +80,8 @@ class GroupCommit(Generic[Record, Written]):
             raises. It may set an entry's ``error`` too.
         max_batch_bytes: A batch takes no further record once it has reached this
             size, so that a small record is not made slow by a crowd of large ones.
+        observe: Called after each sync with the number of records in the batch and the
+            time that the sync took, in seconds; it must not raise.
     """
 
     def __init__(
@@ -88,10 +90,12 @@ class GroupCommit(Generic[Record, Written]):
         sync: Callable[[Written], None],
         *,
         max_batch_bytes: int = 1024 * 1024,
+        observe: Callable[[int, float], None] | None = None,
     ) -> None:
         self._append = append
         self._sync = sync
         self._max_batch_bytes = max_batch_bytes
+        self._observe = observe
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._waiting: deque[Entry[Record]] = deque()
         self._appending = False
@@ -160,15 +164,17 @@ class GroupCommit(Generic[Record, Written]):
                 waiting.current.call(partial(self._sync, written))
             except BaseException as ex:
                 _fail(batch, ex)
-            slow = perf_counter() - began > SLOW_SYNC
+            took = perf_counter() - began
             with self._lock:
                 self._syncing -= 1
-                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if slow else 1
+                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if took > SLOW_SYNC else 1
                 successor = self._choose_leader()
             _wake(successor)
         for entry in batch:
             if not entry._leads:
                 _wake(entry)
+        if written and self._observe is not None:
+            self._observe(len(batch), took)
 
     def _take_batch(self) -> list[Entry[Record]]:
         batch = []

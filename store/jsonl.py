@@ -96,20 +96,37 @@ class JSONLinesStore(LazyStore['_PlantFile']):
             return expected_records(file.fileno())
         return 0
 
+    def check_opening(self) -> None:
+        """Return if the file could be opened or made; its lines are not read."""
+        self._check_open()
+        with _unavailable(self.path):
+            if self.path.exists():
+                os.close(self._system.open(self.path, os.O_RDWR | os.O_CLOEXEC))
+            # Where the index is, or will be.
+            if not os.access(self.path.parent, os.W_OK | os.X_OK):
+                reason = 'its directory does not exist, or cannot be written to'
+                raise StoreUnavailable(reason, store=str(self.path))
+
     def _open(self) -> _PlantFile:
-        return _PlantFile(self.path, self._create, self._system)
+        return _PlantFile(self.path, self._create, self._system, self.observe)
 
 
 class _PlantFile:
     """A plant file that is open in this process."""
 
-    def __init__(self, path: Path, create: Create, system: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        create: Create,
+        system: Any,
+        observe: Callable[[int, float], None] | None,
+    ) -> None:
         self._path = path
         self._index_path = path.with_name(path.name + '.index')
         self._system = system
         self._closing = False
         self._failed_sync: OSError | None = None
-        self._commit = GroupCommit(self._append, self._sync)
+        self._commit = GroupCommit(self._append, self._sync, observe=observe)
         with _unavailable(path), ExitStack() as opened:
             self._fd = self._open(create)
             opened.callback(os.close, self._fd)

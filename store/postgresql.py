@@ -22,6 +22,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -147,8 +148,15 @@ class PostgreSQLStore(LazyStore['_Database']):
     def __length_hint__(self) -> int:
         return self._opened().count()
 
+    def check_opening(self) -> None:
+        try:
+            self.ping()
+        except StoreUnavailable as ex:
+            if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
+                raise
+
     def _open(self) -> _Database:
-        return _Database(self._url, self._create)
+        return _Database(self._url, self._create, self.observe)
 
 
 class _Connection(psycopg.Connection[Any]):
@@ -205,7 +213,9 @@ class _Connection(psycopg.Connection[Any]):
 class _Database:
     """A database that is in use by this process."""
 
-    def __init__(self, url: str, create: Create) -> None:
+    def __init__(
+        self, url: str, create: Create, observe: Callable[[int, float], None] | None
+    ) -> None:
         self._shown = masked(url)
         self._away_until = 0.0
         self._parameters: dict[str, Any] = {
@@ -222,7 +232,9 @@ class _Database:
             if encoding != 'UTF8':
                 raise self._unavailable(f'the database is encoded in {encoding}')
             self._find_table(connection, create)
-        self._commit = GroupCommit[Plant, Batch](lambda batch: batch, self._insert)
+        self._commit = GroupCommit[Plant, Batch](
+            lambda batch: batch, self._insert, observe=observe
+        )
         self._pool = ConnectionPool(
             connection_class=_Connection,
             kwargs=self._parameters,

@@ -505,11 +505,21 @@ class StoreContract:
             store.ping()
         self.assert_holds(store)
 
+    def test_check_opening(self, store):
+        """``check_opening`` returns if the store would open, used or not."""
+        store.check_opening()
+        store.add(Plant(1, 'Fern'))
+        store.check_opening()
+        self.assert_holds(store, Plant(1, 'Fern'))
+
     # 7. After ``close`` every method but ``close`` raises ``StoreClosed``.
 
     @pytest.mark.parametrize(
         'method',
-        [PlantStore.ping, PlantStore.__iter__, PlantStore.add],
+        [
+            *(PlantStore.ping, PlantStore.__iter__, PlantStore.add),
+            PlantStore.check_opening,
+        ],
         ids=lambda method: method.__name__,
     )
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])

@@ -461,3 +461,22 @@ def test_crowd_leaves_a_free_way(crowd):
     in_threads(lambda: disk.submit('alone'))
     assert disk.batches[-1] == ['alone']
     assert disk.waiting() == 0
+
+
+def test_observer(slow):
+    """Each sync is told with its batch's size and its time, also one that failed."""
+
+    def fail():
+        raise Failure
+
+    seen = []
+    disk = Disk(observe=lambda *what: seen.append(what))
+    disk.submit('a')
+    disk.choose = lambda batch: False
+    disk.submit('needs no sync')
+    assert seen == [(1, 1)]
+    disk.choose = lambda batch: True
+    disk.before_sync = fail
+    with pytest.raises(Failure):
+        disk.submit('b')
+    assert seen == [(1, 1), (1, 1)]

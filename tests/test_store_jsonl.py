@@ -226,6 +226,41 @@ class TestFile:
             list(store)
         assert not files(path)
 
+    def test_check_opening_changes_nothing(self, path):
+        """What a start would meet is told of a store that is there or not yet."""
+        with JSONLinesStore(path) as store:
+            store.check_opening()
+        assert not files(path)
+        torn = FERN + b'{"id":2,"na'
+        path.write_bytes(torn)
+        with JSONLinesStore(path) as store:
+            store.check_opening()
+        assert files(path) == {path.name: torn}
+
+    def test_check_opening_fails(self, path):
+        """A file that cannot be opened, or made, is told without a file being made."""
+        path.mkdir()
+        for wrong, reason in (
+            (path, 'Is a directory'),
+            (path / 'no' / 'x', 'not exist'),
+        ):
+            with JSONLinesStore(wrong) as store:
+                with pytest.raises(StoreUnavailable, match=reason):
+                    store.check_opening()
+                store.close()
+        assert list(path.iterdir()) == []
+
+    def test_observer(self, path):
+        """Whoever observes a store is told of each sync of its adds."""
+        seen = []
+        with JSONLinesStore(path) as store:
+            store.observe = lambda plants, seconds: seen.append((plants, seconds > 0))
+            store.add(Plant(1, 'Fern'))
+            store.add(Plant(1, 'Fern'))
+            with pytest.raises(IdTaken):
+                store.add(Plant(1, 'Moss'))
+        assert seen == [(1, True), (1, True)]
+
 
 class TestMissingFile:
     @pytest.fixture
