@@ -120,11 +120,13 @@ class Settings:
         store: URL of the store.
         tokens: Which tokens are accepted; ``None`` if nothing is configured.
         max_body_bytes: The longest body that is read.
+        log: Whether lines of the log are ``text`` or ``json``.
     """
 
     store: str
     tokens: Tokens | None
     max_body_bytes: int
+    log: str
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -144,6 +146,7 @@ class Settings:
                 'PLANTS_MAX_BODY',
                 environ.get('PLANTS_MAX_BODY', str(DEFAULT_MAX_BODY_BYTES)),
             ),
+            log=_one_of(environ, 'PLANTS_LOG', 'text', 'json'),
         )
 
 
@@ -159,6 +162,13 @@ def _positive(variable: str, text: str) -> int:
     if not re.fullmatch('[1-9][0-9]{0,17}', text):
         raise ValueError(f'{variable}: {text!r} is not a positive number of bytes')
     return int(text)
+
+
+def _one_of(environ: Mapping[str, str], variable: str, default: str, other: str) -> str:
+    value = environ.get(variable, default)
+    if value not in (default, other):
+        raise ValueError(f'{variable}: {value!r} is not {default} or {other}')
+    return value
 
 
 def _tokens(listed: str | None, path: str | None, last: str | None) -> Tokens | None:
@@ -187,12 +197,14 @@ class Tokens:
         names: From the SHA-256 digest of a token to the token's name, for the log.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or a name could break a line of the log.
     """
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
         if not names:
             raise ValueError('there is no token')
+        if not all(name.isprintable() for name in names.values()):
+            raise ValueError('the name of a token has only printable characters')
         self._names = dict(names)
 
     def __len__(self) -> int:
@@ -415,10 +427,18 @@ _quote = lru_cache(maxsize=256)(quote)
 
 
 class RequestLog:
-    """Middleware: give each request an id, and the log a line about it."""
+    """Middleware: give each request an id, and the log a line about it.
+
+    A handler that wants the members of the line apart finds them in the record's
+    ``args``, which is a mapping.
+    """
 
     # What a client may choose: nothing that could break a line or a header.
     SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
+    LINE = (
+        '%(request_id)s %(token)s %(method)s %(path)s %(status)d %(error)d '
+        '%(duration_ms).1f ms %(bytes)d bytes'
+    )
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         req.context.began = time.perf_counter()
@@ -431,17 +451,22 @@ class RequestLog:
     def process_response(
         self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
     ) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
         context = req.context
-        log.info(
-            '%s %s %s %s %d %d %.1f ms',
-            context.id,
-            context.token_name or '-',
-            req.method,
-            _quote(req.path),
-            resp.status_code,
-            context.error,
-            1000 * (time.perf_counter() - context.began),
-        )
+        members = {
+            'message': 'request',
+            'request_id': context.id,
+            'token': context.token_name or '-',
+            'method': _quote(req.method),
+            # NOTE: without the query: a token may be in it.
+            'path': _quote(req.path),
+            'status': resp.status_code,
+            'error': context.error,
+            'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
+            'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
+        }
+        log.info(self.LINE, members)
 
 
 class AnnouncedClose:
@@ -763,15 +788,11 @@ def create_app(
         '/readyz': ReadyResource(store),
         **_documents(max_body_bytes),
     }
-    middleware: list[Any] = [
-        RequestLog(),
-        AnnouncedClose(),
-        BearerAuth(tokens, public),
-        OnlyOwnMethods(),
-    ]
+    middleware: list[Any] = [RequestLog()]
+    routes: dict[str, object] = {'/plants': PlantsResource(store, max_body_bytes)}
+    middleware += [AnnouncedClose(), BearerAuth(tokens, public), OnlyOwnMethods()]
     app = falcon.App(request_type=PlantsRequest, middleware=middleware)
-    app.add_route('/plants', PlantsResource(store, max_body_bytes))
-    for path, resource in public.items():
+    for path, resource in (routes | public).items():
         app.add_route(path, resource)
     app.add_error_handler(Exception, _answer_exception)
     app.add_error_handler(StoreError, _answer_store_error)
@@ -803,7 +824,11 @@ def get_app(
     create: Create = 'never' if STORE_EXISTS in environ else 'first'
     store = open_store(settings.store, create=create)
     atexit.register(store.close)
-    return create_app(store, tokens=tokens, max_body_bytes=settings.max_body_bytes)
+    return create_app(
+        store,
+        tokens=tokens,
+        max_body_bytes=settings.max_body_bytes,
+    )
 
 
 def new_token_notice(token: str, address: str) -> str:

@@ -24,6 +24,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,7 +34,11 @@ from typing import TypeVar
 
 from greenlet import getcurrent
 from greenlet import greenlet
+from gunicorn import glogging
+from gunicorn.app.base import Application
+from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
+from gunicorn.config import Config
 from gunicorn.http import errors
 from gunicorn.http.errors import ParseException
 from gunicorn.http.message import Request
@@ -78,6 +84,115 @@ STAND_BACK = 0.005
 
 # A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
 control_socket_disable = True
+
+
+# ---- the log
+
+# What Python documents as switches for speed: the line of code that logs, its thread
+# and its process's name are found out for every record, and no line shows them.
+logging._srcfile = None
+logging.logThreads = False
+logging.logMultiprocessing = False
+
+
+class TextFormatter(logging.Formatter):
+    """gunicorn's format, with the time of a second written once."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info or record.stack_info:
+            return super().format(record)
+        began = _local_time(int(record.created))
+        return f'{began} [{record.process}] [{record.levelname}] {record.getMessage()}'
+
+
+class JSONFormatter(logging.Formatter):
+    """One JSON object a line, for collectors.
+
+    Every one has ``time`` (RFC 3339, UTC), ``level``, ``pid``, ``logger`` and
+    ``message``, and ``exception`` if there is a traceback. A mapping that was logged
+    gives its members, ``message`` among them.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        second, fraction = divmod(record.created, 1)
+        line: dict[str, Any] = {
+            'time': f'{_utc_time(int(second))}.{int(1000 * fraction):03}Z',
+            'level': record.levelname,
+            'pid': record.process,
+            'logger': record.name,
+        }
+        # NOTE: gunicorn logs an access with a mapping, too: of all that it knows of a
+        # request, its token included.
+        if isinstance(record.args, dict) and 'message' in record.args:
+            line.update(record.args)
+        else:
+            line['message'] = record.getMessage()
+        if record.exc_info:
+            line['exception'] = self.formatException(record.exc_info)
+        return _encode(line)
+
+
+_encode = json.JSONEncoder(default=str).encode
+
+
+@lru_cache(maxsize=1)
+def _local_time(second: int) -> str:
+    return time.strftime(glogging.Logger.datefmt, time.localtime(second))
+
+
+@lru_cache(maxsize=1)
+def _utc_time(second: int) -> str:
+    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(second))
+
+
+class PlantsLogger(glogging.Logger):  # type: ignore[misc]
+    """gunicorn's log in our formats, with the service's own lines in it.
+
+    NOTE: for ``--statsd-host`` gunicorn needs a logger class of its own.
+    """
+
+    def setup(self, cfg: Config) -> None:
+        # Called at the start, before any hook, and at each reload.
+        super().setup(cfg)
+        for name in ('plants', 'store'):
+            logger = logging.getLogger(name)
+            logger.handlers = self.error_log.handlers
+            logger.setLevel(self.error_log.level)
+            logger.propagate = False
+
+    def _set_handler(
+        self,
+        log: logging.Logger,
+        output: str,
+        fmt: logging.Formatter,
+        stream: Any = None,
+    ) -> None:
+        # NOTE: what --env sets is in the environment only later.
+        if (os.environ | self.cfg.env).get('PLANTS_LOG') == 'json':
+            fmt = JSONFormatter()
+        elif log is self.error_log:
+            fmt = TextFormatter(self.error_fmt, self.datefmt)
+        super()._set_handler(log, output, fmt, stream)
+        handler = self._get_gunicorn_handler(log)
+        if handler is not None:
+            handler.emit = partial(_emit, handler)
+
+
+def _emit(handler: Any, record: logging.LogRecord) -> None:
+    """Write a line with one system call, where logging's own would write and flush.
+
+    That halves how often threads wait for each other because of the log, and no line
+    of another worker comes between.
+    """
+    try:
+        text = f'{handler.format(record)}\n'.encode(errors='backslashreplace')
+        while text:
+            text = text[os.write(handler.stream.fileno(), text) :]
+    except Exception:
+        handler.handleError(record)  # a full disk must not make a 500 of a 200
+
+
+logger_class = PlantsLogger
 
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
@@ -497,7 +612,36 @@ def child_exit(server: Arbiter, worker: Worker) -> None:
     loads[worker.age % SLOTS] = NOT_SERVING
 
 
-# ---- start and reload
+# ---- check, start and reload
+
+
+def run(application: WSGIApplication) -> None:
+    """Serve, or say with ``--check-config`` whether that would work.
+
+    gunicorn's own check loads the application and calls no hook of ours: it would make
+    a token, and not see most of what ``on_starting`` refuses.
+    """
+    cfg = application.cfg
+    if not cfg.check_config and not cfg.print_config:
+        Application.run(application)
+        return
+    if cfg.print_config:
+        print(cfg)
+    os.environ.update(cfg.env)
+    sys.path[:0] = map(os.path.abspath, filter(None, (cfg.pythonpath or '').split(',')))
+    from store import StoreError
+    from store import open_store
+
+    try:
+        settings = _settings(cfg)
+        with open_store(settings.store, create='never') as store:
+            store.check_opening()
+    except (ValueError, StoreError) as ex:
+        sys.exit(f'Error: {ex}')
+    _print(*_summary('the plant store would start', cfg, settings), file=sys.stdout)
+
+
+WSGIApplication.run = run
 
 
 def on_starting(server: Arbiter) -> None:
@@ -507,21 +651,15 @@ def on_starting(server: Arbiter) -> None:
     build an index that every one of them waits for.
     """
     import app
-    import schemas
     from store import StoreError
 
-    _log_with(server)
     try:
-        settings = app.Settings.from_environ(os.environ)
-        schemas.load()
+        settings = _settings(server.cfg)
         _open_store_once(settings.store)
     except (ValueError, StoreError) as ex:
-        sys.exit(f'Error: {ex}')
-    if settings.store == 'memory:' and server.cfg.workers > 1:
-        sys.exit(
-            f'Error: PLANTS_STORE: memory: needs one worker, not {server.cfg.workers}: '
-            f'each would hold its own plants'
-        )
+        server.log.critical('%s', ex)
+        # Who keeps the log in a file may look at the terminal first.
+        sys.exit(1 if server.cfg.errorlog == '-' else f'Error: {ex}')
     # A worker that starts when the file is gone must not make a new one.
     os.environ[app.STORE_EXISTS] = 'yes'
     os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
@@ -534,15 +672,24 @@ def on_starting(server: Arbiter) -> None:
 
 
 def when_ready(server: Arbiter) -> None:
-    """Print the token that was made, once, now that the address is known."""
+    """Say once what is served, and where, now that the address is known.
+
+    A token that was made is printed, not logged.
+    """
     import app
 
+    addresses = [str(listener) for listener in server.LISTENERS]
+    settings = app.Settings.from_environ(os.environ)
+    what, members = _summary(
+        'the plant store is ready', server.cfg, settings, address=', '.join(addresses)
+    )
+    app.log.info(what, members)
     token = getattr(server, 'new_token', None)
     if token is not None:
-        address = str(server.LISTENERS[0]).replace('0.0.0.0', '127.0.0.1')
+        address = addresses[0].replace('0.0.0.0', '127.0.0.1')
         if address.startswith('unix:'):
             address = 'http://HOST:PORT'
-        print(app.new_token_notice(token, address), file=sys.stderr, flush=True)
+        _print(app.new_token_notice(token, address))
 
 
 def pre_exec(server: Arbiter) -> None:
@@ -566,13 +713,31 @@ def on_reload(server: Arbiter) -> None:
     import app
     from store import StoreError
 
-    _log_with(server)
     try:
         settings = app.Settings.from_environ(os.environ)
         os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
         _open_store_once(settings.store)
     except (ValueError, StoreError) as ex:
         server.log.error('%s', ex)
+
+
+def _settings(cfg: Config) -> Any:
+    """Return the settings, if workers can be started with them.
+
+    Raises:
+        ValueError: They cannot; the message is a sentence.
+    """
+    import app
+    import schemas
+
+    settings = app.Settings.from_environ(os.environ)
+    schemas.load()
+    if settings.store == 'memory:' and cfg.workers > 1:
+        raise ValueError(
+            f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
+            f'each would hold its own plants'
+        )
+    return settings
 
 
 def _open_store_once(url: str) -> None:
@@ -582,10 +747,29 @@ def _open_store_once(url: str) -> None:
         store.ping()
 
 
-def _log_with(server: Arbiter) -> None:
-    """Send the service's own log where gunicorn sends its own."""
-    for name in ('plants', 'store'):
-        logger = logging.getLogger(name)
-        logger.handlers = server.log.error_log.handlers
-        logger.setLevel(server.log.error_log.level)
-        logger.propagate = False
+def _summary(
+    message: str, cfg: Config, settings: Any, **members: object
+) -> tuple[str, dict[str, object]]:
+    """Return what to tell of a server: a format for people, and the members."""
+    from store import masked
+
+    members |= {
+        'store': masked(settings.store),
+        'tokens': 1 if settings.tokens is None else len(settings.tokens),
+        'workers': cfg.workers,
+        'threads': cfg.threads,
+    }
+    lines = [f'    {name:9}%({name})s' for name in members]
+    return '\n'.join(['%(message)s', *lines]), {'message': message, **members}
+
+
+def _print(
+    message: str, members: dict[str, object] | None = None, file: Any = None
+) -> None:
+    """Print what is not for the log, as a line of it if it has JSON lines."""
+    record = logging.makeLogRecord(
+        {'name': 'plants', 'levelname': 'INFO', 'msg': message, 'args': members}
+    )
+    json_lines = os.environ.get('PLANTS_LOG') == 'json'
+    line = JSONFormatter().format(record) if json_lines else record.getMessage()
+    print(line, file=file or sys.stderr, flush=True)

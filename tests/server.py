@@ -275,7 +275,8 @@ class Server:
     def worker_of(self, answer):
         """Return the worker that logged the request of an answer."""
         id = re.escape(answer.headers['x-request-id'])
-        return int(re.search(rf'\[(\d+)\] \[INFO\] {id} ', self.log)[1])
+        line = rf'(?:\[|"pid": )(\d+)(?:\] \[INFO\] |.*"request_id": "){id}[ "]'
+        return int(re.search(line, self.log)[1])
 
     def connect(self, timeout=PATIENCE):
         return RawClient(self.port, timeout)

@@ -692,9 +692,16 @@ def requests_logged(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
+def test_requests_are_logged_by_level(client, requests_logged, caplog):
+    """Where the log takes no more than warnings there is no line about a request."""
+    caplog.set_level(logging.WARNING, 'plants')
+    client.add(FERN)
+    assert requests_logged() == []
+
+
 @pytest.mark.parametrize('value', KINDS)
 def test_each_request_is_logged(value, client, requests_logged):
-    """One line has id, token's name, method, path, status, value and duration."""
+    """One line has id, token, method, path, status, value, duration and bytes."""
     response = KINDS[value](client)
     (line,) = requests_logged()
     name = '-' if value in (40101, 40500) else 'tester'
@@ -703,7 +710,7 @@ def test_each_request_is_logged(value, client, requests_logged):
     status = response.status_int
     request_id = response.headers['X-Request-Id']
     assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
-    assert line.endswith(' ms')
+    assert line.endswith(f' ms {len(response.body)} bytes')
 
 
 def test_log_has_no_token(client, requests_logged):
@@ -726,7 +733,7 @@ def test_log_line_cannot_be_broken(path, stranger, requests_logged):
     (line,) = requests_logged()
     assert line.isascii()
     assert line.isprintable()
-    assert len(line.split()) == 8
+    assert len(line.split()) == 10
 
 
 # ---- inside another WSGI stack

@@ -23,6 +23,7 @@ from app import TokensFile
 from app import create_app
 from app import get_app
 from store import Plant
+from store import masked
 from store.memory import MemoryStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def test_defaults(tmp_path, monkeypatch):
     """With nothing set there is a file in the working directory, and no token."""
     monkeypatch.chdir(tmp_path)
     settings = Settings.from_environ({})
-    assert settings == Settings('jsonl:plants.jsonl', None, 65_536)
+    assert settings == Settings('jsonl:plants.jsonl', None, 65_536, 'text')
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,6 +65,7 @@ def test_every_variable():
             'PLANTS_STORE': 'memory:',
             'PLANTS_TOKENS': TOKEN,
             'PLANTS_MAX_BODY': '1000',
+            'PLANTS_LOG': 'json',
             'PLANTS': 'x',
             'MAX_BODY': '7',
         }
@@ -71,6 +73,7 @@ def test_every_variable():
     assert settings.store == 'memory:'
     assert settings.max_body_bytes == 1000
     assert settings.tokens.name_of(TOKEN)
+    assert settings.log == 'json'
 
 
 def test_settings_are_frozen():
@@ -113,6 +116,44 @@ def test_bad_max_body(text):
         Settings.from_environ({'PLANTS_MAX_BODY': text})
     assert repr(text) in str(raised.value)
     assert 'positive number of bytes' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ('variable', 'default', 'other'),
+    [('PLANTS_LOG', 'text', 'json')],
+)
+def test_one_of_two(variable, default, other):
+    """Of two values one is what holds by default, and a third is refused."""
+    assert Settings.from_environ({variable: default}) == Settings.from_environ({})
+    assert Settings.from_environ({variable: other}) != Settings.from_environ({})
+    for text in ('', ' ', other.upper() + ' ', 'on', 'yes', 'true', '2'):
+        with pytest.raises(ValueError, match=f'^{variable}: ') as raised:
+            Settings.from_environ({variable: text})
+        assert f'{text!r} is not {default} or {other}' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ('url', 'shown'),
+    [
+        ('memory:', 'memory:'),
+        ('jsonl:/a:b@c', 'jsonl:/a:b@c'),
+        ('postgresql://host/db', 'postgresql://host/db'),
+        ('postgresql://me@host/db', 'postgresql://me@host/db'),
+        ('postgresql://me:SECRET@host:5432/db', 'postgresql://me:***@host:5432/db'),
+        ('postgresql://:SECRET@host', 'postgresql://:***@host'),
+        ('postgresql://me:SEC/R@E:T\n@h1,h2/db', 'postgresql://me:***@h1,h2/db'),
+        ('x://h/db?password=SECRET&a=b', 'x://h/db?password=***&a=b'),
+        ('x://h/db?a=b&sslPassword=SECRET', 'x://h/db?a=b&sslPassword=***'),
+        ('x:host=h password=SECRET user=me', 'x:host=h password=*** user=me'),
+    ],
+)
+def test_masked(url, shown):
+    """A store's URL is shown without its passwords, however wrong it is."""
+    assert masked(url) == shown
+    if not url.startswith(('memory:', 'jsonl:')):
+        with pytest.raises(ValueError, match='is not a store') as raised:
+            Settings.from_environ({'PLANTS_STORE': url})
+        assert 'SECRET' not in str(raised.value)
 
 
 BAD_TOKENS = {
@@ -855,3 +896,16 @@ def test_broken_file_at_the_start_of_a_worker(tmp_path):
     assert tokens.name_of(TOKEN) == 'garden'
     assert tokens.name_of(OTHER) == 'token-2'
     assert TOKEN not in str(last)
+
+
+@pytest.mark.parametrize(
+    'name', ['a\nb', 'a\x1b[2Jb', 'a\x00', '\u2028', '\x7f'], ids=ascii
+)
+def test_name_that_breaks_a_line(path, name):
+    """A token has no name that could break or disguise a line of the log."""
+    with pytest.raises(ValueError, match='printable'):
+        Tokens.of({name: TOKEN})
+    if not name[1:2].isspace() and name != '\u2028':
+        path.write_text(f'{name} {TOKEN}\n')
+        with pytest.raises(ValueError, match='printable'):
+            TokensFile(path)
