@@ -5,6 +5,7 @@
     GET  /readyz          200, 503                   an add would work now
     GET  /openapi.json    200                        the description of all this
     GET  /docs            200, 404                   a page to try it on
+    GET  /metrics         200, 401                   what Prometheus asks for, if it is on
 
 HEAD goes where GET does. All else is refused: 401, 404, 405. Every answer that is not
 200 is an ``Error`` (``schemas/Error.json``); ``ErrorValue`` lists its values.
@@ -121,12 +122,14 @@ class Settings:
         tokens: Which tokens are accepted; ``None`` if nothing is configured.
         max_body_bytes: The longest body that is read.
         log: Whether lines of the log are ``text`` or ``json``.
+        metrics: Whether ``/metrics`` is served.
     """
 
     store: str
     tokens: Tokens | None
     max_body_bytes: int
     log: str
+    metrics: bool
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -147,6 +150,7 @@ class Settings:
                 environ.get('PLANTS_MAX_BODY', str(DEFAULT_MAX_BODY_BYTES)),
             ),
             log=_one_of(environ, 'PLANTS_LOG', 'text', 'json'),
+            metrics=_one_of(environ, 'PLANTS_METRICS', '0', '1') == '1',
         )
 
 
@@ -469,6 +473,75 @@ class RequestLog:
         log.info(self.LINE, members)
 
 
+class Metrics:
+    """Middleware and resource: measure, and answer ``/metrics``.
+
+    If ``PROMETHEUS_MULTIPROC_DIR`` is set (``gunicorn.conf.py`` does), the answer is
+    about all processes that share the directory, else about this one.
+
+    Args:
+        store: Whose syncs are timed.
+    """
+
+    SECONDS = (
+        *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+        *(0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    )
+
+    def __init__(self, store: PlantStore) -> None:
+        # NOTE: imported here: it takes a while, and is needed only if this is on.
+        import prometheus_client
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        self._prometheus = prometheus_client
+        self._registry = self._scraped = prometheus_client.CollectorRegistry()
+        if 'PROMETHEUS_MULTIPROC_DIR' in os.environ:
+            self._scraped = prometheus_client.CollectorRegistry()
+            MultiProcessCollector(self._scraped)  # type: ignore[no-untyped-call]
+        self._requests = prometheus_client.Histogram(
+            'plants_request_seconds',
+            'Time from the head of a request to its answer.',
+            ['path', 'status', 'error'],
+            buckets=self.SECONDS,
+            registry=self._registry,
+        )
+        # NOTE: finding one by its labels costs more than counting.
+        self._series: dict[tuple[str, int, int], prometheus_client.Histogram] = {}
+        self._syncs = prometheus_client.Histogram(
+            'plants_store_sync_seconds',
+            'Time that the store took to sync a batch of plants.',
+            buckets=(0.0001, 0.00025, *self.SECONDS),
+            registry=self._registry,
+        )
+        self._batches = prometheus_client.Histogram(
+            'plants_store_batch_plants',
+            'How many plants were synced together.',
+            buckets=[2**power for power in range(9)],
+            registry=self._registry,
+        )
+        store.observe = self._observe_sync
+
+    def process_response(
+        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        # The path of a route, since strangers may ask for any number of others.
+        labels = req.uri_template or '', resp.status_code, req.context.error
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._requests.labels(*labels)
+        series.observe(time.perf_counter() - req.context.began)
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        resp.content_type = self._prometheus.CONTENT_TYPE_LATEST
+        resp.data = self._prometheus.generate_latest(self._scraped)
+
+    on_head = on_get
+
+    def _observe_sync(self, plants: int, seconds: float) -> None:
+        self._batches.observe(plants)
+        self._syncs.observe(seconds)
+
+
 class AnnouncedClose:
     """Middleware: a body that was not read to its end closes the connection.
 
@@ -769,6 +842,7 @@ def create_app(
     *,
     tokens: Tokens | Mapping[str, str] | Iterable[str],
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    metrics: bool = False,
 ) -> falcon.App[PlantsRequest, Response]:
     """Build the WSGI application.
 
@@ -777,6 +851,7 @@ def create_app(
         tokens: The accepted tokens: one, a list, or a mapping from names to tokens,
             each the token itself or ``sha256:`` and its digest; or a ``Tokens``.
         max_body_bytes: The longest body that is read.
+        metrics: Whether ``/metrics`` is served, which needs ``prometheus_client``.
 
     Raises:
         ValueError: There is no token, or one that no header could hold.
@@ -790,6 +865,9 @@ def create_app(
     }
     middleware: list[Any] = [RequestLog()]
     routes: dict[str, object] = {'/plants': PlantsResource(store, max_body_bytes)}
+    if metrics:
+        routes['/metrics'] = measured = Metrics(store)
+        middleware.append(measured)
     middleware += [AnnouncedClose(), BearerAuth(tokens, public), OnlyOwnMethods()]
     app = falcon.App(request_type=PlantsRequest, middleware=middleware)
     for path, resource in (routes | public).items():
@@ -828,6 +906,7 @@ def get_app(
         store,
         tokens=tokens,
         max_body_bytes=settings.max_body_bytes,
+        metrics=settings.metrics,
     )
 
 

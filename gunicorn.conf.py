@@ -15,9 +15,11 @@ import os
 import resource
 import secrets
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from array import array
@@ -27,6 +29,7 @@ from contextlib import suppress
 from functools import lru_cache
 from functools import partial
 from http import HTTPStatus
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -202,10 +205,12 @@ def pre_fork(server: Arbiter, worker: Worker) -> None:
     """Choose the core that a worker will keep to: the one with the fewest workers."""
     taken = [other.core for other in server.WORKERS.values()]
     worker.core = min(os.sched_getaffinity(0), key=taken.count)
+    numbers = {other.number for other in server.WORKERS.values()}
+    worker.number = next(number for number in count() if number not in numbers)
 
 
 def post_fork(server: Arbiter, worker: Worker) -> None:
-    """Keep a worker to its core.
+    """Keep a worker to its core, and let it go on with the counters of a dead one.
 
     Its threads run one at a time in any case (the GIL). On one core a thread that lets
     go of the GIL for a system call has it back at once; on two it wakes a thread on the
@@ -223,6 +228,13 @@ def post_fork(server: Arbiter, worker: Worker) -> None:
     # Usually 1,024 may be open, where a silent connection takes up to two.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if COUNTERS in os.environ:
+        from prometheus_client import values
+
+        # Not by process id, as is usual: files would grow in number with each reload.
+        name = f'{server.pid}-{worker.number}'
+        value_class = values.MultiProcessValue(lambda: name)  # type: ignore[no-untyped-call]
+        values.ValueClass = value_class
 
 
 def pre_request(worker: Worker, request: Request) -> None:
@@ -231,6 +243,9 @@ def pre_request(worker: Worker, request: Request) -> None:
 
 
 # ---- the worker
+
+# The variable in which a master and its successor find the directory of the counters.
+COUNTERS = '_PLANTS_COUNTERS'
 
 # How many connections each worker has, for the others to see; shared by the fork.
 SLOTS = 256
@@ -684,6 +699,8 @@ def when_ready(server: Arbiter) -> None:
         'the plant store is ready', server.cfg, settings, address=', '.join(addresses)
     )
     app.log.info(what, members)
+    if settings.metrics:
+        _share_counters(server)
     token = getattr(server, 'new_token', None)
     if token is not None:
         address = addresses[0].replace('0.0.0.0', '127.0.0.1')
@@ -699,6 +716,12 @@ def pre_exec(server: Arbiter) -> None:
     inside its package: there ``import http`` finds gunicorn's own, and nothing starts.
     """
     server.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
+
+
+def on_exit(server: Arbiter) -> None:
+    """Remove the counters, unless another master of an upgrade goes on with them."""
+    if COUNTERS in os.environ and server.reexec_pid == server.master_pid == 0:
+        shutil.rmtree(os.environ[COUNTERS], ignore_errors=True)
 
 
 def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
@@ -745,6 +768,20 @@ def _open_store_once(url: str) -> None:
 
     with open_store(url, create='always') as store:
         store.ping()
+
+
+def _share_counters(server: Arbiter) -> None:
+    """Give the workers a directory for their counters, in memory and for us alone.
+
+    Both masters of an upgrade use one, so that each of their workers knows all.
+    """
+    directory = os.environ.get(COUNTERS, '')
+    if not os.path.isdir(directory):
+        where = server.cfg.worker_tmp_dir
+        directory = tempfile.mkdtemp(prefix='plants-counters-', dir=where)
+        os.chown(directory, server.cfg.uid, server.cfg.gid)
+    os.environ[COUNTERS] = server.cfg.env_orig[COUNTERS] = directory
+    os.environ['PROMETHEUS_MULTIPROC_DIR'] = directory
 
 
 def _summary(

@@ -54,7 +54,9 @@ def test_defaults(tmp_path, monkeypatch):
     """With nothing set there is a file in the working directory, and no token."""
     monkeypatch.chdir(tmp_path)
     settings = Settings.from_environ({})
-    assert settings == Settings('jsonl:plants.jsonl', None, 65_536, 'text')
+    assert settings == Settings(
+        'jsonl:plants.jsonl', None, 65_536, 'text', metrics=False
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,6 +68,7 @@ def test_every_variable():
             'PLANTS_TOKENS': TOKEN,
             'PLANTS_MAX_BODY': '1000',
             'PLANTS_LOG': 'json',
+            'PLANTS_METRICS': '1',
             'PLANTS': 'x',
             'MAX_BODY': '7',
         }
@@ -74,6 +77,7 @@ def test_every_variable():
     assert settings.max_body_bytes == 1000
     assert settings.tokens.name_of(TOKEN)
     assert settings.log == 'json'
+    assert settings.metrics is True
 
 
 def test_settings_are_frozen():
@@ -120,7 +124,7 @@ def test_bad_max_body(text):
 
 @pytest.mark.parametrize(
     ('variable', 'default', 'other'),
-    [('PLANTS_LOG', 'text', 'json')],
+    [('PLANTS_LOG', 'text', 'json'), ('PLANTS_METRICS', '0', '1')],
 )
 def test_one_of_two(variable, default, other):
     """Of two values one is what holds by default, and a third is refused."""
