@@ -5,7 +5,7 @@
     GET  /readyz          200, 503                   an add would work now
     GET  /openapi.json    200                        the description of all this
     GET  /docs            200, 404                   a page to try it on
-    GET  /metrics         200, 401                   what Prometheus asks for, if it is on
+    GET  /metrics         200, 401                   what Prometheus reads, if it is on
 
 HEAD goes where GET does. All else is refused: 401, 404, 405. Every answer that is not
 200 is an ``Error`` (``schemas/Error.json``); ``ErrorValue`` lists its values.
@@ -123,6 +123,7 @@ class Settings:
         max_body_bytes: The longest body that is read.
         log: Whether lines of the log are ``text`` or ``json``.
         metrics: Whether ``/metrics`` is served.
+        cors_origins: Origins whose pages may read answers; ``*`` stands for all.
     """
 
     store: str
@@ -130,6 +131,7 @@ class Settings:
     max_body_bytes: int
     log: str
     metrics: bool
+    cors_origins: tuple[str, ...]
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -151,6 +153,7 @@ class Settings:
             ),
             log=_one_of(environ, 'PLANTS_LOG', 'text', 'json'),
             metrics=_one_of(environ, 'PLANTS_METRICS', '0', '1') == '1',
+            cors_origins=_cors_origins(environ.get('PLANTS_CORS_ORIGINS')),
         )
 
 
@@ -173,6 +176,17 @@ def _one_of(environ: Mapping[str, str], variable: str, default: str, other: str)
     if value not in (default, other):
         raise ValueError(f'{variable}: {value!r} is not {default} or {other}')
     return value
+
+
+def _cors_origins(listed: str | None) -> tuple[str, ...]:
+    if listed is None:
+        return ()
+    origins = tuple(map(str.strip, listed.split(',')))
+    try:
+        CrossOrigin(origins)
+    except ValueError as ex:
+        raise ValueError(f'PLANTS_CORS_ORIGINS: {ex}') from ex
+    return origins
 
 
 def _tokens(listed: str | None, path: str | None, last: str | None) -> Tokens | None:
@@ -366,6 +380,63 @@ class PlantsRequest(Request):
             # Falcon keeps this name for itself and refuses it before any middleware
             # runs. In lower case it is a method like any other that we do not have.
             self.method = 'websocket'
+
+
+class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
+    """Middleware: let pages of other origins send requests and read the answers.
+
+    Falcon's, with two differences. A preflight (Fetch standard, section 3.3.2) is
+    answered before anybody looks for a token, which browsers do not send with it; to
+    tell no stranger which paths exist, it is answered alike for all of them. It is the
+    only OPTIONS request that is answered. And an answer that depends on the origin
+    says so (``Vary``).
+
+    Cookies and the like (credentials, in the standard's words) stay forbidden: a bearer
+    token is a header that a page sets by itself.
+
+    Args:
+        origins: What browsers send as ``Origin``; ``*`` alone stands for all of them.
+
+    Raises:
+        ValueError: There is none, or one that no browser sends.
+    """
+
+    # As browsers write it: in lower case, without a path (RFC 6454, section 6.2).
+    ORIGIN = re.compile(r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?')
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        origins = [origins] if isinstance(origins, str) else list(origins)
+        for origin in origins or ['']:
+            if origins != ['*'] and not self.ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f'{origin!r} is not an origin like https://example.org, '
+                    f'in lower case and with nothing behind it, nor is it * alone'
+                )
+        super().__init__(
+            '*' if origins == ['*'] else origins,
+            expose_headers=['X-Request-Id', 'Retry-After'],
+        )
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        if (
+            req.method == 'OPTIONS'
+            and 'HTTP_ACCESS_CONTROL_REQUEST_METHOD' in req.env
+            and (
+                self.allow_origins == '*'
+                or req.env.get('HTTP_ORIGIN') in self.allow_origins
+            )
+        ):
+            resp.status = 204
+            # Falcon makes the answer's Access-Control-Allow-Methods of it.
+            resp.set_header('Allow', 'GET, HEAD, POST')
+            resp.complete = True
+
+    def process_response(
+        self, req: Request, resp: Response, resource: object, req_succeeded: bool
+    ) -> None:
+        super().process_response(req, resp, resource, req_succeeded)
+        if self.allow_origins != '*':
+            resp.append_header('Vary', 'Origin')
 
 
 class BearerAuth:
@@ -843,6 +914,7 @@ def create_app(
     tokens: Tokens | Mapping[str, str] | Iterable[str],
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     metrics: bool = False,
+    cors_origins: Iterable[str] = (),
 ) -> falcon.App[PlantsRequest, Response]:
     """Build the WSGI application.
 
@@ -852,9 +924,11 @@ def create_app(
             each the token itself or ``sha256:`` and its digest; or a ``Tokens``.
         max_body_bytes: The longest body that is read.
         metrics: Whether ``/metrics`` is served, which needs ``prometheus_client``.
+        cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
-        ValueError: There is no token, or one that no header could hold.
+        ValueError: There is no token, or one that no header could hold, or an origin
+            that no browser sends.
     """
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of([tokens] if isinstance(tokens, str) else tokens)
@@ -868,6 +942,8 @@ def create_app(
     if metrics:
         routes['/metrics'] = measured = Metrics(store)
         middleware.append(measured)
+    if cors_origins:
+        middleware.append(CrossOrigin(cors_origins))
     middleware += [AnnouncedClose(), BearerAuth(tokens, public), OnlyOwnMethods()]
     app = falcon.App(request_type=PlantsRequest, middleware=middleware)
     for path, resource in (routes | public).items():
@@ -907,6 +983,7 @@ def get_app(
         tokens=tokens,
         max_body_bytes=settings.max_body_bytes,
         metrics=settings.metrics,
+        cors_origins=settings.cors_origins,
     )
 
 

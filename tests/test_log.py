@@ -312,6 +312,10 @@ def test_check_beside_a_torn_file(tmp_path):
 
 BAD = {
     'setting': ({'PLANTS_METRICS': 'yes'}, "PLANTS_METRICS: 'yes' is not 0 or 1"),
+    'origin': (
+        {'PLANTS_CORS_ORIGINS': 'x'},
+        "PLANTS_CORS_ORIGINS: 'x' is not an origin",
+    ),
     'tokens file': (
         {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': 'none'},
         'PLANTS_TOKENS_FILE: none: No such file',
@@ -477,3 +481,21 @@ def test_metrics_of_another_server(tmp_path):
     with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
         add(server, 1, 3)
         assert counted(server, path='/plants') == 3
+
+
+# ---- pages of other origins
+
+
+def test_preflight(tmp_path):
+    """A browser's questions are answered without a token, and errors can be read."""
+    page = 'https://a.example'
+    with Server(tmp_path, PLANTS_CORS_ORIGINS=page) as server:
+        asked = {'origin': page, 'access_control_request_method': 'POST'}
+        with server.connect() as client:
+            client.send(request('OPTIONS', authorization=None, **asked))
+            line = client._stream.readline()
+            assert line == b'HTTP/1.1 204 No Content\r\n'
+            assert client._headers()['access-control-allow-origin'] == page
+            answer = client.ask(request(body={}, origin=page))
+        assert (answer.status, answer.json['error']) == (400, 40005)
+        assert answer.headers['access-control-allow-origin'] == page

@@ -55,7 +55,7 @@ def test_defaults(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = Settings.from_environ({})
     assert settings == Settings(
-        'jsonl:plants.jsonl', None, 65_536, 'text', metrics=False
+        'jsonl:plants.jsonl', None, 65_536, 'text', metrics=False, cors_origins=()
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -69,6 +69,7 @@ def test_every_variable():
             'PLANTS_MAX_BODY': '1000',
             'PLANTS_LOG': 'json',
             'PLANTS_METRICS': '1',
+            'PLANTS_CORS_ORIGINS': 'https://a.example, http://localhost:3000',
             'PLANTS': 'x',
             'MAX_BODY': '7',
         }
@@ -78,6 +79,7 @@ def test_every_variable():
     assert settings.tokens.name_of(TOKEN)
     assert settings.log == 'json'
     assert settings.metrics is True
+    assert settings.cors_origins == ('https://a.example', 'http://localhost:3000')
 
 
 def test_settings_are_frozen():
@@ -134,6 +136,40 @@ def test_one_of_two(variable, default, other):
         with pytest.raises(ValueError, match=f'^{variable}: ') as raised:
             Settings.from_environ({variable: text})
         assert f'{text!r} is not {default} or {other}' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *('', ' ', ',', 'a.example', '//a.example', 'https://', 'https://a.example/'),
+        *('https://a.example/page', 'https://a.example?x', 'https://u@a.example'),
+        *('https://A.example', 'HTTPS://a.example', 'https://a.example:', 'null'),
+        *('*,https://a.example', '*.a.example', 'https://*.a.example', '**'),
+        *('https://a.example,', 'https://a.example b.example', 'https://a.example\nx'),
+    ],
+    ids=repr,
+)
+def test_bad_origins(text):
+    """An origin that no browser sends is refused with an example of one."""
+    with pytest.raises(ValueError, match=r'^PLANTS_CORS_ORIGINS: ') as raised:
+        Settings.from_environ({'PLANTS_CORS_ORIGINS': text})
+    assert 'https://example.org' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *('*', 'https://a.example', 'http://[::1]:3000', 'http://127.0.0.1'),
+        *(
+            'https://xn--a-ecp.example',
+            'moz-extension://0a1b',
+            'https://a.example:8443',
+        ),
+    ],
+)
+def test_origins(text):
+    """Every kind of origin that a browser sends is accepted, and * for all."""
+    assert Settings.from_environ({'PLANTS_CORS_ORIGINS': text}).cors_origins == (text,)
 
 
 @pytest.mark.parametrize(

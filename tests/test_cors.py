@@ -1,0 +1,133 @@
+"""What a page of another origin may do."""
+
+import pytest
+from conftest import TOKEN
+from conftest import Client
+from errors import assert_error
+
+from app import create_app
+
+PAGE = 'https://a.example'
+OTHER = 'https://b.example'
+FERN = {'id': 1, 'name': 'Fern'}
+
+
+@pytest.fixture(params=['listed', 'all'])
+def allowed(request):
+    """Return what is configured: the page's origin and another one, or all."""
+    return '*' if request.param == 'all' else [PAGE, 'http://localhost:3000']
+
+
+@pytest.fixture
+def client(serve, store, allowed):
+    """Return a client who has the token."""
+    return serve(store, cors_origins=allowed)
+
+
+@pytest.fixture
+def stranger(client):
+    """Return a client of the same application who has no token."""
+    return Client(client.app)
+
+
+def preflight(client, path='/plants', origin=PAGE, method='POST', **headers):
+    """Ask for leave as a browser does, without a token."""
+    headers = {
+        'Origin': origin,
+        'Access-Control-Request-Method': method,
+        'Access-Control-Request-Headers': 'authorization,content-type',
+        **headers,
+    }
+    return client.request(path, method='OPTIONS', headers=headers)
+
+
+def assert_readable(answer, allowed):
+    """A page of the origin may read the answer and the headers it needs."""
+    origin = '*' if allowed == '*' else PAGE
+    assert answer.headers['Access-Control-Allow-Origin'] == origin
+    exposed = answer.headers['Access-Control-Expose-Headers'].split(', ')
+    assert exposed == ['X-Request-Id', 'Retry-After']
+    assert 'Access-Control-Allow-Credentials' not in answer.headers
+    assert answer.headers.get('Vary') == (None if allowed == '*' else 'Origin')
+
+
+@pytest.mark.parametrize('path', ['/plants', '/livez', '/no/such/path'])
+def test_preflight(stranger, allowed, path):
+    """A preflight needs no token, has no body, and is the same for every path."""
+    answer = preflight(stranger, path)
+    assert (answer.status_code, answer.body) == (204, b'')
+    assert_readable(answer, allowed)
+    assert answer.headers['Access-Control-Allow-Methods'] == 'GET, HEAD, POST'
+    names = answer.headers['Access-Control-Allow-Headers']
+    assert names == 'authorization,content-type'
+    assert int(answer.headers['Access-Control-Max-Age']) > 0
+    assert 'Allow' not in answer.headers
+    assert 'X-Request-Id' in answer.headers
+
+
+def test_answers(client, stranger, store, allowed):
+    """Answers of every kind can be read, those that refuse included."""
+    send = {'origin': PAGE}
+    answer = client.add(FERN, **send)
+    assert answer.json == {'name': 'Fern'}
+    assert_readable(answer, allowed)
+    errors = {
+        40005: client.add({}, **send),
+        40006: client.add(FERN | {'name': 'Moss'}, **send),
+        40100: stranger.add(FERN, **send),
+        40101: client.add(FERN, **send, authorization='Bearer wrong'),
+        40400: client.get('/no/such/path', headers={'Origin': PAGE}),
+        40500: client.get('/plants', headers={'Origin': PAGE}),
+    }
+    store.close()
+    errors[50300] = client.add(FERN, **send)
+    for value, error in errors.items():
+        assert_error(error, value)
+        assert_readable(error, allowed)
+    assert errors[50300].headers['Retry-After']
+
+
+def test_other_options(client, stranger):
+    """OPTIONS that is no preflight is refused as ever: 401, or 405 with the token."""
+    for origin in ({'Origin': PAGE}, {}):
+        refused = stranger.request('/plants', method='OPTIONS', headers=origin)
+        assert_error(refused, 40100)
+        refused = client.request('/plants', method='OPTIONS', headers=origin)
+        assert_error(refused, 40500)
+        assert refused.headers['Allow'] == 'POST'
+
+
+@pytest.mark.parametrize('origin', [OTHER, 'null', PAGE.upper(), f'{PAGE}.evil', ''])
+def test_origin_not_listed(serve, store, origin):
+    """A page of another origin gets no leave, and cannot read any answer."""
+    client = serve(store, cors_origins=PAGE)
+    assert_error(preflight(Client(client.app), origin=origin), 40100)
+    answers = [
+        preflight(client, origin=origin),
+        client.add(FERN, origin=origin),
+        client.get('/livez', headers={'Origin': origin}),
+        client.get('/livez'),
+    ]
+    for answer in answers:
+        assert not [name for name in answer.headers if name.startswith('Access-')]
+        assert answer.headers['Vary'] == 'Origin'
+
+
+@pytest.mark.parametrize('path', ['/plants', '/livez'])
+def test_off(serve, store, path):
+    """Without origins nothing speaks of them, and OPTIONS is 401 or 405."""
+    client = serve(store)
+    assert_error(preflight(Client(client.app)), 40100)
+    refused = preflight(client, path)
+    assert_error(refused, 40500)
+    answer = client.get('/livez', headers={'Origin': PAGE})
+    for headers in (refused.headers, answer.headers):
+        assert 'Vary' not in headers
+        assert not [name for name in headers if name.startswith('Access-')]
+
+
+@pytest.mark.parametrize('origins', [[''], 'a.example', ['*', PAGE], [f'{PAGE}/']])
+def test_bad_origins(store, origins):
+    """An embedder is told of an origin that no browser sends."""
+    with pytest.raises(ValueError, match='is not an origin'):
+        create_app(store, tokens=[TOKEN], cors_origins=origins)
