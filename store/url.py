@@ -6,9 +6,11 @@ import re
 
 
 def masked(url: str) -> str:
-    """Return a URL as it may be shown: without a user, a password or parameters.
+    """Return the URL of a store as a log may show it: every password is ``***``.
 
-    It need not be a valid one: a password with a character that should have been
-    percent-encoded is the usual reason for a URL to be shown at all.
+    What might be one counts, since a URL with a fault in it is shown, too: all from the
+    first colon of ``//USER:PASSWORD@`` to the last ``@``, and what follows
+    ``password=``.
     """
-    return re.sub('//.*@', '//...@', url.partition('?')[0], flags=re.DOTALL)
+    url = re.sub('(//[^:/@]*:).*@', r'\1***@', url, flags=re.DOTALL)
+    return re.sub(r'(password=)[^&\s]*', r'\1***', url, flags=re.IGNORECASE)

@@ -230,7 +230,7 @@ def test_start_is_told_in_json(tmp_path):
             'store': 'jsonl:plants.jsonl',
             'tokens': 2,
             'workers': 1,
-            'threads': 300,
+            'threads': 1,
         }
         == line
     )
@@ -282,7 +282,7 @@ def test_check(tmp_path, option):
         code, printed = check(tmp_path, option=option, PLANTS_TOKENS=tokens)
         assert code == 0
         assert [line.strip() for line in printed.splitlines()] == [
-            *(*shown, 'workers  1', 'threads  300')
+            *(*shown, 'workers  1', 'threads  1')
         ]
 
 
