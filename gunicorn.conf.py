@@ -254,6 +254,7 @@ loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
 EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # For what blocks: a sync of each batch in flight, and what is not as frequent.
 MOST_THREADS = 16
 
@@ -407,6 +408,8 @@ class Client:
         self._sock = sock
         self._out: list[bytes] = []
         self._is_sending = False
+        self._is_readable = True
+        self._has_ended = False
         self._greenlet: greenlet | None = None  # that waits for an event
         self.fileno = sock.fileno
         self.close = sock.close
@@ -421,8 +424,17 @@ class Client:
         self.deadline = time.monotonic() + seconds
 
     def recv(self, size: int) -> bytes:
-        self.flush()
+        if self._out:
+            # The answers of a turn go out one after another: each wakes a client, which
+            # may take the core from the next one that is made.
+            self._patience.give_way()
+            self.flush()
+        if not self._is_readable:
+            self._wait()
         data = self._retry(self._sock.recv, size)
+        # NOTE: after less than was asked for there is nothing more, and the next event
+        # tells when there is (epoll(7)). The end was told already.
+        self._is_readable = len(data) == size or self._has_ended
         if self.is_idle:
             self.is_idle = False
             self.deadline = time.monotonic() + REQUEST_TIMEOUT
@@ -464,8 +476,10 @@ class Client:
         with suppress(OSError):  # it has ended already
             self._sock.shutdown(how)
 
-    def on_event(self) -> None:
+    def on_event(self, events: int) -> None:
         """Let its greenlet try again."""
+        self._has_ended |= bool(events & ENDS)
+        self._is_readable |= bool(events & ~select.EPOLLOUT)
         if self._greenlet is not None:
             self._greenlet.switch()
 
@@ -474,9 +488,12 @@ class Client:
             try:
                 return call(argument)
             except BlockingIOError:
-                self._greenlet = getcurrent()
-                self._patience.pause()
-                self._greenlet = None
+                self._wait()
+
+    def _wait(self) -> None:
+        self._greenlet = getcurrent()
+        self._patience.pause()
+        self._greenlet = None
 
 
 class PlantsWorker(ThreadWorker):  # type: ignore[misc]
@@ -518,6 +535,8 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
     def run(self) -> None:
         from store import waiting
 
+        # In seconds; a thread that comes back from a sync waits no longer for the GIL.
+        sys.setswitchinterval(0.0002)
         self._patience = Patience(waiting.current)
         waiting.current = self._patience
         self._epoll = select.epoll()
@@ -550,10 +569,10 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         if stand_back:
             self.set_accept_enabled(False)  # run() enables it again in its next turn
             timeout = STAND_BACK
-        for fd, _ in self._epoll.poll(timeout):
+        for fd, events in self._epoll.poll(timeout):
             client = self._clients.get(fd)
             if client is not None:
-                client.on_event()
+                client.on_event(events)
             elif fd != self._patience.alarm:
                 super().wait_for_and_dispatch_events(0)
         self._patience.turn()
