@@ -80,6 +80,8 @@ graceful_timeout = 30
 REQUEST_TIMEOUT = 30
 # For the client to take an answer that is the last of its connection.
 LINGER = 2
+# How often a worker that stops looks whether the time of a client is up.
+LOOK_AT_END = 0.1
 # How long a busier worker leaves a new connection to the others.
 STAND_BACK = 0.005
 
@@ -569,6 +571,8 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         if stand_back:
             self.set_accept_enabled(False)  # run() enables it again in its next turn
             timeout = STAND_BACK
+        if not self.alive:
+            timeout = min(timeout, LOOK_AT_END)
         for fd, events in self._epoll.poll(timeout):
             client = self._clients.get(fd)
             if client is not None:
