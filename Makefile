@@ -10,8 +10,13 @@ venv: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
+# One worker: without a token configured each would make its own.
+SERVER = gunicorn
+gunicorn = gunicorn
+granian = granian --interface wsgi --blocking-threads 300 --workers-kill-timeout 30 app:app
+
 run: venv
-	exec $(BIN)/gunicorn
+	exec $(BIN)/$($(SERVER))
 
 test: venv
 	$(BIN)/pytest --numprocesses auto --cov
