@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN = .venv/bin
+PEERS = bench/peers
 
 all: test lint
 
@@ -26,9 +27,19 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv
-	$(BIN)/python -m bench.throughput
+bench: venv $(PEERS)/.venv/installed
+	$(BIN)/python -m bench $(BENCH)
+
+# What it is measured against. npm compiles better-sqlite3.
+$(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
+	$(PYTHON) -m venv $(PEERS)/.venv
+	$(PEERS)/.venv/bin/pip install --quiet --disable-pip-version-check \
+		-r $(PEERS)/requirements.txt
+	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
+	touch $@
+
+bench-scale: venv
 	$(BIN)/python -m bench.scale
 	$(BIN)/python -m bench.hostile
 
-.PHONY: all venv run test lint bench
+.PHONY: all venv run test lint bench bench-scale

@@ -1,4 +1,5 @@
--- wrk script: post plants with new ids. Argument: the first id.
+-- wrk script: post plants with new ids to the URL.
+-- Arguments: the token, the first id, and the body with %d for the id.
 local threads = 0
 
 function setup(thread)
@@ -7,17 +8,17 @@ function setup(thread)
 end
 
 function init(args)
-   id = tonumber(args[1]) + number * 1000000000
    headers = {
-      ["Authorization"] = "Bearer bench",
+      ["Authorization"] = "Bearer " .. args[1],
       ["Content-Type"] = "application/json",
    }
+   id = tonumber(args[2]) + number * 1000000000
+   body = args[3]
 end
 
 function request()
    id = id + 1
-   local body = string.format('{"id": %d, "name": "Fern", "tag": "shade"}', id)
-   return wrk.format("POST", "/plants", headers, body)
+   return wrk.format("POST", nil, headers, string.format(body, id))
 end
 
 function done(summary, latency, requests)

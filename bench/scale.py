@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import random
 import statistics
 import sys
@@ -13,8 +12,10 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.throughput import post_plants
-from bench.throughput import serving
+from bench.contenders import CONTENDERS
+from bench.load import first_answer
+from bench.load import load
+from bench.serving import serving
 from store import Plant
 from store import PlantStore
 from store import open_store
@@ -103,10 +104,13 @@ def worker_memory(url: str) -> tuple[float, float]:
     The larger of two, after a burst of adds. Pages of the index that only one process
     has touched count as private too.
     """
-    environ = {**os.environ, 'PLANTS_TOKENS': 'bench', 'PLANTS_STORE': url}
-    with serving('app:app', environ) as (address, server):
-        post_plants(address, 16, 10, first_id=random.getrandbits(52))
-        children = Path(f'/proc/{server}/task/{server}/children').read_text().split()
+    contender = CONTENDERS['jsonl']
+    environ = {'PLANTS_TOKENS': contender.token, 'PLANTS_STORE': url}
+    with serving(contender.command, environ, contender.directory) as server:
+        first_answer(server, contender)
+        load(server, contender, 16, 10, first_id=random.getrandbits(52))
+        pid = server.process.pid
+        children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
         return (
             max(smaps(pid, 'Private') for pid in children),
             max(smaps(pid, 'Anonymous') for pid in children),

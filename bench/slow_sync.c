@@ -1,11 +1,44 @@
-/* A disk whose every sync takes 2 ms longer: LD_PRELOAD=slow_sync.so. */
+/* Counts the syncs of processes, and can make each of them take longer.
+
+   LD_PRELOAD=slow_sync.so, SYNC_COUNT=the path of a file with 8 zero bytes, in which all
+   of the processes count, SYNC_DELAY=microseconds. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+static int (*next_fdatasync)(int);
+static int (*next_fsync)(int);
+static _Atomic unsigned long *count;
+static useconds_t delay;
+
+__attribute__((constructor)) static void start(void) {
+    const char *microseconds = getenv("SYNC_DELAY");
+    const char *path = getenv("SYNC_COUNT");
+    int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    void *page = mmap(NULL, sizeof *count, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+
+    if (page != MAP_FAILED) count = page;
+    if (fd >= 0) close(fd);
+    delay = microseconds ? (useconds_t)atoi(microseconds) : 0;
+    next_fdatasync = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
+    next_fsync = (int (*)(int))dlsym(RTLD_NEXT, "fsync");
+}
+
+static void before_sync(void) {
+    if (count) atomic_fetch_add(count, 1);
+    if (delay) usleep(delay);
+}
+
 int fdatasync(int fd) {
-    static int (*next)(int);
-    if (!next) next = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
-    usleep(2000);
-    return next(fd);
+    before_sync();
+    return next_fdatasync(fd);
+}
+
+int fsync(int fd) {
+    before_sync();
+    return next_fsync(fd);
 }
