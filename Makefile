@@ -38,8 +38,7 @@ $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
 	touch $@
 
-bench-scale: venv
-	$(BIN)/python -m bench.scale
-	$(BIN)/python -m bench.hostile
+bench-scale bench-hostile: bench-%: venv
+	$(BIN)/python -m bench.$* $(BENCH)
 
-.PHONY: all venv run test lint bench bench-scale
+.PHONY: all venv run test lint bench bench-scale bench-hostile

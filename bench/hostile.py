@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from bench.throughput import post_plants
-from bench.throughput import serving
+from bench.contenders import CONTENDERS
+from bench.load import first_answer
+from bench.load import load
+from bench.serving import serving
 
 HEAD = b'POST /plants HTTP/1.1\r\nHost: localhost\r\nX-Slow: '
 BODY = (
@@ -68,31 +69,28 @@ def measure(slow: int, connections: int, seconds: int) -> tuple[float, ...]:
     Returns:
         Requests a second, p50 and p99 in ms, and what the workers have in memory, MiB.
     """
+    contender = CONTENDERS['jsonl']
     with tempfile.TemporaryDirectory() as directory:
         settings = {
-            'PLANTS_TOKENS': 'bench',
+            'PLANTS_TOKENS': contender.token,
             'PLANTS_STORE': f'jsonl:{directory}/plants.jsonl',
         }
-        server = serving('app:app', os.environ | settings)
-        with server as (address, pid), dripping(address, slow):
-            output = post_plants(address, connections, seconds, first_id=1)
-            memory = resident(pid)
-    line = next(x for x in output.splitlines() if x.startswith('RESULT'))
-    answers, duration, refused, broken, p50, p99 = map(float, line.split()[1:])
-    assert not refused, 'some answers were not 200'
-    assert not broken, 'some requests had no answer'
-    return answers / duration * 1e6, p50 / 1000, p99 / 1000, memory
+        with serving(contender.command, settings, contender.directory) as server:
+            first_answer(server, contender)
+            with dripping(server.port, slow):
+                seen = load(server, contender, connections, seconds, first_id=1000)
+                memory = resident(server.process.pid)
+    return seen.rate, seen.p50_ms, seen.p99_ms, memory
 
 
 @contextmanager
-def dripping(address: str, slow: int) -> Iterator[None]:
+def dripping(port: int, slow: int) -> Iterator[None]:
     """Keep slow clients connected, and check that none was answered or closed."""
-    parts = urlsplit(address)
     with ExitStack() as stack:
         clients = []
         for start in (HEAD, BODY):
             for _ in range(slow):
-                client = socket.create_connection((parts.hostname, parts.port), 10)
+                client = socket.create_connection(('127.0.0.1', port), 10)
                 clients.append(stack.enter_context(client))
                 client.sendall(start)
         done = threading.Event()
