@@ -256,6 +256,8 @@ loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
 EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+# In a turn, so that a burst of some clients does not keep the answers to others.
+EVENTS = 64
 ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # For what blocks: a sync of each batch in flight, and what is not as frequent.
 MOST_THREADS = 16
@@ -295,6 +297,7 @@ class Patience:
 
     def __init__(self, otherwise: Any) -> None:
         self._loop = getcurrent()
+        self._thread = threading.get_ident()
         self._otherwise = otherwise
         self._ready = deque[greenlet]()
         self._calls = SimpleQueue[Call]()
@@ -314,18 +317,22 @@ class Patience:
     def resume(self, waiting: greenlet) -> None:
         """Take a greenlet up again in the next turn of the loop; from any thread."""
         self._ready.append(waiting)
-        if not self._alarmed:
+        if not self._alarmed and threading.get_ident() != self._thread:
             self._alarmed = True
             os.eventfd_write(self.alarm, 1)
 
-    def turn(self) -> None:
-        """Let every greenlet go on that can."""
+    def turn(self) -> bool:
+        """Let every greenlet go on that can; return whether some can again.
+
+        Those are for the next turn: one that never waits does not keep out the others.
+        """
         if self._alarmed:
             with suppress(BlockingIOError):  # it is just about to be written
                 os.eventfd_read(self.alarm)
             self._alarmed = False
-        while self._ready:
+        for _ in range(len(self._ready)):
             self._ready.popleft().switch()
+        return bool(self._ready)
 
     def give_way(self) -> None:
         if getcurrent().parent is None:
@@ -524,6 +531,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._standing_back = False
         self._patient = True
         self._clients: dict[int, Client] = {}
+        self._busy = False
         self._quitting = False
         self._next_look = 0.0
 
@@ -573,13 +581,15 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             timeout = STAND_BACK
         if not self.alive:
             timeout = min(timeout, LOOK_AT_END)
-        for fd, events in self._epoll.poll(timeout):
+        if self._busy:
+            timeout = 0
+        for fd, events in self._epoll.poll(timeout, EVENTS):
             client = self._clients.get(fd)
             if client is not None:
                 client.on_event(events)
             elif fd != self._patience.alarm:
                 super().wait_for_and_dispatch_events(0)
-        self._patience.turn()
+        self._busy = self._patience.turn()
         self._patient = not stand_back
 
     def _serve(self, client: Client, address: Any, server: Any) -> None:

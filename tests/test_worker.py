@@ -154,3 +154,29 @@ def test_adds_that_come_together(tmp_path):
         assert not failed
         ids = [plant['id'] for plant in server.plants()]
         assert sorted(ids) == list(range(20 * CROWD))
+
+
+def test_client_that_never_waits(tmp_path):
+    """A client that sends without end and takes no rest keeps nobody else waiting."""
+    many = request('GET', '/livez') * 500
+    with Server(tmp_path) as server, server.connect() as client:
+        stopped = threading.Event()
+
+        def send():
+            while not stopped.is_set():
+                client.send(many)
+
+        def receive():
+            while client.receive() is not None:
+                pass
+
+        pair = [threading.Thread(target=job, daemon=True) for job in (send, receive)]
+        try:
+            for thread in pair:
+                thread.start()
+            assert_prompt(server)
+        finally:
+            stopped.set()
+            server.stop()
+            for thread in pair:
+                thread.join()
