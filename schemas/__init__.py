@@ -21,6 +21,7 @@ from jsonschema import SchemaError
 from jsonschema import ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
@@ -170,10 +171,7 @@ class Schema:
             for file, schema in load().items()
         }
         schema = files[f'{name}.json']
-        registry: Registry[Any] = Registry().with_contents(
-            files.items(), default_specification=DRAFT202012
-        )
-        self._validator = _Validator(schema, registry=registry)
+        self._validator = _Validator(schema, registry=_registry(files))
         self._is_valid: Callable[[Any], bool] = _never
         if _is_agreed(list(files.values())):
             self._is_valid = jsonschema_rs.Draft202012Validator(
@@ -223,6 +221,8 @@ def load() -> dict[str, Any]:
     for path in sorted(DIRECTORY.glob('*.json')):
         try:
             files[path.name] = schema = json.loads(path.read_bytes())
+            if not isinstance(schema, dict):
+                raise ValueError(f'{show(schema)} is not an object')
             _Validator.check_schema(schema)
             for pattern in _patterns(schema):
                 re.compile(pattern)
@@ -230,7 +230,35 @@ def load() -> dict[str, Any]:
             raise ValueError(f'{path}: {ex}') from ex
         except SchemaError as ex:
             raise ValueError(f'{path}: {ex.message}') from ex
+    registry = _registry(files)
+    for file, schema in files.items():
+        try:
+            _check_references(schema, registry.resolver(file))
+        except Unresolvable as ex:
+            reason = f'the reference {show(ex.ref)} leads nowhere'
+            raise ValueError(f'{DIRECTORY / file}: {reason}') from ex
     return files
+
+
+def _registry(files: dict[str, Any]) -> Registry[Any]:
+    registry: Registry[Any] = Registry()
+    return registry.with_resources(
+        (file, DRAFT202012.create_resource(schema)) for file, schema in files.items()
+    )
+
+
+def _check_references(schema: Any, resolver: Any) -> None:
+    """Follow each reference of a schema.
+
+    Raises:
+        Unresolvable: It leads nowhere.
+    """
+    resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
+    if isinstance(schema, dict):
+        for keyword in {'$ref', '$dynamicRef'} & schema.keys():
+            resolver.lookup(schema[keyword])
+    for part in DRAFT202012.subresources_of(schema):
+        _check_references(part, resolver)
 
 
 def _patterns(schema: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import subprocess
@@ -980,6 +981,26 @@ def test_damaged_file_stops_the_start(tmp_path):
     (tmp_path / 'plants.jsonl').write_bytes(damaged)
     assert_start_refused(Server(tmp_path, workers=2), 'plants.jsonl', 'line 2', 'check')
     assert (tmp_path / 'plants.jsonl').read_bytes() == damaged
+
+
+@table(
+    'schema, words',
+    {
+        'no object': ('true', ['Plant.json', 'true is not an object']),
+        'reference to no file': (
+            '{"properties": {"tag": {"$ref": "Tag.json"}}}',
+            ['Plant.json', '"Tag.json" leads nowhere'],
+        ),
+    },
+)
+def test_broken_schema_stops_the_start(checkout, schema, words):
+    """A schema that cannot be used stops the start with a sentence that names it."""
+    (checkout / 'schemas').unlink()
+    shutil.copytree(REPOSITORY / 'schemas', checkout / 'schemas')
+    (checkout / 'schemas' / 'Plant.json').write_text(schema)
+    server = Server(checkout, command=[SCRIPTS / 'gunicorn'])
+    assert_start_refused(server, *words)
+    assert not (checkout / 'plants.jsonl').exists()
 
 
 def test_memory_store_has_one_worker(tmp_path):

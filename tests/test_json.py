@@ -708,6 +708,49 @@ def test_broken_schema_stops_the_start(change, name, edit, serve, store):
         serve(store)
 
 
+@pytest.mark.parametrize(
+    'reference',
+    [
+        'Plont.json',
+        'Plant.json#/$defs/name',
+        'Plant.json#name',
+        '#/properties/nome',
+        'https://example.org/name.json',
+        'https://json-schema.org/draft/2020-12/schema',
+        {'$id': 'pots/Pot.json', '$ref': 'Plant.json'},
+        {'items': {'not': {'$ref': 'Plont.json'}}},
+        {'$dynamicRef': '#name'},
+    ],
+    ids=str,
+)
+def test_reference_that_leads_nowhere(reference, edit):
+    """A reference to what is not there is a fault of its file, at any depth."""
+    if isinstance(reference, str):
+        reference = {'$ref': reference}
+    edit('NewPlant', lambda schema: schema['properties'].update(pot=reference))
+    with pytest.raises(ValueError, match=r'NewPlant\.json: .* leads nowhere'):
+        schemas.load()
+
+
+@pytest.mark.parametrize(
+    'reference',
+    ['Plant.json', '#', 'Plant.json#/properties/name', '#pot', 'pots/Pot.json'],
+)
+def test_reference_that_leads_somewhere(reference, edit, serve, store):
+    """A reference to a file, a place in it, an anchor or an embedded schema is good."""
+    pot = {'$id': 'pots/Pot.json', 'items': {'$ref': '../Plant.json'}}
+    members = {'pot': {'$ref': reference}, 'pots': pot, 'size': {'$anchor': 'pot'}}
+    edit('NewPlant', lambda schema: schema['properties'].update(members))
+    assert serve(store).add(FERN).status_int == 200
+
+
+def test_schema_that_is_no_object(edit):
+    """A file of a schema that is just true or false is refused."""
+    Path(schemas.DIRECTORY, 'Plant.json').write_text('true')
+    with pytest.raises(ValueError, match=r'Plant\.json: true is not an object'):
+        schemas.load()
+
+
 def test_schema_that_is_no_json_stops_the_start(edit, serve, store):
     """A schema file that cannot be read is noticed at the start."""
     Path(schemas.DIRECTORY, 'NewPlant.json').write_text('{')
