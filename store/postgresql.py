@@ -19,6 +19,7 @@ sequence, no lock of a table. What makes it safe:
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import time
@@ -35,6 +36,7 @@ import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
+from psycopg.rows import args_row
 from psycopg_pool import ConnectionPool
 from psycopg_pool import PoolClosed
 from psycopg_pool import PoolTimeout
@@ -50,6 +52,9 @@ from store.group_commit import GroupCommit
 from store.group_commit import outcomes
 from store.lazy import LazyStore
 from store.url import masked
+
+# What psycopg has to say of a connection that was lost, the store says itself.
+logging.getLogger('psycopg').addHandler(logging.NullHandler())
 
 Result = TypeVar('Result')
 Batch = Sequence[Entry[Plant]]
@@ -146,7 +151,10 @@ class PostgreSQLStore(LazyStore['_Database']):
         return self._opened().plants()
 
     def __length_hint__(self) -> int:
-        return self._opened().count()
+        # To count many takes longer than any answer may.
+        with suppress(StoreUnavailable):
+            return self._opened().count()
+        return 0
 
     def check_opening(self) -> None:
         try:
@@ -256,6 +264,9 @@ class _Database:
         batch = [Entry(plant, 0) for plant in plants]
         for start in range(0, len(batch), MOST_ROWS):
             self._insert(batch[start : start + MOST_ROWS])
+        for entry in batch:
+            if isinstance(entry.error, StoreUnavailable):
+                raise entry.error
         return outcomes(batch)
 
     def plants(self) -> Iterator[Plant]:
@@ -263,11 +274,11 @@ class _Database:
         with self._errors(), self._connect() as connection:
             # The whole takes as long as the reader likes.
             connection.execute("SELECT set_config('statement_timeout', '0', false)")
-            rows = connection.cursor().stream(
+            # NOTE: handed on with yield from, so that who stops to read closes the
+            # stream first: it holds a lock that the end of the connection waits for.
+            yield from connection.cursor(row_factory=args_row(Plant)).stream(
                 'SELECT id, name, tag FROM plants', size=1000
             )
-            for row in rows:
-                yield Plant(*row)
 
     def count(self) -> int:
         with self._connection() as connection:
