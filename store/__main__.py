@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
+from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from store import IdTaken
 from store import Plant
@@ -20,8 +23,21 @@ from store import StoreError
 from store import open_store
 from store import record
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 COPIED_AT_ONCE = 1000
 INTERRUPTED = 130  # what a shell makes of a process that SIGINT has ended
+
+# As it may be in a complaint of argparse, which repeats what it did not expect.
+_SECRET = re.compile(r'(?<=//)(?!\.\.\.@).*(?=@)|(?<=password=)(?!\.\.\.).*', re.DOTALL)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that shows nobody's password."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(_SECRET.sub('...', message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or 1 if a store is damaged or unavailable, or two plants are
         in each other's way; 130 after Ctrl-C. A usage error exits with 2.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog='python -m store',
         description='Look at stores of plants, check them, and move between them.',
     )
@@ -110,11 +126,8 @@ def _store(url: str) -> str:
 
 def _existing(url: str) -> str:
     path = _path(_store(url))
-    try:
-        exists = path is None or path.is_file()
-    except OSError:  # the name is too long, for example
-        exists = False
-    if not exists:
+    # NOTE: not Path.is_file(), which raises for a name that is too long.
+    if path is not None and not os.path.isfile(path):
         raise argparse.ArgumentTypeError(f'{url!r}: there is no such file')
     return url
 
@@ -128,7 +141,7 @@ def _is_same(url: str, other: str) -> bool:
     path, other_path = _path(url), _path(other)
     if path is None or other_path is None:
         return url == other != 'memory:'
-    return path.resolve() == other_path.resolve()
+    return os.path.exists(other_path) and path.samefile(other_path)
 
 
 def _list(url: str) -> int:
@@ -163,25 +176,32 @@ def _check(url: str, move: bool) -> int:
 def _copy(source_url: str, target_url: str) -> int:
     """Add all plants of a store to another, which keeps what it has."""
     copied = present = conflicting = 0
-    with (
-        open_store(source_url, create='never') as source,
-        open_store(target_url) as target,
-    ):
-        try:
-            for plants in _batches(_with_progress(source)):
-                outcomes = target.add_many(plants)
+    try:
+        with (
+            open_store(source_url, create='never') as source,
+            open_store(target_url) as target,
+            _progress(source) as plants,
+        ):
+            for batch in _batches(plants):
+                outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
-                for plant, outcome in zip(plants, outcomes, strict=True):
-                    if isinstance(outcome, IdTaken):
-                        conflicting += 1
-                        _print(f'conflicting: {record.encode(plant).decode().strip()}')
-        finally:
-            # Also when it breaks off: what was copied stays, and a repeat goes on.
-            _print(
-                f'copied: {copied}, already there: {present}, '
-                f'conflicting: {conflicting}'
-            )
+                taken = [
+                    plant
+                    for plant, outcome in zip(batch, outcomes, strict=True)
+                    if isinstance(outcome, IdTaken)
+                ]
+                if taken:
+                    conflicting += len(taken)
+                    with plants.external_write_mode():
+                        _print_conflicting(taken)
+            # It was not used yet if there are no plants, and so is not made either.
+            target.ping()
+    finally:
+        # Also when it breaks off: what was copied stays, and a repeat goes on.
+        _print(
+            f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
+        )
     return int(conflicting > 0)
 
 
@@ -191,13 +211,20 @@ def _batches(plants: Iterable[Plant]) -> Iterator[list[Plant]]:
         yield batch
 
 
-def _with_progress(store: PlantStore) -> Iterable[Plant]:
+def _print_conflicting(plants: Iterable[Plant]) -> None:
+    for plant in plants:
+        _print(f'conflicting: {record.encode(plant).decode().strip()}')
+    with _reader_may_leave():
+        sys.stdout.flush()
+
+
+def _progress(store: PlantStore) -> tqdm[Plant]:
     """Show a bar while a store is read, if somebody looks at a terminal."""
-    if not sys.stderr.isatty():
-        return store
     from tqdm import tqdm
 
-    return tqdm(store, total=length_hint(store) or None, unit=' plants', leave=False)
+    nobody = not sys.stderr.isatty()
+    total = None if nobody else length_hint(store) or None
+    return tqdm(store, total=total, disable=nobody, unit=' plants', leave=False)
 
 
 if __name__ == '__main__':  # pragma: no cover

@@ -77,7 +77,8 @@ class JSONLinesStore(LazyStore['_PlantFile']):
     ) -> None:
         super().__init__()
         # Resolved, so that a file has one index whatever name it is called by.
-        self.path = Path(path).resolve()
+        # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
+        self.path = Path(os.path.realpath(path))
         self._create = create
         self._system = system
 
