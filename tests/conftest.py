@@ -1,11 +1,13 @@
-"""What tests share that need no server: the application over a store in memory."""
+"""What tests share: an application in memory, the command line, and a database."""
 
 import json
+import sys
 import warnings
 
 import pytest
 
 from app import create_app
+from store.__main__ import main
 from store.memory import MemoryStore
 
 with warnings.catch_warnings():
@@ -92,3 +94,38 @@ def app(client):
 def stranger(app):
     """Return a client of the same application who has no token."""
     return Client(app)
+
+
+@pytest.fixture
+def run(capfdbinary):
+    """Return a function that runs a command of the store in this process.
+
+    It returns the exit code, what was printed, and the lines of complaint.
+    """
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as ex:
+            code = ex.code
+        sys.stdout.flush()
+        output, errors = capfdbinary.readouterr()
+        return code, output, errors.decode().splitlines()
+
+    return run
+
+
+@pytest.fixture(scope='session')
+def server():
+    """A PostgreSQL server for all tests that leave it as it is."""
+    # Imported here, for those who need none.
+    from postgresql import PostgreSQL
+
+    with PostgreSQL() as server:
+        yield server
+
+
+@pytest.fixture
+def url(server):
+    """The URL of a store in PostgreSQL without plants."""
+    return server.new_url()

@@ -1,18 +1,16 @@
-import contextlib
 import errno
 import fcntl
 import logging
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
+from cli import command
+from cli import without_reader
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 from store_contract import PATIENCE
-from store_contract import TOP
 
 from store import IdTaken
 from store import Plant
@@ -46,25 +44,6 @@ def path(tmp_path):
     return tmp_path / 'plants.jsonl'
 
 
-@pytest.fixture
-def run(capfdbinary):
-    """Return a function that runs a command in this process.
-
-    It returns the exit code, what was printed, and the lines of complaint.
-    """
-
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as ex:
-            code = ex.code
-        sys.stdout.flush()
-        output, errors = capfdbinary.readouterr()
-        return code, output, errors.decode().splitlines()
-
-    return run
-
-
 def url(path):
     """Return the URL of a plant file."""
     return f'jsonl:{path}'
@@ -73,32 +52,6 @@ def url(path):
 def files(path):
     """Return what is in the directory of the plant file, by name."""
     return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
-
-
-@contextlib.contextmanager
-def command(*arguments, **options):
-    """Run a command in a process of its own, as a shell would run it."""
-    environment = {
-        name: text for name, text in os.environ.items() if name != 'PYTHONUNBUFFERED'
-    }
-    with subprocess.Popen(
-        [sys.executable, '-m', 'store', *map(str, arguments)],
-        cwd=TOP,
-        env=environment,
-        stderr=subprocess.PIPE,
-        **{'stdout': subprocess.PIPE, **options},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def without_reader():
-    """Return a pipe to write to that nobody reads."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
 
 
 class TestList:

@@ -3,25 +3,11 @@
 from contextlib import contextmanager
 
 import pytest
-from postgresql import PostgreSQL
 from psycopg.errors import UndefinedTable
 from store_contract import StoreContract
 
 from store import Plant
 from store import open_store
-
-
-@pytest.fixture(scope='session')
-def server():
-    """A server for all tests that leave it as it is."""
-    with PostgreSQL() as server:
-        yield server
-
-
-@pytest.fixture
-def url(server):
-    """The URL of a store without plants."""
-    return server.new_url()
 
 
 class TestPostgreSQLStore(StoreContract):

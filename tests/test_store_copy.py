@@ -1,0 +1,659 @@
+"""The command line over every pair of stores, with real files and a real database."""
+
+import errno
+import fcntl
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from contextlib import contextmanager
+from contextlib import redirect_stderr
+from contextlib import suppress
+from operator import length_hint
+from pathlib import Path
+
+import psycopg
+import pytest
+from cli import command
+from cli import without_reader
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from postgresql import PostgreSQL
+from psycopg.errors import UndefinedTable
+from server import PATIENCE
+from server import REPOSITORY
+from server import RawClient
+from server import Server
+from server import request
+from server import wait_until
+from store_contract import HOSTILE
+from store_contract import IDS
+from store_contract import TEXTS
+from store_contract import plane
+
+from store import Plant
+from store import StoreUnavailable
+from store import open_store
+from store import record
+from store.__main__ import main
+
+KINDS = ['memory', 'jsonl', 'postgresql']
+DURABLE = KINDS[1:]
+
+FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Efeu ☘', '')
+REED = Plant(1, 'Reed')
+
+MANY = 60_000
+
+
+@pytest.fixture
+def make(tmp_path, server):
+    """Return a function that makes a store of a kind and returns its URL."""
+    numbers = iter(range(100))
+
+    def make(kind, *plants):
+        if kind == 'memory':
+            return 'memory:'
+        if kind == 'jsonl':
+            path = tmp_path / f'{next(numbers)}.jsonl'
+            write(path, plants)
+            return f'jsonl:{path}'
+        url = server.new_url()
+        with open_store(url) as store:
+            store.add_many(plants)
+        return url
+
+    return make
+
+
+def write(path, plants):
+    """Write a plant file without the help of a store."""
+    path.write_bytes(b''.join(map(record.encode, plants)))
+
+
+def plants_in(url):
+    """Return the plants of a store, in the order of their ids."""
+    if url == 'memory:':
+        return []
+    with open_store(url, create='never') as store:
+        return sorted(store)
+
+
+def many(first=0, count=MANY):
+    """Return plants by the thousand."""
+    return [Plant(id, 'Fern', 'shade') for id in range(first, first + count)]
+
+
+def counts(output):
+    """Return what a copy says at its end: copied, already there, conflicting."""
+    last = output.decode().splitlines()[-1]
+    pattern = r'copied: (\d+), already there: (\d+), conflicting: (\d+)'
+    return tuple(map(int, re.fullmatch(pattern, last).groups()))
+
+
+def finish(process):
+    """Wait for the end of a command; return its code, output and complaints."""
+    output, errors = process.communicate(timeout=PATIENCE)
+    return process.returncode, output, (errors or b'').decode()
+
+
+@pytest.mark.parametrize('target', KINDS)
+@pytest.mark.parametrize('source', KINDS)
+class TestEveryPair:
+    def test_counts(self, make, run, source, target):
+        """The target has all plants in the end, but keeps what it has."""
+        source = make(source, REED, MOSS, IVY)
+        target = make(target, FERN, MOSS)
+        there = plants_in(target)
+        given = plants_in(source)
+        conflicts = [plant for plant in given if plant == REED and FERN in there]
+        present = [plant for plant in given if plant in there]
+        copied = [plant for plant in given if plant not in conflicts + present]
+        listed = [b'conflicting: ' + record.encode(plant) for plant in conflicts]
+
+        code, output, errors = run('copy', source, target)
+        assert (code, errors) == (int(bool(conflicts)), [])
+        assert output.splitlines(keepends=True)[:-1] == listed
+        assert counts(output) == (len(copied), len(present), len(conflicts))
+        if target != 'memory:':
+            assert plants_in(target) == sorted(there + copied)
+            again = run('copy', source, target)[1]
+            assert counts(again) == (0, len(present + copied), len(conflicts))
+            assert plants_in(target) == sorted(there + copied)
+        assert plants_in(source) == given
+
+    def test_nothing(self, make, run, source, target):
+        """Without plants there is nothing to copy, and the target is fine with it."""
+        code, output, errors = run('copy', make(source), make(target))
+        assert (code, counts(output), errors) == (0, (0, 0, 0), [])
+
+
+@pytest.mark.parametrize('kind', DURABLE)
+def test_list(make, run, kind):
+    """Each plant of any store is printed as a record."""
+    code, output, errors = run('list', make(kind, FERN, MOSS, IVY))
+    assert (code, errors) == (0, [])
+    assert output.splitlines(keepends=True) == [
+        record.encode(plant) for plant in (FERN, MOSS, IVY)
+    ]
+
+
+def test_list_head(server, make):
+    """A reader that has seen enough of a table ends the query too."""
+    url = make('postgresql', *many(count=20_000))
+    with command('list', url) as process:
+        first = process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b''
+        assert process.wait(PATIENCE) == 0
+    assert first == record.encode(Plant(0, 'Fern', 'shade'))
+    wait_until(
+        lambda: (
+            not server.execute(
+                "SELECT 1 FROM pg_stat_activity WHERE application_name = 'plants' "
+                "AND state = 'active' AND query LIKE '%FROM plants%'"
+            )
+        ),
+        'the query ends',
+    )
+
+
+def test_check(make, run):
+    """Every plant of a table is read."""
+    url = make('postgresql', FERN, MOSS)
+    assert run('check', url) == (0, b'2 plants, no damage\n', [])
+
+
+class TestMissing:
+    @pytest.mark.parametrize('target', KINDS)
+    def test_target_is_made(self, tmp_path, url, run, target):
+        """A target that does not exist is made, also when there is nothing to copy."""
+        path = tmp_path / 'new.jsonl'
+        targets = {'memory': 'memory:', 'jsonl': f'jsonl:{path}', 'postgresql': url}
+        assert run('copy', 'memory:', targets[target])[0] == 0
+        assert path.exists() == (target == 'jsonl')
+        if target == 'postgresql':
+            assert plants_in(url) == []
+
+    @pytest.mark.parametrize('create', [True, False], ids=['create', 'no-create'])
+    @pytest.mark.parametrize('arguments', [['list'], ['check'], ['copy']], ids=str)
+    def test_no_table_in_the_source(
+        self, tmp_path, server, url, run, arguments, create
+    ):
+        """A table that does not exist is an error for a reader, and is not made."""
+        schema = url.rpartition('%3D')[2]
+        if not create:
+            server.execute(f'CREATE ROLE {schema} LOGIN')
+            server.execute(f'GRANT USAGE ON SCHEMA {schema} TO {schema}')
+            url = url.replace('gardener', schema)
+        target = tmp_path / 'new.jsonl'
+        targets = [f'jsonl:{target}'] if arguments == ['copy'] else []
+        code, output, (error,) = run(*arguments, url, *targets)
+        assert code == 1
+        assert 'there is no table plants' in error
+        assert output in (b'', b'copied: 0, already there: 0, conflicting: 0\n')
+        assert not target.exists()
+        assert server.execute(f"SELECT to_regclass('{schema}.plants')") == [(None,)]
+
+    def test_no_file_in_the_source(self, tmp_path, url, run):
+        """A file that does not exist is a usage error, and the target is not made."""
+        missing = tmp_path / 'missing.jsonl'
+        code, output, errors = run('copy', f'jsonl:{missing}', url)
+        assert (code, output) == (2, b'')
+        assert str(missing) in errors[-1]
+        assert not missing.exists()
+        with (
+            open_store(url, create='never') as store,
+            pytest.raises(StoreUnavailable, match='no table'),
+        ):
+            store.ping()
+
+    @pytest.mark.parametrize('source', KINDS)
+    def test_index_without_its_file(self, tmp_path, make, run, source):
+        """A target whose file was lost is not made new: it would forget every id."""
+        target = tmp_path / 'lost.jsonl'
+        with open_store(f'jsonl:{target}') as store:
+            store.add(FERN)
+        target.unlink()
+        code, output, (error,) = run('copy', make(source, MOSS), f'jsonl:{target}')
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        assert 'put it back, or remove lost.jsonl.index' in error
+        assert not target.exists()
+
+    @pytest.mark.parametrize('source', KINDS)
+    def test_no_directory(self, tmp_path, make, run, source):
+        """A target whose directory does not exist is an error, and nothing is made."""
+        target = tmp_path / 'missing' / 'plants.jsonl'
+        code, output, (error,) = run('copy', make(source, MOSS), f'jsonl:{target}')
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        assert error == f'Error: {target}: its directory does not exist'
+        assert not target.parent.exists()
+
+    def test_links_in_a_circle(self, tmp_path, run):
+        """A target that is a link to itself is an error in one sentence."""
+        (tmp_path / 'loop').symlink_to('loop')
+        code, _, (error,) = run('copy', 'memory:', f'jsonl:{tmp_path}/loop')
+        assert code == 1
+        assert os.strerror(errno.ELOOP) in error
+
+    def test_no_table_to_count(self, url):
+        """How many plants there are is not known where nobody can count them."""
+        with open_store(url, create='never') as store:
+            assert length_hint(store) == 0
+
+
+class TestInterrupted:
+    @pytest.fixture(params=['jsonl-postgresql', 'postgresql-jsonl'])
+    def pair(self, request, make):
+        """A source with many plants, and a target with none."""
+        source, _, target = request.param.partition('-')
+        return make(source, *many()), make(target)
+
+    @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL], ids=str)
+    def test_signal(self, server, pair, number):
+        """A copy may be ended in the middle: what it copied stays, a repeat goes on."""
+        source, target = pair
+        with command('copy', source, target) as process:
+            with stuck(server, target):
+                process.send_signal(number)
+            code, output, errors = finish(process)
+        there = len(plants_in(target))
+        assert 0 < there < MANY
+        if number == signal.SIGINT:
+            assert (code, errors) == (130, '')
+            # The last batch may be there although nobody was told.
+            assert counts(output)[0] in (there, there - 1000)
+        with command('copy', source, target) as process:
+            code, output, errors = finish(process)
+        assert (code, errors) == (0, '')
+        assert counts(output) == (MANY - there, there, 0)
+        assert plants_in(target) == plants_in(source)
+
+    @pytest.mark.parametrize('way', ['to', 'from'])
+    def test_database_goes_down(self, tmp_path, way):
+        """A database that is killed in the middle ends the copy; a repeat goes on."""
+        path = tmp_path / 'plants.jsonl'
+        # More than what is under way between the two.
+        plants = [plant._replace(tag='shade' * 100) for plant in many()]
+        with PostgreSQL() as server:
+            pair = [f'jsonl:{path}', server.url()]
+            if way == 'to':
+                write(path, plants)
+            else:
+                with open_store(server.url()) as store:
+                    store.add_many(plants)
+                pair.reverse()
+            with command('copy', *pair) as process:
+                with stuck(server, pair[1]):
+                    server.kill()
+                code, output, errors = finish(process)
+            assert code == 1
+            assert re.fullmatch(r'Error: postgresql://.* the database.*\n', errors)
+            copied = counts(output)[0]
+            server.start()
+            there = len(plants_in(pair[1]))
+            assert copied <= there <= copied + 1000
+            with command('copy', *pair) as process:
+                code, output, errors = finish(process)
+            assert (code, errors) == (0, '')
+            assert counts(output) == (MANY - there, there, 0)
+            assert plants_in(pair[1]) == plants
+
+
+@contextmanager
+def stuck(server, target):
+    """Keep a copy from its end, once it has begun."""
+    if target.startswith('jsonl'):
+        path = Path(target.partition(':')[2])
+        wait_until(lambda: path.exists() and path.stat().st_size, 'it has begun')
+        with path.open('rb') as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    else:
+        with psycopg.connect(target) as connection:
+            wait_until(lambda: table_size(server, target), 'it has begun')
+            # Whoever adds this one too waits for what becomes of it.
+            connection.execute("INSERT INTO plants VALUES (%s, 'Fern')", [MANY - 1])
+            yield
+            with suppress(psycopg.OperationalError):
+                connection.rollback()
+
+
+def table_size(server, url):
+    """Return how many plants there are in a table, 0 if it is not there."""
+    with suppress(UndefinedTable):
+        return server.execute('SELECT count(*) FROM plants', url=url)[0][0]
+    return 0
+
+
+class TestRefused:
+    @pytest.mark.parametrize('target', DURABLE)
+    def test_damaged_source(self, make, run, target):
+        """Damage ends the copy, which says where it is; what was copied stays."""
+        source, target = make('jsonl', *many(count=2500)), make(target)
+        path = Path(source.partition(':')[2])
+        sound = path.read_bytes()
+        last = Plant(-1, 'Moss')
+        path.write_bytes(sound + b'{"id":"1"}\n' + record.encode(last))
+        code, output, (error,) = run('copy', source, target)
+        assert (code, counts(output)) == (1, (2000, 0, 0))
+        assert f'line 2501 (byte {len(sound)}) is damaged: its id is not' in error
+        assert plants_in(target) == many(count=2000)
+        assert run('check', '--repair', source)[0] == 0
+        code, output, _ = run('copy', source, target)
+        assert (code, counts(output)) == (0, (501, 2000, 0))
+        assert plants_in(target) == [last, *many(count=2500)]
+
+    def test_rule_of_the_table(self, server, url, make, run):
+        """A plant that breaks a rule of the table ends the copy, and is named."""
+        with open_store(url) as store:
+            store.ping()
+        server.execute("ALTER TABLE plants ADD CHECK (name <> 'Moss')", url=url)
+        code, output, (error,) = run('copy', make('jsonl', FERN, MOSS, IVY), url)
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        assert 'a rule of the table plants does not permit it' in error
+        assert 'Failing row contains (2, Moss, shade)' in error
+        assert plants_in(url) == [FERN, IVY]
+
+
+class TestUsage:
+    @pytest.mark.parametrize('kind', ['memory', 'postgresql'])
+    def test_repair_of_no_file(self, make, run, kind):
+        """Only a file can be repaired."""
+        code, output, errors = run('check', '--repair', make(kind))
+        assert (code, output) == (2, b'')
+        assert errors[-1].endswith('error: --repair is for a file of JSON lines')
+
+    @pytest.mark.parametrize('other', ['itself', 'dots', 'link', 'hard-link'])
+    def test_same_file(self, make, run, other):
+        """A file is not copied to itself, by whatever name it is called."""
+        url = make('jsonl', FERN)
+        path = Path(url.partition(':')[2])
+        name = path.with_name('other.jsonl')
+        match other:
+            case 'itself':
+                name = path
+            case 'dots':
+                name = f'{path.parent}/../{path.parent.name}/{path.name}'
+            case 'link':
+                name.symlink_to(path)
+            case 'hard-link':
+                name.hardlink_to(path)
+        for pair in [(url, f'jsonl:{name}'), (f'jsonl:{name}', url)]:
+            code, output, errors = run('copy', *pair)
+            assert (code, output) == (2, b'')
+            assert errors[-1].endswith('error: SRC and DST are the same store')
+
+    def test_same_database(self, url, run):
+        """A database is not copied to itself either."""
+        code, _, errors = run('copy', url, url)
+        assert code == 2
+        assert errors[-1].endswith('error: SRC and DST are the same store')
+
+    @pytest.mark.parametrize(
+        ('arguments', 'said'),
+        [
+            ([], 'SRC, DST'),
+            (['memory:'], 'DST'),
+            (['memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
+            (['memory:', 'plants.jsonl'], "argument DST: 'plants.jsonl' is not a"),
+            (['csv:x', 'memory:'], "argument SRC: 'csv:x' is not a store"),
+            (['jsonl:/no/x', 'memory:'], "SRC: 'jsonl:/no/x': there is no such file"),
+            (['memory:', 'postgresql://[h/d'], 'it is not a URL that libpq accepts'),
+        ],
+        ids=str,
+    )
+    def test_refused(self, run, arguments, said):
+        """A command that is none ends with exit code 2 and a sentence that says why."""
+        code, output, errors = run('copy', *arguments)
+        assert (code, output) == (2, b'')
+        assert said in errors[-1]
+        assert not any('Traceback' in line for line in errors)
+
+    @given(
+        template=st.sampled_from(
+            [
+                'postgresql://gardener:{}@127.0.0.1:1/plants',
+                'postgres://gardener:{}@127.0.0.1:1,127.0.0.1:2/plants',
+                'postgresql://127.0.0.1:1/plants?password={}',
+                'postgress://gardener:{}@127.0.0.1:1/plants',
+                'postgresql:gardener:{}@127.0.0.1:1/plants',
+                'host=127.0.0.1 port=1 password={}',
+            ]
+        ),
+        around=st.tuples(*[st.text('@/?#%:[]&= \'"\\\n.x', max_size=4)] * 2),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_password(self, template, around):
+        """No complaint about a URL shows its password, however it is written."""
+        url = template.format('hush'.join(around))
+        for arguments in (['list', url], ['check', url], ['copy', 'memory:', url]):
+            assert 'hush' not in said(arguments)
+
+    @pytest.mark.parametrize('before', ['', '--repair='])
+    @pytest.mark.parametrize('first', [[], ['list', 'memory:'], ['check', 'memory:']])
+    @pytest.mark.parametrize(
+        'url', ['postgresql://u:hush@h/d', 'postgresql://h/d?password=hush']
+    )
+    def test_password_out_of_place(self, first, before, url):
+        """A URL where none is expected is not repeated with its password either."""
+        assert 'hush' not in said([*first, before + url])
+
+
+def said(arguments):
+    """Return what a command that is refused complains about."""
+    with redirect_stderr(io.StringIO()) as errors, suppress(SystemExit):
+        assert main(arguments) == 1
+    assert errors.getvalue()
+    return errors.getvalue()
+
+
+class TestOutput:
+    @pytest.fixture
+    def pair(self, make):
+        """Stores with as many conflicts as make more than a pipe and its buffers."""
+        conflicts = [Plant(id, 'Moss') for id in range(5000)]
+        source = make('jsonl', *many(count=5000), *many(-3000, 3000))
+        return source, make('jsonl', *conflicts)
+
+    def test_no_reader(self, pair):
+        """The copy goes on when nobody reads what it says."""
+        writer = without_reader()
+        with command('copy', *pair, stdout=writer) as process:
+            os.close(writer)
+            code, _, errors = finish(process)
+        assert (code, errors) == (1, '')
+        assert plants_in(pair[1])[:3000] == many(-3000, 3000)
+
+    def test_full_disk(self, make):
+        """An output that cannot be written is an error, and one sentence says so."""
+        target = make('jsonl')
+        with (
+            open('/dev/full', 'wb') as full,
+            command('copy', make('jsonl', FERN), target, stdout=full) as process,
+        ):
+            code, _, errors = finish(process)
+        assert (code, errors) == (
+            1,
+            f'Error: the output: {os.strerror(errno.ENOSPC)}\n',
+        )
+        assert plants_in(target) == [FERN]
+
+    def test_no_bar_in_a_pipe(self, pair):
+        """Where nobody looks at a terminal there is no bar."""
+        with command('copy', *pair) as process:
+            code, output, errors = finish(process)
+        assert (code, errors) == (1, '')
+        assert counts(output) == (3000, 0, 5000)
+
+    @pytest.mark.parametrize('source', DURABLE)
+    def test_bar(self, make, source):
+        """A bar on a terminal shows how far it is, and leaves the text alone."""
+        source = make(source, REED, *many(2, 3000))
+        shown = on_terminal('copy', source, make('jsonl', FERN))
+        assert re.search(rb'\d+%\|.*\| \d+/3\d\d\d \[', shown)
+        assert b' plants/s' in shown
+        lines = re.split(rb'[\r\n]+', shown)
+        assert b'conflicting: {"id":1,"name":"Reed"}' in lines
+        assert b'copied: 3000, already there: 0, conflicting: 1' in lines
+
+    def test_bar_ends_before_a_complaint(self, make):
+        """An error has a line of its own."""
+        source = make('jsonl', *many(count=2000))
+        path = Path(source.partition(':')[2])
+        path.write_bytes(path.read_bytes() + b'?\n' + record.encode(FERN))
+        lines = re.split(rb'[\r\n]+', on_terminal('copy', source, make('jsonl')))
+        assert any(line.startswith(b'Error: ') for line in lines)
+        assert b'copied: 2000, already there: 0, conflicting: 0' in lines
+
+
+def on_terminal(*arguments):
+    """Return what a command shows on a terminal."""
+    master, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    shown = b''
+    with command(*arguments, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        with suppress(OSError):  # what reading says at the end of a terminal
+            while data := os.read(master, 4096):
+                shown += data
+        process.wait(PATIENCE)
+    os.close(master)
+    return shown
+
+
+@pytest.mark.parametrize('pair', [('jsonl', 'postgresql'), ('postgresql', 'jsonl')])
+def test_memory(make, pair):
+    """However many plants are copied, it takes about as much memory."""
+    sources = [make(pair[0], *many(count=count)) for count in (5_000, 50_000)]
+    few, several = (peak_memory('copy', source, make(pair[1])) for source in sources)
+    # As objects they would take 10 MiB more.
+    assert several < few + 5
+
+
+def peak_memory(*arguments):
+    """Return how much memory of its own a command has held, in MiB."""
+    script = (
+        'import resource, sys; from store.__main__ import main; code = main();'
+        'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', script, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    return int(done.stdout.split()[-1]) / 1024
+
+
+PLANTS = st.lists(
+    st.builds(
+        Plant,
+        st.sampled_from(IDS) | st.integers(-(2**63), 2**63 - 1),
+        TEXTS | st.sampled_from(list(HOSTILE.values())),
+        st.none() | TEXTS,
+    ),
+    unique_by=lambda plant: plant.id,
+    max_size=30,
+)
+
+
+class TestThereAndBack:
+    @given(plants=PLANTS)
+    @settings(max_examples=25, deadline=None)
+    def test_any_plants(self, tmp_path_factory, server, plants):
+        """Plants come back from the database byte for byte."""
+        self.go(tmp_path_factory.mktemp('copy'), server.new_url(), plants)
+
+    def test_every_character(self, tmp_path, url):
+        """So does every character of Unicode."""
+        planes = [Plant(number, plane(number), plane(number)) for number in range(17)]
+        self.go(tmp_path, url, planes)
+
+    def go(self, directory, url, plants):
+        there, back = directory / 'there.jsonl', directory / 'back.jsonl'
+        write(there, plants)
+        assert main(['copy', f'jsonl:{there}', url]) == 0
+        assert main(['copy', url, f'jsonl:{back}']) == 0
+        lines = back.read_bytes().splitlines(keepends=True)
+        assert sorted(lines) == sorted(there.read_bytes().splitlines(keepends=True))
+
+
+class Clients:
+    """Clients that send plant after plant, each until it is answered with 200."""
+
+    def __init__(self, count=4):
+        self.port = None
+        self.acknowledged = []
+        self._done = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=[number], daemon=True)
+            for number in range(count)
+        ]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._done.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, number):
+        for turn in range(10**6):
+            plant = Plant(number * 10**6 + turn, f'{number} {turn}')
+            body = {'id': plant.id, 'name': plant.name}
+            while not self._is_answered(request(body=body)):
+                if self._done.wait(0.01):
+                    return
+            self.acknowledged.append(plant)
+            if self._done.is_set():
+                return
+
+    def _is_answered(self, data):
+        with suppress(OSError), RawClient(self.port) as client:
+            answer = client.ask(data)
+            assert answer is None or answer.status in (200, 503)
+            return answer is not None and answer.status == 200
+        return False
+
+
+def test_from_a_file_to_a_cluster(tmp_path, url):
+    """The way that the README describes loses no plant, under load."""
+    copy = ['copy', f'jsonl:{tmp_path}/plants.jsonl', url]
+    with Clients() as clients:
+        with Server(tmp_path, workers=2) as server:
+            clients.port = server.port
+            wait_until(lambda: len(clients.acknowledged) > 500, 'it is used')
+            with command(*copy) as process:
+                code, output, errors = finish(process)
+            assert (code, errors) == (0, '')
+            first = counts(output)[0]
+            assert first > 500
+            more = len(clients.acknowledged) + 500
+            wait_until(lambda: len(clients.acknowledged) > more, 'it is still used')
+            server.signal(signal.SIGTERM)
+            server.wait()
+        with command(*copy) as process:
+            code, output, errors = finish(process)
+        assert (code, errors) == (0, '')
+        copied, present, conflicting = counts(output)
+        assert (present, conflicting) == (first, 0)
+        assert copied > 0
+        more = len(clients.acknowledged) + 500
+        with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
+            clients.port = server.port
+            wait_until(lambda: len(clients.acknowledged) > more, 'it is used again')
+    there = plants_in(url)
+    assert set(clients.acknowledged) <= set(there)
+    assert len(there) <= len(clients.acknowledged) + 4
