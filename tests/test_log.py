@@ -297,10 +297,10 @@ def test_check_in_json(tmp_path):
 def test_passwords_are_not_shown(tmp_path):
     """A check and a start show the store's URL without what may be a password."""
     settings = {'PLANTS_STORE': f'jsonl:.//me:{SECRET}@host'}
-    assert 'store    jsonl:.//me:***@host' in check(tmp_path, **settings)[1]
+    assert 'store    jsonl:.//***@host' in check(tmp_path, **settings)[1]
     with Server(tmp_path, **settings) as server:
         pass
-    assert 'store    jsonl:.//me:***@host' in server.log
+    assert 'store    jsonl:.//***@host' in server.log
     assert SECRET not in server.log
 
 
@@ -327,7 +327,7 @@ BAD = {
     ),
     'password': (
         {'PLANTS_STORE': f'nosql://me:{SECRET}@host/db'},
-        "'nosql://me:***@host/db' is not a store",
+        "'nosql://***@host/db' is not a store",
     ),
 }
 
