@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -181,8 +182,11 @@ def _copy(source_url: str, target_url: str) -> int:
             open_store(source_url, create='never') as source,
             open_store(target_url) as target,
             _progress(source) as plants,
+            _held_back(signal.SIGINT) as interrupts,
         ):
             for batch in _batches(plants):
+                if interrupts:
+                    raise KeyboardInterrupt
                 outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
@@ -203,6 +207,22 @@ def _copy(source_url: str, target_url: str) -> int:
             f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
         )
     return int(conflicting > 0)
+
+
+@contextmanager
+def _held_back(number: int) -> Iterator[list[int]]:
+    """Note a signal, once, in the place of what it does: it may come inside a lock."""
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        noted.append(number)
+        signal.signal(number, before)
+
+    before = signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(number, before)
 
 
 def _batches(plants: Iterable[Plant]) -> Iterator[list[Plant]]:

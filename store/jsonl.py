@@ -540,8 +540,10 @@ class _FileLock:
             raise
 
     def __exit__(self, *exc_info: object) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self._mutex.release()
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._mutex.release()
 
 
 def _boot_id() -> bytes:
