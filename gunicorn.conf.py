@@ -574,6 +574,9 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._patience.start(self._serve, client, address, listener.getsockname())
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:
+        if self._quitting:
+            self.cfg.worker_int(self)
+            sys.exit()
         loads[self._slot] = self.nr_conns if self.alive else NOT_SERVING
         stand_back, self._standing_back = self._standing_back, False
         if stand_back:
@@ -644,12 +647,10 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
                 client.deadline = min(client.deadline, deadline)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        # Ctrl-C reaches a worker twice, from the terminal and from the master.
-        if not self._quitting:
-            self._quitting = True
-            # NOTE: not gthread's own, which shuts the pool down: that takes a lock
-            # which the code that this signal has interrupted may hold.
-            Worker.handle_quit(self, sig, frame)
+        # NOTE: gunicorn's own exits here, inside whatever the signal has interrupted,
+        # which may hold a lock that the exit needs.
+        self._quitting = True
+        self.handle_exit(sig, frame)
 
 
 worker_class = PlantsWorker
