@@ -4,6 +4,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from contextlib import ExitStack
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(sys.executable).parent
@@ -31,6 +34,19 @@ def wait_until(condition, what, seconds=PATIENCE):
         assert time.monotonic() < deadline, f'{what}: not within {seconds} s'
         time.sleep(0.01)
     return outcome
+
+
+def installed(program, packages):
+    """Return where a program is; where it is not installed, skip the test.
+
+    What the tests need besides pip's packages is not worth refusing all the others to
+    somebody who has only those. ``.ci/run`` installs it.
+    """
+    # Debian keeps servers where only root's commands are looked for.
+    path = shutil.which(program, path=f'{os.environ["PATH"]}:/usr/sbin')
+    if path is None:
+        pytest.skip(f'it needs {program}: apt-get install {packages}')
+    return path
 
 
 def is_alive(pid):

@@ -23,6 +23,7 @@ from server import SCRIPTS
 from server import TOKEN
 from server import RawClient
 from server import Server
+from server import installed
 from server import is_alive
 from server import request
 from server import wait_until
@@ -34,7 +35,7 @@ RUNS = ('app.py', 'gunicorn.conf.py', 'schemas', 'store')
 def analyze(*arguments):
     """Run systemd-analyze."""
     return subprocess.run(
-        ['systemd-analyze', *arguments],
+        [installed('systemd-analyze', 'systemd'), *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 
 import pytest
@@ -14,7 +13,9 @@ from server import GUNICORN
 from server import PATIENCE
 from server import TOKEN
 from server import Server
+from server import installed
 
+CHROMIUM = 'chromium chromium-driver'  # packages
 FILES = {
     '/docs': 'text/html',
     '/docs/docs.js': 'text/javascript',
@@ -121,7 +122,7 @@ SITES = {
 def browser(tmp_path_factory):
     """Chromium without a screen."""
     options = webdriver.ChromeOptions()
-    options.binary_location = found('chromium')
+    options.binary_location = installed('chromium', CHROMIUM)
     for argument in [
         '--headless',
         '--no-sandbox',  # it cannot have one as root, where CI runs
@@ -136,17 +137,10 @@ def browser(tmp_path_factory):
     ]:
         options.add_argument(argument)
     options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
-    service = webdriver.ChromeService(found('chromedriver'))
+    service = webdriver.ChromeService(installed('chromedriver', CHROMIUM))
     browser = webdriver.Chrome(options, service)
     yield browser
     browser.quit()
-
-
-def found(program):
-    """Return where a program is."""
-    path = shutil.which(program)
-    assert path, f'{program} is missing: apt-get install chromium chromium-driver'
-    return path
 
 
 class Page:

@@ -15,6 +15,7 @@ from server import REPOSITORY
 from server import TOKEN
 from server import RawClient
 from server import Server
+from server import installed
 from server import request
 from server import wait_until
 
@@ -62,15 +63,12 @@ class Nginx:
         self.port = free_port()
         subprocess.run(
             [
-                *('openssl', 'req', '-x509', '-newkey', 'ec', '-nodes', '-days', '1'),
+                installed('openssl', 'openssl'),
+                *('req', '-x509', '-newkey', 'ec', '-nodes', '-days', '1'),
                 *('-pkeyopt', 'ec_paramgen_curve:prime256v1', '-subj', '/CN=localhost'),
                 *('-addext', 'subjectAltName=DNS:localhost'),
-                *(
-                    '-keyout',
-                    directory / 'plants.key',
-                    '-out',
-                    directory / 'plants.pem',
-                ),
+                *('-keyout', directory / 'plants.key'),
+                *('-out', directory / 'plants.pem'),
             ],
             check=True,
             capture_output=True,
@@ -94,7 +92,13 @@ class Nginx:
 
     def __enter__(self):
         self._process = subprocess.Popen(
-            ['nginx', '-p', self.directory, '-c', self.directory / 'nginx.conf'],
+            [
+                installed('nginx', 'nginx-light'),
+                '-p',
+                self.directory,
+                '-c',
+                self.directory / 'nginx.conf',
+            ],
             stderr=subprocess.PIPE,
         )
 
