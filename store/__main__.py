@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
 from itertools import islice
-from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import NoReturn
@@ -243,7 +242,7 @@ def _progress(store: PlantStore) -> tqdm[Plant]:
     from tqdm import tqdm
 
     nobody = not sys.stderr.isatty()
-    total = None if nobody else length_hint(store) or None
+    total = None if nobody else store.size_hint() or None
     return tqdm(store, total=total, disable=nobody, unit=' plants', leave=False)
 
 

@@ -93,7 +93,7 @@ class PlantStore(abc.ABC):
     def __iter__(self) -> Iterator[Plant]:
         """Yield all plants; raises as ``add`` does, ``IdTaken`` excepted."""
 
-    def __length_hint__(self) -> int:
+    def size_hint(self) -> int:
         """Return about how many plants there are, 0 if that is not known."""
         return 0
 

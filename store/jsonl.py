@@ -92,7 +92,7 @@ class JSONLinesStore(LazyStore['_PlantFile']):
         self._check_open()
         return read_plants(self.path)
 
-    def __length_hint__(self) -> int:
+    def size_hint(self) -> int:
         with suppress(OSError), self.path.open('rb') as file:
             return expected_records(file.fileno())
         return 0

@@ -34,7 +34,7 @@ class MemoryStore(PlantStore):
             self.ping()
             return iter(list(self._plants.values()))
 
-    def __length_hint__(self) -> int:
+    def size_hint(self) -> int:
         return len(self._plants)
 
     def ping(self) -> None:

@@ -14,19 +14,23 @@ sequence, no lock of a table. What makes it safe:
 * A commit that somebody cancels while it waits for a standby is reported as done, with
   a warning. So a batch that comes with a warning is not acknowledged.
 * Nobody waits for ever. Each answer has a deadline, at the server and here, since a
-  server that hangs keeps none. While no connection is to be had, adds fail at once.
+  server that hangs keeps none. While nothing answers, one caller at a time tries, and
+  the others fail at once.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import closing
 from contextlib import contextmanager
 from contextlib import suppress
 from typing import Any
@@ -37,9 +41,6 @@ from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 from psycopg.rows import args_row
-from psycopg_pool import ConnectionPool
-from psycopg_pool import PoolClosed
-from psycopg_pool import PoolTimeout
 
 from store.base import Create
 from store.base import Plant
@@ -64,8 +65,11 @@ CONNECT_WITHIN = 2
 # The server's own limit for a statement is the shorter one: it can say what happened.
 STATEMENT_WITHIN = 4
 ANSWER_WITHIN = 5
-# After nobody could connect, for this long nobody tries.
-AWAY = 0.5
+CANCEL_WITHIN = 1
+# After nothing answered, for this long nobody tries.
+AWAY = 0.1
+# A batch each, and one for the probe.
+MOST_CONNECTIONS = SLOW_SYNCS_IN_FLIGHT + 1
 # How often a batch is tried again that the server could not serialize. The last pause
 # is up to half a second.
 ATTEMPTS = 10
@@ -77,36 +81,51 @@ CREATE_TABLE = (
     '(id bigint PRIMARY KEY, name text NOT NULL, tag text)'
 )
 # Does nothing, but only where an add would work: with a table of such columns and a
-# unique id, the right to insert, and a server that can be written to.
+# unique id, the rights to insert and to lock, and a server that can be written to.
 PROBE = (
     'INSERT INTO plants (id, name, tag) SELECT id, name, tag FROM plants WHERE false '
-    'ON CONFLICT (id) DO NOTHING'
+    'FOR UPDATE ON CONFLICT (id) DO NOTHING'
 )
 # One row each, since a distributed engine can lock no more with one statement.
 LOCK = 'SELECT id, name, tag FROM plants WHERE id = %s FOR UPDATE'
 # An operator who asks for less than a commit that is on the disk cannot mean this
-# service; who asks for more (remote_apply, for example) does.
+# service; who asks for more (remote_apply, for example) does. Nor for silence about a
+# commit that is not safe.
 SETTINGS = (
     f"SELECT set_config('statement_timeout', '{1000 * STATEMENT_WITHIN}', false), "
+    "set_config('client_min_messages', 'warning', false), "
     "CASE WHEN current_setting('synchronous_commit', true) = 'off' "
     "THEN set_config('synchronous_commit', 'on', false) END"
 )
 
 RETRIED = (errors.SerializationFailure, errors.DeadlockDetected)
+# What a table says that has rules of its own; the other plants of a batch may keep to
+# them. The last two are an index that is too small for a text, and a trigger.
+RULES = (
+    errors.DataError,
+    errors.IntegrityError,
+    errors.WithCheckOptionViolation,
+    errors.ProgramLimitExceeded,
+    errors.RaiseException,
+)
 
+RULE = 'a rule of the table plants does not permit it'
 # What a client may be told, by SQLSTATE or its class; its words are for the log.
 REASONS = {
     None: 'there is no connection to the database',
-    '22': 'a rule of the table plants does not permit it',
-    '23': 'a rule of the table plants does not permit it',
+    '22': RULE,
+    '23': RULE,
     '25': 'the database is read-only',
     '40': 'the database is busy with other changes of the same plants',
     '40003': 'the database does not say whether the plant is safe',
     '42': 'the database does not permit it',
     '42P01': 'there is no table plants',
+    '44': RULE,
     '53': 'the database is out of room',
+    '54': RULE,
     '57': 'the database is going down or coming up',
     '57014': 'the database did not answer in time',
+    'P0': RULE,
 }
 
 
@@ -121,9 +140,11 @@ def check_url(url: str) -> None:
     if re.search('@.*@|[/?#].*@', url.partition('://')[2]):
         raise ValueError('in a user or password, write @ as %40, / as %2F, ? as %3F')
     try:
-        conninfo_to_dict(url)
+        ports = conninfo_to_dict(url).get('port', '')
     except psycopg.ProgrammingError:
         raise ValueError('it is not a URL that libpq accepts') from None
+    if not re.fullmatch('[0-9,]*', str(ports)):
+        raise ValueError('the port is not a number')
 
 
 class PostgreSQLStore(LazyStore['_Database']):
@@ -150,11 +171,8 @@ class PostgreSQLStore(LazyStore['_Database']):
     def __iter__(self) -> Iterator[Plant]:
         return self._opened().plants()
 
-    def __length_hint__(self) -> int:
-        # To count many takes longer than any answer may.
-        with suppress(StoreUnavailable):
-            return self._opened().count()
-        return 0
+    def size_hint(self) -> int:
+        return self._opened().count()
 
     def check_opening(self) -> None:
         try:
@@ -171,6 +189,7 @@ class _Connection(psycopg.Connection[Any]):
     """A connection that does not wait for ever, and notes when it is warned."""
 
     warning: str | None = None  # that came since the last commit was checked
+    deadline = math.inf  # of whoever uses it now
 
     def wait(
         self,
@@ -178,7 +197,19 @@ class _Connection(psycopg.Connection[Any]):
         interval: float = 0.1,
         timeout: float | None = None,
     ) -> Result:
-        return super().wait(gen, interval, timeout or ANSWER_WITHIN)
+        # One for all waits of a user: the end of a pipeline that broke waits again.
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise psycopg.OperationalError('there is no time left')
+        return super().wait(gen, interval, timeout or min(ANSWER_WITHIN, left))
+
+    def is_idle(self) -> bool:
+        """Whether another statement may follow; not after it broke."""
+        return self.info.transaction_status == TransactionStatus.IDLE
+
+    def hangs(self) -> bool:
+        """Whether the server still owes an answer."""
+        return self.info.transaction_status == TransactionStatus.ACTIVE
 
     def prepare_for_plants(self) -> None:
         """Make the settings of its session."""
@@ -218,6 +249,86 @@ class _Connection(psycopg.Connection[Any]):
             self.warning = diagnostic.message_primary
 
 
+class _Pool:
+    """Connections that stay open, each lent to one caller at a time.
+
+    Not psycopg_pool's: that connects in a thread of its own, which keeps to itself why
+    it cannot, and a caller waits out its time meanwhile.
+
+    Args:
+        connect: Makes a connection; called in the thread that needs it.
+    """
+
+    def __init__(self, connect: Callable[[], _Connection]) -> None:
+        self._connect = connect
+        self._changed = threading.Condition()  # guards what follows
+        self._idle: list[_Connection] = []
+        self._in_use = 0  # or being made
+        self._closed = False
+
+    @contextmanager
+    def lend(self) -> Iterator[_Connection]:
+        """Lend a connection.
+
+        Raises:
+            TimeoutError: All are in use, and stay it.
+            StoreClosed: ``close`` was called.
+            Exception: Whatever ``connect`` raised.
+        """
+        connection = self._take()
+        connection.deadline = time.monotonic() + ANSWER_WITHIN
+        try:
+            yield connection
+        finally:
+            self._give_back(connection)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._close_idle()
+
+    def _take(self) -> _Connection:
+        with self._changed:
+            self._wait_until(lambda: self._idle or self._in_use < MOST_CONNECTIONS)
+            self._in_use += 1
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._connect()
+        except BaseException:
+            with self._changed:
+                self._in_use -= 1
+                self._changed.notify_all()
+                # The server may allow no more: then one of those in use will do.
+                self._wait_until(lambda: self._idle or not self._in_use)
+                if not self._idle:
+                    raise
+                self._in_use += 1
+                return self._idle.pop()
+
+    def _give_back(self, connection: _Connection) -> None:
+        with self._changed:
+            self._in_use -= 1
+            if connection.is_idle():
+                self._idle.append(connection)
+            else:
+                connection.close()
+            if connection.closed or self._closed:
+                self._close_idle()  # they are to the same server
+            self._changed.notify_all()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def _wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for it. REQUIRES: lock held."""
+        if not self._changed.wait_for(condition, CONNECT_WITHIN):
+            raise TimeoutError
+        if self._closed:
+            raise StoreClosed
+
+
 class _Database:
     """A database that is in use by this process."""
 
@@ -225,7 +336,7 @@ class _Database:
         self, url: str, create: Create, observe: Callable[[int, float], None] | None
     ) -> None:
         self._shown = masked(url)
-        self._away_until = 0.0
+        self._create = create
         self._parameters: dict[str, Any] = {
             'connect_timeout': CONNECT_WITHIN,
             'fallback_application_name': 'plants',
@@ -234,28 +345,14 @@ class _Database:
             'client_encoding': 'utf8',
             'autocommit': True,
         }
-        # Here and not by the pool, which keeps to itself why it cannot connect.
-        with self._errors(), self._connect() as connection:
-            encoding = connection.info.parameter_status('server_encoding')
-            if encoding != 'UTF8':
-                raise self._unavailable(f'the database is encoded in {encoding}')
-            self._find_table(connection, create)
         self._commit = GroupCommit[Plant, Batch](
             lambda batch: batch, self._insert, observe=observe
         )
-        self._pool = ConnectionPool(
-            connection_class=_Connection,
-            kwargs=self._parameters,
-            configure=_Connection.prepare_for_plants,
-            min_size=1,
-            # A batch each, and one for the probe.
-            max_size=SLOW_SYNCS_IN_FLIGHT + 1,
-            timeout=CONNECT_WITHIN,
-            # Who needs a connection next makes the pool try again.
-            reconnect_timeout=0,
-            num_workers=1,
-            open=True,
-        )
+        self._pool = _Pool(self._connect)
+        self._checked = False
+        self._lock = threading.Lock()  # guards what follows
+        self._away_until = 0.0  # or 0 while the database answers
+        self._trouble = ''  # why it does not
 
     def add(self, plant: Plant) -> bool:
         return self._commit.submit(plant, len(plant.name) + len(plant.tag or ''))
@@ -270,20 +367,41 @@ class _Database:
         return outcomes(batch)
 
     def plants(self) -> Iterator[Plant]:
-        """Yield all plants, over a connection of its own."""
-        with self._errors(), self._connect() as connection:
+        """Yield all plants, over a connection of its own; a standby will do."""
+        with self._reader() as connection:
             # The whole takes as long as the reader likes.
             connection.execute("SELECT set_config('statement_timeout', '0', false)")
-            # NOTE: handed on with yield from, so that who stops to read closes the
-            # stream first: it holds a lock that the end of the connection waits for.
-            yield from connection.cursor(row_factory=args_row(Plant)).stream(
+            rows = connection.cursor(row_factory=args_row(Plant)).stream(
                 'SELECT id, name, tag FROM plants', size=1000
             )
+            try:
+                # NOTE: handed on with yield from, so that who stops to read closes
+                # the stream first: it has a lock that the end of the connection needs.
+                yield from rows
+            except errors.UndefinedTable:
+                if self._create == 'never':
+                    raise
 
     def count(self) -> int:
-        with self._connection() as connection:
-            row = connection.execute('SELECT count(*) FROM plants').fetchone()
-            return int(row[0]) if row else 0
+        """Return how many plants there are, or 0 if it takes too long to count them."""
+        with suppress(StoreUnavailable), self._reader() as connection:
+            connection.execute(SETTINGS)
+            ((number,),) = connection.execute('SELECT count(*) FROM plants')
+            return int(number)
+        return 0
+
+    @contextmanager
+    def _reader(self) -> Iterator[_Connection]:
+        """Connect to a server that need not take plants."""
+        parameters = self._parameters | {'target_session_attrs': 'any'}
+        # NOTE: not the block of the connection itself, which ends its transaction: it
+        # would wait for a stream that was left half-way, and that for it.
+        with (
+            self._errors(),
+            closing(_Connection.connect(**parameters)) as connection,
+        ):
+            self._check_encoding(connection)
+            yield connection
 
     def ping(self) -> None:
         with self._connection() as connection:
@@ -298,23 +416,39 @@ class _Database:
 
     def _connect(self) -> _Connection:
         connection = _Connection.connect(**self._parameters)
-        connection.prepare_for_plants()
+        try:
+            connection.prepare_for_plants()
+            if not self._checked:
+                self._check(connection)
+                self._checked = True
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
-    def _find_table(self, connection: _Connection, create: Create) -> None:
-        """See that the table is there; where it is, the right to make it is not needed.
+    def _check(self, connection: _Connection) -> None:
+        """See that the database fits; make the table if that is asked for.
 
-        Two who make it at once may both fail: a name that the one enters into the
-        catalogue is in the other's way. Then it is there.
+        Where it is there, the right to make it is not needed. Two who make it at once
+        may both fail: a name that the one enters into the catalogue is in the other's
+        way. Then it is there.
         """
+        self._check_encoding(connection)
         try:
             connection.execute(PROBE)
         except errors.UndefinedTable:
-            if create == 'never':
+            if self._create == 'never':
                 raise
-            with suppress(errors.UniqueViolation, errors.DuplicateTable):
+            with suppress(
+                errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
+            ):
                 connection.execute(CREATE_TABLE)
             connection.execute(PROBE)
+
+    def _check_encoding(self, connection: _Connection) -> None:
+        encoding = connection.info.parameter_status('server_encoding')
+        if encoding != 'UTF8':
+            raise self._unavailable(f'the database is encoded in {encoding}')
 
     def _insert(self, batch: Batch) -> None:
         """Insert the new plants of a batch, and compare the others."""
@@ -327,8 +461,7 @@ class _Database:
         stored: dict[int, Plant] = {}
         try:
             self._insert_rows(plants, new, stored)
-        except (errors.DataError, errors.IntegrityError) as ex:
-            # The table has rules of its own, and a plant of the batch breaks one.
+        except RULES as ex:
             if len(batch) == 1:
                 raise self._refused(ex) from ex
             for entry in batch:
@@ -351,9 +484,12 @@ class _Database:
         self, plants: Sequence[Plant], new: set[int], stored: dict[int, Plant]
     ) -> None:
         """Insert what is new; find what is stored in the place of the others."""
+        failure: psycopg.Error = errors.SerializationFailure(
+            'what is in the way of a plant is not to be seen'
+        )
         for attempt in range(ATTEMPTS):
             if attempt:
-                time.sleep(random.uniform(0, 0.001 * 2**attempt))
+                time.sleep(_chance.uniform(0, 0.001 * 2**attempt))
             try:
                 with self._connection() as connection:
                     new |= connection.insert_plants(plants)
@@ -370,47 +506,52 @@ class _Database:
 
     @contextmanager
     def _connection(self) -> Iterator[_Connection]:
-        """Lend a connection of the pool.
+        """Lend a connection of the pool, unless nothing answers at the moment.
 
         Raises:
             StoreUnavailable: There is none, or it broke; other errors pass through.
         """
-        if time.monotonic() < self._away_until:
-            raise self._unavailable(REASONS[None])
-        with self._errors():
-            try:
-                connection = self._pool.getconn()
-            except PoolTimeout:
-                self._away_until = time.monotonic() + AWAY
-                raise
-            try:
-                yield connection
-            except psycopg.Error as ex:
-                if ex.sqlstate is None or isinstance(ex, errors.ReadOnlySqlTransaction):
-                    self._discard(connection)
-                raise
-            finally:
-                self._pool.putconn(connection)
-
-    def _discard(self, connection: _Connection) -> None:
-        """Close a connection, and those that idle: they are to the same server."""
-        if connection.info.transaction_status == TransactionStatus.ACTIVE:
-            # The server hangs, or waits for a standby. A session that goes on with
-            # that when nobody listens would be one of many soon.
-            self._away_until = time.monotonic() + AWAY
-            with suppress(psycopg.Error):
-                connection.cancel_safe(timeout=1)
-        connection.close()
-        self._pool.drain()
+        with self._lock:
+            now = time.monotonic()
+            if now < self._away_until:
+                raise self._unavailable(self._trouble)
+            if self._away_until:
+                # This caller tries; the others need not wait for what it meets.
+                self._away_until = math.inf
+        away, trouble = True, REASONS[None]
+        try:
+            with self._errors(), self._pool.lend() as connection:
+                away = False
+                try:
+                    yield connection
+                except psycopg.Error as ex:
+                    away = connection.hangs()
+                    if away:
+                        # Or a session that waits for a standby would go on with that
+                        # when nobody listens, and be one of many soon.
+                        with suppress(psycopg.Error):
+                            connection.cancel_safe(timeout=CANCEL_WITHIN)
+                    if isinstance(ex, errors.ReadOnlySqlTransaction):
+                        # A standby now; another host may be the primary.
+                        connection.close()
+                    raise
+        except StoreUnavailable as ex:
+            trouble = ex.reason
+            raise
+        finally:
+            with self._lock:
+                self._away_until = time.monotonic() + AWAY if away else 0.0
+                self._trouble = trouble
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Say what went wrong in the words of a store."""
         try:
             yield
-        except PoolClosed as ex:
-            raise StoreClosed from ex
-        except (*RETRIED, errors.DataError, errors.IntegrityError):
+        except TimeoutError as ex:
+            reason = 'all connections to the database are in use'
+            raise self._unavailable(reason) from ex
+        except (*RETRIED, *RULES):
             raise
         except psycopg.Error as ex:
             raise self._refused(ex) from ex
@@ -425,6 +566,9 @@ class _Database:
     def _unavailable(self, reason: str, detail: str = '') -> StoreUnavailable:
         return StoreUnavailable(reason, store=self._shown, detail=detail)
 
+
+# Of our own: a program that seeds the common one means something else.
+_chance = random.Random()
 
 # What a child of a fork must not touch: the finalizers would talk to the server.
 _abandoned: list[_Database] = []

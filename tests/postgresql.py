@@ -30,6 +30,7 @@ max_connections = 60
 max_wal_size = 256MB
 wal_keep_size = 64MB
 autovacuum_naptime = 1h
+recovery_init_sync_method = syncfs
 log_min_messages = warning
 """
 
@@ -71,15 +72,8 @@ class PostgreSQL:
         self._schemas = count()
         if primary is None:
             run(
-                'initdb',
-                '-D',
-                self.data,
-                '-U',
-                'gardener',
-                '-A',
-                'trust',
-                '-N',
-                '-EUTF8',
+                *('initdb', '-D', self.data, '-U', 'gardener'),
+                *('-A', 'trust', '-N', '-E', 'UTF8'),
             )
             self.configure(SETTINGS)
         else:
@@ -88,11 +82,18 @@ class PostgreSQL:
             run(
                 'pg_basebackup', '-D', self.data, '-d', source, '-R', '-c', 'fast', '-N'
             )
+            # As a primary it has no standby, so it must not wait for one. By default a
+            # promotion may take five seconds, until it looks whether there is more.
+            self.configure(
+                "synchronous_standby_names = ''\nwal_retrieve_retry_interval = 50ms\n"
+            )
 
     def configure(self, settings):
-        """Append to the configuration file."""
+        """Append to the configuration file; a server that runs takes it up."""
         with (self.data / 'postgresql.conf').open('a') as file:
             file.write(settings)
+        if self._process is not None:
+            self._process.send_signal(signal.SIGHUP)
 
     def __enter__(self):
         self.start()
@@ -180,9 +181,27 @@ class PostgreSQL:
             cursor = connection.execute(statement, values or None)
             return cursor.fetchall() if cursor.description else None
 
+    def sessions(self):
+        """Return the process ids of the stores' sessions."""
+        rows = self.execute(
+            "SELECT pid FROM pg_stat_activity WHERE application_name = 'plants'"
+        )
+        return {pid for (pid,) in rows}
+
+    def terminate_sessions(self):
+        """End the stores' sessions."""
+        self.execute(
+            'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
+            "WHERE application_name = 'plants'"
+        )
+
     def promote(self):
         """Make a standby the primary."""
         self.execute('SELECT pg_promote(wait => false)')
+
+    def is_primary(self):
+        """Whether it may be written to."""
+        return self.execute('SELECT NOT pg_is_in_recovery()') == [(True,)]
 
     def _answers(self):
         code = self._process.poll()

@@ -23,7 +23,6 @@ from app import TokensFile
 from app import create_app
 from app import get_app
 from store import Plant
-from store import masked
 from store.memory import MemoryStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,32 +169,6 @@ def test_bad_origins(text):
 def test_origins(text):
     """Every kind of origin that a browser sends is accepted, and * for all."""
     assert Settings.from_environ({'PLANTS_CORS_ORIGINS': text}).cors_origins == (text,)
-
-
-@pytest.mark.parametrize(
-    ('url', 'shown'),
-    [
-        ('memory:', 'memory:'),
-        ('jsonl:/a:b@c', 'jsonl:/a:b@c'),
-        ('nosql://host/db', 'nosql://host/db'),
-        ('nosql://me@host/db', 'nosql://***@host/db'),
-        ('nosql://me:SECRET@host:5432/db', 'nosql://***@host:5432/db'),
-        ('nosql://:SECRET@host', 'nosql://***@host'),
-        ('nosql://me:SEC/R@E:T\n@h1,h2/db', 'nosql://***@h1,h2/db'),
-        ('x://h/db?password=SECRET&a=b', 'x://h/db?password=***&a=b'),
-        ('x://h/db?a=b&sslPassword=SECRET', 'x://h/db?a=b&sslPassword=***'),
-        ('me:SECRET@host/db', 'me:***@host/db'),
-        ('x://h:1/db?password=SECRET@SECRET', 'x://h:1/db?password=***'),
-        ('x:host=h password=SECRET user=me', 'x:host=h password=***'),
-    ],
-)
-def test_masked(url, shown):
-    """A store's URL is shown without its passwords, however wrong it is."""
-    assert masked(url) == shown
-    if not url.startswith(('memory:', 'jsonl:')):
-        with pytest.raises(ValueError, match='is not a store') as raised:
-            Settings.from_environ({'PLANTS_STORE': url})
-        assert 'SECRET' not in str(raised.value)
 
 
 BAD_TOKENS = {

@@ -14,7 +14,6 @@ import threading
 from contextlib import contextmanager
 from contextlib import redirect_stderr
 from contextlib import suppress
-from operator import length_hint
 from pathlib import Path
 
 import psycopg
@@ -66,6 +65,7 @@ def make(tmp_path, server):
             return f'jsonl:{path}'
         url = server.new_url()
         with open_store(url) as store:
+            store.ping()
             store.add_many(plants)
         return url
 
@@ -245,7 +245,7 @@ class TestMissing:
     def test_no_table_to_count(self, url):
         """How many plants there are is not known where nobody can count them."""
         with open_store(url, create='never') as store:
-            assert length_hint(store) == 0
+            assert store.size_hint() == 0
 
 
 class TestInterrupted:

@@ -1,13 +1,22 @@
 """The store in a PostgreSQL database, against a real server."""
 
+import threading
+import time
+from contextlib import ExitStack
 from contextlib import contextmanager
 
 import pytest
+from postgresql import PostgreSQL
 from psycopg.errors import UndefinedTable
+from store_contract import PATIENCE
 from store_contract import StoreContract
+from store_contract import wait_until
 
 from store import Plant
+from store import StoreClosed
+from store import StoreUnavailable
 from store import open_store
+from store import postgresql
 
 
 class TestPostgreSQLStore(StoreContract):
@@ -35,3 +44,73 @@ class TestPostgreSQLStore(StoreContract):
         self.server.execute('ALTER TABLE plants RENAME TO shrubs', url=store._url)
         yield
         self.server.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
+
+
+def test_nothing_yet(url):
+    """To read what is not there yet makes no table, and finds nothing."""
+    with open_store(url) as store:
+        assert list(store) == []
+    with (
+        open_store(url, create='never') as store,
+        pytest.raises(StoreUnavailable, match='there is no table plants'),
+    ):
+        list(store)
+
+
+def test_check_opening(url, server):
+    """A start would work where the table can be made; a check does not make it."""
+    with open_store(url, create='never') as store:
+        store.check_opening()
+        with pytest.raises(StoreUnavailable):
+            list(store)
+    elsewhere = url.replace('/postgres?', '/nowhere?')
+    with (
+        open_store(elsewhere, create='never') as store,
+        pytest.raises(StoreUnavailable, match='nowhere'),
+    ):
+        store.check_opening()
+    with open_store(elsewhere) as store:
+        assert store.size_hint() == 0
+
+
+def test_standby_is_read():
+    """Plants are read from a server that takes none."""
+    with PostgreSQL() as primary:
+        with open_store(primary.url()) as store:
+            store.add(Plant(1, 'Fern'))
+        with (
+            PostgreSQL(primary) as standby,
+            open_store(standby.url(), create='never') as store,
+        ):
+            assert list(store) == [Plant(1, 'Fern')]
+            assert store.size_hint() == 1
+            with pytest.raises(StoreUnavailable):
+                store.ping()
+
+
+def test_all_connections_are_in_use(url, monkeypatch):
+    """Who finds all connections in use waits for one, but not for ever."""
+    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.1)
+    with open_store(url) as store:
+        store.ping()
+        database = store._in_use
+        with ExitStack() as lent:
+            for _ in range(postgresql.MOST_CONNECTIONS):
+                lent.enter_context(database._pool.lend())
+            with pytest.raises(StoreUnavailable, match='are in use'):
+                store.ping()
+            monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', PATIENCE)
+            refused = []
+
+            def wait():
+                with pytest.raises(StoreClosed):
+                    database.ping()
+                refused.append(True)
+
+            waiting = threading.Thread(target=wait)
+            wait_until(lambda: time.monotonic() > database._away_until)
+            waiting.start()
+            wait_until(lambda: database._pool._changed._waiters)
+            database._pool.close()
+        waiting.join()
+        assert refused

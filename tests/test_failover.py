@@ -1,0 +1,115 @@
+"""A failover as an operator makes it, while the service is at work."""
+
+import itertools
+import threading
+import time
+from contextlib import ExitStack
+from contextlib import suppress
+
+import pytest
+from postgresql import PostgreSQL
+from server import Server
+from server import request
+from server import wait_until
+
+CLIENTS = 8
+BACK = 3  # seconds; much longer than it takes on a quiet machine
+LONGEST = 15
+
+
+class Client(threading.Thread):
+    """Adds plants one after another, and repeats each until it is answered 200.
+
+    Args:
+        server: Where they go.
+        place: Its number, from 0.
+
+    Attributes:
+        added: The plants that were answered 200, each with the time of the answer.
+        ended: Set it, and the plant it is about will be the last.
+    """
+
+    def __init__(self, server, place):
+        super().__init__()
+        self._server = server
+        self._place = place
+        self._connection = None
+        self.added = []
+        self.ended = False
+
+    def run(self):
+        with ExitStack() as opened:
+            for number in itertools.count():
+                id = CLIENTS * number + self._place
+                body = {'id': id, 'name': f'Fern {id}', 'tag': str(self._place)}
+                while (status := self._ask(opened, body)) != 200:
+                    assert status in (None, 503), status
+                    time.sleep(0.02)
+                self.added.append((tuple(body.values()), time.monotonic()))
+                if self.ended:
+                    return
+
+    def _ask(self, opened, body):
+        """Return the status, or ``None`` if the connection is lost."""
+        with suppress(ConnectionError):
+            if self._connection is None:
+                self._connection = opened.enter_context(self._server.connect())
+            answer = self._connection.ask(request(body=body))
+            if answer is not None:
+                return answer.status
+        self._connection = None
+        return None
+
+
+@pytest.fixture
+def primary():
+    """A server."""
+    with PostgreSQL() as primary:
+        yield primary
+
+
+@pytest.fixture
+def standby(primary):
+    """Its standby, for which every commit waits."""
+    with PostgreSQL(primary) as standby:
+        primary.configure("synchronous_standby_names = 'standby'\n")
+        state = 'SELECT sync_state FROM pg_stat_replication'
+        wait_until(lambda: primary.execute(state) == [('sync',)], 'it is synchronous')
+        yield standby
+
+
+def test_failover(tmp_path, primary, standby):
+    """When a standby takes over nothing is lost, and the service follows by itself."""
+    hosts = f'127.0.0.1:{primary.port},127.0.0.1:{standby.port}'
+    url = f'postgresql://gardener@{hosts}/postgres'
+    with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
+        clients = [Client(server, place) for place in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        try:
+            wait_until(lambda: all(len(c.added) > 20 for c in clients), 'all add')
+            primary.stop(9)
+            killed = time.monotonic()
+            # A standby that is none yet must not be written to.
+            assert server.ask(request('GET', '/readyz')).status == 503
+            standby.promote()
+            wait_until(standby.is_primary, 'it is promoted', LONGEST)
+            promoted = time.monotonic()
+            wait_until(
+                lambda: all(c.added[-1][1] > promoted for c in clients), 'all add again'
+            )
+        finally:
+            for client in clients:
+                client.ended = True
+            for client in clients:
+                client.join()
+        first = min(at for c in clients for _, at in c.added if at > killed + 0.01)
+        print(f'{first - killed:.2f} s after the kill', end=', ')
+        print(f'{first - promoted:.2f} s after the promotion')
+        assert first - promoted < BACK
+        assert server.ask(request('GET', '/readyz')).status == 200
+        assert len(server.worker_pids()) == 2
+        stored = standby.execute('SELECT id, name, tag FROM plants')
+    answered = [plant for client in clients for plant, _ in client.added]
+    assert sorted(stored) == sorted(answered)
+    assert 'Traceback' not in server.log

@@ -1,0 +1,483 @@
+"""What a PostgreSQL store makes of the database that it is given."""
+
+import logging
+import socket
+import time
+import traceback
+from contextlib import contextmanager
+from contextlib import suppress
+from itertools import count
+from urllib.parse import quote
+
+import psycopg
+import pytest
+from conftest import TOKEN
+from postgresql import PostgreSQL
+from store_contract import PATIENCE
+from store_contract import in_threads
+from store_contract import processes
+from store_contract import wait_until
+
+from store import IdTaken
+from store import Plant
+from store import StoreUnavailable
+from store import masked
+from store import open_store
+
+FERN = Plant(1, 'Fern')
+MOSS = Plant(2, 'Moss', 'shade')
+BOUND = 4  # seconds: the time to connect, twice
+# Everything that could end a password early, in a URL or in what libpq makes of it.
+PASSWORD = "s3cr@:/?#%& +='\\é"
+
+numbers = count()
+
+
+@pytest.fixture(scope='session')
+def server():
+    """A server where the role of each test has a password or not, as the test says."""
+    with PostgreSQL() as server:
+        access = server.data / 'pg_hba.conf'
+        sealed = 'host all sealed 127.0.0.1/32 scram-sha-256\n'
+        access.write_text(sealed + access.read_text())
+        server.configure('')
+        literal = PASSWORD.replace("'", "''")
+        server.execute(f"CREATE ROLE sealed LOGIN SUPERUSER PASSWORD '{literal}'")
+        yield server
+
+
+@pytest.fixture
+def url(server):
+    """The URL of a store without plants."""
+    return server.new_url()
+
+
+@pytest.fixture
+def made(server, url):
+    """The URL of a store without plants whose table is made."""
+    with open_store(url) as store:
+        store.ping()
+    return url
+
+
+@pytest.fixture
+def role(server):
+    """Return a function that makes a role, and returns a URL for it."""
+
+    def make(url, *grants, **settings):
+        name = f'role_{next(numbers)}'
+        server.execute(f'CREATE ROLE {name} LOGIN')
+        schema = url.rpartition('%3D')[2]
+        server.execute(f'GRANT USAGE ON SCHEMA {schema} TO {name}')
+        for grant in grants:
+            server.execute(f'GRANT {grant} TO {name}', url=url)
+        for setting, value in settings.items():
+            server.execute(f"ALTER ROLE {name} SET {setting} = '{value}'")
+        return url.replace('gardener', name)
+
+    return make
+
+
+@contextmanager
+def refused(reason):
+    """Check that something is refused for a reason, and not too late."""
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        yield caught
+    assert caught.value.reason == reason
+    assert time.monotonic() - began < BOUND
+
+
+def tables(server, url):
+    """Return what there is in the schema of a URL."""
+    rows = server.execute(
+        'SELECT tablename FROM pg_tables WHERE schemaname = current_schema()', url=url
+    )
+    return {name for (name,) in rows}
+
+
+# ---- the table
+
+
+MAKER = """
+import sys
+from store import Plant
+from store import open_store
+
+sys.stdin.readline()
+for url in sys.argv[1:]:
+    with open_store(url) as store:
+        store.add(Plant(1, 'Fern'))
+"""
+
+
+def test_eight_processes(server):
+    """Eight processes that use a new database at once make one table, without fault."""
+    urls = [server.new_url() for _ in range(5)]
+    with processes(MAKER, *[urls] * 8) as makers:
+        for maker in makers:
+            maker.stdin.write('go\n')
+            maker.stdin.flush()
+        for maker in makers:
+            maker.communicate(timeout=PATIENCE)
+            assert maker.returncode == 0
+    for url in urls:
+        assert server.execute('TABLE plants', url=url) == [(1, 'Fern', None)]
+
+
+def test_eight_threads(server):
+    """Eight stores that use a new database at once make one table, without fault."""
+    for _ in range(20):
+        url = server.new_url()
+        stores = [open_store(url) for _ in range(8)]
+        in_threads(*(store.ping for store in stores))
+        for store in stores:
+            store.close()
+        assert tables(server, url) == {'plants'}
+
+
+RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
+
+
+def test_rights(made, role):
+    """Where the table is, a role needs no more than to select, insert and lock."""
+    with open_store(role(made, *RIGHTS)) as store:
+        store.ping()
+        assert store.add_many([FERN, FERN, FERN._replace(tag='')])[:2] == [True, False]
+        assert store.add(FERN) is False
+        with pytest.raises(IdTaken):
+            store.add(FERN._replace(name='Moss'))
+        assert list(store) == [FERN]
+
+
+@pytest.mark.parametrize('missing', RIGHTS)
+def test_missing_right(made, role, missing):
+    """Without one of these rights the store is not ready, and takes nothing."""
+    rights = [right for right in RIGHTS if right != missing]
+    with open_store(role(made, *rights)) as store:
+        for use in (store.ping, lambda: store.add(FERN)):
+            with refused('the database does not permit it'):
+                use()
+
+
+def test_no_right_to_make_it(server, url, role):
+    """Where the table is missing, the right to make it is needed."""
+    with open_store(role(url)) as store, refused('the database does not permit it'):
+        store.ping()
+    assert not tables(server, url)
+
+
+def test_never(server, url):
+    """A table that is missing is not made where it should be there."""
+    with open_store(url, create='never') as store:
+        for use in (store.ping, lambda: store.add(FERN), lambda: list(store)):
+            with refused('there is no table plants'):
+                use()
+        assert not tables(server, url)
+        with open_store(url) as maker:
+            maker.ping()
+        time.sleep(0.1)
+        assert store.add(FERN) is True
+
+
+def test_gone(server, made):
+    """A table that is gone under a store that runs is not made again."""
+    with open_store(made) as store:
+        store.add(FERN)
+        server.execute('DROP TABLE plants', url=made)
+        for use in (lambda: store.add(MOSS), store.ping):
+            with refused('there is no table plants'):
+                use()
+        assert not tables(server, made)
+
+
+@pytest.mark.parametrize(
+    'columns',
+    [
+        'id bigint, name text, tag text',
+        'id bigint PRIMARY KEY, name text',
+        'id bigint PRIMARY KEY, title text, tag text',
+        'id bigint, part int, name text, tag text, PRIMARY KEY (id, part)',
+    ],
+)
+def test_not_our_table(server, url, columns):
+    """A table that cannot keep plants apart, or whole, is refused at once."""
+    server.execute(f'CREATE TABLE plants ({columns})', url=url)
+    with open_store(url) as store:
+        for use in (store.ping, lambda: store.add(FERN)):
+            with refused('the database does not permit it'):
+                use()
+    assert server.execute('TABLE plants', url=url) == []
+
+
+def test_more_columns(server, url):
+    """A table may have more columns, and in another order."""
+    server.execute(
+        'CREATE TABLE plants (at timestamptz DEFAULT now(), tag varchar, note text, '
+        'name text COLLATE "C", id int8 UNIQUE)',
+        url=url,
+    )
+    with open_store(url) as store:
+        assert store.add_many([FERN, MOSS]) == [True, True]
+        assert store.add_many([FERN, MOSS]) == [False, False]
+        assert sorted(store) == [FERN, MOSS]
+
+
+LONG = ''.join(map(chr, range(0x4E00, 0x9000)))  # too much for a page of an index
+
+RULES = {
+    'check': "ALTER TABLE plants ADD CHECK (name <> 'bad')",
+    'length': 'ALTER TABLE plants ALTER name TYPE varchar(5)',
+    'index': 'CREATE INDEX ON plants (name)',
+    'unique': "INSERT INTO plants VALUES (99, 'bad'); "
+    "CREATE UNIQUE INDEX ON plants (name) WHERE name = 'bad'",
+    'trigger': 'CREATE FUNCTION refuse() RETURNS trigger AS '
+    "$$BEGIN IF NEW.name = 'bad' THEN RAISE 'no'; END IF; RETURN NEW; END$$ "
+    'LANGUAGE plpgsql; CREATE TRIGGER refuse BEFORE INSERT ON plants '
+    'FOR EACH ROW EXECUTE FUNCTION refuse()',
+    'view': 'ALTER TABLE plants RENAME TO rows; '
+    "CREATE VIEW plants AS SELECT * FROM rows WHERE name <> 'bad' WITH CHECK OPTION",
+}
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_rules(server, made, rule):
+    """A plant that breaks a rule of the table is refused, and only that one."""
+    server.execute(RULES[rule], url=made)
+    bad = Plant(-1, {'length': 'Orchid', 'index': LONG}.get(rule, 'bad'))
+    good = [Plant(id, 'Fern') for id in range(8)]
+    with open_store(made) as store:
+        with refused('a rule of the table plants does not permit it'):
+            store.add_many([*good[:4], bad, *good[4:]])
+        assert store.add_many(good) == [False] * 8
+        refusals = []
+
+        # Those that wait together are one batch, with the bad ones and without.
+        def add_all(start, name):
+            for id in range(start, start + 10):
+                try:
+                    assert store.add(Plant(id, name)) is True
+                except StoreUnavailable:
+                    refusals.append(name)
+
+        crowd = [(100 * at, 'Moss') for at in range(1, 6)] + [(600, bad.name)]
+        in_threads(*(lambda who=who: add_all(*who) for who in crowd))
+        assert refusals == [bad.name] * 10
+
+
+@pytest.mark.parametrize('encoding', ['LATIN1', 'SQL_ASCII'])
+def test_encoding(server, encoding):
+    """A database that cannot hold every text is refused."""
+    name = encoding.lower()
+    with suppress(psycopg.errors.DuplicateDatabase):
+        server.execute(
+            f"CREATE DATABASE {name} TEMPLATE template0 ENCODING {encoding} LOCALE 'C'"
+        )
+    url = server.url().replace('/postgres', f'/{name}')
+    with open_store(url) as store:
+        for use in (store.ping, lambda: list(store)):
+            with refused(f'the database is encoded in {encoding}'):
+                use()
+            time.sleep(0.1)
+    assert server.execute("SELECT to_regclass('plants')", url=url) == [(None,)]
+
+
+# ---- what the role brings with it
+
+
+@pytest.mark.parametrize('isolation', ['serializable', 'repeatable read'])
+def test_isolation(server, made, role, isolation):
+    """Whatever transactions are isolated from by default, each id has one winner."""
+    url = role(made, *RIGHTS, default_transaction_isolation=isolation)
+    won = []
+
+    def add_all(store, name):
+        for id in range(60):
+            with suppress(IdTaken):
+                if store.add(Plant(id % 40, name)):
+                    won.append((id % 40, name))
+
+    stores = [open_store(url) for _ in range(4)]
+    in_threads(*(lambda s=s, n=n: add_all(s, f'{n}') for n, s in enumerate(stores * 2)))
+    for store in stores:
+        store.close()
+    rows = server.execute('SELECT id, name FROM plants', url=made)
+    assert sorted(won) == sorted(rows)
+    assert len(rows) == 40
+
+
+@pytest.mark.parametrize(
+    ('setting', 'given', 'used'),
+    [
+        ('synchronous_commit', 'off', 'on'),
+        ('synchronous_commit', 'local', 'local'),
+        ('synchronous_commit', 'remote_apply', 'remote_apply'),
+        ('client_min_messages', 'error', 'warning'),
+        ('statement_timeout', '0', '4s'),
+    ],
+)
+def test_settings(server, url, role, setting, given, used):
+    """A plant is acknowledged as durable as the role says, but never less than that."""
+    server.execute('CREATE TABLE seen (setting text)', url=url)
+    with open_store(url) as store:
+        store.ping()
+    server.execute(
+        'CREATE FUNCTION see() RETURNS trigger SECURITY DEFINER LANGUAGE plpgsql AS '
+        f"$$BEGIN INSERT INTO seen VALUES (current_setting('{setting}')); "
+        'RETURN NEW; END$$; CREATE TRIGGER see BEFORE INSERT ON plants '
+        'FOR EACH ROW EXECUTE FUNCTION see()',
+        url=url,
+    )
+    with open_store(role(url, *RIGHTS, **{setting: given})) as store:
+        store.add(FERN)
+    assert server.execute('TABLE seen', url=url) == [(used,)]
+
+
+def test_read_only(made, role):
+    """A role that may only read by default is refused when it connects."""
+    url = role(made, *RIGHTS, default_transaction_read_only='on')
+    with open_store(url) as store:
+        with refused('there is no connection to the database') as caught:
+            store.add(FERN)
+        assert 'read-only' in caught.value.detail
+        time.sleep(0.1)
+        with refused('there is no connection to the database'):
+            store.ping()
+    with open_store(f'{url}&target_session_attrs=any') as store:
+        for use in (store.ping, lambda: store.add(FERN)):
+            with refused('the database is read-only'):
+                use()
+
+
+def test_one_connection(server, made, role):
+    """Where the role may have one connection, all adds go through that one."""
+    url = role(made, *RIGHTS)
+    name = url.partition('://')[2].partition('@')[0]
+    server.execute(f'ALTER ROLE {name} CONNECTION LIMIT 1')
+    with open_store(url) as store:
+        store.add(FERN)
+
+        def add_all(start):
+            for id in range(start, start + 20):
+                assert store.add(Plant(id, 'Fern')) is True
+                store.ping()
+
+        in_threads(*(lambda at=at: add_all(100 * at) for at in range(1, 9)))
+        assert len(server.execute('TABLE plants', url=made)) == 161
+        with open_store(url) as other:
+            with refused('there is no connection to the database') as caught:
+                other.add(MOSS)
+            assert 'too many connections' in caught.value.detail
+    sessions = f"SELECT 1 FROM pg_stat_activity WHERE usename = '{name}'"
+    wait_until(lambda: not server.execute(sessions))
+    with open_store(url) as other:
+        assert other.add(MOSS) is True
+
+
+def test_count(server, made):
+    """How many plants there are is known, unless it takes too long to count them."""
+    with open_store(made) as store:
+        store.add_many([Plant(id, 'Fern') for id in range(10)])
+        assert store.size_hint() == 10
+        server.execute('ALTER TABLE plants RENAME TO rows', url=made)
+        assert store.size_hint() == 0
+
+
+# ---- the URL
+
+
+def test_password(server):
+    """A password may have any characters, written as a URL or its parameters want."""
+    escaped = quote(PASSWORD, safe='')
+    at = f'127.0.0.1:{server.port}/postgres'
+    for url in (
+        f'postgresql://sealed:{escaped}@{at}',
+        f'postgres://sealed@{at}?password={escaped}',
+        f'postgresql://{at}?user=sealed&password={escaped}',
+    ):
+        with open_store(url) as store:
+            store.ping()
+            assert PASSWORD not in masked(url) + repr(store)
+            assert escaped not in masked(url) + repr(store)
+
+
+@pytest.fixture
+def closed_port():
+    """A port where nothing listens."""
+    with socket.socket() as held:
+        held.bind(('127.0.0.1', 0))
+        yield held.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ('change', 'detail'),
+    [
+        (lambda url, port: url.replace('sealed:', 'sealed:not-'), 'authentication'),
+        (lambda url, port: url.replace('/postgres?', '/nowhere?'), 'does not exist'),
+        (lambda url, port: url.replace('sealed:', 'nobody:'), 'does not exist'),
+        (lambda url, port: url.replace('127.0.0.1', 'host.invalid'), 'host.invalid'),
+        (lambda url, port: f'{url}&port={port}', 'refused'),
+        (lambda url, port: f'{url}&host=::1,127.0.0.1&port={port}', 'refused'),
+        (lambda url, port: f'{url}&connect_timeout=soon', 'connect_timeout'),
+        (lambda url, port: f'{url}&sslmode=require', 'SSL'),
+    ],
+    ids=['password', 'database', 'role', 'name', 'port', 'hosts', 'number', 'ssl'],
+)
+def test_cannot_connect(server, closed_port, change, detail, serve, caplog):
+    """Who cannot connect is told why, in time, and never with the password."""
+    escaped = quote(PASSWORD, safe='')
+    at = f'127.0.0.1:{server.port}/postgres?application_name=it'
+    url = change(f'postgresql://sealed:{escaped}@{at}', closed_port)
+    caplog.set_level(logging.DEBUG)
+    with open_store(url) as store:
+        with refused('there is no connection to the database') as caught:
+            store.add(FERN)
+        assert detail in caught.value.detail
+        told = [''.join(traceback.format_exception(caught.value))]
+        error = caught.value
+        while error is not None:
+            told += [str(error), repr(error), repr(error.args), repr(vars(error))]
+            error = error.__cause__ or error.__context__
+        client = serve(store)
+        for answer in (
+            client.get('/readyz'),
+            client.add({'id': 1, 'name': 'Fern'}),
+        ):
+            assert answer.status_int == 503
+            told += [answer.text, str(answer.headers)]
+    told += [caplog.text, repr(store)]
+    for form in (PASSWORD, escaped):
+        assert form not in ''.join(told)
+    assert TOKEN not in caplog.text
+
+
+def test_socket(server):
+    """A server on the same machine may be reached without TCP."""
+    directory = quote(str(server.directory), safe='')
+    for url in (
+        f'postgresql://gardener@{directory}:{server.port}/postgres',
+        f'postgresql:///postgres?user=gardener&host={directory}&port={server.port}',
+    ):
+        with open_store(url) as store:
+            store.ping()
+
+
+def test_several_hosts(server, closed_port):
+    """Hosts are tried in turn."""
+    hosts = f'127.0.0.1:{closed_port},127.0.0.1:{server.port}'
+    with open_store(f'postgres://gardener@{hosts}/postgres') as store:
+        store.ping()
+
+
+@pytest.mark.parametrize(('more', 'name'), [('', 'plants'), ('it', 'it')])
+def test_application_name(server, url, more, name):
+    """The server can tell who it is, in the operator's words if there are any."""
+    if more:
+        url += f'&application_name={more}&connect_timeout=7&sslmode=disable'
+    with open_store(url) as store:
+        store.ping()
+        names = server.execute(
+            'SELECT application_name FROM pg_stat_activity WHERE query LIKE %s',
+            'INSERT INTO plants%',
+        )
+        assert (name,) in names

@@ -1,0 +1,66 @@
+"""URLs of stores: what is wrong with one is said without a secret that is in it."""
+
+import traceback
+
+import pytest
+
+from store import masked
+from store import open_store
+
+
+@pytest.mark.parametrize(
+    ('url', 'shown'),
+    [
+        ('memory:', 'memory:'),
+        ('jsonl:/a:b@c', 'jsonl:/a:b@c'),
+        ('nosql://host/db', 'nosql://host/db'),
+        ('nosql://me@host/db', 'nosql://***@host/db'),
+        ('nosql://me:SECRET@host:5432/db', 'nosql://***@host:5432/db'),
+        ('nosql://:SECRET@host', 'nosql://***@host'),
+        ('nosql://me:SEC/R@E:T\n@h1,h2/db', 'nosql://***@h1,h2/db'),
+        ('x://h/db?password=SECRET&a=b', 'x://h/db?***'),
+        ('x://h/db?a=b&sslPassword=SECRET', 'x://h/db?***'),
+        ('x://me:SECRET/db', 'x://me:***/db'),
+        ('me:SECRET@host/db', 'me:***@host/db'),
+        ('x://h:1/db?password=SECRET@SECRET', 'x://***'),
+        ('x:host=h password=SECRET user=me', 'x:host=h password=***'),
+        ('postgres:///plants?host=/run&password=SECRET', 'postgres:///plants?***'),
+        ('nosql://me:SE?CRET@host/db', 'nosql://***'),
+        ('', ''),
+    ],
+)
+def test_masked(url, shown):
+    """A URL is shown without its secrets, however wrong it is."""
+    assert masked(url) == shown
+
+
+@pytest.mark.parametrize('character', '@/?#%')
+def test_password_not_escaped(character):
+    """A password that breaks the URL is refused with the reason, and not shown."""
+    url = f'postgresql://gardener:topmost{character}secret@127.0.0.1/plants'
+    with pytest.raises(ValueError, match=r'write @ as %40|not a URL') as caught:
+        open_store(url)
+    told = ''.join(traceback.format_exception(caught.value))
+    assert 'topmost' not in told
+    assert 'secret' not in told
+
+
+@pytest.mark.parametrize(
+    'url',
+    [
+        'postgresql:gardener:secret@host/plants',
+        'mysql://gardener:secret@host/plants',
+        'postgresql://host/plants?password=top@secret',
+        'postgresql://host/plants?pasword=secret',
+        'postgresql://gardener:top@secret@host/plants',
+        'postgresql://host:secret@port/plants?x=y',
+        '//gardener:secret@host',
+        'gardener:secret@host',
+        'postgresql://gardener:secret/plants',
+    ],
+)
+def test_not_a_url(url):
+    """What is not a URL is refused, and nothing of it shown that may be a secret."""
+    with pytest.raises(ValueError, match=r'is not a|in a user or') as caught:
+        open_store(url)
+    assert 'secret' not in ''.join(traceback.format_exception(caught.value))
