@@ -41,6 +41,7 @@ from store import StoreUnavailable
 from store import open_store
 from store import record
 from store.__main__ import main
+from store.jsonl import JSONLinesStore
 
 KINDS = ['memory', 'jsonl', 'postgresql']
 DURABLE = KINDS[1:]
@@ -274,6 +275,21 @@ class TestInterrupted:
         assert (code, errors) == (0, '')
         assert counts(output) == (MANY - there, there, 0)
         assert plants_in(target) == plants_in(source)
+
+    def test_between_batches(self, make, run, monkeypatch):
+        """The batch in which Ctrl-C comes is finished and counted, and is the last."""
+        add_many = JSONLinesStore.add_many
+
+        def interrupted(store, plants):
+            signal.raise_signal(signal.SIGINT)
+            return add_many(store, plants)
+
+        source, target = make('jsonl', *many(count=3000)), make('jsonl')
+        monkeypatch.setattr(JSONLinesStore, 'add_many', interrupted)
+        code, output, errors = run('copy', source, target)
+        assert (code, counts(output), errors) == (130, (1000, 0, 0), [])
+        assert len(plants_in(target)) == 1000
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     @pytest.mark.parametrize('way', ['to', 'from'])
     def test_database_goes_down(self, tmp_path, way):

@@ -831,3 +831,9 @@ def test_hostile_names_in_one_file(path):
             with pytest.raises(IdTaken):
                 store.add(plant._replace(tag=None))
         assert list(store) == plants
+
+
+def test_size_of_no_file(path):
+    """A file that is missing has no plants, and is not made by asking."""
+    assert JSONLinesStore(path).size_hint() == 0
+    assert not path.exists()

@@ -1,6 +1,7 @@
 import pytest
 from store_contract import StoreContract
 
+from store import PlantStore
 from store import open_store
 from store.memory import MemoryStore
 
@@ -34,3 +35,8 @@ def test_not_a_url(url):
 def test_two_stores():
     """Two stores in memory share nothing."""
     assert open_store('memory:') is not open_store('memory:')
+
+
+def test_size_is_not_known():
+    """A store that does not say how many plants it has has none to speak of."""
+    assert PlantStore.size_hint(MemoryStore()) == 0
