@@ -286,10 +286,14 @@ class _Pool:
         with self._changed:
             self._closed = True
             self._close_idle()
+            self._changed.notify_all()
 
     def _take(self) -> _Connection:
         with self._changed:
-            self._wait_until(lambda: self._idle or self._in_use < MOST_CONNECTIONS)
+            if not self._changed.wait_for(self._has_one, CONNECT_WITHIN):
+                raise TimeoutError
+            if self._closed:
+                raise StoreClosed
             self._in_use += 1
             if self._idle:
                 return self._idle.pop()
@@ -300,33 +304,30 @@ class _Pool:
                 self._in_use -= 1
                 self._changed.notify_all()
                 # The server may allow no more: then one of those in use will do.
-                self._wait_until(lambda: self._idle or not self._in_use)
+                self._changed.wait_for(
+                    lambda: self._idle or not self._in_use, CONNECT_WITHIN
+                )
                 if not self._idle:
                     raise
                 self._in_use += 1
                 return self._idle.pop()
 
+    def _has_one(self) -> bool:
+        """Whether a caller need not wait. REQUIRES: lock held."""
+        return self._closed or bool(self._idle) or self._in_use < MOST_CONNECTIONS
+
     def _give_back(self, connection: _Connection) -> None:
         with self._changed:
             self._in_use -= 1
-            if connection.is_idle():
-                self._idle.append(connection)
-            else:
-                connection.close()
-            if connection.closed or self._closed:
-                self._close_idle()  # they are to the same server
+            self._idle.append(connection)
+            if self._closed or not connection.is_idle():
+                self._close_idle()  # all of them: they are to the same server
             self._changed.notify_all()
 
     def _close_idle(self) -> None:
+        """Close what nobody uses. REQUIRES: lock held."""
         while self._idle:
             self._idle.pop().close()
-
-    def _wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait for it. REQUIRES: lock held."""
-        if not self._changed.wait_for(condition, CONNECT_WITHIN):
-            raise TimeoutError
-        if self._closed:
-            raise StoreClosed
 
 
 class _Database:
@@ -411,7 +412,7 @@ class _Database:
         self._pool.close()
 
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
-        """Keep what belongs to the parent from ending, which would be said to it."""
+        """Keep what belongs to the parent: letting go of it would end in complaints."""
         _abandoned.append(self)
 
     def _connect(self) -> _Connection:
@@ -570,5 +571,5 @@ class _Database:
 # Of our own: a program that seeds the common one means something else.
 _chance = random.Random()
 
-# What a child of a fork must not touch: the finalizers would talk to the server.
+# Whose connections a child of a fork has from its parent.
 _abandoned: list[_Database] = []

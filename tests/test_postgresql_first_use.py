@@ -368,6 +368,12 @@ def test_one_connection(server, made, role):
             with refused('there is no connection to the database') as caught:
                 other.add(MOSS)
             assert 'too many connections' in caught.value.detail
+        with (
+            store._opened()._pool.lend(),
+            refused('there is no connection to the database') as caught,
+        ):
+            store.add(MOSS)
+        assert 'too many connections' in caught.value.detail
     sessions = f"SELECT 1 FROM pg_stat_activity WHERE usename = '{name}'"
     wait_until(lambda: not server.execute(sessions))
     with open_store(url) as other:

@@ -112,5 +112,5 @@ def test_all_connections_are_in_use(url, monkeypatch):
             waiting.start()
             wait_until(lambda: database._pool._changed._waiters)
             database._pool.close()
-        waiting.join()
+            waiting.join()
         assert refused
