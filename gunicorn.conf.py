@@ -428,8 +428,9 @@ class Client:
         """It always is, for its greenlet."""
 
     def expect_request(self, seconds: float) -> None:
-        """Give the client time to begin a request."""
+        """Give the client time to begin a request, once it has what was sent."""
         self.is_idle = True
+        self._idle_time = seconds
         self.deadline = time.monotonic() + seconds
 
     def recv(self, size: int) -> bytes:
@@ -438,6 +439,8 @@ class Client:
             # may take the core from the next one that is made.
             self._patience.give_way()
             self.flush()
+            if self.is_idle:
+                self.expect_request(self._idle_time)
         if not self._is_readable:
             self._wait()
         data = self._retry(self._sock.recv, size)
@@ -602,7 +605,6 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         try:
             client.expect_request(self.cfg.keepalive)
             while self.handle(conn):
-                client.flush()
                 client.expect_request(self.cfg.keepalive if self.alive else LINGER)
             client.linger()
         except OSError:
