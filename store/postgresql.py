@@ -137,7 +137,7 @@ def check_url(url: str) -> None:
     """
     # Where a password has one of these, libpq takes the rest of it for something else,
     # and reports that.
-    if re.search('@.*@|[/?#].*@', url.partition('://')[2]):
+    if re.search('@.*@|[/?#].*@', url.partition('://')[2], re.DOTALL):
         raise ValueError('in a user or password, write @ as %40, / as %2F, ? as %3F')
     try:
         ports = conninfo_to_dict(url).get('port', '')

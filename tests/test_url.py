@@ -53,6 +53,8 @@ def test_password_not_escaped(character):
         'postgresql://host/plants?password=top@secret',
         'postgresql://host/plants?pasword=secret',
         'postgresql://gardener:top@secret@host/plants',
+        'postgresql://gardener:top@\nsecret@host/plants',
+        'postgresql://gardener:top/\nsecret@host/plants',
         'postgresql://host:secret@port/plants?x=y',
         '//gardener:secret@host',
         'gardener:secret@host',
