@@ -31,8 +31,9 @@ from store import open_store
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
-# Seconds: an answer that does not come, the attempt to cancel it, and a busy machine.
-LONGEST = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + 2
+# Seconds: an answer that does not come, and the attempt to cancel it; who has waited
+# behind that may be the next to try. And a busy machine.
+LONGEST = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + limits.CONNECT_WITHIN + 2
 AT_ONCE = 0.5
 # How soon a store adds again when the server does.
 BACK = limits.AWAY + 1
