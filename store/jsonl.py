@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar('Result')
 
+CLOSE_WITHIN = 2.0  # seconds that closing waits for who has the lock in this process
+
 
 class JSONLinesStore(LazyStore['_PlantFile']):
     """Keep plants in a file of JSON lines; durable when the disk says so.
@@ -180,6 +182,10 @@ class _PlantFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
+        if not self._lock.is_given_back(CLOSE_WITHIN):
+            # Its owner waits for another process, or was interrupted for good, as at
+            # the end of this process. What is open ends with that.
+            return
         with self._lock:
             self._closing = True  # no append begins after this
         # A thread that syncs has one of these: with all in hand nobody does.
@@ -524,6 +530,13 @@ class _FileLock:
         self._fd = fd
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
         self.closed = False
+
+    def is_given_back(self, seconds: float) -> bool:
+        """Whether no thread of this process has it, at some time before long."""
+        if not self._mutex.acquire(timeout=seconds):
+            return False
+        self._mutex.release()
+        return True
 
     def __enter__(self) -> None:
         if not self._mutex.acquire(blocking=False):

@@ -20,6 +20,7 @@ from store import IdTaken
 from store import Plant
 from store import StoreCorrupt
 from store import StoreUnavailable
+from store import jsonl
 from store import open_store
 from store.group_commit import Entry
 from store.jsonl import JSONLinesStore
@@ -837,3 +838,16 @@ def test_size_of_no_file(path):
     """A file that is missing has no plants, and is not made by asking."""
     assert JSONLinesStore(path).size_hint() == 0
     assert not path.exists()
+
+
+def test_close_while_the_lock_is_lost(path, monkeypatch):
+    """Closing does not wait for ever for who has the lock and will not give it back."""
+    monkeypatch.setattr(jsonl, 'CLOSE_WITHIN', 0.05)
+    store = JSONLinesStore(path)
+    store.add(Plant(1, 'Fern'))
+    lock = store._in_use._lock
+    lock.__enter__()
+    store.close()
+    lock.__exit__()
+    with JSONLinesStore(path) as again:
+        assert again.add(Plant(1, 'Fern')) is False

@@ -83,6 +83,18 @@ def test_file_that_is_locked(tmp_path, asked):
         assert len(server.lines()) == CROWD + 1
 
 
+def test_interrupt_while_the_file_is_locked(tmp_path):
+    """Ctrl-C ends the server also while an add waits for the file."""
+    with Server(tmp_path) as server, server.connect() as client:
+        assert server.ask(adding(-1)).status == 200
+        with locked(tmp_path / 'plants.jsonl'):
+            client.send(adding(1))
+            assert_prompt(server)
+            server.interrupt()
+            assert server.wait(5) == 0
+        assert 'ERROR' not in server.log
+
+
 def test_database_that_hangs(tmp_path, asked):
     """While the database hangs, everything else is served; then nobody has to wait."""
     with (
