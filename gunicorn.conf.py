@@ -558,7 +558,8 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         super().run()
 
     def accept(self, listener: socket.socket) -> None:
-        if self._patient and self.nr_conns > min(loads):
+        # Of few connections each one counts; many may come in a crowd.
+        if self._patient and self.nr_conns > min(loads) + self.nr_conns // 16:
             self._standing_back = True
             return
         try:
