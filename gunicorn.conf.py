@@ -256,8 +256,9 @@ loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
 EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
-# In a turn, so that a burst of some clients does not keep the answers to others.
-EVENTS = 64
+# How many clients that are in the middle of a request are served in a turn: those that
+# begin one come first, or who sends a byte at a time would hold up the others.
+PIECES = 8
 ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # For what blocks: a sync of each batch in flight, and what is not as frequent.
 MOST_THREADS = 16
@@ -534,6 +535,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._standing_back = False
         self._patient = True
         self._clients: dict[int, Client] = {}
+        self._pieces = deque[tuple[Client, int]]()
         self._busy = False
         self._quitting = False
         self._next_look = 0.0
@@ -590,13 +592,18 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             timeout = min(timeout, LOOK_AT_END)
         if self._busy:
             timeout = 0
-        for fd, events in self._epoll.poll(timeout, EVENTS):
+        for fd, events in self._epoll.poll(timeout):
             client = self._clients.get(fd)
-            if client is not None:
+            if client is not None and client.is_idle:
                 client.on_event(events)
+            elif client is not None:
+                self._pieces.append((client, events))
             elif fd != self._patience.alarm:
                 super().wait_for_and_dispatch_events(0)
-        self._busy = self._patience.turn()
+        for _ in range(min(PIECES, len(self._pieces))):
+            client, events = self._pieces.popleft()
+            client.on_event(events)
+        self._busy = self._patience.turn() or bool(self._pieces)
         self._patient = not stand_back
 
     def _serve(self, client: Client, address: Any, server: Any) -> None:
