@@ -47,12 +47,6 @@ def server():
 
 
 @pytest.fixture
-def url(server):
-    """The URL of a store without plants."""
-    return server.new_url()
-
-
-@pytest.fixture
 def store(url):
     """A store without plants, which is in use."""
     with open_store(url) as store:

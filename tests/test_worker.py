@@ -2,7 +2,8 @@
 
 import fcntl
 import os
-import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from postgresql import PostgreSQL
+from server import PATIENCE
+from server import REPOSITORY
 from server import Server
 from server import request
 from server import wait_until
@@ -173,28 +176,37 @@ def test_adds_that_come_together(tmp_path):
         assert sorted(ids) == list(range(20 * CROWD))
 
 
-def test_client_that_never_waits(tmp_path):
-    """A client that sends without end and takes no rest keeps nobody else waiting."""
-    many = request('GET', '/livez') * 5000
-    with (
-        Server(tmp_path) as server,
-        socket.create_connection(('127.0.0.1', server.port)) as client,
-    ):
+NEVER_WAITS = """
+import importlib.util
+import os
+import sys
 
-        def send():
-            with suppress(OSError):
-                while True:
-                    client.sendall(many)
+from store import waiting
 
-        def receive():
-            with suppress(OSError):
-                while client.recv(2**20):
-                    pass
+spec = importlib.util.spec_from_file_location('configuration', 'gunicorn.conf.py')
+configuration = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(configuration)
+patience = configuration.Patience(waiting.current)
 
-        pair = [threading.Thread(target=job, daemon=True) for job in (send, receive)]
-        for thread in pair:
-            thread.start()
-        assert_prompt(server)
-        server.stop()
-        for thread in pair:
-            thread.join()
+
+def serve():
+    while True:
+        patience.give_way()
+
+
+patience.start(serve)
+print(patience.turn(), patience.turn(), flush=True)
+os._exit(0)
+"""
+
+
+def test_client_that_never_waits():
+    """A client that has its next request already waits for the others all the same."""
+    done = subprocess.run(
+        [sys.executable, '-c', NEVER_WAITS],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.stdout == 'True True\n', done.stderr
