@@ -144,8 +144,12 @@ class GroupCommit(Generic[Record, Written]):
         written: Written | None = None
         try:
             try:
-                # Who is about to bring a record comes in before the batch is closed.
-                waiting.current.give_way()
+                # Who is about to bring a record comes in before the batch is closed, as
+                # long as somebody does: what a batch costs is shared by all in it.
+                gathered = 0
+                while gathered < len(self._waiting):
+                    gathered = len(self._waiting)
+                    waiting.current.give_way()
             finally:
                 batch = self._take_batch()
             written = self._append(batch)

@@ -11,6 +11,7 @@ from store_contract import in_threads
 from store_contract import wait_until
 
 from store import group_commit
+from store import waiting
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT
 from store.group_commit import GroupCommit
 
@@ -167,6 +168,36 @@ def test_waiters_share_a_batch(quick, where):
     behind(disk, *jobs, gate=gate)
     assert disk.batches == [[0], list(range(1, 10))]
     assert len(disk.syncs) == 2
+
+
+class OneByOne(waiting.Threads):
+    """Whoever gives way lets one more caller in, which comes to wait."""
+
+    def __init__(self, disk, records):
+        self._disk = disk
+        self._records = records
+        self.threads = []
+
+    def give_way(self):
+        if self._records:
+            there = self._disk.waiting()
+            record = self._records.pop(0)
+            self.threads.append(
+                threading.Thread(target=self._disk.submit, args=[record])
+            )
+            self.threads[-1].start()
+            wait_until(lambda: self._disk.waiting() > there)
+
+
+def test_batch_grows_while_records_come(monkeypatch):
+    """A leader closes its batch when nobody comes any more, not before."""
+    disk = Disk()
+    callers = OneByOne(disk, ['a', 'b', 'c'])
+    monkeypatch.setattr(waiting, 'current', callers)
+    disk.submit('first')
+    for thread in callers.threads:
+        thread.join()
+    assert disk.batches == [['first', 'a', 'b', 'c']]
 
 
 @pytest.mark.parametrize(
