@@ -81,7 +81,7 @@ class Load:
             plant = fern()
             try:
                 client = RawClient(self._port)
-            except ConnectionRefusedError:
+            except ConnectionError:  # the socket may close just then
                 self.refused.append(plant)
                 self._done.wait(0.01)
                 continue
