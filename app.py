@@ -54,6 +54,7 @@ from store import PlantStore
 from store import StoreError
 from store import StoreUnavailable
 from store import open_store
+from store import waiting
 
 log = logging.getLogger('plants')
 
@@ -541,7 +542,7 @@ class RequestLog:
             'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
             'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
         }
-        log.info(self.LINE, members)
+        waiting.current.later(log.info, self.LINE, members)
 
 
 class Metrics:

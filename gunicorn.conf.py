@@ -301,6 +301,7 @@ class Patience:
         self._thread = threading.get_ident()
         self._otherwise = otherwise
         self._ready = deque[greenlet]()
+        self._later = deque[Callable[[], object]]()
         self._calls = SimpleQueue[Call]()
         self._called = 0
         self._threads = 0
@@ -331,9 +332,11 @@ class Patience:
             with suppress(BlockingIOError):  # it is just about to be written
                 os.eventfd_read(self.alarm)
             self._alarmed = False
+        while self._later:
+            self._later.popleft()()
         for _ in range(len(self._ready)):
             self._ready.popleft().switch()
-        return bool(self._ready)
+        return bool(self._ready or self._later)
 
     def give_way(self) -> None:
         if getcurrent().parent is None:
@@ -364,6 +367,14 @@ class Patience:
             raise call.error
         result: Result = call.result
         return result
+
+    def later(self, function: Callable[..., object], *args: object) -> None:
+        # All of a turn are called in a row: what they have in common is found in the
+        # caches of the core from the second one on.
+        if getcurrent().parent is None:
+            self._otherwise.later(function, *args)
+        else:
+            self._later.append(partial(function, *args))
 
     def _run_calls(self) -> None:
         while True:
@@ -436,9 +447,6 @@ class Client:
 
     def recv(self, size: int) -> bytes:
         if self._out:
-            # The answers of a turn go out one after another: each wakes a client, which
-            # may take the core from the next one that is made.
-            self._patience.give_way()
             self.flush()
             if self.is_idle:
                 self.expect_request(self._idle_time)
@@ -459,7 +467,12 @@ class Client:
     send = sendall
 
     def flush(self) -> None:
-        """Send what was collected; who takes it slowly has time for each piece."""
+        """Send what was collected; who takes it slowly has time for each piece.
+
+        The answers of a turn go out one after another, in the next one: each wakes a
+        client, which may take the core from whoever is served.
+        """
+        self._patience.give_way()
         data = b''.join(self._out)
         self._out.clear()
         self._is_sending = True

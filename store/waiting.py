@@ -37,6 +37,9 @@ class Scheduler(Protocol):
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function that may take a while, and return what it returns."""
 
+    def later(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function before long, in this thread; it must not raise."""
+
 
 class ThreadWaiter:
     """A thread that waits.
@@ -67,6 +70,9 @@ class Threads:
 
     def call(self, function: Callable[[], Result]) -> Result:
         return function()
+
+    def later(self, function: Callable[..., object], *args: object) -> None:
+        function(*args)
 
 
 current: Scheduler = Threads()
