@@ -26,9 +26,11 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from email.utils import formatdate
 from functools import lru_cache
 from functools import partial
 from http import HTTPStatus
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,11 +40,13 @@ from typing import TypeVar
 from greenlet import getcurrent
 from greenlet import greenlet
 from gunicorn import glogging
+from gunicorn import util
 from gunicorn.app.base import Application
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.config import Config
 from gunicorn.http import errors
+from gunicorn.http.body import LengthReader
 from gunicorn.http.errors import ParseException
 from gunicorn.http.message import Request
 from gunicorn.workers.base import Worker
@@ -146,6 +150,11 @@ def _local_time(second: int) -> str:
 
 
 @lru_cache(maxsize=1)
+def _http_date(second: int) -> str:
+    return formatdate(second, usegmt=True)
+
+
+@lru_cache(maxsize=1)
 def _utc_time(second: int) -> str:
     return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(second))
 
@@ -240,8 +249,20 @@ def post_fork(server: Arbiter, worker: Worker) -> None:
 
 
 def pre_request(worker: Worker, request: Request) -> None:
-    """Let the application announce that the connection closes (``AnnouncedClose``)."""
-    request.body.force_close = request.force_close
+    """Hand over the body as it is, if it has come with its head, as most do.
+
+    gunicorn's own object copies it six times. Otherwise it is that object, and with it
+    the application can announce that the connection closes (``AnnouncedClose``).
+    """
+    body = request.body
+    body.force_close = request.force_close
+    if isinstance(body.reader, LengthReader):
+        received = request.unreader.take_buffered()
+        whole, rest = received[: body.reader.length], received[body.reader.length :]
+        if len(whole) == body.reader.length:
+            request.body = BytesIO(whole)
+            received = rest
+        request.unreader.unread(received)
 
 
 # ---- the worker
@@ -563,6 +584,11 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
     def run(self) -> None:
         from store import waiting
 
+        # What gunicorn works out anew for each request: the time as text, and each of
+        # some twenty settings by a search and two calls.
+        util.http_date = lambda: _http_date(int(time.time()))
+        for name, setting in self.cfg.settings.items():
+            self.cfg.__dict__[name] = setting.get()
         # In seconds; a thread that comes back from a sync waits no longer for the GIL.
         sys.setswitchinterval(0.0002)
         self._patience = Patience(waiting.current)
