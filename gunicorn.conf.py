@@ -344,15 +344,19 @@ class Patience:
             self._alarmed = True
             os.eventfd_write(self.alarm, 1)
 
+    def on_alarm(self) -> None:
+        """Be ready for the next alarm; those who rang are taken up in the next turn."""
+        # NOTE: only when it is seen to be readable. Between the flag and the write of
+        # who rings there may be a whole turn, and what is written after the flag is
+        # gone would stay readable, with nobody to read it.
+        os.eventfd_read(self.alarm)
+        self._alarmed = False
+
     def turn(self) -> bool:
         """Let every greenlet go on that can; return whether some can again.
 
         Those are for the next turn: one that never waits does not keep out the others.
         """
-        if self._alarmed:
-            with suppress(BlockingIOError):  # it is just about to be written
-                os.eventfd_read(self.alarm)
-            self._alarmed = False
         while self._later:
             self._later.popleft()()
         for _ in range(len(self._ready)):
@@ -637,7 +641,9 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
                 client.on_event(events)
             elif client is not None:
                 self._pieces.append((client, events))
-            elif fd != self._patience.alarm:
+            elif fd == self._patience.alarm:
+                self._patience.on_alarm()
+            else:
                 super().wait_for_and_dispatch_events(0)
         for _ in range(min(PIECES, len(self._pieces))):
             client, events = self._pieces.popleft()

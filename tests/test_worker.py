@@ -176,10 +176,12 @@ def test_adds_that_come_together(tmp_path):
         assert sorted(ids) == list(range(20 * CROWD))
 
 
-NEVER_WAITS = """
+LOADED = """
 import importlib.util
 import os
+import select
 import sys
+import threading
 
 from store import waiting
 
@@ -187,8 +189,9 @@ spec = importlib.util.spec_from_file_location('configuration', 'gunicorn.conf.py
 configuration = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(configuration)
 patience = configuration.Patience(waiting.current)
+"""
 
-
+NEVER_WAITS = """
 def serve():
     while True:
         patience.give_way()
@@ -200,13 +203,57 @@ os._exit(0)
 """
 
 
-def test_client_that_never_waits():
-    """A client that has its next request already waits for the others all the same."""
+def run_loaded(program):
+    """Run a program that finds the configuration loaded; return what it prints."""
     done = subprocess.run(
-        [sys.executable, '-c', NEVER_WAITS],
+        [sys.executable, '-c', LOADED + program],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert done.stdout == 'True True\n', done.stderr
+    assert not done.stderr
+    return done.stdout
+
+
+def test_client_that_never_waits():
+    """A client that has its next request already waits for the others all the same."""
+    assert run_loaded(NEVER_WAITS) == 'True True\n'
+
+
+LATE_ALARM = """
+write = os.eventfd_write
+turned = threading.Event()
+
+
+def write_late(*args):
+    turned.wait()
+    write(*args)
+
+
+def ask():
+    print('called', patience.call(lambda: 'in a thread'))
+
+
+os.eventfd_write = write_late
+patience.start(ask)
+while not patience.turn():
+    if patience._alarmed:
+        break
+patience.turn()
+turned.set()
+poll = select.poll()
+poll.register(patience.alarm, select.POLLIN)
+poll.poll(5000)
+for _ in range(3):
+    if poll.poll(0):
+        patience.on_alarm()
+    patience.turn()
+print('quiet', not poll.poll(0), flush=True)
+os._exit(0)
+"""
+
+
+def test_alarm_that_is_late():
+    """A thread that rings after its call was taken up does not ring for ever."""
+    assert run_loaded(LATE_ALARM) == 'called in a thread\nquiet True\n'
