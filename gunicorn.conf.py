@@ -382,12 +382,14 @@ class Patience:
             return found
         call = Call(function, current)
         self._called += 1
-        if self._called > self._threads < MOST_THREADS:
-            self._threads += 1
-            threading.Thread(target=self._run_calls, daemon=True).start()
-        self._calls.put(call)
-        self.pause()
-        self._called -= 1
+        try:
+            if self._called > self._threads < MOST_THREADS:
+                self._start_thread()
+            self._calls.put(call)
+            while not call.done:
+                self.pause()
+        finally:
+            self._called -= 1
         if call.error is not None:
             raise call.error
         result: Result = call.result
@@ -401,6 +403,15 @@ class Patience:
         else:
             self._later.append(partial(function, *args))
 
+    def _start_thread(self) -> None:
+        try:
+            threading.Thread(target=self._run_calls, daemon=True).start()
+        except RuntimeError:  # the system has no room for one more
+            if not self._threads:
+                raise
+        else:
+            self._threads += 1
+
     def _run_calls(self) -> None:
         while True:
             call = self._calls.get()
@@ -408,6 +419,7 @@ class Patience:
                 call.result = call.function()
             except BaseException as ex:
                 call.error = ex
+            call.done = True
             self.resume(call.caller)
 
 
@@ -416,6 +428,7 @@ class Call:
 
     result: Any = None
     error: BaseException | None = None
+    done = False
 
     def __init__(self, function: Callable[[], Any], caller: greenlet) -> None:
         self.function = function

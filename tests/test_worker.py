@@ -254,6 +254,54 @@ os._exit(0)
 """
 
 
+FEW_THREADS = """
+start = threading.Thread.start
+room = 0
+
+
+def start_if_there_is_room(thread):
+    global room
+    if not room:
+        raise RuntimeError("can't start new thread")
+    room -= 1
+    start(thread)
+
+
+def ask(word):
+    try:
+        print(patience.call(lambda: word), flush=True)
+    except RuntimeError as ex:
+        print(word, 'failed:', ex, flush=True)
+
+
+def answer():
+    poll = select.poll()
+    poll.register(patience.alarm, select.POLLIN)
+    while patience._called:
+        poll.poll(5000)
+        patience.on_alarm()
+        patience.turn()
+
+
+threading.Thread.start = start_if_there_is_room
+for _ in range(configuration.MOST_THREADS):
+    patience.start(ask, 'refused')
+room = 1
+for word in ('one', 'two'):
+    patience.start(ask, word)
+answer()
+os._exit(0)
+"""
+
+
+def test_threads_that_do_not_start():
+    """Calls fail while there is no room for any thread, and not when there is one."""
+    *refused, one, two = run_loaded(FEW_THREADS).splitlines()
+    assert len(refused) == 16
+    assert set(refused) == {"refused failed: can't start new thread"}
+    assert (one, two) == ('one', 'two')
+
+
 def test_alarm_that_is_late():
     """A thread that rings after its call was taken up does not ring for ever."""
     assert run_loaded(LATE_ALARM) == 'called in a thread\nquiet True\n'
