@@ -32,6 +32,7 @@ from functools import partial
 from http import HTTPStatus
 from io import BytesIO
 from itertools import count
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -586,7 +587,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._standing_back = False
         self._patient = True
         self._clients: dict[int, Client] = {}
-        self._pieces = deque[tuple[Client, int]]()
+        self._pieces: dict[Client, int] = {}  # with what has happened to it
         self._busy = False
         self._quitting = False
         self._next_look = 0.0
@@ -653,14 +654,13 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             if client is not None and client.is_idle:
                 client.on_event(events)
             elif client is not None:
-                self._pieces.append((client, events))
+                self._pieces[client] = self._pieces.get(client, 0) | events
             elif fd == self._patience.alarm:
                 self._patience.on_alarm()
             else:
                 super().wait_for_and_dispatch_events(0)
-        for _ in range(min(PIECES, len(self._pieces))):
-            client, events = self._pieces.popleft()
-            client.on_event(events)
+        for client in list(islice(self._pieces, PIECES)):
+            client.on_event(self._pieces.pop(client))
         self._busy = self._patience.turn() or bool(self._pieces)
         self._patient = not stand_back
 

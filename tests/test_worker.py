@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -201,6 +202,47 @@ patience.start(serve)
 print(patience.turn(), patience.turn(), flush=True)
 os._exit(0)
 """
+
+
+DRIPS = """
+from gunicorn.config import Config
+
+
+class Dripping:
+    is_idle = False
+    events = 0
+
+    def on_event(self, events):
+        self.events += 1
+
+
+class Epoll:
+    drips = 50
+
+    def poll(self, timeout):
+        self.drips -= 1
+        return [(fd, select.EPOLLIN) for fd in clients] if self.drips >= 0 else []
+
+
+clients = {-number: Dripping() for number in range(1, 21)}
+worker = configuration.PlantsWorker(1, os.getppid(), [], None, 30, Config(), None)
+worker._patience = patience
+worker._epoll = Epoll()
+worker._clients = clients
+turns = 0
+while worker._epoll.drips > 0 or worker._busy:
+    worker.wait_for_and_dispatch_events(0)
+    turns += 1
+print(turns, sorted(client.events for client in clients.values()))
+"""
+
+
+def test_drips_do_not_pile_up():
+    """What a client has sent is looked at once, however many packets it came in."""
+    turns, *events = map(int, re.findall('[0-9]+', run_loaded(DRIPS)))
+    assert turns == 50 + 2  # of twenty clients eight are served in the last turn
+    assert sum(events) == 8 * 51 + 4
+    assert min(events) >= 50 // 3  # nobody waits for longer than three turns
 
 
 def run_loaded(program):
