@@ -33,6 +33,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from functools import lru_cache
 from functools import partial
 from importlib.util import find_spec
@@ -797,7 +798,7 @@ class DocumentResource:
     def __init__(
         self, read: Callable[[], bytes], media_type: str, max_age: int = 0
     ) -> None:
-        self._read = read
+        self._read = cache(read)  # shared by all who take their answer slowly
         self._media_type = media_type
         self._headers = {**DOCUMENT_HEADERS, 'Cache-Control': f'max-age={max_age}'}
 

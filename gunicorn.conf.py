@@ -92,6 +92,8 @@ STAND_BACK = 0.005
 
 # ---- what is off
 
+# It would go around what collects the answers of a turn.
+sendfile = False
 # A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
 control_socket_disable = True
 
@@ -281,6 +283,9 @@ EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 # How many clients that are in the middle of a request are served in a turn: those that
 # begin one come first, or who sends a byte at a time would hold up the others.
 PIECES = 8
+# How many bytes of answers are collected before they are sent. One client may have many
+# requests under way, and what it does not take must not fill the memory.
+MOST_COLLECTED = 65_536
 ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # For what blocks: a sync of each batch in flight, and what is not as frequent.
 MOST_THREADS = 16
@@ -467,12 +472,14 @@ class Client:
         self._patience = patience
         self._sock = sock
         self._out: list[bytes] = []
+        self._collected = 0
+        self._latest = math.inf
         self._is_sending = False
         self._is_readable = True
         self._has_ended = False
         self._greenlet: greenlet | None = None  # that waits for an event
         self.fileno = sock.fileno
-        self.close = sock.close
+        self.end = sock.close
         sock.setblocking(False)
 
     def setblocking(self, flag: bool) -> None:
@@ -482,7 +489,13 @@ class Client:
         """Give the client time to begin a request, once it has what was sent."""
         self.is_idle = True
         self._idle_time = seconds
-        self.deadline = time.monotonic() + seconds
+        self.deadline = min(time.monotonic() + seconds, self._latest)
+
+    def limit_idleness(self, deadline: float) -> None:
+        """Give the client no more time than until then to begin its next request."""
+        self._latest = deadline
+        if self.is_idle:
+            self.deadline = min(self.deadline, deadline)
 
     def recv(self, size: int) -> bytes:
         if self._out:
@@ -502,8 +515,18 @@ class Client:
 
     def sendall(self, data: bytes) -> None:
         self._out.append(data)
+        self._collected += len(data)
+        if self._collected > MOST_COLLECTED:
+            self.flush()
 
     send = sendall
+
+    def shutdown(self, how: int) -> None:
+        """Leave it to the worker how a connection ends; gunicorn gives up then."""
+        raise OSError(errno.ENOTCONN, 'the worker ends it')
+
+    def close(self) -> None:
+        """See ``shutdown``."""
 
     def flush(self) -> None:
         """Send what was collected; who takes it slowly has time for each piece.
@@ -512,12 +535,16 @@ class Client:
         client, which may take the core from whoever is served.
         """
         self._patience.give_way()
-        data = b''.join(self._out)
-        self._out.clear()
+        out, self._out = self._out, []
+        if self._collected <= MOST_COLLECTED:
+            out = [b''.join(out)]  # else without a copy: what is large is shared
+        self._collected = 0
         self._is_sending = True
-        while data:
-            data = data[self._retry(self._sock.send, data) :]
-            self.deadline = time.monotonic() + REQUEST_TIMEOUT
+        for data in out:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._retry(self._sock.send, rest) :]
+                self.deadline = time.monotonic() + REQUEST_TIMEOUT
         self._is_sending = False
 
     def linger(self) -> None:
@@ -621,19 +648,20 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         if self._patient and self.nr_conns > min(loads) + self.nr_conns // 16:
             self._standing_back = True
             return
+        sock = None
         try:
             sock, address = listener.accept()
+            # Edge-triggered, once and for all: whoever waits has tried before.
+            self._epoll.register(sock.fileno(), EDGES)
         except OSError as ex:
-            if ex.errno in (errno.EMFILE, errno.ENFILE):
-                self._standing_back = True  # others have to close first
-            elif ex.errno not in (errno.EAGAIN, errno.ECONNABORTED):
-                raise
+            if ex.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                self._standing_back = True  # no room: others have to close first
+            if sock is not None:
+                sock.close()
             return
         client = Client(self._patience, sock)
         self.nr_conns += 1
         self._clients[client.fileno()] = client
-        # Edge-triggered, once and for all: whoever waits has tried before.
-        self._epoll.register(client.fileno(), EDGES)
         self._patience.start(self._serve, client, address, listener.getsockname())
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:
@@ -669,15 +697,18 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         conn = TConn(self.cfg, client, address, server)
         conn.data_ready = True  # whoever reads can wait
         try:
-            client.expect_request(self.cfg.keepalive)
+            client.expect_request(REQUEST_TIMEOUT)
             while self.handle(conn):
                 client.expect_request(self.cfg.keepalive if self.alive else LINGER)
             client.linger()
         except OSError:
             pass  # the client is gone
+        except Exception:
+            # Whatever it is, it must not reach the loop, and end all the others.
+            self.log.exception('A connection was lost')
         finally:
             del self._clients[client.fileno()]
-            client.close()
+            client.end()
             self.nr_conns -= 1
 
     def handle_error(
@@ -711,8 +742,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
 
     def _cap_keepalive(self, deadline: float) -> None:
         for client in self._clients.values():
-            if client.is_idle:
-                client.deadline = min(client.deadline, deadline)
+            client.limit_idleness(deadline)
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         # NOTE: gunicorn's own exits here, inside whatever the signal has interrupted,

@@ -204,9 +204,15 @@ os._exit(0)
 """
 
 
-DRIPS = """
+WORKER = """
 from gunicorn.config import Config
 
+worker = configuration.PlantsWorker(1, os.getppid(), [], None, 30, Config(), None)
+worker._patience = patience
+"""
+
+DRIPS = f"""
+{WORKER}
 
 class Dripping:
     is_idle = False
@@ -224,9 +230,7 @@ class Epoll:
         return [(fd, select.EPOLLIN) for fd in clients] if self.drips >= 0 else []
 
 
-clients = {-number: Dripping() for number in range(1, 21)}
-worker = configuration.PlantsWorker(1, os.getppid(), [], None, 30, Config(), None)
-worker._patience = patience
+clients = {{-number: Dripping() for number in range(1, 21)}}
 worker._epoll = Epoll()
 worker._clients = clients
 turns = 0
@@ -243,6 +247,126 @@ def test_drips_do_not_pile_up():
     assert turns == 50 + 2  # of twenty clients eight are served in the last turn
     assert sum(events) == 8 * 51 + 4
     assert min(events) >= 50 // 3  # nobody waits for longer than three turns
+
+
+NO_ROOM = f"""
+import errno
+import socket
+{WORKER}
+
+
+def fail(*args):
+    raise OSError(errno.ENOBUFS, 'no room')
+
+
+class Listener:
+    accept = fail
+
+
+class Epoll:
+    register = fail
+
+
+worker.accept(Listener())
+print(worker._standing_back, worker.nr_conns)
+worker._standing_back = False
+worker._epoll = Epoll()
+with socket.create_server(('127.0.0.1', 0)) as listener:
+    client = socket.create_connection(listener.getsockname())
+    worker.accept(listener)
+    print(worker._standing_back, worker.nr_conns, client.recv(1))
+"""
+
+
+def test_no_room_for_a_connection():
+    """A connection that the system cannot hold costs no other one."""
+    assert run_loaded(NO_ROOM) == "True 0\nTrue 0 b''\n"
+
+
+LATE_ANSWER = f"""
+import socket
+import time
+{WORKER}
+
+
+def serve():
+    client.expect_request(15)
+    client.sendall(b'an answer')
+    client.recv(100)
+
+
+ours, theirs = socket.socketpair()
+client = configuration.Client(patience, ours)
+worker._clients = {{ours.fileno(): client}}
+patience.start(serve)
+worker._cap_keepalive(time.monotonic() + 2)
+patience.turn()
+print(theirs.recv(100), client.deadline < time.monotonic() + 2)
+"""
+
+
+def test_answer_at_the_end():
+    """A worker that stops soon closes a connection whose answer is sent just then."""
+    assert run_loaded(LATE_ANSWER) == "b'an answer' True\n"
+
+
+def resident(server):
+    """Return the memory of the only worker, in MiB."""
+    (pid,) = server.worker_pids()
+    pages = int(Path(f'/proc/{pid}/statm').read_text().split()[1])
+    return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
+
+
+@pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (60, 3)])
+def test_answers_that_nobody_takes(tmp_path, clients, requests):
+    """Large answers to clients that do not read do not fill the memory."""
+    target = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
+    with Server(tmp_path) as server, ExitStack() as opened:
+        server.ask(request('GET', target))
+        before = resident(server)
+        for _ in range(clients):
+            client = opened.enter_context(server.connect())
+            client.send(request('GET', target) * requests)
+            assert client.is_readable(PROMPT)
+        assert_prompt(server)
+        assert resident(server) < before + 20
+
+
+def test_short_keepalive(tmp_path):
+    """A new connection has its time for a first request, also if none is kept."""
+    with Server(tmp_path, '--keep-alive=0') as server, server.connect() as client:
+        time.sleep(1.5)  # the worker looks every second
+        assert client.ask(probing()).status == 200
+
+
+OTHER_APP = """
+from pathlib import Path
+
+def app(environ, start_response):
+    size = Path(__file__).stat().st_size
+    start_response('200 OK', [('Content-Length', str(size))])
+    if environ['PATH_INFO'] == '/broken':
+        return broken()
+    return environ['wsgi.file_wrapper'](open(__file__, 'rb'))
+
+def broken():
+    yield b'begun'
+    raise ValueError('broken')
+"""
+
+
+def test_another_application(tmp_path):
+    """Whatever an application does with its answer, its worker goes on."""
+    path = tmp_path / 'other.py'
+    path.write_text(OTHER_APP)
+    with Server(tmp_path, 'other:app', workers=None) as server:
+        with server.connect() as kept:
+            assert kept.ask(request('GET')).body == path.read_bytes()
+            with pytest.raises(ConnectionError, match='after 5 of'):
+                server.ask(request('GET', '/broken'))
+            assert kept.ask(request('GET')).body == path.read_bytes()
+        assert server.log.count('ValueError: broken') == 1
+        assert server.log.count('Traceback') == 1
 
 
 def run_loaded(program):
