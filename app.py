@@ -123,7 +123,7 @@ class Settings:
         store: URL of the store.
         tokens: Which tokens are accepted; ``None`` if nothing is configured.
         max_body_bytes: The longest body that is read.
-        log: Whether lines of the log are ``text`` or ``json``.
+        log: ``text`` or ``json``; whoever makes the lines of the log looks at it.
         metrics: Whether ``/metrics`` is served.
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
     """
@@ -320,7 +320,8 @@ class TokensFile(Tokens):
         except (OSError, ValueError) as ex:
             if accepted is None:
                 raise
-            log.error('%s: %s; the tokens stay as they were', path, ex)
+            last = 'those of the last start or reload are accepted'
+            log.error('%s: %s; %s', path, ex, last)
             names = accepted._names
         super().__init__(names)
 
@@ -642,7 +643,8 @@ def _has_long_body(req: PlantsRequest, length: int) -> bool:
         return True
     announced = req.env.get('CONTENT_LENGTH') or '0'
     # NOTE: int() refuses thousands of digits with an exception.
-    return not announced.isdecimal() or int(announced[:18]) >= length
+    digits = announced.lstrip('0')[:18] or '0'
+    return not announced.isdecimal() or int(digits) >= length
 
 
 class PlantsResource:

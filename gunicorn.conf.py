@@ -18,6 +18,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -61,12 +62,16 @@ wsgi_app = 'app:app'
 # of each other. Ours opens after it all the same; this keeps its threads out of it too.
 preload_app = False
 
-# ---- processes and threads
+# ---- processes
+
+
+def _is_in_memory() -> bool:
+    return os.environ.get('PLANTS_STORE') == 'memory:'
+
 
 if 'WEB_CONCURRENCY' not in os.environ:
-    # One process can have a store in memory, and more would each have their own.
-    memory = os.environ.get('PLANTS_STORE') == 'memory:'
-    workers = 1 if memory else len(os.sched_getaffinity(0))
+    # More than one would each have plants of its own.
+    workers = 1 if _is_in_memory() else len(os.sched_getaffinity(0))
 # Connections of each worker. One that is slow or idle costs some kilobytes, no thread.
 worker_connections = 1_000
 # In memory: a heartbeat on a disk stops when the disk does, and so would the worker.
@@ -619,13 +624,6 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._quitting = False
         self._next_look = 0.0
 
-    @classmethod
-    def check_config(cls, cfg: Any, log: Any) -> None:
-        if cfg.is_ssl:
-            sys.exit(
-                'Error: TLS is for a proxy in front, or for the worker class gthread'
-            )
-
     def run(self) -> None:
         from store import waiting
 
@@ -805,11 +803,14 @@ def on_starting(server: Arbiter) -> None:
         _open_store_once(settings.store)
     except (ValueError, StoreError) as ex:
         server.log.critical('%s', ex)
+        if server.pidfile is not None:
+            server.pidfile.unlink()
         # Who keeps the log in a file may look at the terminal first.
         sys.exit(1 if server.cfg.errorlog == '-' else f'Error: {ex}')
     # A worker that starts when the file is gone must not make a new one.
     os.environ[app.STORE_EXISTS] = 'yes'
     os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
+    server.handle_hup = partial(handle_hup, server)
     if settings.tokens is None:
         # In the environment, where workers find it; in env_orig, which a new master
         # is started with on SIGUSR2.
@@ -858,22 +859,41 @@ def on_exit(server: Arbiter) -> None:
 
 def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
     """Keep to one worker with a store in memory, also on SIGTTIN."""
-    if old is not None and new > 1 and os.environ.get('PLANTS_STORE') == 'memory:':
+    if old is not None and new > 1 and _is_in_memory():
         server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
         server.num_workers = 1
 
 
-def on_reload(server: Arbiter) -> None:
-    """Open the store as a start does, before there are new workers."""
-    import app
-    from store import StoreError
+def handle_hup(server: Arbiter) -> None:
+    """Reload, unless a start would not work now.
 
+    gunicorn ends a server that works when its new workers do not start. So everything
+    that a reload takes up (code, schemas, configuration) is tried in another process
+    first; and then the modules that this one has imported, which new workers would
+    share, give way to those that are in the files.
+    """
+    check = subprocess.run(
+        [sys.executable, *sys.orig_argv[1:], '--check-config'],
+        cwd=server.START_CTX['cwd'],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        settings = app.Settings.from_environ(os.environ)
-        os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
+        if check.returncode:
+            raise RuntimeError(check.stderr.strip())
+        settings = _settings(server.cfg)
         _open_store_once(settings.store)
-    except (ValueError, StoreError) as ex:
-        server.log.error('%s', ex)
+        for name in list(sys.modules):
+            if name.partition('.')[0] in ('app', 'schemas', 'store'):
+                del sys.modules[name]
+        import app
+    except Exception as ex:
+        server.log.error('Not reloaded, and served as before: %s', ex)
+    else:
+        os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
+        Arbiter.handle_hup(server)
 
 
 def _settings(cfg: Config) -> Any:
@@ -887,10 +907,17 @@ def _settings(cfg: Config) -> Any:
 
     settings = app.Settings.from_environ(os.environ)
     schemas.load()
-    if settings.store == 'memory:' and cfg.workers > 1:
+    if _is_in_memory() and cfg.workers > 1:
         raise ValueError(
             f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
             f'each would hold its own plants'
+        )
+    # Where gunicorn would go on without a word.
+    if cfg.is_ssl and cfg.settings['worker_class'].get() is PlantsWorker:
+        raise ValueError('certfile, keyfile: TLS is for a proxy in front')
+    if cfg.statsd_host and cfg.settings['logger_class'].get() is PlantsLogger:
+        raise ValueError(
+            'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
         )
     return settings
 
@@ -926,7 +953,6 @@ def _summary(
         'store': masked(settings.store),
         'tokens': 1 if settings.tokens is None else len(settings.tokens),
         'workers': cfg.workers,
-        'threads': cfg.threads,
     }
     lines = [f'    {name:9}%({name})s' for name in members]
     return '\n'.join(['%(message)s', *lines]), {'message': message, **members}

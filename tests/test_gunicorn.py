@@ -897,6 +897,65 @@ def test_check_config(checkout):
     assert set(checkout.iterdir()) - before == {checkout / 'server.log'}
 
 
+@pytest.fixture
+def copy(checkout):
+    """A checkout whose files can be edited."""
+    for link in list(checkout.iterdir()):
+        original = link.resolve()
+        link.unlink()
+        if original.is_dir():
+            shutil.copytree(original, link, ignore=shutil.ignore_patterns('*.pyc'))
+        else:
+            shutil.copy(original, link)
+    return checkout
+
+
+def edit(path, old, new):
+    """Put a text in the place of another in a file."""
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def test_reload_takes_up_files(copy):
+    """New workers run the code, the schemas and the configuration as they are now."""
+    with Server(copy, command=[SCRIPTS / 'gunicorn']) as server:
+        old = server.worker_pids()
+        edit(copy / 'app.py', "{'status': 'live'}", "{'status': 'still alive'}")
+        edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
+        edit(copy / 'gunicorn.conf.py', 'keepalive = 15', 'keepalive = 0')
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not old & server.worker_pids(), 'the worker is replaced')
+        answer = server.ask(request('GET', '/livez'))
+        assert answer.json == {'status': 'still alive'}
+        assert answer.announces_close
+        assert_error(server.ask(request(body=fern() | {'name': 'Ferns'})), 40005)
+
+
+BROKEN = {
+    'code': ('app.py', 'class Fault(Exception):', 'class Fault(:', 'SyntaxError'),
+    'schema': ('schemas/Plant.json', '"type": "object"', '"type": 1', 'Plant.json'),
+    'configuration': ('gunicorn.conf.py', 'keepalive = 15', 'keepalive =', 'keepalive'),
+}
+
+
+@table('file, old, new, word', BROKEN)
+def test_reload_that_would_fail(copy, file, old, new, word):
+    """What new workers could not start with changes nothing."""
+    with Server(copy, command=[SCRIPTS / 'gunicorn']) as server:
+        workers = server.worker_pids()
+        edit(copy / file, old, new)
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+        assert word in server.log
+        assert server.ask(request(body=fern())).status == 200
+        assert server.worker_pids() == workers
+        edit(copy / file, new, old)
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not workers & server.worker_pids(), 'it is reloaded')
+        assert server.ask(request(body=fern())).status == 200
+
+
 def test_second_server_is_refused(server, tmp_path):
     """A second server on the same port does not start, and the first goes on."""
     second = Server(tmp_path, '--bind', f'127.0.0.1:{server.port}')
@@ -956,6 +1015,14 @@ BAD_STARTS = {
         {'PLANTS_TOKENS_FILE': 'absent'},
         ['PLANTS_TOKENS ', 'PLANTS_TOKENS_FILE'],
     ),
+    'TLS': (
+        {'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0 --certfile x --keyfile x'},
+        ['TLS', 'proxy'],
+    ),
+    'statsd': (
+        {'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0 --statsd-host localhost:8125'},
+        ['statsd_host', 'logger-class'],
+    ),
 }
 
 
@@ -971,7 +1038,7 @@ def assert_start_refused(server, *words):
 @table('environment, words', BAD_STARTS)
 def test_bad_start(tmp_path, environment, words):
     """A bad setting stops the start with a sentence that names it."""
-    assert_start_refused(Server(tmp_path, **environment), *words)
+    assert_start_refused(Server(tmp_path, '-p', 'pid', **environment), *words)
     assert [path.name for path in tmp_path.iterdir()] == ['server.log']
 
 

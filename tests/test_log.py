@@ -202,8 +202,8 @@ def test_log_file_is_rotated(tmp_path, log):
 
 
 def test_start_is_told_once(tmp_path):
-    """A start tells address, store, tokens, workers and threads, and workers do not."""
-    with Server(tmp_path, '--threads', '7', workers=2) as server:
+    """A start tells address, store, tokens and workers, and workers do not."""
+    with Server(tmp_path, workers=2) as server:
         port = server.port
         server.signal(signal.SIGHUP)
         wait_until(lambda: server.log.count('Booting') == 4, 'there are new workers')
@@ -213,7 +213,6 @@ def test_start_is_told_once(tmp_path):
         ['store', 'jsonl:plants.jsonl'],
         ['tokens', '1'],
         ['workers', '2'],
-        ['threads', '7'],
     ]
 
 
@@ -230,7 +229,6 @@ def test_start_is_told_in_json(tmp_path):
             'store': 'jsonl:plants.jsonl',
             'tokens': 2,
             'workers': 1,
-            'threads': 1,
         }
         == line
     )
@@ -281,9 +279,8 @@ def test_check(tmp_path, option):
     for tokens in (None, TOKEN):
         code, printed = check(tmp_path, option=option, PLANTS_TOKENS=tokens)
         assert code == 0
-        assert [line.strip() for line in printed.splitlines()] == [
-            *(*shown, 'workers  1', 'threads  1')
-        ]
+        lines = [line.strip() for line in printed.splitlines()]
+        assert lines == [*shown, 'workers  1']
 
 
 def test_check_in_json(tmp_path):
