@@ -313,7 +313,7 @@ Argument = TypeVar('Argument')
 Result = TypeVar('Result')
 
 
-class Patience:
+class GreenletScheduler:
     """Lets the greenlets of a thread wait while that thread serves others.
 
     A greenlet is a function call that can be left and taken up again. Each connection
@@ -337,8 +337,8 @@ class Patience:
         self._calls = SimpleQueue[Call]()
         self._called = 0
         self._threads = 0
-        self.alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._alarmed = False
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken_up = False
 
     def start(self, function: Callable[..., object], *args: object) -> None:
         """Call a function in a greenlet, until it waits or ends."""
@@ -351,17 +351,17 @@ class Patience:
     def resume(self, waiting: greenlet) -> None:
         """Take a greenlet up again in the next turn of the loop; from any thread."""
         self._ready.append(waiting)
-        if not self._alarmed and threading.get_ident() != self._thread:
-            self._alarmed = True
-            os.eventfd_write(self.alarm, 1)
+        if not self._woken_up and threading.get_ident() != self._thread:
+            self._woken_up = True
+            os.eventfd_write(self.wakeup_fd, 1)
 
-    def on_alarm(self) -> None:
-        """Be ready for the next alarm; those who rang are taken up in the next turn."""
+    def on_wakeup(self) -> None:
+        """Be ready for the next wakeup; who was resumed goes on in the next turn."""
         # NOTE: only when it is seen to be readable. Between the flag and the write of
-        # who rings there may be a whole turn, and what is written after the flag is
-        # gone would stay readable, with nobody to read it.
-        os.eventfd_read(self.alarm)
-        self._alarmed = False
+        # the other thread there may be a whole turn, and what is written after the flag
+        # is gone would stay readable, with nobody to read it.
+        os.eventfd_read(self.wakeup_fd)
+        self._woken_up = False
 
     def turn(self) -> bool:
         """Let every greenlet go on that can; return whether some can again.
@@ -449,21 +449,21 @@ class Call:
 class GreenletWaiter:
     """A greenlet that waits for another, which may run in a thread."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, scheduler: GreenletScheduler) -> None:
+        self._scheduler = scheduler
         self._greenlet = getcurrent()
         self._woken = False
 
     def wait(self) -> None:
         while not self._woken:
-            self._patience.pause()
+            self._scheduler.pause()
 
     def wake(self) -> None:
         self._woken = True
-        self._patience.resume(self._greenlet)
+        self._scheduler.resume(self._greenlet)
 
 
-class Client:
+class ClientSocket:
     """A client's socket, as blocking code sees it; only its greenlet blocks.
 
     What is sent is collected, and goes out when the greenlet waits for the client.
@@ -473,8 +473,8 @@ class Client:
         is_idle: Whether it has no request under way.
     """
 
-    def __init__(self, patience: Patience, sock: socket.socket) -> None:
-        self._patience = patience
+    def __init__(self, scheduler: GreenletScheduler, sock: socket.socket) -> None:
+        self._scheduler = scheduler
         self._sock = sock
         self._out: list[bytes] = []
         self._collected = 0
@@ -539,7 +539,7 @@ class Client:
         The answers of a turn go out one after another, in the next one: each wakes a
         client, which may take the core from whoever is served.
         """
-        self._patience.give_way()
+        self._scheduler.give_way()
         out, self._out = self._out, []
         if self._collected <= MOST_COLLECTED:
             out = [b''.join(out)]  # else without a copy: what is large is shared
@@ -589,7 +589,7 @@ class Client:
 
     def _wait(self) -> None:
         self._greenlet = getcurrent()
-        self._patience.pause()
+        self._scheduler.pause()
         self._greenlet = None
 
 
@@ -618,8 +618,8 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
         self._slot = self.age % SLOTS
         self._standing_back = False
         self._patient = True
-        self._clients: dict[int, Client] = {}
-        self._pieces: dict[Client, int] = {}  # with what has happened to it
+        self._clients: dict[int, ClientSocket] = {}
+        self._pieces: dict[ClientSocket, int] = {}  # with what has happened to it
         self._busy = False
         self._quitting = False
         self._next_look = 0.0
@@ -634,11 +634,11 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             self.cfg.__dict__[name] = setting.get()
         # In seconds; a thread that comes back from a sync waits no longer for the GIL.
         sys.setswitchinterval(0.0002)
-        self._patience = Patience(waiting.current)
-        waiting.current = self._patience
+        self._scheduler = GreenletScheduler(waiting.current)
+        waiting.current = self._scheduler
         self._epoll = select.epoll()
         self._epoll.register(self.poller.fileno(), select.EPOLLIN)
-        self._epoll.register(self._patience.alarm, select.EPOLLIN)
+        self._epoll.register(self._scheduler.wakeup_fd, select.EPOLLIN)
         super().run()
 
     def accept(self, listener: socket.socket) -> None:
@@ -657,10 +657,10 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             if sock is not None:
                 sock.close()
             return
-        client = Client(self._patience, sock)
+        client = ClientSocket(self._scheduler, sock)
         self.nr_conns += 1
         self._clients[client.fileno()] = client
-        self._patience.start(self._serve, client, address, listener.getsockname())
+        self._scheduler.start(self._serve, client, address, listener.getsockname())
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:
         if self._quitting:
@@ -681,16 +681,16 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
                 client.on_event(events)
             elif client is not None:
                 self._pieces[client] = self._pieces.get(client, 0) | events
-            elif fd == self._patience.alarm:
-                self._patience.on_alarm()
+            elif fd == self._scheduler.wakeup_fd:
+                self._scheduler.on_wakeup()
             else:
                 super().wait_for_and_dispatch_events(0)
         for client in list(islice(self._pieces, PIECES)):
             client.on_event(self._pieces.pop(client))
-        self._busy = self._patience.turn() or bool(self._pieces)
+        self._busy = self._scheduler.turn() or bool(self._pieces)
         self._patient = not stand_back
 
-    def _serve(self, client: Client, address: Any, server: Any) -> None:
+    def _serve(self, client: ClientSocket, address: Any, server: Any) -> None:
         """Serve a connection from its beginning to its end."""
         conn = TConn(self.cfg, client, address, server)
         conn.data_ready = True  # whoever reads can wait
@@ -710,7 +710,7 @@ class PlantsWorker(ThreadWorker):  # type: ignore[misc]
             self.nr_conns -= 1
 
     def handle_error(
-        self, request: Request, client: Client, address: Any, error: Exception
+        self, request: Request, client: ClientSocket, address: Any, error: Exception
     ) -> None:
         if isinstance(error, ParseException) and not isinstance(error, OUR_FAULTS):
             status = STATUSES.get(type(error), HTTPStatus.BAD_REQUEST)

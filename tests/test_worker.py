@@ -189,17 +189,17 @@ from store import waiting
 spec = importlib.util.spec_from_file_location('configuration', 'gunicorn.conf.py')
 configuration = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(configuration)
-patience = configuration.Patience(waiting.current)
+scheduler = configuration.GreenletScheduler(waiting.current)
 """
 
 NEVER_WAITS = """
 def serve():
     while True:
-        patience.give_way()
+        scheduler.give_way()
 
 
-patience.start(serve)
-print(patience.turn(), patience.turn(), flush=True)
+scheduler.start(serve)
+print(scheduler.turn(), scheduler.turn(), flush=True)
 os._exit(0)
 """
 
@@ -208,7 +208,7 @@ WORKER = """
 from gunicorn.config import Config
 
 worker = configuration.PlantsWorker(1, os.getppid(), [], None, 30, Config(), None)
-worker._patience = patience
+worker._scheduler = scheduler
 """
 
 DRIPS = f"""
@@ -296,11 +296,11 @@ def serve():
 
 
 ours, theirs = socket.socketpair()
-client = configuration.Client(patience, ours)
+client = configuration.ClientSocket(scheduler, ours)
 worker._clients = {{ours.fileno(): client}}
-patience.start(serve)
+scheduler.start(serve)
 worker._cap_keepalive(time.monotonic() + 2)
-patience.turn()
+scheduler.turn()
 print(theirs.recv(100), client.deadline < time.monotonic() + 2)
 """
 
@@ -387,7 +387,7 @@ def test_client_that_never_waits():
     assert run_loaded(NEVER_WAITS) == 'True True\n'
 
 
-LATE_ALARM = """
+LATE_WAKEUP = """
 write = os.eventfd_write
 turned = threading.Event()
 
@@ -398,23 +398,23 @@ def write_late(*args):
 
 
 def ask():
-    print('called', patience.call(lambda: 'in a thread'))
+    print('called', scheduler.call(lambda: 'in a thread'))
 
 
 os.eventfd_write = write_late
-patience.start(ask)
-while not patience.turn():
-    if patience._alarmed:
+scheduler.start(ask)
+while not scheduler.turn():
+    if scheduler._woken_up:
         break
-patience.turn()
+scheduler.turn()
 turned.set()
 poll = select.poll()
-poll.register(patience.alarm, select.POLLIN)
+poll.register(scheduler.wakeup_fd, select.POLLIN)
 poll.poll(5000)
 for _ in range(3):
     if poll.poll(0):
-        patience.on_alarm()
-    patience.turn()
+        scheduler.on_wakeup()
+    scheduler.turn()
 print('quiet', not poll.poll(0), flush=True)
 os._exit(0)
 """
@@ -435,26 +435,26 @@ def start_if_there_is_room(thread):
 
 def ask(word):
     try:
-        print(patience.call(lambda: word), flush=True)
+        print(scheduler.call(lambda: word), flush=True)
     except RuntimeError as ex:
         print(word, 'failed:', ex, flush=True)
 
 
 def answer():
     poll = select.poll()
-    poll.register(patience.alarm, select.POLLIN)
-    while patience._called:
+    poll.register(scheduler.wakeup_fd, select.POLLIN)
+    while scheduler._called:
         poll.poll(5000)
-        patience.on_alarm()
-        patience.turn()
+        scheduler.on_wakeup()
+        scheduler.turn()
 
 
 threading.Thread.start = start_if_there_is_room
 for _ in range(configuration.MOST_THREADS):
-    patience.start(ask, 'refused')
+    scheduler.start(ask, 'refused')
 room = 1
 for word in ('one', 'two'):
-    patience.start(ask, word)
+    scheduler.start(ask, word)
 answer()
 os._exit(0)
 """
@@ -468,6 +468,6 @@ def test_threads_that_do_not_start():
     assert (one, two) == ('one', 'two')
 
 
-def test_alarm_that_is_late():
-    """A thread that rings after its call was taken up does not ring for ever."""
-    assert run_loaded(LATE_ALARM) == 'called in a thread\nquiet True\n'
+def test_wakeup_that_is_late():
+    """A thread that wakes the loop late, after its call was taken up, does so once."""
+    assert run_loaded(LATE_WAKEUP) == 'called in a thread\nquiet True\n'
