@@ -180,9 +180,10 @@ class Contender(NamedTuple):
     bare: bool = False
 
 
-def gunicorn(app: str, workers: int) -> tuple[str, ...]:
+def gunicorn(app: str, workers: int, *options: str) -> tuple[str, ...]:
     """Return the command that serves with this service's own settings."""
-    return (f'{BIN}/gunicorn', '-w', f'{workers}', '-b', '127.0.0.1:{PORT}', app)
+    address = '127.0.0.1:{PORT}'
+    return (f'{BIN}/gunicorn', '-w', f'{workers}', '-b', address, *options, app)
 
 
 def uvicorn(app: str) -> tuple[str, ...]:
@@ -198,23 +199,42 @@ DATASETTE_TOKEN = (
     'dstok_eyJhIjoicm9vdCIsInQiOjE3OTUyMzY4NjJ9.qvp5DUH88YEapZ2wUg6m9jQsxGE'
 )
 
+# gunicorn's own worker, in the place of this service's.
+GTHREAD = ('--worker-class', 'gthread', '--threads', '8')
+
 CONTENDERS = {
-    'floor': Contender(
-        'Bare WSGI application, gunicorn',
-        gunicorn('bench.floor:app', 2),
-        json_lines,
-        syncs=False,
-        directory=TOP,
-        bare=True,
-    ),
-    'floor-1': Contender(
-        'Bare WSGI application, gunicorn, 1 worker',
-        gunicorn('bench.floor:app', 1),
-        json_lines,
-        syncs=False,
-        directory=TOP,
-        bare=True,
-    ),
+    **{
+        name: Contender(
+            label, command, json_lines, syncs=False, directory=TOP, bare=True
+        )
+        for name, label, command in (
+            (
+                'floor',
+                'Bare WSGI application, gunicorn',
+                gunicorn('bench.floor:app', 2),
+            ),
+            (
+                'floor-1',
+                'Bare WSGI application, gunicorn, 1 worker',
+                gunicorn('bench.floor:app', 1),
+            ),
+            (
+                'gthread',
+                'Bare WSGI application, gunicorn gthread',
+                gunicorn('bench.floor:app', 2, *GTHREAD),
+            ),
+            (
+                'gthread-1',
+                'Bare WSGI application, gunicorn gthread, 1 worker',
+                gunicorn('bench.floor:app', 1, *GTHREAD),
+            ),
+            (
+                'falcon-1',
+                'Bare Falcon application, gunicorn, 1 worker',
+                gunicorn('bench.floor:falcon_app', 1),
+            ),
+        )
+    },
     'memory': Contender(
         'Plant store, memory:, gunicorn, 1 worker',
         gunicorn('app:app', 1),

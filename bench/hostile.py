@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.contenders import CONTENDERS
+from bench.contenders import TOP
 from bench.load import first_answer
 from bench.load import load
 from bench.serving import serving
@@ -70,7 +71,7 @@ def measure(slow: int, connections: int, seconds: int) -> tuple[float, ...]:
         Requests a second, p50 and p99 in ms, and what the workers have in memory, MiB.
     """
     contender = CONTENDERS['jsonl']
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as directory:
         settings = {
             'PLANTS_TOKENS': contender.token,
             'PLANTS_STORE': f'jsonl:{directory}/plants.jsonl',

@@ -74,8 +74,11 @@ def best_of(names: tuple[str, ...], connections: int) -> tuple[Figure, ...]:
 
 TARGETS = [
     Target(Figure('jsonl'), (Figure('floor'),), 0.75),
+    Target(Figure('jsonl'), (Figure('gthread'),), 0.75),
     Target(Figure('memory'), (Figure('floor-1'),), 0.85),
+    Target(Figure('memory'), (Figure('gthread-1'),), 0.85),
     Target(Figure('postgresql'), (Figure('floor'),), 0.50),
+    Target(Figure('postgresql'), (Figure('gthread'),), 0.50),
     Target(Figure('jsonl', 16), best_of(SQLITE_PYTHON, 16), 2.5),
     Target(Figure('jsonl', 64), best_of(SQLITE_PYTHON, 64), 2.5),
     Target(Figure('jsonl-granian', 16), (Figure('fastify-sqlite', 16),), 1.5),
@@ -159,7 +162,8 @@ def targets_table(run: Run) -> Iterator[str]:
             continue
         label = describe(target.above)
         if below:
-            best = max(below, key=lambda name: below[name])
+            pick = max if target.at_least else min
+            best = pick(below, key=lambda name: below[name])
             value /= below[best]
             label += f' / {CONTENDERS[best].label}'
         met = value >= target.bound if target.at_least else value <= target.bound
@@ -204,7 +208,7 @@ STYLE = """
   }
 """
 # In pixels.
-LABELS, PANEL, GAP, BAR, ROW, MARGIN = 340, 260, 70, 10, 34, 20
+LABELS, PANEL, GAP, BAR, ROW, MARGIN = 360, 260, 70, 10, 34, 20
 GROUPS = ('Nothing is synced to a disk', 'A file on this machine', 'PostgreSQL')
 
 
