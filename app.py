@@ -477,10 +477,11 @@ class BearerAuth:
             )
 
 
-class OnlyOwnMethods:
-    """Middleware: a method without a responder of ours is 405, whatever it is.
+class StrictRouting:
+    """Middleware: another way to write a path is 404, a method without a responder 405.
 
-    Falcon would answer OPTIONS by itself, and 400 to a method it has never heard of.
+    Falcon takes ``//plants`` for ``/plants``, answers OPTIONS by itself, and 400 to a
+    method it has never heard of.
     """
 
     def process_resource(
@@ -490,6 +491,8 @@ class OnlyOwnMethods:
         resource: object,
         params: dict[str, Any],
     ) -> None:
+        if req.path != req.uri_template:
+            raise _no_such_path()
         method = req.method
         if not hasattr(resource, f'on_{method.lower()}') or not method.isupper():
             own = [name[3:].upper() for name in dir(resource) if name.startswith('on_')]
@@ -498,6 +501,10 @@ class OnlyOwnMethods:
                 f'the method is not allowed here; allowed: {", ".join(own)}',
                 allow=', '.join(own),
             )
+
+
+def _no_such_path() -> Fault:
+    return Fault(ErrorValue.NO_SUCH_PATH, 'there is no such path')
 
 
 # A path in the log breaks no line. Nearly always it is the same.
@@ -866,7 +873,7 @@ def _answer_http_error(
 ) -> None:
     """What Falcon raises by itself: an unknown path, a header it cannot read."""
     if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
-        fault = Fault(ErrorValue.NO_SUCH_PATH, 'there is no such path')
+        fault = _no_such_path()
     else:
         fault = Fault(100 * ex.status_code, ex.description or ex.title)
     _answer_fault(req, resp, fault, params)
@@ -948,7 +955,7 @@ def create_app(
         middleware.append(measured)
     if cors_origins:
         middleware.append(CrossOrigin(cors_origins))
-    middleware += [AnnouncedClose(), BearerAuth(tokens, public), OnlyOwnMethods()]
+    middleware += [AnnouncedClose(), BearerAuth(tokens, public), StrictRouting()]
     app = falcon.App(request_type=PlantsRequest, middleware=middleware)
     for path, resource in (routes | public).items():
         app.add_route(path, resource)

@@ -470,6 +470,8 @@ UNKNOWN_PATHS = [
     '/',
     '/nowhere',
     '/plants/',
+    '/%2Fplants',
+    '/%2Flivez',
     '/plants/1',
     '/Plants',
     '/plants.json',
