@@ -30,8 +30,9 @@ offset is only a hint: its user reads the line there and compares the id.
 **A process may be killed between any two stores into the map**, and the stores stay,
 in order, since the pages belong to the kernel. So every change is either one bucket,
 or ordered such that each prefix of it is a sound index or recognised and finished by
-the next process (``_split``). A power cut is another matter: pages reach the disk in
-any order, so after a boot only an index that was closed cleanly is believed.
+whoever is next (``_split``), also by the same process if a signal handler has raised
+there. A power cut is another matter: pages reach the disk in any order, so after a
+boot only an index that was closed cleanly is believed.
 
 Every method REQUIRES the lock of the plant file, and is for one thread at a time.
 """
@@ -144,6 +145,7 @@ class Index:
         # NOTE: a store into a mapped hole of a full disk is a SIGBUS, not an error.
         # So the file has no holes: it grows by posix_fallocate, which can fail.
         self._map = _map_file(fd, size)
+        self._header: _Header
         self._packed = b''
         self.refresh()
 
@@ -157,8 +159,8 @@ class Index:
             IndexDamaged: The header is damaged.
         """
         packed = self._map[: 4 + _HEADER.size]
-        if packed == self._packed:  # nobody else was here
-            return
+        if packed == self._packed and not self._header.split:
+            return  # nobody else was here
         magic, *fields = _HEADER.unpack_from(packed, 4)
         header = _Header._make(fields)
         if packed != _pack_header(header) or magic != _MAGIC:
@@ -310,8 +312,10 @@ class Index:
         self._map[number * PAGE : (number + 1) * PAGE] = page
 
     def _write_header(self, header: _Header) -> None:
-        self._packed = self._map[: 4 + _HEADER.size] = _pack_header(header)
+        packed = _pack_header(header)
+        self._map[: 4 + _HEADER.size] = packed
         self._header = header
+        self._packed = packed  # last: until then a refresh reads what was written
 
     def _grow(self, pages: int) -> None:
         size = pages * PAGE
@@ -327,9 +331,9 @@ class Index:
         self._map_again(os.fstat(self._fd).st_size)
 
     def _map_again(self, size: int) -> None:
-        map = _map_file(self._fd, size)  # first: if it fails the old one still serves
-        self._map.close()
-        self._map = map
+        old = self._map
+        self._map = _map_file(self._fd, size)  # if it fails the old one still serves
+        old.close()
 
     def _split(self, number: int, page: bytes) -> None:
         """Replace a full bucket by two, with one more bit of the hash each.

@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import struct
+import sys
 
 import pytest
 from hypothesis import settings
@@ -604,6 +605,79 @@ def test_running_process_finishes_a_split(path, mortal):
             assert {other: running.get(other) for other in offsets} == offsets
         if not was_killed:
             break
+
+
+# A process that is interrupted, and goes on.
+
+
+def is_interrupted(last, job, *arguments):
+    """Run a job that a signal ends after so many lines; return whether it did."""
+    lines = itertools.count()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != id_index.__file__:
+            return None
+        if event == 'line' and next(lines) == last:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        job(*arguments)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_interrupted_in_a_split(path, mortal):
+    """A process that is interrupted anywhere in a split goes on with a sound index."""
+    for before, offsets, id, offset in splits(path, mortal):
+        kept = path.read_bytes()
+        path.write_bytes(before)
+        with opened(path) as index:
+            bucket = index._bucket_of(index._hash(id))
+            more = [
+                other
+                for other in scattered(10_000, seed=6)
+                if index._bucket_of(index._hash(other)) == bucket
+            ]
+        expected = moved(before, kept, offsets) | dict.fromkeys(more, 7) | {id: offset}
+        for last in itertools.count():
+            path.write_bytes(before)
+            with opened(path) as index:
+                index.reserve(1)
+                interrupted = is_interrupted(last, index.put, id, offset)
+                for other in [*more, id]:
+                    index.refresh()
+                    put(index, other, expected[other])
+                assert {other: index.get(other) for other in expected} == expected
+            if not interrupted:
+                break
+        assert last > 50
+        path.write_bytes(kept)
+
+
+@pytest.mark.parametrize('job', [Index.refresh, lambda index: index.reserve(9000)])
+def test_interrupted_in_growing(path, job):
+    """A process that is interrupted while it maps the file again goes on with it."""
+    fill(path, [(5, 50)])
+    before = path.read_bytes()
+    for last in itertools.count():
+        path.write_bytes(before)
+        with opened(path) as index, opened(path) as other:
+            other.reserve(5000)
+            for id in range(-5000, 0):
+                other.put(id, 7)
+            interrupted = is_interrupted(last, job, index)
+            index.refresh()
+            put(index, 6, 60)
+            assert [index.get(id) for id in (5, 6, -1)] == [50, 60, 7]
+        if not interrupted:
+            break
+    assert last > 5
 
 
 # A full disk.
