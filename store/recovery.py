@@ -205,7 +205,12 @@ def sync_directory(path: Path, system: Any = os) -> None:
 
 def line_number(file: BinaryIO, offset: int) -> int:
     """Return the number, counted from 1, of the line that begins at an offset."""
-    return 1 + sum(chunk.count(b'\n') for _, chunk in _chunks(file, 0, offset))
+    return 1 + count_lines(file, 0, offset)
+
+
+def count_lines(file: BinaryIO, start: int, end: int) -> int:
+    """Return how many lines end between two offsets."""
+    return sum(chunk.count(b'\n') for _, chunk in _chunks(file, start, end))
 
 
 def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes]]:

@@ -11,8 +11,9 @@ from typing import BinaryIO
 from typing import NamedTuple
 
 from store import index as id_index
+from store import record
 from store.errors import StoreUnavailable
-from store.recovery import line_number
+from store.recovery import count_lines
 from store.recovery import read_lines
 from store.recovery import side_file
 from store.recovery import sync_directory
@@ -109,15 +110,22 @@ def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
         repeated = id_index.build(path, identity, sound(), expected=end // 40)
         with path.open('r+b') as index_file:
             index = id_index.Index(index_file.fileno())
-            for id, offset in repeated:
-                first = next(read_lines(file, index.get(id) or 0, end))
-                again = next(read_lines(file, offset, end))
-                if first.plant != again.plant:
-                    number = line_number(file, offset)
+            number, counted = 1, 0
+            for offset, id in sorted((offset, id) for id, offset in repeated):
+                first = _read_line(file, index.get(id) or 0)
+                again = _read_line(file, offset)
+                if record.decode(first) != record.decode(again):
+                    number += count_lines(file, counted, offset)
+                    counted = offset
                     reason = f'its id is that of a different plant, {id}'
-                    damaged.append(Damage(number, offset, again.text, reason))
+                    damaged.append(Damage(number, offset, again, reason))
             index.close()
     return sorted(damaged)
+
+
+def _read_line(file: BinaryIO, offset: int) -> bytes:
+    file.seek(offset)
+    return file.readline()
 
 
 def _write_file(path: Path, like: os.stat_result, lines: Iterator[bytes]) -> None:

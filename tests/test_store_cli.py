@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import io
 import logging
 import os
 import threading
@@ -18,6 +19,7 @@ from store import StoreUnavailable
 from store import open_store
 from store import record
 from store.__main__ import main
+from store.repair import _find_damage
 from store.repair import find_damage
 from store.repair import repair
 
@@ -157,6 +159,32 @@ class TestCheck:
 
 # Each record once, each id with two plants, and what is none.
 LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
+
+
+class CountingFile(io.FileIO):
+    """A file that counts the bytes that are read."""
+
+    count = 0
+
+    def readinto(self, buffer):
+        size = super().readinto(buffer)
+        self.count += size
+        return size
+
+
+def test_check_of_many_repeats(path):
+    """Lines that come twice, and ids that do, cost what they are, not the file each."""
+    lines = [b'{"id":%d,"name":"%s"}\n' % (id, b'Fern' * 20) for id in range(8000)]
+    others = [line.replace(b'Fern', b'Moss') for line in lines[:100]]
+    path.write_bytes(b''.join([*lines, *lines[:100], *others]))
+    with CountingFile(path) as raw, io.BufferedReader(raw) as file:
+        found = _find_damage(file, path.stat().st_size)
+    assert [damage.line for damage in found] == list(range(8101, 8201))
+    assert [damage.text for damage in found] == others
+    assert all(path.read_bytes().find(text) == at for _, at, text, _ in found)
+    # The file once, and once more for the numbers of lines; a buffer for each look.
+    looks = 2 * 200
+    assert raw.count < 2 * path.stat().st_size + (looks + 100) * io.DEFAULT_BUFFER_SIZE
 
 
 class TestRepair:
