@@ -53,6 +53,7 @@ from typing import Protocol
 
 PAGE = 512
 CAPACITY = 31  # (512 - 16) // 16
+PARTITION_BITS = 7  # of a build; a directory of 2**7 pointers is one page
 
 _MASK = 2**64 - 1
 _MAGIC = b'plants\x00\x01'
@@ -406,7 +407,6 @@ def build(
     path: Path,
     identity: Identity,
     entries: Iterable[tuple[int, int]],
-    expected: int,
     system: Allocator = os,
 ) -> list[tuple[int, int]]:
     """Write an index of many entries at once, twenty times as fast as by put.
@@ -415,7 +415,6 @@ def build(
         path: Where; an old file is overwritten.
         identity: Of the plant file.
         entries: Ids and offsets, in the order of the file.
-        expected: About how many there are.
         system: Where ``posix_fallocate`` is looked up.
 
     Returns:
@@ -424,18 +423,18 @@ def build(
     Raises:
         OSError: The disk is full, for example.
     """
-    # Two thirds full on the average, where a Poisson spread leaves few over-full.
-    depth = max(7, (max(expected, 1) // 20).bit_length())
     key = random.SystemRandom().getrandbits(64)
     # One pass deals the entries out to partitions of the slots, the second makes the
     # buckets of one partition after the other: everything in order, nothing at random.
-    bits = min(depth, 12)
-    partitions = [array('q') for _ in range(1 << bits)]
+    partitions = [array('q') for _ in range(1 << PARTITION_BITS)]
     mask = len(partitions) - 1
     for id, offset in entries:
         partition = partitions[_hash(id, key) & mask]
         partition.append(id)
         partition.append(offset)
+    count = sum(map(len, partitions)) // 2
+    # Two thirds full on the average, where a Poisson spread leaves few over-full.
+    depth = max(PARTITION_BITS, (count // 20).bit_length())
     return _write(path, identity, partitions, depth, key, system)
 
 

@@ -484,10 +484,7 @@ class _PlantFile:
         if size:
             log.info('%s: building the index: %s', self._path, reason)
         new = self._index_path.with_name(self._index_path.name + '.new')
-        expected = expected_records(self._fd)
-        repeated = id_index.build(
-            new, self._identity, self._records(0), expected, self._system
-        )
+        repeated = id_index.build(new, self._identity, self._records(0), self._system)
         first: dict[int, Plant] = {}
         if repeated:
             ids = {id for id, _ in repeated}

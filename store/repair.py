@@ -107,7 +107,7 @@ def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / 'index'
         identity = id_index.Identity(0, 0, bytes(16))
-        repeated = id_index.build(path, identity, sound(), expected=end // 40)
+        repeated = id_index.build(path, identity, sound())
         with path.open('r+b') as index_file:
             index = id_index.Index(index_file.fileno())
             number, counted = 1, 0

@@ -61,7 +61,7 @@ def opened(path, system=None):
 def path(tmp_path):
     """Where an index without entries is."""
     path = tmp_path / 'plants.jsonl.index'
-    build(path, IDENTITY, [], 0)
+    build(path, IDENTITY, [])
     return path
 
 
@@ -109,10 +109,10 @@ def test_growth(tmp_path, ids, how):
     path = tmp_path / 'index'
     entries = [(id, offset) for offset, id in enumerate(ids)]
     if how == 'put':
-        build(path, IDENTITY, [], 0)
+        build(path, IDENTITY, [])
         fill(path, entries)
     else:
-        assert build(path, IDENTITY, entries, len(ids), BoundedSystem()) == []
+        assert build(path, IDENTITY, entries, BoundedSystem()) == []
     with opened(path) as index:
         for id, offset in entries:
             assert index.get(id) == offset
@@ -133,28 +133,28 @@ def test_growth_with_any_secret(tmp_path, monkeypatch, shift):
         monkeypatch.setattr(
             random.SystemRandom, 'getrandbits', lambda self, bits, secret=secret: secret
         )
-        build(path, IDENTITY, [], 0)
+        build(path, IDENTITY, [])
         fill(path, entries)
         with opened(path) as index:
             assert [(id, index.get(id)) for id, _ in entries] == entries
 
 
-@pytest.mark.parametrize('expected', [0, 1, 10, 3000, 100_000])
-def test_build_with_a_bad_guess(tmp_path, expected):
-    """An index that is built at once is right, however many entries were expected."""
+def test_build_with_full_buckets(tmp_path):
+    """An index that is built at once is right, also where too many fall in a bucket."""
     path = tmp_path / 'index'
-    entries = [(id, offset) for offset, id in enumerate(scattered(3000))]
-    assert build(path, IDENTITY, iter(entries), expected) == []
+    # As many as fill the buckets most: with one more there are twice as many.
+    entries = [(id, offset) for offset, id in enumerate(scattered(20 * 2**11 - 1))]
+    assert build(path, IDENTITY, iter(entries)) == []
     with opened(path) as index:
         assert [(id, index.get(id)) for id, _ in entries] == entries
-        assert index.get(5) is None
+        assert index._header.pages > 1 + 2**11 * 4 // PAGE + 2**11
 
 
 def test_build_equals_puts(tmp_path):
     """An index that was built at once and one of puts give the same answers."""
     entries = [(id, offset) for offset, id in enumerate([*IDS, *scattered(2000)])]
-    build(tmp_path / 'built', IDENTITY, entries, len(entries))
-    build(tmp_path / 'put', IDENTITY, [], 0)
+    build(tmp_path / 'built', IDENTITY, entries)
+    build(tmp_path / 'put', IDENTITY, [])
     fill(tmp_path / 'put', entries)
     asked = [*(id for id, _ in entries), *scattered(2000, seed=2)]
     with opened(tmp_path / 'built') as built, opened(tmp_path / 'put') as of_puts:
@@ -175,7 +175,7 @@ def test_build_reports_repeats(tmp_path):
     entries = [(id, offset) for offset, id in enumerate(ids)]
     seen = set()
     later = [(id, at) for id, at in entries if id in seen or seen.add(id)]
-    assert sorted(build(path, IDENTITY, entries, 10)) == sorted(later)
+    assert sorted(build(path, IDENTITY, entries)) == sorted(later)
     with opened(path) as index:
         assert [index.get(id) for id in (1, 2, -3, 100, 4999)] == [0, 1, 3, 6, 4905]
 
@@ -183,7 +183,7 @@ def test_build_reports_repeats(tmp_path):
 def test_build_overwrites(path):
     """A build forgets what was in the file before, however long that was."""
     fill(path, [(id, 1) for id in range(5000)])
-    build(path, IDENTITY, [(7, 70)], 1)
+    build(path, IDENTITY, [(7, 70)])
     with opened(path) as index:
         assert [index.get(id) for id in (6, 7, 8)] == [None, 70, None]
 
@@ -191,7 +191,7 @@ def test_build_overwrites(path):
 def test_build_on_a_full_disk(tmp_path):
     """A build that finds no room says so."""
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        build(tmp_path / 'index', IDENTITY, [(1, 1)], 1, BoundedSystem(1000))
+        build(tmp_path / 'index', IDENTITY, [(1, 1)], BoundedSystem(1000))
 
 
 def test_keys_in_offsets(path):
@@ -213,7 +213,7 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        build(self.path, IDENTITY, [], 0)
+        build(self.path, IDENTITY, [])
         self.offsets = {}
         self.end = 0
         self.open = contextlib.ExitStack()
@@ -781,7 +781,7 @@ def mtime(plants):
 @pytest.fixture
 def trusted(path, plants):
     """An index that knows the whole plant file."""
-    build(path, identity(plants), [(1, 0)], 1)
+    build(path, identity(plants), [(1, 0)])
     with opened(path) as index:
         text = plants.read()
         index.advance(len(text), text)
@@ -815,7 +815,7 @@ def test_trust_of_any_tail(path, plants, tail):
     """An index is believed by the last bytes it knows, however many there are."""
     with open(plants.name, 'wb') as file:
         file.write(tail)
-    build(path, identity(plants), [], 0)
+    build(path, identity(plants), [])
     with opened(path) as index:
         index.advance(len(tail), tail)
         assert index.distrust(identity(plants), plants) is None

@@ -187,6 +187,22 @@ def test_check_of_many_repeats(path):
     assert raw.count < 2 * path.stat().st_size + (looks + 100) * io.DEFAULT_BUFFER_SIZE
 
 
+def test_check_of_long_lines(path, monkeypatch):
+    """A check needs room for an index of the plants there are, not of the bytes."""
+    lines = [b'{"id":%d,"name":"%s"}\n' % (id, b'x' * 65536) for id in range(100)]
+    path.write_bytes(b''.join(lines))
+    sizes = []
+    real = os.posix_fallocate
+
+    def allocate(fd, offset, length):
+        sizes.append(length)
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, 'posix_fallocate', allocate)
+    assert find_damage(path) == []
+    assert 0 < max(sizes) <= 2**17
+
+
 class TestRepair:
     @given(
         lines=st.lists(st.sampled_from(LINES), max_size=12),
