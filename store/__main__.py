@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import NoReturn
@@ -26,7 +25,9 @@ from store import record
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-COPIED_AT_ONCE = 1000
+# One statement to a database, which has a deadline.
+COPIED_AT_ONCE = 1000  # plants
+TEXT_AT_ONCE = 2**20  # characters
 INTERRUPTED = 130  # what a shell makes of a process that SIGINT has ended
 
 # As it may be in a complaint of argparse, which repeats what it did not expect.
@@ -225,8 +226,15 @@ def _held_back(number: int) -> Iterator[list[int]]:
 
 
 def _batches(plants: Iterable[Plant]) -> Iterator[list[Plant]]:
-    remaining = iter(plants)
-    while batch := list(islice(remaining, COPIED_AT_ONCE)):
+    batch: list[Plant] = []
+    size = 0
+    for plant in plants:
+        batch.append(plant)
+        size += len(plant.name) + len(plant.tag or '')
+        if len(batch) == COPIED_AT_ONCE or size >= TEXT_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch
 
 

@@ -291,6 +291,25 @@ class TestInterrupted:
         assert len(plants_in(target)) == 1000
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+    def test_batches(self, make, run, monkeypatch):
+        """A batch has no more plants, and no more text, than are stored in no time."""
+        sizes = []
+        add_many = JSONLinesStore.add_many
+
+        def note(store, plants):
+            sizes.append(len(plants))
+            return add_many(store, plants)
+
+        monkeypatch.setattr(JSONLinesStore, 'add_many', note)
+        long = 'Fern' * 2**12
+        plants = [*many(count=2500), *(Plant(-id, long, long) for id in range(1, 101))]
+        target = make('jsonl')
+        code, output, _ = run('copy', make('jsonl', *plants), target)
+        assert (code, counts(output)) == (0, (2600, 0, 0))
+        # The text of 500 small ones is a part of one long one.
+        assert sizes == [1000, 1000, 500 + 32, 32, 32, 4]
+        assert plants_in(target) == sorted(plants)
+
     @pytest.mark.parametrize('way', ['to', 'from'])
     def test_database_goes_down(self, tmp_path, way):
         """A database that is killed in the middle ends the copy; a repeat goes on."""
