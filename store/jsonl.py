@@ -19,6 +19,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -58,7 +59,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar('Result')
 
-CLOSE_WITHIN = 2.0  # seconds that closing waits for who has the lock in this process
+CLOSE_WITHIN = 2.0  # seconds that closing waits for who has the lock
+CLOSE_POLLS = 0.01  # seconds between two looks whether another process still has it
 
 
 class JSONLinesStore(LazyStore['_PlantFile']):
@@ -182,21 +184,20 @@ class _PlantFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        if not self._lock.is_given_back(CLOSE_WITHIN):
-            # Its owner waits for another process, or was interrupted for good, as at
-            # the end of this process. What is open ends with that.
-            return
-        with self._lock:
-            self._closing = True  # no append begins after this
-        # A thread that syncs has one of these: with all in hand nobody does.
-        for _ in range(SLOW_SYNCS_IN_FLIGHT):
-            self._sync_fds.get()
-        self._sync_fds.put(-1)
-        with self._lock:
-            with suppress(OSError, id_index.IndexDamaged):
-                self._close_index()
-            self._lock.closed = True
-        self._opened.close()
+        # Else its owner is stuck, another process or a thread that was interrupted for
+        # good, as at the end of this process. What is open ends with that.
+        with suppress(TimeoutError):
+            with self._lock.within(CLOSE_WITHIN):
+                self._closing = True  # no append begins after this
+            # A thread that syncs has one of these: with all in hand nobody does.
+            for _ in range(SLOW_SYNCS_IN_FLIGHT):
+                self._sync_fds.get()
+            self._sync_fds.put(-1)
+            with self._lock.within(CLOSE_WITHIN):
+                with suppress(OSError, id_index.IndexDamaged):
+                    self._close_index()
+                self._lock.closed = True
+            self._opened.close()
 
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
         """Give the descriptors back in a child; the parent goes on with its own."""
@@ -528,11 +529,33 @@ class _FileLock:
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
         self.closed = False
 
-    def is_given_back(self, seconds: float) -> bool:
-        """Whether no thread of this process has it, at some time before long."""
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Take it if it is given back before long.
+
+        Raises:
+            TimeoutError: It is not.
+        """
+        deadline = time.monotonic() + seconds
         if not self._mutex.acquire(timeout=seconds):
+            raise TimeoutError
+        try:
+            while not self._is_taken():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(CLOSE_POLLS)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._mutex.release()
+
+    def _is_taken(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return False
-        self._mutex.release()
         return True
 
     def __enter__(self) -> None:
@@ -541,9 +564,7 @@ class _FileLock:
         try:
             if self.closed:
                 raise StoreClosed
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not self._is_taken():
                 waiting.current.call(partial(fcntl.flock, self._fd, fcntl.LOCK_EX))
         except BaseException:
             self._mutex.release()

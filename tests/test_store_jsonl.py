@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -849,5 +850,18 @@ def test_close_while_the_lock_is_lost(path, monkeypatch):
     lock.__enter__()
     store.close()
     lock.__exit__()
+    with JSONLinesStore(path) as again:
+        assert again.add(Plant(1, 'Fern')) is False
+
+
+def test_close_while_another_process_is_stuck(path, monkeypatch):
+    """Closing does not wait for ever for another process that has the lock either."""
+    monkeypatch.setattr(jsonl, 'CLOSE_WITHIN', 0.05)
+    store = JSONLinesStore(path)
+    store.add(Plant(1, 'Fern'))
+    # A lock of another description of the file is that of another process.
+    with path.open('rb') as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        in_threads(store.close)
     with JSONLinesStore(path) as again:
         assert again.add(Plant(1, 'Fern')) is False
