@@ -80,6 +80,7 @@ class GroupCommit(Generic[Record, Written]):
             raises. It may set an entry's ``error`` too.
         max_batch_bytes: A batch takes no further record once it has reached this
             size, so that a small record is not made slow by a crowd of large ones.
+        slow_syncs_in_flight: How many syncs may overlap where they are slow.
         observe: Called after each sync with the number of records in the batch and the
             time that the sync took, in seconds; it must not raise.
     """
@@ -90,11 +91,13 @@ class GroupCommit(Generic[Record, Written]):
         sync: Callable[[Written], None],
         *,
         max_batch_bytes: int = 1024 * 1024,
+        slow_syncs_in_flight: int = SLOW_SYNCS_IN_FLIGHT,
         observe: Callable[[int, float], None] | None = None,
     ) -> None:
         self._append = append
         self._sync = sync
         self._max_batch_bytes = max_batch_bytes
+        self._slow_syncs_in_flight = slow_syncs_in_flight
         self._observe = observe
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._waiting: deque[Entry[Record]] = deque()
@@ -171,7 +174,7 @@ class GroupCommit(Generic[Record, Written]):
             took = perf_counter() - began
             with self._lock:
                 self._syncing -= 1
-                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if took > SLOW_SYNC else 1
+                self._sync_limit = self._slow_syncs_in_flight if took > SLOW_SYNC else 1
                 successor = self._choose_leader()
             _wake(successor)
         for entry in batch:

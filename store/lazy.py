@@ -51,7 +51,10 @@ class LazyStore(PlantStore, Generic[OpenedT]):
         self._lock = threading.Lock()
         self._in_use: OpenedT | None = None
         # Many ask at once whether a store is ready; those that wait share an answer.
-        self._pings = GroupCommit[None, bool](lambda batch: True, self._ping)
+        # One at a time: a database has no more connections than that to spare.
+        self._pings = GroupCommit[None, bool](
+            lambda batch: True, self._ping, slow_syncs_in_flight=1
+        )
 
     @abc.abstractmethod
     def _open(self) -> OpenedT:

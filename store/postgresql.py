@@ -516,7 +516,8 @@ class _Database:
             now = time.monotonic()
             if now < self._away_until:
                 raise self._unavailable(self._trouble)
-            if self._away_until:
+            was_away = self._away_until > 0
+            if was_away:
                 # This caller tries; the others need not wait for what it meets.
                 self._away_until = math.inf
         away, trouble = True, REASONS[None]
@@ -538,6 +539,8 @@ class _Database:
                     raise
         except StoreUnavailable as ex:
             trouble = ex.reason
+            if isinstance(ex.__cause__, TimeoutError):
+                away = was_away  # it was not asked
             raise
         finally:
             with self._lock:

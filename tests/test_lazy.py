@@ -43,3 +43,39 @@ def test_opened_once():
     assert store.opened == 1
     assert len(used) == 4
     assert len(set(used)) == 1
+
+
+class Probe:
+    """What is in use by a store, and takes long to say whether it works."""
+
+    now = most = asked = 0
+
+    def ping(self):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(0.01)
+        self.asked += 1
+        self.now -= 1
+
+
+class ProbedStore(SlowStore):
+    """A store that is asked whether it is ready more often than it can say."""
+
+    probe = Probe()
+
+    def _open(self):
+        return self.probe
+
+
+def test_one_ping_at_a_time():
+    """However many ask whether a store is ready, and however slow it is, one does."""
+    store = ProbedStore()
+
+    def ask(place):
+        for _ in range(5):
+            store.ping()
+            time.sleep(0.002 * place)  # so that they do not all come together
+
+    in_threads(*(lambda place=place: ask(place) for place in range(8)))
+    assert store.probe.most == 1
+    assert 5 <= store.probe.asked < 5 * 8

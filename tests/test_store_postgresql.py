@@ -88,9 +88,32 @@ def test_standby_is_read():
                 store.ping()
 
 
+def test_no_connection_is_free(url, monkeypatch):
+    """That no connection is free is no sign that the database is away, or is back."""
+    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.01)
+    monkeypatch.setattr(postgresql, 'AWAY', PATIENCE)
+    with open_store(url) as store:
+        database = store._opened()
+
+        def find_none():
+            with ExitStack() as lent:
+                for _ in range(postgresql.MOST_CONNECTIONS):
+                    lent.enter_context(database._pool.lend())
+                with pytest.raises(StoreUnavailable, match='are in use'):
+                    store.ping()
+
+        find_none()
+        store.ping()
+        database._away_until = time.monotonic()  # it was away: who comes next tries
+        find_none()
+        with pytest.raises(StoreUnavailable, match='are in use'):
+            store.ping()
+
+
 def test_all_connections_are_in_use(url, monkeypatch):
     """Who finds all connections in use waits for one, but not for ever."""
     monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.1)
+    monkeypatch.setattr(postgresql, 'AWAY', PATIENCE)
     with open_store(url) as store:
         store.ping()
         database = store._in_use
@@ -108,7 +131,6 @@ def test_all_connections_are_in_use(url, monkeypatch):
                 refused.append(True)
 
             waiting = threading.Thread(target=wait)
-            wait_until(lambda: time.monotonic() > database._away_until)
             waiting.start()
             wait_until(lambda: database._pool._changed._waiters)
             database._pool.close()
