@@ -32,6 +32,7 @@ from typing import Generic
 from typing import TypeVar
 
 from store import waiting
+from store.errors import StoreUnavailable
 from store.waiting import Waiter
 
 Record = TypeVar('Record')
@@ -73,11 +74,12 @@ class GroupCommit(Generic[Record, Written]):
 
     Args:
         append: Called with a batch; it writes the records. One call at a time. What
-            it raises, every caller of the batch raises. It may set an entry's
-            ``error`` instead. What it returns is synced; nothing if it is false.
+            it raises, every caller of the batch raises; but what is no ``Exception``
+            the leader alone. It may set an entry's ``error`` instead. What it returns
+            is synced; nothing if it is false.
         sync: Called after it, with what it returned; when it returns, the batch is
-            durable. Calls may overlap. What it raises, every caller of the batch
-            raises. It may set an entry's ``error`` too.
+            durable. Calls may overlap. What it raises is treated alike, and it may set
+            an entry's ``error`` too.
         max_batch_bytes: A batch takes no further record once it has reached this
             size, so that a small record is not made slow by a crowd of large ones.
         slow_syncs_in_flight: How many syncs may overlap where they are slow.
@@ -116,6 +118,7 @@ class GroupCommit(Generic[Record, Written]):
             The ``new`` that the append or the sync set.
 
         Raises:
+            StoreUnavailable: The leader was interrupted; the record may be there.
             Exception: Whatever the append or the sync raised for this record.
         """
         entry = Entry(record, size)
@@ -206,7 +209,10 @@ def _fail(batch: Sequence[Entry[Record]], error: BaseException) -> None:
     # Also where the append set an error: it may have held against a record of this
     # very batch, which is now not there.
     for entry in batch:
-        entry.error = error
+        if entry._leads or isinstance(error, Exception):
+            entry.error = error
+        else:  # Ctrl-C, or the end of a thread, is meant for the leader alone
+            entry.error = StoreUnavailable('what it was written with was interrupted')
 
 
 def _wake(entry: Entry[Record] | None) -> None:

@@ -10,6 +10,7 @@ from store_contract import PATIENCE
 from store_contract import in_threads
 from store_contract import wait_until
 
+from store import StoreUnavailable
 from store import group_commit
 from store import waiting
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT
@@ -285,10 +286,12 @@ def test_quick_again(monkeypatch):
 
 
 @pytest.mark.parametrize('where', ['append', 'sync'])
-@pytest.mark.parametrize('base', [Exception, BaseException])
-def test_failure(quick, where, base):
-    """An append or a sync that raises fails all callers of its batch and no others."""
-    error = type('Error', (Failure if base is Exception else base,), {})()
+@pytest.mark.parametrize('error', [Failure(), KeyboardInterrupt(), SystemExit()])
+def test_failure(quick, where, error):
+    """An append or a sync that raises fails all callers of its batch and no others.
+
+    What is no ``Exception`` ends the thread that leads; the others may try again.
+    """
     disk = Disk()
     gate = Gate()
 
@@ -299,15 +302,25 @@ def test_failure(quick, where, base):
 
     setattr(disk, f'before_{where}', fail_second)
 
+    raised = {}
+
     def submit(record):
-        with pytest.raises(base) as caught:
+        try:
             disk.submit(record)
-        assert caught.value is error
+        except BaseException as ex:
+            raised[record] = ex
 
     jobs = [lambda record=record: submit(record) for record in (1, 2, 3)]
     behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
     assert disk.batches == [[0], [1, 2, 3]]
     assert len(disk.syncs) == 1
+    assert raised.keys() == {1, 2, 3}
+    assert raised[1] is error
+    for follower in (2, 3):
+        if isinstance(error, Failure):
+            assert raised[follower] is error
+        else:
+            assert isinstance(raised[follower], StoreUnavailable)
     disk.submit(4)
     assert disk.batches[2:] == [[4]]
     assert len(disk.syncs) == 2
