@@ -103,6 +103,7 @@ class GroupCommit(Generic[Record, Written]):
         self._observe = observe
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._waiting: deque[Entry[Record]] = deque()
+        self._waiting_bytes = 0
         self._appending = False
         self._syncing = 0
         self._sync_limit = 1
@@ -124,6 +125,7 @@ class GroupCommit(Generic[Record, Written]):
         entry = Entry(record, size)
         with self._lock:
             self._waiting.append(entry)
+            self._waiting_bytes += size
             if self._appending or self._syncing >= self._sync_limit:
                 entry._waiter = waiting.current.waiter()
             else:
@@ -135,6 +137,7 @@ class GroupCommit(Generic[Record, Written]):
                 with self._lock, suppress(ValueError):
                     if not entry._leads:
                         self._waiting.remove(entry)
+                        self._waiting_bytes -= size
                 if entry._leads:  # pragma: no cover - chosen as the signal came
                     self._lead()
                 raise
@@ -151,9 +154,13 @@ class GroupCommit(Generic[Record, Written]):
         try:
             try:
                 # Who is about to bring a record comes in before the batch is closed, as
-                # long as somebody does: what a batch costs is shared by all in it.
+                # long as somebody does and there is room: what a batch costs is shared
+                # by all in it.
                 gathered = 0
-                while gathered < len(self._waiting):
+                while (
+                    gathered < len(self._waiting)
+                    and self._waiting_bytes < self._max_batch_bytes
+                ):
                     gathered = len(self._waiting)
                     waiting.current.give_way()
             finally:
@@ -194,6 +201,7 @@ class GroupCommit(Generic[Record, Written]):
                 entry = self._waiting.popleft()
                 size += entry.size
                 batch.append(entry)
+            self._waiting_bytes -= size
         return batch
 
     def _choose_leader(self) -> Entry[Record] | None:

@@ -201,6 +201,19 @@ def test_batch_grows_while_records_come(monkeypatch):
     assert disk.batches == [['first', 'a', 'b', 'c']]
 
 
+def test_full_batch_is_closed(monkeypatch):
+    """A leader closes its batch when it is full, however many come."""
+    disk = Disk(max_batch_bytes=3)
+    to_come = ['a', 'b', 'c', 'd']
+    callers = OneByOne(disk, to_come)
+    monkeypatch.setattr(waiting, 'current', callers)
+    disk.submit('first')
+    for thread in callers.threads:
+        thread.join()
+    assert disk.batches == [['first', 'a', 'b']]
+    assert to_come == ['c', 'd']
+
+
 @pytest.mark.parametrize(
     ('sizes', 'batches'),
     [
@@ -419,6 +432,7 @@ def test_interrupted_waiter(quick):
         for thread in threads:
             thread.join(2)
         assert not any(thread.is_alive() for thread in threads)
+        assert disk.commit._waiting_bytes == 0
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -477,7 +491,7 @@ def test_stress(request, seed, speed, failing):
     assert returned.keys() | raised.keys() == records
     assert raised == {record: error for record, error in outcomes.items() if error}
     assert disk.most_syncs <= (1 if speed == 'quick' else SLOW_SYNCS_IN_FLIGHT)
-    assert disk.waiting() == 0
+    assert disk.waiting() == disk.commit._waiting_bytes == 0
     assert_durable(disk, returned)
 
 
