@@ -82,16 +82,24 @@ def read_plants(path: Path) -> Iterator[Plant]:
     """
     try:
         with path.open('rb') as file:
-            end = whole_size(file)
-            for line in read_lines(file, 0, end):
-                if line.plant is None:
-                    _raise_damage(path, file, line.offset, end)
-                else:
-                    yield line.plant
+            yield from _read_plants(path, file, 0)
     except TornTail as ex:
         log.warning('%s: a torn tail at byte %d is left out', path, ex.offset)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
+
+
+def _read_plants(path: Path, file: BinaryIO, start: int) -> Iterator[Plant]:
+    end = whole_size(file)
+    for line in read_lines(file, start, end):
+        if line.plant is None:
+            damage = _damage(path, file, line.offset, whole_size(file))
+            if damage is not None and damage.offset == line.offset:
+                raise damage
+            # Whoever uses the file has cut a torn tail off meanwhile, and goes on.
+            yield from _read_plants(path, file, line.offset)
+            return
+        yield line.plant
 
 
 def expected_records(fd: int) -> int:
@@ -237,15 +245,21 @@ def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes]]
         yield offset, carried
 
 
-def _raise_damage(path: Path, file: BinaryIO, start: int, end: int) -> NoReturn:
-    """Raise what the damage is that lies at or after an offset."""
+def _damage(
+    path: Path, file: BinaryIO, start: int, end: int
+) -> StoreCorrupt | TornTail | None:
+    """Return what the damage is that lies at or after an offset, if there still is."""
     lines = read_lines(file, start, end)
-    damaged = next(line for line in lines if line.plant is None)
+    damaged = next((line for line in lines if line.plant is None), None)
+    if damaged is None:
+        return None
     if any(line.plant is not None for line in lines):
-        raise StoreCorrupt(
-            str(path),
-            line_number(file, damaged.offset),
-            damaged.offset,
-            damaged.reason,
-        )
-    raise TornTail(damaged.offset, damaged.reason)
+        number = line_number(file, damaged.offset)
+        return StoreCorrupt(str(path), number, damaged.offset, damaged.reason)
+    return TornTail(damaged.offset, damaged.reason)
+
+
+def _raise_damage(path: Path, file: BinaryIO, start: int, end: int) -> NoReturn:
+    # Under the lock only somebody who does not know of it can have changed it back.
+    changed = StoreUnavailable('somebody else changes the file', store=str(path))
+    raise _damage(path, file, start, end) or changed

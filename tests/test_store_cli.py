@@ -79,6 +79,19 @@ class TestList:
         assert f'torn tail at byte {len(FERN)}' in warning.getMessage()
         assert files(path) == {path.name: FERN + b'{"id":'}
 
+    @pytest.mark.parametrize('plants', [[], [Plant(3, 'Ivy')], [Plant(3, 'Ivy' * 9)]])
+    def test_torn_tail_that_goes(self, path, caplog, plants):
+        """A server may cut it off, and go on there, while the file is read."""
+        path.write_bytes(FERN + MOSS + b'{"id":3,"name":"Iv"}}\n')
+        reading = iter(open_store(url(path)))
+        assert next(reading) == Plant(1, 'Fern')
+        with open_store(url(path)) as store:
+            store.ping()
+            store.add_many(plants)
+        caplog.clear()
+        assert list(reading) == [Plant(2, 'Moss', 'shade'), *plants]
+        assert not caplog.records
+
     def test_damage(self, path, run):
         """It ends at damage with exit code 1 and the line's number."""
         path.write_bytes(FERN + b'?\n' + MOSS)
