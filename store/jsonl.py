@@ -97,6 +97,7 @@ class JSONLinesStore(LazyStore['_PlantFile']):
         return read_plants(self.path)
 
     def size_hint(self) -> int:
+        self._check_open()
         with suppress(OSError), self.path.open('rb') as file:
             return expected_records(file.fileno())
         return 0

@@ -35,6 +35,7 @@ class MemoryStore(PlantStore):
             return iter(list(self._plants.values()))
 
     def size_hint(self) -> int:
+        self.ping()
         return len(self._plants)
 
     def ping(self) -> None:

@@ -517,7 +517,7 @@ class StoreContract:
         'method',
         [
             *(PlantStore.ping, PlantStore.__iter__, PlantStore.add),
-            PlantStore.check_opening,
+            *(PlantStore.check_opening, PlantStore.size_hint, PlantStore.add_many),
         ],
         ids=lambda method: method.__name__,
     )
@@ -528,10 +528,11 @@ class StoreContract:
             store.add(Plant(1, 'Fern'))
         store.close()
         store.close()
-        arguments = [Plant(1, 'Fern')] if method is PlantStore.add else []
+        fern = Plant(1, 'Fern')
+        arguments = {PlantStore.add: [fern], PlantStore.add_many: [[fern]]}
         for _ in range(2):
             with pytest.raises(StoreClosed):
-                getattr(store, method.__name__)(*arguments)
+                getattr(store, method.__name__)(*arguments.get(method, []))
         store.close()
 
     def test_closed_without_use(self, store):
