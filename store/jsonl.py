@@ -24,6 +24,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import ExitStack
+from contextlib import closing
 from contextlib import contextmanager
 from contextlib import suppress
 from functools import partial
@@ -375,7 +376,7 @@ class _PlantFile:
                 self._index.put(id, offset)
             else:
                 self._check_repeat(stored, offset)
-        self._advance()
+        self._advance(self._index)
 
     def _records(self, start: int) -> Iterator[tuple[int, int]]:
         """Yield the id and the offset of each record; cut a torn tail off."""
@@ -404,10 +405,10 @@ class _PlantFile:
                 f'its id is that of a different plant, {stored.id}',
             )
 
-    def _advance(self) -> None:
+    def _advance(self, index: id_index.Index) -> None:
         end = os.fstat(self._fd).st_size
         start = max(0, end - id_index.TAIL)
-        self._index.advance(end, os.pread(self._fd, end - start, start))
+        index.advance(end, os.pread(self._fd, end - start, start))
 
     def _find(self, id: int, end: int) -> Plant | None:
         """Return the plant that has an id."""
@@ -495,9 +496,11 @@ class _PlantFile:
                     self._check_repeat(first.setdefault(id, self._read(offset)), offset)
         # A sync may have failed before, and what told it is lost with the old index.
         self._write_again()
+        # Whole before it has its name: who dies after that leaves it to be believed.
+        with new.open('r+b') as file, closing(id_index.Index(file.fileno())) as index:
+            self._advance(index)
         os.replace(new, self._index_path)
         self._map_index()
-        self._advance()
 
     def _write_again(self) -> None:
         """Make the whole file durable, whatever became of earlier syncs.

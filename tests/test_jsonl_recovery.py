@@ -18,6 +18,7 @@ from store import Plant
 from store import StoreClosed
 from store import StoreCorrupt
 from store import StoreUnavailable
+from store import index as id_index
 from store import jsonl
 from store import record
 from store import recovery
@@ -500,6 +501,30 @@ class TestIndex:
             with JSONLinesStore(path, system=QUICK) as store:
                 assert_right(store, PLANTS)
         assert path.read_bytes() == lines(*PLANTS)
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_death_after_building(self, path, rebuilt, monkeypatch):
+        """An index that was built is whole when it gets its name: nobody adds to it."""
+        path.write_bytes(lines(*PLANTS))
+        replace = os.replace
+
+        def replace_and_die(*names):
+            replace(*names)
+            os._exit(0)
+
+        def build():
+            os.replace = replace_and_die
+            JSONLinesStore(path, system=QUICK).ping()
+
+        in_child(build)
+        put = []
+        monkeypatch.setattr(
+            id_index.Index, 'put', lambda index, *entry: put.append(entry)
+        )
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, PLANTS)
+        assert not rebuilt()
+        assert not put
 
     def test_boot_after_close(self, path, boot, rebuilt):
         """An index that was closed is believed after a boot, even after several."""
