@@ -59,7 +59,8 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
         The side file, if there was damage, and the damaged lines.
 
     Raises:
-        StoreUnavailable: A file cannot be read or written; the plant file is as it was.
+        StoreUnavailable: A file cannot be read or written, and the plant file is as it
+            was; or it is repaired, but a power cut may still undo that.
     """
     path = path.resolve()  # a link stays a link
     try:
@@ -76,17 +77,20 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
             offsets = {damage.offset for damage in damaged}
             repaired = side_file(path, 'repaired')
             end = status.st_size
-            _write_file(
-                repaired,
-                status,
-                (
-                    line.text
-                    for line in read_lines(file, 0, end)
-                    if line.offset not in offsets
-                ),
+            sound = (
+                line.text
+                for line in read_lines(file, 0, end)
+                if line.offset not in offsets
             )
-            # The point of no return: both files are durable, and so is every line.
-            repaired.replace(path)
+            try:
+                _write_file(repaired, status, sound)
+                # The point of no return: both files are durable, and so is every line.
+                repaired.replace(path)
+            except BaseException:
+                if os.path.samestat(status, path.stat()):
+                    side.unlink()  # nothing was moved
+                    repaired.unlink(missing_ok=True)
+                raise
             sync_directory(path)
             return side, damaged
     except OSError as ex:

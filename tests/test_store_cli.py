@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from cli import command
@@ -357,17 +358,35 @@ class TestRepair:
                 patch.setattr(os, call, fail)
                 code, _, errors = run('check', '--repair', url(path))
             reached = next(remaining, None) is None
-            whole = path.read_bytes() == text
-            kept = [text for name, text in files(path).items() if 'damaged' in name]
-            assert whole or (path.read_bytes() == FERN + MOSS and b'?\n' in kept)
             if not reached:
                 break
+            there = files(path)
+            moved = there.pop(f'{path.name}.damaged-1', None)
+            if moved is None:
+                assert there == {path.name: text}
+            else:
+                assert (there, moved) == ({path.name: FERN + MOSS}, b'?\n')
+                path.with_name(f'{path.name}.damaged-1').unlink()
             assert code == 1
             assert len(errors) == 1
             assert os.strerror(errno.ENOSPC) in errors[0]
             path.write_bytes(text)
         assert code == 0
         assert 1 < nth < 20
+
+    def test_interrupted_after_the_replacement(self, path, monkeypatch):
+        """What was moved is kept, also if Ctrl-C comes when it just was."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        replace = Path.replace
+
+        def replace_and_raise(*paths):
+            replace(*paths)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, 'replace', replace_and_raise)
+        with pytest.raises(KeyboardInterrupt):
+            repair(path)
+        assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
 
 def outcome(function, *arguments):
