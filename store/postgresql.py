@@ -92,7 +92,7 @@ LOCK = 'SELECT id, name, tag FROM plants WHERE id = %s FOR UPDATE'
 # service; who asks for more (remote_apply, for example) does. Nor for silence about a
 # commit that is not safe.
 SETTINGS = (
-    f"SELECT set_config('statement_timeout', '{1000 * STATEMENT_WITHIN}', false), "
+    "SELECT set_config('statement_timeout', $1, false), "
     "set_config('client_min_messages', 'warning', false), "
     "CASE WHEN current_setting('synchronous_commit', true) = 'off' "
     "THEN set_config('synchronous_commit', 'on', false) END"
@@ -214,7 +214,8 @@ class _Connection(psycopg.Connection[Any]):
     def prepare_for_plants(self) -> None:
         """Make the settings of its session."""
         self.add_notice_handler(self._note)
-        psycopg.RawCursor(self).execute(SETTINGS)
+        milliseconds = f'{1000 * STATEMENT_WITHIN:.0f}'
+        psycopg.RawCursor(self).execute(SETTINGS, [milliseconds])
 
     def insert_plants(self, plants: Sequence[Plant]) -> set[int]:
         """Insert plants whose id is free; return their ids."""
@@ -386,7 +387,7 @@ class _Database:
     def count(self) -> int:
         """Return how many plants there are, or 0 if it takes too long to count them."""
         with suppress(StoreUnavailable), self._reader() as connection:
-            connection.execute(SETTINGS)
+            connection.prepare_for_plants()
             ((number,),) = connection.execute('SELECT count(*) FROM plants')
             return int(number)
         return 0

@@ -18,6 +18,7 @@ from store_contract import in_threads
 from store_contract import processes
 from store_contract import wait_until
 
+import store.postgresql as limits
 from store import IdTaken
 from store import Plant
 from store import StoreUnavailable
@@ -380,11 +381,15 @@ def test_one_connection(server, made, role):
         assert other.add(MOSS) is True
 
 
-def test_count(server, made):
+def test_count(server, made, monkeypatch):
     """How many plants there are is known, unless it takes too long to count them."""
     with open_store(made) as store:
         store.add_many([Plant(id, 'Fern') for id in range(10)])
         assert store.size_hint() == 10
+        monkeypatch.setattr(limits, 'STATEMENT_WITHIN', 0.2)
+        with psycopg.connect(made) as other:
+            other.execute('LOCK TABLE plants')
+            assert store.size_hint() == 0
         server.execute('ALTER TABLE plants RENAME TO rows', url=made)
         assert store.size_hint() == 0
 
