@@ -136,9 +136,12 @@ def check_url(url: str) -> None:
         ValueError: It cannot; the message does not repeat the URL.
     """
     # Where a password has one of these, libpq takes the rest of it for something else,
-    # and reports that.
+    # and reports that. So a later @, of a parameter, has to be told from that.
     if re.search('@.*@|[/?#].*@', url.partition('://')[2], re.DOTALL):
-        raise ValueError('in a user or password, write @ as %40, / as %2F, ? as %3F')
+        raise ValueError(
+            'in this URL write @ as %40, except before the host, and in a user or '
+            'password / as %2F, ? as %3F, # as %23'
+        )
     try:
         ports = conninfo_to_dict(url).get('port', '')
     except psycopg.ProgrammingError:

@@ -66,3 +66,13 @@ def test_not_a_url(url):
     with pytest.raises(ValueError, match=r'is not a|in a user or') as caught:
         open_store(url)
     assert 'secret' not in ''.join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize('at', ['', 'gardener:%40secret@'])
+def test_at_in_a_parameter(at):
+    """An @ in a parameter is escaped as in a password, and who did not is told so."""
+    url = f'postgresql://{at}host/plants?application_name=me'
+    with open_store(url + '%40here'):
+        pass
+    with pytest.raises(ValueError, match='in this URL write @ as %40, except before'):
+        open_store(url + '@here')
