@@ -63,8 +63,8 @@ class Threads:
     """Callers are threads, and each has time of its own."""
 
     def give_way(self) -> None:
-        # For threads that only wait for the GIL. It takes some 60 us (timer slack), which
-        # is what lets them come in: to let go of the GIL for less seldom does.
+        # For threads that only wait for the GIL. It takes some 60 us (timer slack), and
+        # that lets them come in: to let go of the GIL for less seldom does.
         sleep(0)
 
     def waiter(self) -> Waiter:
