@@ -19,9 +19,10 @@ granian = granian --interface wsgi --blocking-threads 300 --workers-kill-timeout
 run: venv
 	exec $(BIN)/$($(SERVER))
 
-# Three at once, also on two cores: many tests wait for a time-out to pass.
+# Three at once, also on two cores: many tests wait for a time-out to pass. Neighbours
+# stay together, for they share a database or a browser.
 test: venv
-	$(BIN)/pytest --numprocesses 3 --cov
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov
 
 lint: venv
 	$(BIN)/ruff check .
