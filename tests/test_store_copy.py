@@ -49,7 +49,7 @@ DURABLE = KINDS[1:]
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Efeu ☘', '')
 REED = Plant(1, 'Reed')
 
-MANY = 60_000
+MANY = 20_000
 
 
 @pytest.fixture
@@ -314,8 +314,8 @@ class TestInterrupted:
     def test_database_goes_down(self, tmp_path, way):
         """A database that is killed in the middle ends the copy; a repeat goes on."""
         path = tmp_path / 'plants.jsonl'
-        # More than what is under way between the two.
-        plants = [plant._replace(tag='shade' * 100) for plant in many()]
+        # More bytes than what is under way between the two.
+        plants = [plant._replace(tag='shade' * 200) for plant in many()]
         with PostgreSQL() as server:
             pair = [f'jsonl:{path}', server.url()]
             if way == 'to':
