@@ -487,7 +487,7 @@ class TestPowerCut:
         Lives.directory, Lives.boot = tmp_path, boot
         run_state_machine_as_test(
             Lives,
-            settings=settings(max_examples=80, stateful_step_count=20, deadline=None),
+            settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
         )
 
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])

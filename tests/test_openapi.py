@@ -197,7 +197,7 @@ def test_service_keeps_its_description(tmp_path):
             [
                 *(sys.executable, '-m', 'schemathesis.cli', 'run'),
                 *('--header', f'Authorization: Bearer {TOKEN}'),
-                *('--max-examples', '150', '--seed', '1', '--no-color'),
+                *('--max-examples', '50', '--seed', '1', '--no-color'),
                 f'http://127.0.0.1:{server.port}/openapi.json',
             ],
             cwd=tmp_path,
