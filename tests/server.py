@@ -49,6 +49,20 @@ def installed(program, packages):
     return path
 
 
+def hurried(directory, **limits):
+    """Return what a server is to run that waits less long for its database.
+
+    Args:
+        directory: Of the server.
+        limits: Of ``store.postgresql``, in seconds.
+    """
+    lines = ['from store import postgresql']
+    lines += [f'postgresql.{name} = {seconds}' for name, seconds in limits.items()]
+    lines += ['from app import app']
+    (directory / 'hurried.py').write_text('\n'.join(lines))
+    return 'hurried:app'
+
+
 def is_alive(pid):
     """Whether a process runs; one that ended and waits for its parent does not."""
     try:

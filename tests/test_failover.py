@@ -11,16 +11,18 @@ import pytest
 from postgresql import PostgreSQL
 from proxy import Proxy
 from server import Server
+from server import hurried
 from server import request
 from server import wait_until
 
-from store.postgresql import ANSWER_WITHIN
-from store.postgresql import CANCEL_WITHIN
 from store.postgresql import CONNECT_WITHIN
 
 CLIENTS = 8
+# Seconds: less than what the service waits by itself.
+ANSWER = 1
+CANCEL = 0.5
 # Seconds until the first plant is stored again, on a crowded machine.
-BACK = {'killed': 3, 'silent': ANSWER_WITHIN + CANCEL_WITHIN + CONNECT_WITHIN + 3}
+BACK = {'killed': 3, 'silent': ANSWER + CANCEL + CONNECT_WITHIN + 3}
 
 
 class Client(threading.Thread):
@@ -94,7 +96,8 @@ def test_failover(tmp_path, primary, standby, end):
     with Proxy(primary.port) as way:
         hosts = f'127.0.0.1:{way.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
-        with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
+        app = hurried(tmp_path, ANSWER_WITHIN=ANSWER, CANCEL_WITHIN=CANCEL)
+        with Server(tmp_path, app, workers=2, PLANTS_STORE=url) as server:
             clients = [Client(server, place) for place in range(CLIENTS)]
             for client in clients:
                 client.start()

@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from postgresql import PostgreSQL
+from proxy import Proxy
 from server import PATIENCE
 from server import REPOSITORY
 from server import Server
+from server import hurried
 from server import request
 from server import wait_until
 
@@ -99,25 +100,27 @@ def test_interrupt_while_the_file_is_locked(tmp_path):
         assert 'ERROR' not in server.log
 
 
-def test_database_that_hangs(tmp_path, asked):
+def test_database_that_hangs(tmp_path, server, url, asked):
     """While the database hangs, everything else is served; then nobody has to wait."""
     with (
         ExitStack() as opened,
-        PostgreSQL() as database,
-        Server(tmp_path, PLANTS_STORE=database.url()) as server,
+        Proxy(server.port) as way,
+        Server(
+            tmp_path,
+            hurried(tmp_path, ANSWER_WITHIN=1),
+            PLANTS_STORE=url.replace(str(server.port), str(way.port)),
+        ) as service,
     ):
-        assert server.ask(adding(-1)).status == 200
-        database.pause()
-        try:
-            clients = asked(server, opened)
-            assert_prompt(server)
-            statuses = {client.receive().status for client in clients}
-            assert statuses == {503}
-            assert threads(server) <= 30
-        finally:
-            database.resume()
-        wait_until(lambda: server.ask(probing()).status == 200, 'it is ready again')
-        assert server.ask(adding(1)).status == 200
+        assert service.ask(adding(-1)).status == 200
+        way.stop()
+        clients = asked(service, opened)
+        assert_prompt(service)
+        statuses = {client.receive().status for client in clients}
+        assert statuses == {503}
+        assert threads(service) <= 30
+        way.go_on()
+        wait_until(lambda: service.ask(probing()).status == 200, 'it is ready again')
+        assert service.ask(adding(1)).status == 200
 
 
 def test_reader_that_is_slow(tmp_path):
