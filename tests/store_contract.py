@@ -352,8 +352,7 @@ class StoreContract:
     def test_size_hint(self, store):
         """A store knows about how many plants it has, if it knows it at all."""
         assert store.size_hint() == 0
-        for id in range(1000):
-            store.add(Plant(id, 'Fern'))
+        store.add_many([Plant(id, 'Fern') for id in range(1000)])
         assert store.size_hint() == 0 or 900 < store.size_hint() < 1100
 
     # 2. When ``add`` raises ``IdTaken``, a different plant holds that id and the store

@@ -97,7 +97,7 @@ PATTERNS = {
                 -min(4000, 2 ** (63 - bits)), min(4000, 2 ** (63 - bits))
             )
         ]
-        for bits in (1, 10, 20, 31, 32, 33, 40, 44, 48, 52, 54, 56, 57, 58)
+        for bits in (1, 20, 31, 32, 33, 44, 52, 56, 58)
     },
 }
 
@@ -107,6 +107,8 @@ PATTERNS = {
 def test_growth(tmp_path, ids, how):
     """However many ids there are, and whatever they share, each is found again."""
     path = tmp_path / 'index'
+    if how == 'put':
+        ids = ids[:15_000]  # the directory has doubled often enough
     entries = [(id, offset) for offset, id in enumerate(ids)]
     if how == 'put':
         build(path, IDENTITY, [])
@@ -281,11 +283,21 @@ def test_model(tmp_path):
 # Damage.
 
 
-@pytest.fixture
-def grown(path):
-    """An index with buckets of several depths, and its entries."""
+@pytest.fixture(scope='module')
+def grown_once(tmp_path_factory):
+    """The bytes of an index with buckets of several depths, and its entries."""
+    path = tmp_path_factory.mktemp('grown') / 'index'
+    build(path, IDENTITY, [], 0)
     offsets = {id: 64 * at for at, id in enumerate([*IDS, *scattered(3500)])}
     fill(path, offsets.items())
+    return path.read_bytes(), offsets
+
+
+@pytest.fixture
+def grown(path, grown_once):
+    """That index, to be damaged, and its entries."""
+    text, offsets = grown_once
+    path.write_bytes(text)
     return path, offsets
 
 
@@ -320,8 +332,8 @@ def test_damaged_byte(grown):
         ids_of.setdefault(page, []).append(id)
     places = [
         *range(160),
-        *chance.sample(directory, 600),
-        *(chance.randrange(PAGE, used) for _ in range(1800)),
+        *chance.sample(directory, 300),
+        *(chance.randrange(PAGE, used) for _ in range(900)),
     ]
     absent = scattered(3, seed=3)
     noticed = 0
