@@ -279,7 +279,8 @@ def test_black_hole(far, proxy, short, after):
     began = time.monotonic()
     with refused('there is no connection to the database'):
         far.add(FERN)
-    assert time.monotonic() - began < 1 + limits.CANCEL_WITHIN + AT_ONCE
+    longest = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + AT_ONCE
+    assert time.monotonic() - began < longest
     with refused('there is no connection to the database', AT_ONCE):
         far.add(FERN)
     proxy.go_on()
@@ -327,7 +328,7 @@ def test_close_while_it_hangs(far, proxy):
     proxy.stop()
     adding = threading.Thread(target=lambda: adds(far))
     adding.start()
-    time.sleep(0.05)
+    wait_until(lambda: far._in_use._pool._in_use)
     began = time.monotonic()
     far.close()
     assert time.monotonic() - began < AT_ONCE

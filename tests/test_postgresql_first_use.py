@@ -24,6 +24,7 @@ from store import Plant
 from store import StoreUnavailable
 from store import masked
 from store import open_store
+from store.postgresql import AWAY
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
@@ -177,7 +178,7 @@ def test_never(server, url):
         assert not tables(server, url)
         with open_store(url) as maker:
             maker.ping()
-        time.sleep(0.1)
+        time.sleep(AWAY)
         assert store.add(FERN) is True
 
 
@@ -279,7 +280,7 @@ def test_encoding(server, encoding):
         for use in (store.ping, lambda: list(store)):
             with refused(f'the database is encoded in {encoding}'):
                 use()
-            time.sleep(0.1)
+            time.sleep(AWAY)
     assert server.execute("SELECT to_regclass('plants')", url=url) == [(None,)]
 
 
@@ -341,7 +342,7 @@ def test_read_only(made, role):
         with refused('there is no connection to the database') as caught:
             store.add(FERN)
         assert 'read-only' in caught.value.detail
-        time.sleep(0.1)
+        time.sleep(AWAY)
         with refused('there is no connection to the database'):
             store.ping()
     with open_store(f'{url}&target_session_attrs=any') as store:
