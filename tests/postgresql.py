@@ -1,5 +1,6 @@
 """A real PostgreSQL server for the tests: it comes with pip and ends with its block."""
 
+import atexit
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -39,9 +41,9 @@ log_min_messages = warning
 
 
 def run(program, *arguments, **options):
-    """Run one of PostgreSQL's programs to its end."""
+    """Run a program to its end, as who runs the server."""
     return subprocess.run(
-        [PROGRAMS / program, *map(str, arguments)],
+        [program, *map(str, arguments)],
         check=True,
         capture_output=True,
         text=True,
@@ -50,6 +52,20 @@ def run(program, *arguments, **options):
         **USER,
         **options,
     )
+
+
+@cache
+def template():
+    """Return the data of a server that nobody has started; each gets a copy."""
+    directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
+    atexit.register(shutil.rmtree, directory)
+    if USER:
+        os.chown(directory, NOBODY, NOBODY)
+    run(
+        *(PROGRAMS / 'initdb', '-D', directory / 'data', '-U', 'gardener'),
+        *('-A', 'trust', '-N', '-E', 'UTF8'),
+    )
+    return directory / 'data'
 
 
 class PostgreSQL:
@@ -74,16 +90,14 @@ class PostgreSQL:
         self._process = None
         self._schemas = count()
         if primary is None:
-            run(
-                *('initdb', '-D', self.data, '-U', 'gardener'),
-                *('-A', 'trust', '-N', '-E', 'UTF8'),
-            )
+            run('cp', '-a', template(), self.data)
             self.configure(SETTINGS)
         else:
             source = f'host=127.0.0.1 port={primary.port} user=gardener'
             source += ' application_name=standby'
             run(
-                'pg_basebackup', '-D', self.data, '-d', source, '-R', '-c', 'fast', '-N'
+                *(PROGRAMS / 'pg_basebackup', '-D', self.data, '-d', source),
+                *('-R', '-c', 'fast', '-N'),
             )
             # As a primary it has no standby, so it must not wait for one. By default a
             # promotion may take five seconds, until it looks whether there is more.
