@@ -374,12 +374,13 @@ class GreenletScheduler:
             self._ready.popleft().switch()
         return bool(self._ready or self._later)
 
-    def give_way(self) -> None:
+    def give_way(self) -> bool:
         if getcurrent().parent is None:
-            self._otherwise.give_way()
-        else:
-            self.resume(getcurrent())
-            self.pause()
+            more: bool = self._otherwise.give_way()
+            return more
+        self.resume(getcurrent())
+        self.pause()
+        return True
 
     def waiter(self) -> Any:
         if getcurrent().parent is None:

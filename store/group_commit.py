@@ -153,16 +153,7 @@ class GroupCommit(Generic[Record, Written]):
         written: Written | None = None
         try:
             try:
-                # Who is about to bring a record comes in before the batch is closed, as
-                # long as somebody does and there is room: what a batch costs is shared
-                # by all in it.
-                gathered = 0
-                while (
-                    gathered < len(self._waiting)
-                    and self._waiting_bytes < self._max_batch_bytes
-                ):
-                    gathered = len(self._waiting)
-                    waiting.current.give_way()
+                self._gather()
             finally:
                 batch = self._take_batch()
             written = self._append(batch)
@@ -192,6 +183,21 @@ class GroupCommit(Generic[Record, Written]):
                 _wake(entry)
         if written and self._observe is not None:
             self._observe(len(batch), took)
+
+    def _gather(self) -> None:
+        """Let those come in who are about to bring a record.
+
+        What a batch costs is shared by all in it. So it is closed when nobody comes any
+        more, or when it is full.
+        """
+        gathered, more = 0, True
+        while (
+            more
+            and gathered < len(self._waiting)
+            and self._waiting_bytes < self._max_batch_bytes
+        ):
+            gathered = len(self._waiting)
+            more = waiting.current.give_way()
 
     def _take_batch(self) -> list[Entry[Record]]:
         batch = []

@@ -28,8 +28,8 @@ class Waiter(Protocol):
 class Scheduler(Protocol):
     """How the callers of a server wait."""
 
-    def give_way(self) -> None:
-        """Let callers come in that are ready to."""
+    def give_way(self) -> bool:
+        """Let callers come in that are ready to; return whether more may follow."""
 
     def waiter(self) -> Waiter:
         """Return a waiter for the caller."""
@@ -62,10 +62,12 @@ class ThreadWaiter:
 class Threads:
     """Callers are threads, and each has time of its own."""
 
-    def give_way(self) -> None:
+    def give_way(self) -> bool:
         # For threads that only wait for the GIL. It takes some 60 us (timer slack), and
-        # that lets them come in: to let go of the GIL for less seldom does.
+        # that lets them come in: to let go of the GIL for less seldom does. More often
+        # than once, it costs as much as it brings.
         sleep(0)
+        return False
 
     def waiter(self) -> Waiter:
         return ThreadWaiter()

@@ -174,9 +174,10 @@ def test_waiters_share_a_batch(quick, where):
 class OneByOne(waiting.Threads):
     """Whoever gives way lets one more caller in, which comes to wait."""
 
-    def __init__(self, disk, records):
+    def __init__(self, disk, records, *, more=True):
         self._disk = disk
         self._records = records
+        self._more = more
         self.threads = []
 
     def give_way(self):
@@ -188,6 +189,7 @@ class OneByOne(waiting.Threads):
             )
             self.threads[-1].start()
             wait_until(lambda: self._disk.waiting() > there)
+        return self._more
 
 
 def test_batch_grows_while_records_come(monkeypatch):
@@ -199,6 +201,17 @@ def test_batch_grows_while_records_come(monkeypatch):
     for thread in callers.threads:
         thread.join()
     assert disk.batches == [['first', 'a', 'b', 'c']]
+
+
+def test_batch_grows_once(monkeypatch):
+    """Where giving way is dear, as with threads, a leader does so once."""
+    disk = Disk()
+    callers = OneByOne(disk, ['a', 'b'], more=waiting.Threads().give_way())
+    monkeypatch.setattr(waiting, 'current', callers)
+    disk.submit('first')
+    for thread in callers.threads:
+        thread.join()
+    assert disk.batches[0] == ['first', 'a']
 
 
 def test_full_batch_is_closed(monkeypatch):
