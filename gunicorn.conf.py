@@ -7,6 +7,7 @@ to the command line and to GUNICORN_CMD_ARGS. In the order of a server's life.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import math
@@ -226,6 +227,9 @@ def pre_fork(server: Arbiter, worker: Worker) -> None:
     worker.core = min(os.sched_getaffinity(0), key=taken.count)
     numbers = {other.number for other in server.WORKERS.values()}
     worker.number = next(number for number in count() if number not in numbers)
+    # Else the garbage collector of a worker would write to every object that the master
+    # has made, and so unshare the memory that it is in.
+    gc.freeze()
 
 
 def post_fork(server: Arbiter, worker: Worker) -> None:
