@@ -249,10 +249,11 @@ CONTENDERS = {
         directory=TOP,
     ),
     'jsonl-granian': Contender(
-        'Plant store, jsonl:, granian, 1 worker',
+        'Plant store, jsonl:, granian',
         (
-            *(f'{BIN}/granian', '--interface', 'wsgi', '--blocking-threads', '300'),
-            *('--workers-kill-timeout', '30', '--port', '{PORT}', 'app:app'),
+            *(f'{BIN}/granian', '--interface', 'wsgi', '--workers', '2'),
+            *('--blocking-threads', '300', '--workers-kill-timeout', '30'),
+            *('--port', '{PORT}', 'app:app'),
         ),
         json_lines,
         directory=TOP,
