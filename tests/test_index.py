@@ -287,7 +287,7 @@ def test_model(tmp_path):
 def grown_once(tmp_path_factory):
     """The bytes of an index with buckets of several depths, and its entries."""
     path = tmp_path_factory.mktemp('grown') / 'index'
-    build(path, IDENTITY, [], 0)
+    build(path, IDENTITY, [])
     offsets = {id: 64 * at for at, id in enumerate([*IDS, *scattered(3500)])}
     fill(path, offsets.items())
     return path.read_bytes(), offsets
