@@ -1,37 +1,18 @@
 """FastAPI, uvicorn and asyncpg: ``uvicorn --workers 2 fastapi_asyncpg:app``."""
 
 import os
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated
 
 import asyncpg
 from fastapi import Depends
 from fastapi import FastAPI
 from fastapi import HTTPException
-from fastapi.security import HTTPAuthorizationCredentials
-from fastapi.security import HTTPBearer
-from pydantic import BaseModel
-from pydantic import Field
-from pydantic import StrictInt
-from pydantic import StrictStr
+from fastapi_plants import NewPlant
+from fastapi_plants import Plant
+from fastapi_plants import check_token
 
-TOKEN = os.environ['TOKEN']
 CONNECTIONS = int(os.environ['CONNECTIONS'])
-
-
-class Plant(BaseModel):
-    """What is answered."""
-
-    name: StrictStr
-    tag: StrictStr | None = None
-
-
-class NewPlant(Plant):
-    """What is sent."""
-
-    id: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
 
 @asynccontextmanager
@@ -41,14 +22,6 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         os.environ['DATABASE'], min_size=CONNECTIONS, max_size=CONNECTIONS
     ) as app.state.pool:
         yield
-
-
-async def check_token(
-    sent: Annotated[HTTPAuthorizationCredentials, Depends(HTTPBearer())],
-) -> None:
-    """Let nobody in without the token."""
-    if not secrets.compare_digest(sent.credentials.encode(), TOKEN.encode()):
-        raise HTTPException(401)
 
 
 app = FastAPI(lifespan=lifespan)

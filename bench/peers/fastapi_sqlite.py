@@ -6,43 +6,14 @@ for each thread, and with one for all, that took fewer plants a second.
 """
 
 import os
-import secrets
 import sqlite3
-from typing import Annotated
 
 from fastapi import Depends
 from fastapi import FastAPI
 from fastapi import HTTPException
-from fastapi.security import HTTPAuthorizationCredentials
-from fastapi.security import HTTPBearer
-from pydantic import BaseModel
-from pydantic import Field
-from pydantic import StrictInt
-from pydantic import StrictStr
-
-TOKEN = os.environ['TOKEN']
-
-
-class Plant(BaseModel):
-    """What is answered."""
-
-    name: StrictStr
-    tag: StrictStr | None = None
-
-
-class NewPlant(Plant):
-    """What is sent."""
-
-    id: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
-
-
-async def check_token(
-    sent: Annotated[HTTPAuthorizationCredentials, Depends(HTTPBearer())],
-) -> None:
-    """Let nobody in without the token."""
-    if not secrets.compare_digest(sent.credentials.encode(), TOKEN.encode()):
-        raise HTTPException(401)
-
+from fastapi_plants import NewPlant
+from fastapi_plants import Plant
+from fastapi_plants import check_token
 
 # Each statement is a transaction of its own.
 database = sqlite3.connect(os.environ['DATABASE'], timeout=30, isolation_level=None)
