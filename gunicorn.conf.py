@@ -289,13 +289,13 @@ loads = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 loads[:] = array('I', [NOT_SERVING]) * SLOTS
 
 EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # How many clients that are in the middle of a request are served in a turn: those that
 # begin one come first, or who sends a byte at a time would hold up the others.
 PIECES = 8
 # How many bytes of answers are collected before they are sent. One client may have many
 # requests under way, and what it does not take must not fill the memory.
 MOST_COLLECTED = 65_536
-ENDS = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 # For what blocks: a sync of each batch in flight, and what is not as frequent.
 MOST_THREADS = 16
 
