@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from contextlib import contextmanager
@@ -78,7 +79,9 @@ def measure(slow: int, connections: int, seconds: int) -> tuple[float, ...]:
         }
         with serving(contender.command, settings, contender.directory) as server:
             first_answer(server, contender)
+            time.sleep(1)  # until all workers are there: the first would take them all
             with dripping(server.port, slow):
+                time.sleep(1)  # until they are taken: the healthy would queue behind
                 seen = load(server, contender, connections, seconds, first_id=1000)
                 memory = resident(server.process.pid)
     return seen.rate, seen.p50_ms, seen.p99_ms, memory
