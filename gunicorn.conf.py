@@ -874,8 +874,8 @@ def handle_hup(server: Arbiter) -> None:
 
     gunicorn ends a server that works when its new workers do not start. So everything
     that a reload takes up (code, schemas, configuration) is tried in another process
-    first; and then the modules that this one has imported, which new workers would
-    share, give way to those that are in the files.
+    first. Then the modules that this one has imported, which new workers share, give
+    way to those that are in the files; they, not the old ones, open the store.
     """
     check = subprocess.run(
         [sys.executable, *sys.orig_argv[1:], '--check-config'],
@@ -885,16 +885,19 @@ def handle_hup(server: Arbiter) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    ours = [
+        x for x in sys.modules if x.partition('.')[0] in ('app', 'schemas', 'store')
+    ]
+    old = {name: sys.modules.pop(name) for name in ours}
     try:
         if check.returncode:
             raise RuntimeError(check.stderr.strip())
-        settings = _settings(server.cfg)
-        _open_store_once(settings.store)
-        for name in list(sys.modules):
-            if name.partition('.')[0] in ('app', 'schemas', 'store'):
-                del sys.modules[name]
         import app
+
+        settings = app.Settings.from_environ(os.environ)
+        _open_store_once(settings.store)
     except Exception as ex:
+        sys.modules.update(old)
         server.log.error('Not reloaded, and served as before: %s', ex)
     else:
         os.environ[app.LAST_TOKENS] = str(settings.tokens or '')

@@ -932,6 +932,17 @@ def test_reload_takes_up_files(copy):
         assert_error(server.ask(request(body=fern() | {'name': 'Ferns'})), 40005)
 
 
+def test_reload_with_files_that_old_code_refuses(copy):
+    """New code alone says whether new files will do."""
+    with Server(copy, command=[SCRIPTS / 'gunicorn']) as server:
+        old = server.worker_pids()
+        edit(copy / 'schemas' / '__init__.py', "glob('*.json')", "glob('[NPE]*.json')")
+        (copy / 'schemas' / 'other.json').write_text('true')
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not old & server.worker_pids(), 'the worker is replaced')
+        assert server.ask(request(body=fern())).status == 200
+
+
 BROKEN = {
     'code': ('app.py', 'class Fault(Exception):', 'class Fault(:', 'SyntaxError'),
     'schema': ('schemas/Plant.json', '"type": "object"', '"type": 1', 'Plant.json'),
@@ -1060,14 +1071,12 @@ def test_damaged_file_stops_the_start(tmp_path):
         ),
     },
 )
-def test_broken_schema_stops_the_start(checkout, schema, words):
+def test_broken_schema_stops_the_start(copy, schema, words):
     """A schema that cannot be used stops the start with a sentence that names it."""
-    (checkout / 'schemas').unlink()
-    shutil.copytree(REPOSITORY / 'schemas', checkout / 'schemas')
-    (checkout / 'schemas' / 'Plant.json').write_text(schema)
-    server = Server(checkout, command=[SCRIPTS / 'gunicorn'])
+    (copy / 'schemas' / 'Plant.json').write_text(schema)
+    server = Server(copy, command=[SCRIPTS / 'gunicorn'])
     assert_start_refused(server, *words)
-    assert not (checkout / 'plants.jsonl').exists()
+    assert not (copy / 'plants.jsonl').exists()
 
 
 def test_memory_store_has_one_worker(tmp_path):
