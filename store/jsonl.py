@@ -544,7 +544,7 @@ class _FileLock:
         if not self._mutex.acquire(timeout=seconds):
             raise TimeoutError
         try:
-            while not self._is_taken():
+            while not self._try_lock():
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(CLOSE_POLLS)
@@ -555,7 +555,7 @@ class _FileLock:
         finally:
             self._mutex.release()
 
-    def _is_taken(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -568,7 +568,7 @@ class _FileLock:
         try:
             if self.closed:
                 raise StoreClosed
-            if not self._is_taken():
+            if not self._try_lock():
                 waiting.current.call(partial(fcntl.flock, self._fd, fcntl.LOCK_EX))
         except BaseException:
             self._mutex.release()
