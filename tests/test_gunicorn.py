@@ -208,6 +208,7 @@ REFUSED = {
     '40101': (40101, request(body=fern(), authorization=f'Bearer {SECRET}')),
     '40100 before the path': (40100, request(target='/none', authorization=None)),
     '40400': (40400, request(target='/none', body=fern())),
+    '40400 two slashes': (40400, request(target='//plants', body=fern())),
     '40400 below': (40400, request(target='/plants/1', body=fern())),
     '40500': (40500, request('PUT', body=fern())),
     **{f'40004 {id}': (40004, with_json(text)) for id, text in NOT_JSON.items()},
@@ -495,6 +496,15 @@ def test_unread_body(narrow, value, how, size, framing, pipelined):
     data = request(body=body, **how) if framing is request else chunked(body, **how)
     with narrow.connect() as client:
         assert_error(ask_in_step(client, data, pipelined=pipelined), value)
+
+
+def test_unread_body_with_leading_zeros(client):
+    """A body is as long as its length says, in however many digits."""
+    body = b'a' * 100_000
+    data = request(body=body, content_length=f'{len(body):030}', authorization=None)
+    answer = ask_in_step(client, data)
+    assert_error(answer, 40100)
+    assert answer.announces_close
 
 
 # ---- HTTP: heads
