@@ -117,7 +117,7 @@ def run(capfdbinary):
 
 @pytest.fixture(scope='session')
 def server():
-    """A PostgreSQL server for all tests that leave it as it is."""
+    """A PostgreSQL server that each test leaves as it was: at work."""
     # Imported here, for those who need none.
     from postgresql import PostgreSQL
 

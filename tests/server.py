@@ -302,6 +302,13 @@ class Server:
         pids = map(int, re.findall(r'Booting worker with pid: (\d+)', self.log))
         return {pid for pid in pids if is_alive(pid)}
 
+    def memory(self):
+        """Return what all workers have in memory, in MiB."""
+        pages = 0
+        for pid in self.worker_pids():
+            pages += int(Path(f'/proc/{pid}/statm').read_text().split()[1])
+        return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
+
     def worker_of(self, answer):
         """Return the worker that logged the request of an answer."""
         id = re.escape(answer.headers['x-request-id'])

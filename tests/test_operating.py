@@ -285,17 +285,9 @@ def server(tmp_path):
         yield server
 
 
-def resident(server):
-    """Return the memory of all workers, in MiB."""
-    pages = 0
-    for pid in server.worker_pids():
-        pages += int(Path(f'/proc/{pid}/statm').read_text().split()[1])
-    return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
-
-
 def test_hanging_clients(server):
     """With 200 heads and 200 bodies that do not end, others are answered as before."""
-    before = resident(server)
+    before = server.memory()
     with ExitStack() as connections:
         slow = [connections.enter_context(server.connect()) for _ in range(400)]
         for client in slow[::2]:
@@ -307,7 +299,7 @@ def test_hanging_clients(server):
                 client.send(b' ')
             assert server.ask(request(body=fern())).status == 200
         assert not any(client.is_readable() for client in slow)
-        assert resident(server) - before < 64
+        assert server.memory() - before < 64
     workers = server.worker_pids()
     assert server.ask(request(body=fern())).status == 200
     assert server.worker_pids() == workers

@@ -14,7 +14,6 @@ from contextlib import suppress
 
 import psycopg
 import pytest
-from postgresql import PostgreSQL
 from proxy import Proxy
 from store_contract import in_child
 from store_contract import in_threads
@@ -37,13 +36,6 @@ LONGEST = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + limits.CONNECT_WITHIN + 
 AT_ONCE = 0.5
 # How soon a store adds again when the server does.
 BACK = limits.AWAY + 1
-
-
-@pytest.fixture(scope='session')
-def server():
-    """A server that each test leaves as it was: at work."""
-    with PostgreSQL() as server:
-        yield server
 
 
 @pytest.fixture

@@ -313,26 +313,19 @@ def test_answer_at_the_end():
     assert run_loaded(LATE_ANSWER) == "b'an answer' True\n"
 
 
-def resident(server):
-    """Return the memory of the only worker, in MiB."""
-    (pid,) = server.worker_pids()
-    pages = int(Path(f'/proc/{pid}/statm').read_text().split()[1])
-    return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
-
-
 @pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (60, 3)])
 def test_answers_that_nobody_takes(tmp_path, clients, requests):
     """Large answers to clients that do not read do not fill the memory."""
     target = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
     with Server(tmp_path) as server, ExitStack() as opened:
         server.ask(request('GET', target))
-        before = resident(server)
+        before = server.memory()
         for _ in range(clients):
             client = opened.enter_context(server.connect())
             client.send(request('GET', target) * requests)
             assert client.is_readable(PROMPT)
         assert_prompt(server)
-        assert resident(server) < before + 20
+        assert server.memory() < before + 20
 
 
 def test_short_keepalive(tmp_path):
