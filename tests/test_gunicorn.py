@@ -15,6 +15,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextlib import suppress
+from email.utils import format_datetime
+from email.utils import parsedate_to_datetime
 
 import pytest
 from server import PATIENCE
@@ -427,6 +429,14 @@ def test_length_too_short(server, client):
     assert_error(client.receive(), 40000)
     assert client.receive() is None
     assert server.lines() == before
+
+
+def test_date(client):
+    """An answer tells when it was made (RFC 9110, section 6.6.1)."""
+    answer = client.ask(request(body=fern()))
+    made = parsedate_to_datetime(answer.headers['date'])
+    assert answer.headers['date'] == format_datetime(made, usegmt=True)
+    assert abs(time.time() - made.timestamp()) < PATIENCE
 
 
 def test_expect_continue(server, client):

@@ -383,6 +383,55 @@ def test_client_that_never_waits():
     assert run_loaded(NEVER_WAITS) == 'True True\n'
 
 
+EARLY_WAKEUP = """
+def ask():
+    print('called', scheduler.call(gate.wait))
+
+
+gate = threading.Event()
+asking = configuration.greenlet(ask, scheduler._loop)
+asking.switch()
+scheduler.resume(asking)
+scheduler.turn()
+print('still waiting', bool(asking))
+gate.set()
+while asking:
+    scheduler.turn()
+os._exit(not sys.stdout.flush())
+"""
+
+
+def test_wakeup_that_is_early():
+    """A call returns when it was made, also if its caller is resumed before."""
+    assert run_loaded(EARLY_WAKEUP) == 'still waiting True\ncalled True\n'
+
+
+FAILING = f"""
+import socket
+import types
+{WORKER}
+
+
+def fail(conn):
+    raise ValueError('unforeseen')
+
+
+ours, theirs = socket.socketpair()
+client = configuration.ClientSocket(scheduler, ours)
+worker._clients = {{ours.fileno(): client}}
+worker.nr_conns = 1
+worker.handle = fail
+worker.log = types.SimpleNamespace(exception=print)
+scheduler.start(worker._serve, client, ('', 0), ('', 0))
+print(worker.nr_conns, worker._clients, theirs.recv(1))
+"""
+
+
+def test_connection_that_fails():
+    """Whatever goes wrong with a connection, its worker goes on without it."""
+    assert run_loaded(FAILING) == "A connection was lost\n0 {} b''\n"
+
+
 LATE_WAKEUP = """
 write = os.eventfd_write
 turned = threading.Event()
