@@ -204,7 +204,7 @@ def test_service_keeps_its_description(tmp_path):
             env=os.environ
             | {
                 'SCHEMATHESIS_HOOKS': 'schemathesis_hooks',
-                'PYTHONPATH': str(REPOSITORY / 'tests'),
+                'PYTHONPATH': str(REPOSITORY / 'tests/http'),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

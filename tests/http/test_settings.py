@@ -25,7 +25,7 @@ from app import get_app
 from store import Plant
 from store.memory import MemoryStore
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 FERN = {'id': 1, 'name': 'Fern'}
 

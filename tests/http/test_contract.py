@@ -18,7 +18,7 @@ from store.memory import MemoryStore
 
 PLANT_SCHEMA = Draft202012Validator(
     json.loads(
-        (Path(__file__).resolve().parent.parent / 'schemas/Plant.json').read_bytes()
+        (Path(__file__).resolve().parents[2] / 'schemas/Plant.json').read_bytes()
     )
 )
 

@@ -342,9 +342,9 @@ def test_failed_check(tmp_path, environment, words):
 def test_check_of_a_schema(tmp_path):
     """A check of a broken schema says which one it is."""
     for name in ('app.py', 'gunicorn.conf.py', 'store'):
-        (tmp_path / name).symlink_to(Path(__file__).parent.parent / name)
+        (tmp_path / name).symlink_to(Path(__file__).resolve().parents[2] / name)
     (tmp_path / 'schemas').mkdir()
-    for path in (Path(__file__).parent.parent / 'schemas').glob('*.*'):
+    for path in (Path(__file__).resolve().parents[2] / 'schemas').glob('*.*'):
         (tmp_path / 'schemas' / path.name).write_bytes(path.read_bytes())
     (tmp_path / 'schemas' / 'NewPlant.json').write_text('{"type": 1}')
     command = [SCRIPTS / 'gunicorn', '--check-config']
@@ -473,7 +473,7 @@ def test_foreign_directory_of_counters(tmp_path):
 def test_metrics_of_another_server(tmp_path):
     """A server with one process counts in that process."""
     for name in ('app.py', 'schemas', 'store'):
-        (tmp_path / name).symlink_to(Path(__file__).parent.parent / name)
+        (tmp_path / name).symlink_to(Path(__file__).resolve().parents[2] / name)
     command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
     with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
         add(server, 1, 3)
