@@ -21,6 +21,7 @@ __all__ = [
     'StoreCorrupt',
     'StoreError',
     'StoreUnavailable',
+    'check_url',
     'masked',
     'open_store',
 ]
@@ -58,3 +59,12 @@ def open_store(url: str, *, create: Create = 'first') -> PlantStore:
     raise ValueError(
         f'{masked(url)!r} is not a store: use memory:, jsonl:PATH, or postgresql://...'
     )
+
+
+def check_url(url: str) -> None:
+    """Check the URL of a store.
+
+    Raises:
+        ValueError: No store has such a URL; the message says what is accepted.
+    """
+    open_store(url)

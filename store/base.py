@@ -109,6 +109,20 @@ class PlantStore(abc.ABC):
         """
         self.ping()
 
+    def observe_syncs(self, observer: Callable[[int, float], None]) -> None:
+        """Have an observer called after each sync of a batch.
+
+        It is given the number of plants and the seconds. There may be several.
+        """
+        earlier = self.observe
+
+        def observe(plants: int, seconds: float) -> None:
+            if earlier is not None:
+                earlier(plants, seconds)
+            observer(plants, seconds)
+
+        self.observe = observe
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give back what the store holds; it may be called twice."""
