@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server import GUNICORN
+from server import REPOSITORY
+from server import ROOMS
 from server import SCRIPTS
 from server import TOKEN
 from server import Server
@@ -341,10 +343,11 @@ def test_failed_check(tmp_path, environment, words):
 
 def test_check_of_a_schema(tmp_path):
     """A check of a broken schema says which one it is."""
-    for name in ('app.py', 'gunicorn.conf.py', 'store'):
-        (tmp_path / name).symlink_to(Path(__file__).resolve().parents[2] / name)
+    for name in ROOMS:
+        if name != 'schemas':
+            (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / 'schemas').mkdir()
-    for path in (Path(__file__).resolve().parents[2] / 'schemas').glob('*.*'):
+    for path in (REPOSITORY / 'schemas').glob('*.*'):
         (tmp_path / 'schemas' / path.name).write_bytes(path.read_bytes())
     (tmp_path / 'schemas' / 'NewPlant.json').write_text('{"type": 1}')
     command = [SCRIPTS / 'gunicorn', '--check-config']
@@ -472,8 +475,8 @@ def test_foreign_directory_of_counters(tmp_path):
 
 def test_metrics_of_another_server(tmp_path):
     """A server with one process counts in that process."""
-    for name in ('app.py', 'schemas', 'store'):
-        (tmp_path / name).symlink_to(Path(__file__).resolve().parents[2] / name)
+    for name in ROOMS:
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
     with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
         add(server, 1, 3)
