@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # for -c from elsewhere
+sys.path.insert(0, str(Path(__file__).absolute().parent))  # for -c from elsewhere
 
 import serving
 

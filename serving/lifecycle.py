@@ -31,6 +31,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from typing import NoReturn
 from typing import TextIO
 
 from gunicorn.app.wsgiapp import WSGIApplication
@@ -51,7 +52,6 @@ from store import open_store
 from store.scheduler import THREADS
 from web.metrics import Processes
 from web.settings import Settings
-from web.tokens import Tokens
 from web.tokens import new_token_notice
 
 log = logging.getLogger('plants')
@@ -94,7 +94,7 @@ class Served:
 # Of this process; a worker has it from its master.
 _served: Served | None = None
 _made_token: str | None = None
-_process_name = 'master'
+_process_name = ''  # for the counters
 
 
 # ---- before the server runs
@@ -103,30 +103,31 @@ _process_name = 'master'
 def before_run(application: WSGIApplication) -> None:
     """Answer ``--check-config``, and refuse what cannot be refused later."""
     cfg = application.cfg
-    if not _is_ours(application):
+    # Before gunicorn has a logger, and loads (preload_app) or leaves the terminal.
+    makes_token_unseen = cfg.daemon or cfg.settings['preload_app'].get()
+    is_check = cfg.check_config or cfg.print_config
+    if not _is_ours(application) or not (is_check or makes_token_unseen):
         return
     try:
         settings = _settings(cfg, os.environ | cfg.env)
-        if cfg.check_config:
+        if is_check:
             _check(cfg, settings)
-        for option in ('daemon', 'preload_app'):
-            if cfg.settings[option].get() and settings.tokens is None:
-                raise ValueError(
-                    f'{option}: nobody would see the token that is made for this '
-                    f'start: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
-                )
+        if settings.tokens is None:
+            raise ValueError(
+                'daemon, preload_app: nobody would see the token that is made when '
+                'none is configured: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
+            )
     except (ValueError, StoreError) as ex:
         sys.exit(f'Error: {ex}')
 
 
-def _check(cfg: Config, settings: Settings) -> None:
+def _check(cfg: Config, settings: Settings) -> NoReturn:
     """Say whether a start would work; change nothing."""
-    with open_store(settings.store, create='never') as store:
-        store.check_opening()
-        _create_app(settings, store, settings.tokens or Tokens.of(['none']), False)
-    tokens = len(settings.tokens) if settings.tokens else 'none configured, one is made'
-    members = _summary(cfg, settings, tokens=tokens)
-    _print('the plant store would start', members, settings, sys.stdout)
+    if cfg.print_config:
+        print(cfg)
+    served = _build(settings, cfg, metrics=False)
+    served.store.check_opening()
+    _print('the plant store would start', _summary(cfg, settings), settings, sys.stdout)
     sys.exit()
 
 
@@ -200,20 +201,15 @@ def _build(settings: Settings, cfg: Config, metrics: bool | Processes) -> Served
         create='never',
         scheduler=GeventScheduler() if is_gevent else THREADS,
     )
-    tokens = settings.tokens or Tokens.of([secrets.token_urlsafe()])
-    return Served(settings, store, _create_app(settings, store, tokens, metrics))
-
-
-def _create_app(
-    settings: Settings, store: PlantStore, tokens: Tokens, metrics: bool | Processes
-) -> Any:
-    return app.create_app(
+    application = app.create_app(
         store,
-        tokens=tokens,
+        # Without tokens nothing is served: this is a check, or a rehearsal.
+        tokens=settings.tokens or secrets.token_urlsafe(),
         max_body_bytes=settings.max_body_bytes,
         metrics=metrics,
         cors_origins=settings.cors_origins,
     )
+    return Served(settings, store, application)
 
 
 # ---- hooks, in the order of a server's life
@@ -389,11 +385,13 @@ def _metrics(server: Arbiter, settings: Settings) -> bool | Processes:
     from prometheus_client import values
 
     directory = os.environ.get(COUNTERS, '')
-    if not os.path.isdir(directory):
+    if COUNTERS_PREFIX not in directory or not os.path.isdir(directory):
         where = server.cfg.worker_tmp_dir
         directory = tempfile.mkdtemp(prefix=COUNTERS_PREFIX, dir=where)
         os.chown(directory, server.cfg.uid, server.cfg.gid)
         os.environ[COUNTERS] = directory
+    global _process_name
+    _process_name = str(server.pid)
     value_class = values.MultiProcessValue(lambda: _process_name)  # type: ignore[no-untyped-call]
     values.ValueClass = value_class
     children = Path(f'/proc/{server.pid}/task/{server.pid}/children')
@@ -419,7 +417,7 @@ class Rehearsal:
     def __init__(self, server: Arbiter) -> None:
         self._reload = partial(server.signal, signal.SIGHUP, None)
         arguments, self._directory = internals.start_command(server)
-        place = str(Path(__file__).resolve().parent.parent)
+        place = str(Path(__file__).absolute().parent.parent)
         self._command = [sys.executable, '-c', REHEARSAL, place, *arguments]
         self._lock = threading.Lock()  # one at a time
         self._latest = 0
@@ -465,10 +463,13 @@ class Rehearsal:
 
 def _summary(cfg: Config, settings: Settings, **members: object) -> dict[str, object]:
     """Return what to tell of a server."""
+    tokens: object = 'none configured, one will be made'
+    if settings.tokens is not None:
+        tokens = len(settings.tokens)
     return {
         **members,
         'store': masked(settings.store),
-        'tokens': members.get('tokens', len(settings.tokens or ())),
+        'tokens': tokens,
         'workers': cfg.workers,
     }
 

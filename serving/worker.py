@@ -248,11 +248,14 @@ class Client:
         self._raw_socket.shutdown(socket.SHUT_WR)
         self.is_idle = False
         self.end_head()
-        self.deadline = began = time.monotonic() + LINGER
+        began = time.monotonic()
+        self.deadline = began + LINGER
         received = 0
         while data := self.recv(65_536):
             received += len(data)
-            self.deadline = began + received / LINGER_RATE
+            more = min(LINGER + received / LINGER_RATE, REQUEST_TIMEOUT)
+            self.deadline = began + more
+            gevent.sleep(0)
 
     def expire(self) -> None:
         """End what waits for the client: a read finds the end, a send fails."""
@@ -262,6 +265,11 @@ class Client:
             self._raw_socket.shutdown(
                 socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
             )
+
+    def shutdown(self, how: int) -> None:
+        """End the connection; gunicorn cannot go on with an answer that it has begun."""
+        self.flush()
+        self._raw_socket.shutdown(how)
 
     def close(self) -> None:
         self._readable.close()

@@ -1108,7 +1108,7 @@ def test_memory_store_has_one_worker(tmp_path):
 
 
 def test_broken_tokens_file_at_a_reload(tmp_path):
-    """With a broken tokens file a reload is refused, and a new worker uses the old one."""
+    """A broken tokens file refuses a reload; a new worker accepts the old tokens."""
     tokens = tmp_path / 'tokens'
     tokens.write_text(f'garden {TOKEN}\n')
     settings = {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': str(tokens)}
