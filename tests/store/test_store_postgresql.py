@@ -1,9 +1,9 @@
 """The store in a PostgreSQL database, against a real server."""
 
 import threading
-import time
 from contextlib import ExitStack
 from contextlib import contextmanager
+from contextlib import suppress
 
 import pytest
 from postgresql import PostgreSQL
@@ -16,7 +16,7 @@ from store import Plant
 from store import StoreClosed
 from store import StoreUnavailable
 from store import open_store
-from store import postgresql
+from store.postgresql import limits
 
 
 class TestPostgreSQLStore(StoreContract):
@@ -90,39 +90,42 @@ def test_standby_is_read():
 
 def test_no_connection_is_free(url, monkeypatch):
     """That no connection is free is no sign that the database is away, or is back."""
-    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.01)
-    monkeypatch.setattr(postgresql, 'AWAY', PATIENCE)
+    monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.01)
+    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
         database = store._opened()
 
         def find_none():
             with ExitStack() as lent:
-                for _ in range(postgresql.MOST_CONNECTIONS):
+                for _ in range(limits.MOST_CONNECTIONS):
                     lent.enter_context(database._pool.lend())
                 with pytest.raises(StoreUnavailable, match='are in use'):
                     store.ping()
 
         find_none()
         store.ping()
-        database._away_until = time.monotonic()  # it was away: who comes next tries
+        with monkeypatch.context() as patch, suppress(StoreUnavailable):
+            patch.setattr(limits, 'RETRY_AFTER', 0)
+            with database._outage.watch():
+                raise StoreUnavailable('it is away')
         find_none()
-        with pytest.raises(StoreUnavailable, match='are in use'):
+        with pytest.raises(StoreUnavailable, match='it is away'):
             store.ping()
 
 
 def test_all_connections_are_in_use(url, monkeypatch):
     """Who finds all connections in use waits for one, but not for ever."""
-    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.1)
-    monkeypatch.setattr(postgresql, 'AWAY', PATIENCE)
+    monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.1)
+    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
         store.ping()
         database = store._in_use
         with ExitStack() as lent:
-            for _ in range(postgresql.MOST_CONNECTIONS):
+            for _ in range(limits.MOST_CONNECTIONS):
                 lent.enter_context(database._pool.lend())
             with pytest.raises(StoreUnavailable, match='are in use'):
                 store.ping()
-            monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', PATIENCE)
+            monkeypatch.setattr(limits, 'CONNECT_WITHIN', PATIENCE)
             refused = []
 
             def wait():
