@@ -32,6 +32,8 @@ from store.errors import IdTaken
 from store.errors import StoreUnavailable
 from store.lazy import LazyStore
 from store.postgresql.database import Database
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
 
 
 def check_url(url: str) -> None:
@@ -62,25 +64,28 @@ class PostgreSQLStore(LazyStore[Database]):
         url: ``postgresql://...``, as libpq reads it. Several hosts are tried in turn,
             and only one that can be written to is used.
         create: With ``never``, a table that is missing is not made.
+        scheduler: How the callers wait.
     """
 
-    def __init__(self, url: str, *, create: Create = 'first') -> None:
-        super().__init__()
+    def __init__(
+        self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
+    ) -> None:
+        super().__init__(scheduler=scheduler)
         check_url(url)
         self._url = url
         self._create = create
 
     def add(self, plant: Plant) -> bool:
-        return self._opened().add(plant)
+        return self._backend().add(plant)
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        return self._opened().add_many(plants)
+        return self._backend().add_many(plants)
 
     def __iter__(self) -> Iterator[Plant]:
-        return self._opened().plants()
+        return self._backend().plants()
 
     def size_hint(self) -> int:
-        return self._opened().count()
+        return self._backend().count()
 
     def check_opening(self) -> None:
         try:
@@ -89,5 +94,5 @@ class PostgreSQLStore(LazyStore[Database]):
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
 
-    def _open(self) -> Database:
-        return Database(self._url, self._create, self.observe)
+    def _open_backend(self) -> Database:
+        return Database(self._url, self._create, self._scheduler, self._report_sync)

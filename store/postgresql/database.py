@@ -35,6 +35,7 @@ from store.postgresql.refusals import CONFLICTS
 from store.postgresql.refusals import RULES
 from store.postgresql.refusals import PlantLocked
 from store.postgresql.refusals import refusal
+from store.scheduler import Scheduler
 from store.url import masked
 
 Result = TypeVar('Result')
@@ -56,7 +57,11 @@ class Database:
     """
 
     def __init__(
-        self, url: str, create: Create, observe: Callable[[int, float], None] | None
+        self,
+        url: str,
+        create: Create,
+        scheduler: Scheduler,
+        observe: Callable[[int, float], None],
     ) -> None:
         self._shown = masked(url)
         self._create = create
@@ -72,10 +77,14 @@ class Database:
             lambda batch: batch,
             self._store,
             slow_syncs_in_flight=limits.BATCHES_IN_FLIGHT,
+            scheduler=scheduler,
             observe=observe,
         )
         self._locked_batches = GroupCommit[Plant, Batch](
-            lambda batch: batch, self._store_locked, slow_syncs_in_flight=1
+            lambda batch: batch,
+            self._store_locked,
+            slow_syncs_in_flight=1,
+            scheduler=scheduler,
         )
         self._locked_ids: set[int] = set()
         self._pool = Pool(self._connect)
@@ -196,23 +205,23 @@ class Database:
         """Insert the new plants of a batch, and compare the others."""
         first: dict[int, Plant] = {}
         for entry in batch:
-            first.setdefault(entry.record.id, entry.record)
+            first.setdefault(entry.item.id, entry.item)
         # In one order everywhere, so that two batches never wait for each other.
         with self._explained():
             found = self._find_or_insert([first[id] for id in sorted(first)])
         refused = []
         for entry in batch:
-            id = entry.record.id
+            id = entry.item.id
             stored = found[id]
             entry.new = stored is None
             entry.error = None
             if isinstance(stored, StoreUnavailable):
                 entry.error = stored
-                if entry.record != first[id]:
+                if entry.item != first[id]:
                     refused.append(entry)
             elif stored is None:
-                found[id] = entry.record  # later in this batch it is not new
-            elif stored != entry.record:
+                found[id] = entry.item  # later in this batch it is not new
+            elif stored != entry.item:
                 entry.error = IdTaken(id)
         self._remember_locked(found)
         if refused:  # for another plant with the same id

@@ -203,7 +203,7 @@ def test_sessions_end(server, url, store):
 
 def test_idle_sessions_end(server, store):
     """Sessions that ended while they were idle are replaced, and no add fails."""
-    pool = store._opened()._pool
+    pool = store._backend()._pool
     for use in (lambda: store.add(FERN), store.ping):
         with pool.lend(), pool.lend(), pool.lend():
             pass
@@ -292,7 +292,7 @@ def test_one_tries(far, proxy, short):
     def ping(number):
         began = time.monotonic()
         with pytest.raises(StoreUnavailable):
-            far._opened().ping()
+            far._backend().ping()
         waits.append(time.monotonic() - began)
 
     in_threads(*(lambda n=n: ping(n) for n in range(10)))
@@ -323,7 +323,7 @@ def test_close_while_it_hangs(far, proxy):
     proxy.stop()
     adding = threading.Thread(target=lambda: adds(far))
     adding.start()
-    wait_until(lambda: far._in_use._pool._in_use)
+    wait_until(lambda: far._backend()._pool._in_use)
     began = time.monotonic()
     far.close()
     assert time.monotonic() - began < AT_ONCE
@@ -343,7 +343,7 @@ def test_uncommitted(server, url, store, end, monkeypatch):
         other.execute("INSERT INTO plants VALUES (1, 'Moss')")
         with monkeypatch.context() as patch:
             patch.setattr(limits, 'LOCKED_WITHIN', 0.2)
-            with refused('another session has locked the plant', AT_ONCE):
+            with refused('another session has locked the plant', within=2):
                 store.add(FERN)
         adding = []
 
@@ -428,8 +428,9 @@ def test_locked_table(url, store):
     assert store.add_many(plants) == [False] * 20
 
 
-def test_deadlock(server, url):
+def test_deadlock(server, url, monkeypatch):
     """Who loses a deadlock tries again."""
+    monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     with (
         open_store(with_setting(url, 'deadlock_timeout=20ms')) as store,
         session(url) as other,
@@ -464,8 +465,9 @@ def test_no_deadlock(server, store):
     assert server.log.count('deadlock detected') == before
 
 
-def test_not_serializable(server, url):
+def test_not_serializable(server, url, monkeypatch):
     """Who could not be serialized tries again, and then sees what was in the way."""
+    monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     isolation = 'default_transaction_isolation=serializable'
     with open_store(with_setting(url, isolation)) as store:
         store.ping()

@@ -309,7 +309,7 @@ def test_few_prepared_statements(made):
             for first in (0, 10**5, 10**10):
                 for _ in range(6):
                     store.add_many([Plant(first + n, 'Fern') for n in range(size)])
-        with store._opened()._pool.lend() as connection:
+        with store._backend()._pool.lend() as connection:
             prepared = connection.execute('SELECT 1 FROM pg_prepared_statements')
             assert len(prepared.fetchall()) <= 3
 
@@ -430,7 +430,7 @@ def test_one_connection(server, made, role):
                 other.add(MOSS)
             assert 'too many connections' in caught.value.detail
         with (
-            store._opened()._pool.lend(),
+            store._backend()._pool.lend(),
             refused('there is no connection to the database') as caught,
         ):
             store.add(MOSS)

@@ -93,7 +93,7 @@ def test_no_connection_is_free(url, monkeypatch):
     monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.01)
     monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
-        database = store._opened()
+        database = store._backend()
 
         def find_none():
             with ExitStack() as lent:
@@ -119,7 +119,7 @@ def test_all_connections_are_in_use(url, monkeypatch):
     monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
         store.ping()
-        database = store._in_use
+        database = store._backend()
         with ExitStack() as lent:
             for _ in range(limits.MOST_CONNECTIONS):
                 lent.enter_context(database._pool.lend())
