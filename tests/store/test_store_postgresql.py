@@ -1,12 +1,17 @@
 """The store in a PostgreSQL database, against a real server."""
 
+import os
+import shutil
 import threading
 from contextlib import ExitStack
 from contextlib import contextmanager
 from contextlib import suppress
 
 import pytest
+from postgresql import PACKAGE
 from postgresql import PostgreSQL
+from postgresql import programs
+from postgresql import run
 from psycopg.errors import UndefinedTable
 from store_contract import PATIENCE
 from store_contract import StoreContract
@@ -139,3 +144,15 @@ def test_all_connections_are_in_use(url, monkeypatch):
             database._pool.close()
             waiting.join()
         assert refused
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root has another user for it')
+def test_server_of_the_tests_runs_from_a_private_directory(tmp_path):
+    """Root runs these tests in a checkout that no other user may enter."""
+    private = tmp_path / 'private'
+    private.mkdir(mode=0o700)
+    for package in (PACKAGE, PACKAGE.with_name(f'{PACKAGE.name}.libs')):
+        shutil.copytree(package, private / package.name)
+    found = programs(private / PACKAGE.name)
+    assert private not in found.parents
+    assert 'PostgreSQL' in run(found / 'postgres', '--version').stdout
