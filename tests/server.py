@@ -56,10 +56,10 @@ def hurried(directory, **limits):
 
     Args:
         directory: Of the server.
-        limits: Of ``store.postgresql``, in seconds.
+        limits: Of ``store.postgresql.limits``, in seconds.
     """
-    lines = ['from store import postgresql']
-    lines += [f'postgresql.{name} = {seconds}' for name, seconds in limits.items()]
+    lines = ['from store.postgresql import limits']
+    lines += [f'limits.{name} = {seconds}' for name, seconds in limits.items()]
     lines += ['from app import app']
     (directory / 'hurried.py').write_text('\n'.join(lines))
     return 'hurried:app'
