@@ -104,6 +104,8 @@ def _store_url(url: str) -> str:
         check_url(url)
     except ValueError as ex:
         raise ValueError(f'PLANTS_STORE: {ex}') from ex
+    except ImportError as ex:
+        raise ValueError(f'PLANTS_STORE: a package is missing: {ex}') from ex
     return url
 
 
