@@ -267,7 +267,7 @@ class Client:
             )
 
     def shutdown(self, how: int) -> None:
-        """End the connection; gunicorn cannot go on with an answer that it has begun."""
+        """End the connection: gunicorn has begun an answer that it cannot finish."""
         self.flush()
         self._raw_socket.shutdown(how)
 

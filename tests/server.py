@@ -51,8 +51,21 @@ def installed(program, packages):
     return path
 
 
+def configured(directory, *lines):
+    """Return the arguments for gunicorn that add lines to our configuration."""
+    path = directory / 'more.conf.py'
+    ours = REPOSITORY / 'gunicorn.conf.py'
+    begin = [
+        'from pathlib import Path',
+        f'__file__ = {str(ours)!r}',
+        'exec(Path(__file__).read_bytes())',
+    ]
+    path.write_text('\n'.join([*begin, *lines]))
+    return '-c', str(path)
+
+
 def hurried(directory, **limits):
-    """Return what a server is to run that waits less long for its database.
+    """Return the arguments for a server that waits less long for its database.
 
     Args:
         directory: Of the server.
@@ -60,9 +73,7 @@ def hurried(directory, **limits):
     """
     lines = ['from store.postgresql import limits']
     lines += [f'limits.{name} = {seconds}' for name, seconds in limits.items()]
-    lines += ['from app import app']
-    (directory / 'hurried.py').write_text('\n'.join(lines))
-    return 'hurried:app'
+    return configured(directory, *lines)
 
 
 def is_alive(pid):

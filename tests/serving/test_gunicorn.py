@@ -25,6 +25,7 @@ from server import ROOMS
 from server import SCRIPTS
 from server import TOKEN
 from server import Server
+from server import configured
 from server import is_alive
 from server import request
 from server import wait_until
@@ -753,15 +754,8 @@ def test_clients_that_do_not_close(server, data):
 def impatient(tmp_path_factory):
     """The service with a short limit for each request."""
     directory = tmp_path_factory.mktemp('impatient')
-    config = directory / 'impatient.conf.py'
-    config.write_text(
-        f'from pathlib import Path\n'
-        f'__file__ = {str(REPOSITORY / "gunicorn.conf.py")!r}\n'
-        f'exec(Path(__file__).read_bytes())\n'
-        f'from serving import worker\n'
-        f'worker.REQUEST_TIMEOUT = 0.5\n'
-    )
-    with Server(directory, '-c', str(config)) as server:
+    lines = ['from serving import worker', 'worker.REQUEST_TIMEOUT = 0.5']
+    with Server(directory, *configured(directory, *lines)) as server:
         yield server
 
 

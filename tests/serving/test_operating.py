@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from server import GUNICORN
 from server import PATIENCE
-from server import REPOSITORY
 from server import SCRIPTS
 from server import RawClient
 from server import Server
+from server import configured
 from server import is_alive
 from server import request
 from server import wait_until
@@ -248,10 +248,8 @@ def test_idle_connections_at_a_reload(tmp_path):
             assert client.receive() is None
 
 
-EARLY = f"""
-from pathlib import Path
+EARLY = """
 import time
-exec(Path({str(REPOSITORY / 'gunicorn.conf.py')!r}).read_bytes())
 after_fork = post_fork
 
 def post_fork(server, worker):
@@ -263,9 +261,7 @@ def post_fork(server, worker):
 
 def test_stop_while_a_worker_starts(tmp_path):
     """A worker that has no signal handlers yet stops with the others, at once."""
-    config = tmp_path / 'early.conf.py'
-    config.write_text(EARLY)
-    server = Server(tmp_path, '-c', str(config))
+    server = Server(tmp_path, *configured(tmp_path, EARLY))
     server.start()
     try:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')

@@ -102,7 +102,7 @@ def test_database_that_hangs(tmp_path, server, url, asked):
         Proxy(server.port) as way,
         Server(
             tmp_path,
-            hurried(tmp_path, ANSWER_WITHIN=1),
+            *hurried(tmp_path, ANSWER_WITHIN=1),
             PLANTS_STORE=url.replace(str(server.port), str(way.port)),
         ) as service,
     ):

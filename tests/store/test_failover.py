@@ -96,8 +96,8 @@ def test_failover(tmp_path, primary, standby, end):
     with Proxy(primary.port) as way:
         hosts = f'127.0.0.1:{way.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
-        app = hurried(tmp_path, ANSWER_WITHIN=ANSWER, CANCEL_WITHIN=CANCEL)
-        with Server(tmp_path, app, workers=2, PLANTS_STORE=url) as server:
+        limits = hurried(tmp_path, ANSWER_WITHIN=ANSWER, CANCEL_WITHIN=CANCEL)
+        with Server(tmp_path, *limits, workers=2, PLANTS_STORE=url) as server:
             clients = [Client(server, place) for place in range(CLIENTS)]
             for client in clients:
                 client.start()
