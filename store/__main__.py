@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from store import IdTaken
 from store import Plant
 from store import PlantStore
 from store import StoreError
+from store import masked
 from store import open_store
 from store import record
 
@@ -30,15 +30,15 @@ COPIED_AT_ONCE = 1000  # plants
 TEXT_AT_ONCE = 2**20  # characters
 INTERRUPTED = 130  # what a shell makes of a process that SIGINT has ended
 
-# As it may be in a complaint of argparse, which repeats what it did not expect.
-_SECRET = re.compile(r'(?<=//)(?!\.\.\.@).*(?=@)|(?<=password=)(?!\.\.\.).*', re.DOTALL)
-
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that shows nobody's password."""
-
     def error(self, message: str) -> NoReturn:
-        super().error(_SECRET.sub('...', message))
+        """Exit with a message of argparse: it repeats arguments, passwords included."""
+        self.refuse(masked(message))
+
+    def refuse(self, message: str) -> NoReturn:
+        """Exit with a message that shows no password."""
+        super().error(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,27 +55,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
     listing = commands.add_parser('list', help='print the plants as JSON lines')
-    listing.add_argument('url', metavar='URL', type=_existing)
-    listing.set_defaults(run=lambda options: _list(options.url))
+    listing.add_argument('url', metavar='URL')
+    listing.set_defaults(parser=listing, run=lambda options: _list(options.url))
 
     checking = commands.add_parser('check', help='verify every plant')
-    checking.add_argument('url', metavar='URL', type=_existing)
+    checking.add_argument('url', metavar='URL')
     checking.add_argument(
         '--repair', action='store_true', help='move damaged lines to a side file'
     )
-    checking.set_defaults(run=lambda options: _check(options.url, options.repair))
+    checking.set_defaults(
+        parser=checking, run=lambda options: _check(options.url, options.repair)
+    )
 
     copying = commands.add_parser(
         'copy', help='add the plants of one store to another; repeat it at will'
     )
-    copying.add_argument('source', metavar='SRC', type=_existing)
-    copying.add_argument('target', metavar='DST', type=_store)
-    copying.set_defaults(run=lambda options: _copy(options.source, options.target))
+    copying.add_argument('url', metavar='SRC')
+    copying.add_argument('target', metavar='DST')
+    copying.set_defaults(
+        parser=copying, run=lambda options: _copy(options.url, options.target)
+    )
 
     options = parser.parse_args(arguments)
+    try:
+        _check_exists(options.url)
+        if 'target' in options:
+            open_store(options.target)
+    except ValueError as ex:
+        options.parser.refuse(str(ex))
     if vars(options).get('repair') and _path(options.url) is None:
         checking.error('--repair is for a file of JSON lines')
-    if 'target' in options and _is_same(options.source, options.target):
+    if 'target' in options and _is_same(options.url, options.target):
         copying.error('SRC and DST are the same store')
     code = 1
     try:
@@ -117,20 +127,12 @@ def _drop_output() -> None:  # pragma: no cover
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _store(url: str) -> str:
-    try:
-        open_store(url)
-    except ValueError as ex:
-        raise argparse.ArgumentTypeError(str(ex)) from ex
-    return url
-
-
-def _existing(url: str) -> str:
-    path = _path(_store(url))
+def _check_exists(url: str) -> None:
+    open_store(url)
+    path = _path(url)
     # NOTE: not Path.is_file(), which raises for a name that is too long.
     if path is not None and not os.path.isfile(path):
-        raise argparse.ArgumentTypeError(f'{url!r}: there is no such file')
-    return url
+        raise ValueError(f'{url!r}: there is no such file')
 
 
 def _path(url: str) -> Path | None:

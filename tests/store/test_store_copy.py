@@ -437,9 +437,9 @@ class TestUsage:
             ([], 'SRC, DST'),
             (['memory:'], 'DST'),
             (['memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
-            (['memory:', 'plants.jsonl'], "argument DST: 'plants.jsonl' is not a"),
-            (['csv:x', 'memory:'], "argument SRC: 'csv:x' is not a store"),
-            (['jsonl:/no/x', 'memory:'], "SRC: 'jsonl:/no/x': there is no such file"),
+            (['memory:', 'plants.jsonl'], "'plants.jsonl' is not a"),
+            (['csv:x', 'memory:'], "'csv:x' is not a store"),
+            (['jsonl:/no/x', 'memory:'], "'jsonl:/no/x': there is no such file"),
             (['memory:', 'postgresql://[h/d'], 'it is not a URL that libpq accepts'),
         ],
         ids=str,
@@ -450,6 +450,13 @@ class TestUsage:
         assert (code, output) == (2, b'')
         assert said in errors[-1]
         assert not any('Traceback' in line for line in errors)
+
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_password_with_a_bare_at(self, run, name):
+        """The sentence about a password that is not escaped is shown as a whole."""
+        *_, error = run(name, 'postgresql://gardener:hu@sh@host/plants')[2]
+        assert "'postgresql://***@host/plants': " in error
+        assert 'write @ as %40, except before the host' in error
 
     @given(
         template=st.sampled_from(
