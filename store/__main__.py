@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or 1 if a store is damaged or unavailable, or two plants are
         in each other's way; 130 after Ctrl-C. A usage error exits with 2.
     """
+    _replace_closed_streams()
     parser = _Parser(
         prog='python -m store',
         description='Look at stores of plants, check them, and move between them.',
@@ -103,6 +104,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         code = 1
     return code
+
+
+# Not covered: tests run it in processes of their own.
+def _replace_closed_streams() -> None:  # pragma: no cover
+    """Open a null device for each closed standard stream.
+
+    The next file that is opened would have its number, and a plant file in the place of
+    the standard error would be written to by whatever library has to say something.
+    What is used fails (EBADF), since it is opened the other way round; but not the
+    standard error, for there is nobody left to tell.
+    """
+    for fd, name, mode, flags in (
+        (0, 'stdin', 'r', os.O_WRONLY),
+        (1, 'stdout', 'w', os.O_RDONLY),
+        (2, 'stderr', 'w', os.O_WRONLY),
+    ):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, flags), fd)
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 def _print(line: str) -> None:

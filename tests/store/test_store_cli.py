@@ -3,6 +3,8 @@ import fcntl
 import io
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 from store_contract import PATIENCE
+from store_contract import TOP
 
 from store import IdTaken
 from store import Plant
@@ -510,3 +513,45 @@ class TestOutput:
             assert process.wait(PATIENCE) == 1
         assert os.strerror(errno.ENOSPC) in errors
         assert len(errors.splitlines()) == 1
+
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_closed_output(self, path, name):
+        """A closed standard output is an error, and one sentence says so."""
+        code, output, errors = in_shell(name, url(path), '>&-')
+        reason = os.strerror(errno.EBADF)
+        assert (code, output, errors) == (1, b'', f'Error: the output: {reason}\n')
+
+    def test_closed_errors(self, tmp_path, path):
+        """With a closed standard error a command works, and complains to nobody."""
+        target = tmp_path / 'target.jsonl'
+        code, output, _ = in_shell('copy', url(path), url(target), '2>&-')
+        counted = b'copied: 20000, already there: 0, conflicting: 0\n'
+        assert (code, output) == (0, counted)
+        assert target.read_bytes() == path.read_bytes()
+        path.write_bytes(b'?\n' + FERN)
+        assert in_shell('list', url(path), '2>&-')[:2] == (1, b'')
+        assert in_shell('grow', '2>&-')[:2] == (2, b'')
+
+    def test_no_store_in_the_place_of_a_stream(self):
+        """Closed standard streams are taken, or a plant file would be opened as one."""
+        script = (
+            'import os, sys; from store.__main__ import main; '
+            'main(["list", "memory:"]); null = os.stat(os.devnull);'
+            'sys.exit(not all(os.path.samestat(os.fstat(fd), null) for fd in range(3)))'
+        )
+        done = subprocess.run(
+            ['sh', '-c', '"$@" <&- >&- 2>&-', '', sys.executable, '-c', script],
+            cwd=TOP,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0
+
+
+def in_shell(*words):
+    """Run a command as a shell would, redirections included."""
+    line = ' '.join([sys.executable, '-m', 'store', *words])
+    done = subprocess.run(
+        ['sh', '-c', line], cwd=TOP, capture_output=True, timeout=PATIENCE, check=False
+    )
+    return done.returncode, done.stdout, done.stderr.decode()
