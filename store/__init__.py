@@ -10,9 +10,13 @@ from store.errors import StoreClosed
 from store.errors import StoreCorrupt
 from store.errors import StoreError
 from store.errors import StoreUnavailable
+from store.url import DEFAULT_URL
 from store.url import masked
 
+__version__ = '1.1.0'
+
 __all__ = [
+    'DEFAULT_URL',
     'Create',
     'IdTaken',
     'Plant',
@@ -21,6 +25,7 @@ __all__ = [
     'StoreCorrupt',
     'StoreError',
     'StoreUnavailable',
+    '__version__',
     'masked',
     'open_store',
 ]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from types import TracebackType
+from typing import ClassVar
 from typing import Literal
 from typing import NamedTuple
+from typing import Protocol
 from typing import Self
+from typing import TypeVar
 
 from store.errors import IdTaken
 
 Create = Literal['always', 'first', 'never']
+
+Item = TypeVar('Item')
 
 
 class Plant(NamedTuple):
@@ -28,6 +34,27 @@ class Plant(NamedTuple):
     id: int
     name: str
     tag: str | None = None
+
+
+class Progress(Protocol):
+    """Watches how far a store is read: yields the items that it is given."""
+
+    def __call__(self, items: Iterable[Item], /) -> Iterable[Item]: ...
+
+
+class Verified(NamedTuple):
+    """What reading every plant of a store has found.
+
+    Attributes:
+        plants: How many sound plants there are.
+        damaged: A sentence for each thing that is not a plant, or whose id an earlier
+            plant has.
+        side_file: Where that was moved to, if it was.
+    """
+
+    plants: int
+    damaged: Sequence[str] = ()
+    side_file: str | None = None
 
 
 class PlantStore(abc.ABC):
@@ -52,10 +79,12 @@ class PlantStore(abc.ABC):
        a store that was made before a fork works after it.
 
     Attributes:
+        can_repair: Whether ``verify`` can move damage out of the store.
         observe: Set before the first use, it is called after each sync of a store that
             syncs batches, with the number of adds and the time in seconds.
     """
 
+    can_repair: ClassVar[bool] = False
     observe: Callable[[int, float], None] | None = None
 
     @abc.abstractmethod
@@ -96,6 +125,15 @@ class PlantStore(abc.ABC):
     def size_hint(self) -> int:
         """Return about how many plants there are, 0 if that is not known."""
         return 0
+
+    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
+        """Read every plant; raises as ``add`` does, ``IdTaken`` excepted.
+
+        Args:
+            repair: Move what is damaged to a side file; only if ``can_repair``.
+            progress: Watches how far it is.
+        """
+        return Verified(sum(1 for _ in progress(self)))
 
     @abc.abstractmethod
     def ping(self) -> None:

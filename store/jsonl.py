@@ -38,6 +38,8 @@ from store import record
 from store import waiting
 from store.base import Create
 from store.base import Plant
+from store.base import Progress
+from store.base import Verified
 from store.errors import IdTaken
 from store.errors import StoreClosed
 from store.errors import StoreCorrupt
@@ -77,6 +79,8 @@ class JSONLinesStore(LazyStore['_PlantFile']):
         system: The system calls, so that tests can make them fail; the ``os`` module.
     """
 
+    can_repair = True
+
     def __init__(
         self, path: str | Path, *, create: Create = 'first', system: Any = os
     ) -> None:
@@ -102,6 +106,13 @@ class JSONLinesStore(LazyStore['_PlantFile']):
         with suppress(OSError), self.path.open('rb') as file:
             return expected_records(file.fileno())
         return 0
+
+    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
+        self._check_open()
+        # Imported here: a server needs none of it.
+        from store.repair import verify
+
+        return verify(self.path, repair=repair, progress=progress)
 
     def check_opening(self) -> None:
         """Return if the file could be opened or made; its lines are not read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -12,6 +13,9 @@ from typing import NamedTuple
 
 from store import index as id_index
 from store import record
+from store.base import Item
+from store.base import Progress
+from store.base import Verified
 from store.errors import StoreUnavailable
 from store.recovery import count_lines
 from store.recovery import read_lines
@@ -36,7 +40,26 @@ class Damage(NamedTuple):
     reason: str
 
 
-def find_damage(path: Path) -> list[Damage]:
+def verify(path: Path, *, repair: bool, progress: Progress) -> Verified:
+    """Read every line of a plant file, and move what is damaged, if that is wanted."""
+    count = 0
+
+    def counted(lines: Iterable[Item]) -> Iterator[Item]:
+        nonlocal count
+        for count, line in enumerate(progress(lines), 1):  # noqa: B007
+            yield line
+
+    side, damaged = (
+        move_damage(path, counted) if repair else (None, find_damage(path, counted))
+    )
+    sentences = [
+        f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
+        for damage in damaged
+    ]
+    return Verified(count - len(damaged), sentences, str(side) if side else None)
+
+
+def find_damage(path: Path, progress: Progress = iter) -> list[Damage]:
     """Return every damaged line of a plant file, in order; nothing is changed.
 
     Raises:
@@ -44,12 +67,14 @@ def find_damage(path: Path) -> list[Damage]:
     """
     try:
         with path.open('rb') as file:
-            return _find_damage(file, whole_size(file))
+            return _find_damage(file, whole_size(file), progress)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def repair(path: Path) -> tuple[Path | None, list[Damage]]:
+def move_damage(
+    path: Path, progress: Progress = iter
+) -> tuple[Path | None, list[Damage]]:
     """Move every damaged line of a plant file to a side file; nothing is lost.
 
     The file is replaced in one step. A server that has it open refuses plants from
@@ -69,7 +94,7 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
             status = os.fstat(file.fileno())
             if not os.path.samestat(status, path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-            damaged = _find_damage(file, status.st_size)
+            damaged = _find_damage(file, status.st_size, progress)
             if not damaged:
                 return None, []
             side = side_file(path, 'damaged')
@@ -97,11 +122,12 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
+def _find_damage(file: BinaryIO, end: int, progress: Progress = iter) -> list[Damage]:
     damaged = []
 
     def sound() -> Iterator[tuple[int, int]]:
-        for number, line in enumerate(read_lines(file, 0, end), 1):
+        lines = progress(read_lines(file, 0, end))
+        for number, line in enumerate(lines, 1):
             if line.plant is None:
                 damaged.append(Damage(number, line.offset, line.text, line.reason))
             else:

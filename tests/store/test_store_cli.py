@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from store_contract import PATIENCE
 from store_contract import TOP
 
+import store
 from store import IdTaken
 from store import Plant
 from store import StoreUnavailable
@@ -25,7 +26,7 @@ from store import record
 from store.__main__ import main
 from store.repair import _find_damage
 from store.repair import find_damage
-from store.repair import repair
+from store.repair import move_damage
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -121,18 +122,84 @@ class TestList:
             assert process.returncode == 0
 
 
+class TestCount:
+    def test_number(self, path, run):
+        """It prints the number of plants, and nothing else."""
+        path.write_bytes(FERN + MOSS + IVY)
+        assert run('count', url(path)) == (0, b'3\n', [])
+        assert run('count', 'memory:') == (0, b'0\n', [])
+        assert files(path) == {path.name: FERN + MOSS + IVY}
+
+    def test_damage(self, path, run):
+        """It does not count what it cannot read."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        code, output, (error,) = run('count', url(path))
+        assert (code, output) == (1, b'')
+        assert 'line 2' in error
+
+
+class TestWhichStore:
+    @pytest.fixture(autouse=True)
+    def _in_directory(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv('PLANTS_STORE', raising=False)
+
+    @pytest.mark.parametrize(
+        ('name', 'argument'),
+        [
+            ('plants.jsonl', 'plants.jsonl'),
+            ('plants.jsonl', './plants.jsonl'),
+            ('a:b', './a:b'),
+            ('memory', 'memory'),
+            ('1@2 3', '1@2 3'),
+            ('café', 'café'),
+        ],
+    )
+    def test_plain_path(self, path, run, name, argument):
+        """A path without a scheme is a file of JSON lines, also a new one."""
+        path.with_name(name).write_bytes(FERN)
+        assert run('list', argument) == (0, FERN, [])
+        copied = b'copied: 1, already there: 0, conflicting: 0\n'
+        assert run('copy', argument, 'new') == (0, copied, [])
+        assert path.with_name('new').read_bytes() == FERN
+
+    def test_default(self, path, run, monkeypatch):
+        """Without a URL it is the one of PLANTS_STORE, or else plants.jsonl."""
+        path.write_bytes(FERN)
+        assert run('list') == (0, FERN, [])
+        path.with_name('other').write_bytes(MOSS)
+        monkeypatch.setenv('PLANTS_STORE', 'jsonl:other')
+        assert run('list') == (0, MOSS, [])
+        assert run('count') == (0, b'1\n', [])
+        assert run('check', '--repair') == (0, b'1 plants verified, no damage\n', [])
+        assert run('list', 'plants.jsonl') == (0, FERN, [])
+
+    def test_environment(self, capfdbinary):
+        """The environment is an argument of the function."""
+        assert main(['count'], environ={'PLANTS_STORE': 'memory:'}) == 0
+        assert capfdbinary.readouterr() == (b'0\n', b'')
+
+    def test_default_that_is_no_url(self, run, monkeypatch):
+        """What PLANTS_STORE says may be wrong, and shows no password then either."""
+        monkeypatch.setenv('PLANTS_STORE', 'postgresql://u:hu@sh@host/plants')
+        code, output, errors = run('list')
+        assert (code, output) == (2, b'')
+        assert "'postgresql://***@host/plants': in this URL write @" in errors[-1]
+
+
 class TestCheck:
     @pytest.mark.parametrize('options', [[], ['--repair']], ids=['check', 'repair'])
     @pytest.mark.parametrize(
         'text',
         [b'', FERN + MOSS, FERN + MOSS + BY_HAND],
-        ids=['empty', 'two', 'by-hand'],
+        ids=['0', '2', '3'],
     )
     def test_sound(self, path, run, text, options):
-        """It says that a sound file has no damage, and touches nothing."""
+        """It says how many plants a sound file has, and touches nothing."""
         path.write_bytes(text)
         before = path.stat()
-        assert run('check', *options, url(path)) == (0, b'no damage\n', [])
+        verified = b'%d plants verified, no damage\n' % text.count(b'\n')
+        assert run('check', *options, url(path)) == (0, verified, [])
         assert files(path) == {path.name: text}
         assert (path.stat().st_ino, path.stat().st_mtime_ns) == (
             before.st_ino,
@@ -158,7 +225,7 @@ class TestCheck:
             where, _, reason = line.partition(f'line {number} (byte {offset}): ')
             assert where == f'{path}: '
             assert reason
-        assert '--repair' in summary
+        assert summary.startswith('2 plants verified, damaged: 3; --repair moves')
         assert files(path) == {path.name: text}
 
     def test_every_damage_counts(self, path, run):
@@ -259,7 +326,10 @@ class TestRepair:
         moved, summary = output.decode().splitlines()
         assert (code, errors) == (0, [])
         assert f'line 2 (byte {len(FERN)})' in moved
-        assert f'{path}.damaged-1' in summary
+        assert summary == (
+            f'2 plants verified, damaged lines: 1, moved to {path}.damaged-1; '
+            'reload the server'
+        )
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
     def test_again(self, path, run):
@@ -330,7 +400,7 @@ class TestRepair:
         with path.open('rb') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             waiting = threading.Thread(
-                target=lambda: repaired.append(outcome(repair, path)), daemon=True
+                target=lambda: repaired.append(outcome(move_damage, path)), daemon=True
             )
             waiting.start()
             waiting.join(0.1)
@@ -388,7 +458,7 @@ class TestRepair:
 
         monkeypatch.setattr(Path, 'replace', replace_and_raise)
         with pytest.raises(KeyboardInterrupt):
-            repair(path)
+            move_damage(path)
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
 
@@ -403,11 +473,9 @@ def outcome(function, *arguments):
 USAGE = {
     'nothing': ([], 'COMMAND'),
     'no-such-command': (['grow', 'memory:'], 'grow'),
-    'no-url': (['list'], 'URL'),
-    'no-url-to-check': (['check', '--repair'], 'URL'),
     'two-urls': (['list', 'memory:', 'memory:'], 'memory:'),
     'option': (['list', '--repair', 'memory:'], '--repair'),
-    'no-scheme': (['list', 'plants.jsonl'], "'plants.jsonl' is not a store"),
+    'empty': (['list', ''], "'' is not a store"),
     'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
     'no-path': (['check', 'jsonl:'], "'jsonl:' is not a store"),
     'memory-with-path': (['list', 'memory:plants'], "'memory:plants' is not a store"),
@@ -434,9 +502,8 @@ class TestUsage:
         """A store that does not exist is an error, and is not created."""
         (tmp_path / 'file').touch()
         code, output, errors = run(*command.split(), url(tmp_path / name))
-        assert (code, output) == (2, b'')
-        assert 'error: ' in errors[-1]
-        assert str(tmp_path / name) in errors[-1]
+        assert (code, output) == (1, b'')
+        assert errors[-1].startswith(f'Error: {tmp_path / name}: ')
         assert [entry.name for entry in tmp_path.iterdir()] == ['file']
 
     @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
@@ -454,10 +521,27 @@ class TestUsage:
 
     @pytest.mark.parametrize('arguments', [['--help'], ['check', '--help']])
     def test_help(self, run, arguments):
-        """It explains itself."""
+        """It explains itself, in lines that fit a terminal."""
         code, output, errors = run(*arguments)
         assert (code, errors) == (0, [])
         assert output.startswith(b'usage: python -m store')
+        assert max(map(len, output.splitlines())) <= 80
+
+    def test_examples(self, path, run, monkeypatch):
+        """The examples of the help are commands that are understood."""
+        monkeypatch.chdir(path.parent)
+        path.write_bytes(FERN)
+        lines = run('--help')[1].decode().splitlines()
+        examples = [line for line in lines if line.startswith('  python -m store ')]
+        assert len(examples) == 4
+        for line in examples:
+            words = line.partition('|')[0].split()[3:]
+            assert run(*words)[0] == int('postgresql' in line), line
+
+    def test_version(self, run):
+        """It says which version it is."""
+        version = f'plant store {store.__version__}\n'
+        assert run('--version') == (0, version.encode(), [])
 
 
 class TestOutput:
