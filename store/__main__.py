@@ -61,8 +61,8 @@ EPILOG = """\
 examples:
   python -m store list | jq -r .name
   python -m store check --repair plants.jsonl
-  python -m store copy plants.jsonl postgresql://plants@db.example/plants
-  python -m store copy postgresql://plants@db.example/plants - | gzip > plants.gz
+  python -m store copy plants.jsonl postgresql://db.example/plants
+  python -m store copy postgresql://db.example/plants - | gzip > plants.gz
   zcat plants.gz | python -m store copy - restored.jsonl
 
 exit codes:

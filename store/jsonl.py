@@ -35,7 +35,6 @@ from typing import TypeVar
 
 from store import index as id_index
 from store import record
-from store import waiting
 from store.base import Create
 from store.base import Plant
 from store.base import Progress
@@ -57,6 +56,8 @@ from store.recovery import line_number
 from store.recovery import read_plants
 from store.recovery import scan_ids
 from store.recovery import sync_directory
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +83,15 @@ class JSONLinesStore(LazyStore['_PlantFile']):
     can_repair = True
 
     def __init__(
-        self, path: str | Path, *, create: Create = 'first', system: Any = os
+        self,
+        path: str | Path,
+        *,
+        create: Create = 'first',
+        scheduler: Scheduler = THREADS,
+        system: Any = os,
     ) -> None:
-        super().__init__()
+        super().__init__(scheduler=scheduler)
+        self._pinned: tuple[int, int] | None = None
         # Resolved, so that a file has one index whatever name it is called by.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
@@ -92,10 +99,10 @@ class JSONLinesStore(LazyStore['_PlantFile']):
         self._system = system
 
     def add(self, plant: Plant) -> bool:
-        return self._opened().add(plant)
+        return self._backend().add(plant)
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        return self._opened().add_many(plants)
+        return self._backend().add_many(plants)
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
@@ -125,8 +132,21 @@ class JSONLinesStore(LazyStore['_PlantFile']):
                 reason = 'its directory does not exist, or cannot be written to'
                 raise StoreUnavailable(reason, store=str(self.path))
 
-    def _open(self) -> _PlantFile:
-        return _PlantFile(self.path, self._create, self._system, self.observe)
+    def pin(self) -> None:
+        with _unavailable(self.path):
+            status = self.path.stat()
+        self._pinned = status.st_dev, status.st_ino
+        self._create = 'never'
+
+    def _open_backend(self) -> _PlantFile:
+        return _PlantFile(
+            self.path,
+            self._create,
+            self._system,
+            self._pinned,
+            self._scheduler,
+            self._report_sync,
+        )
 
 
 class _PlantFile:
@@ -137,22 +157,29 @@ class _PlantFile:
         path: Path,
         create: Create,
         system: Any,
-        observe: Callable[[int, float], None] | None,
+        pinned: tuple[int, int] | None,
+        scheduler: Scheduler,
+        observe: Callable[[int, float], None],
     ) -> None:
+        self._scheduler = scheduler
         self._path = path
         self._index_path = path.with_name(path.name + '.index')
         self._system = system
         self._closing = False
         self._failed_sync: OSError | None = None
-        self._commit = GroupCommit(self._append, self._sync, observe=observe)
+        self._commit = GroupCommit(
+            self._append, self._sync, scheduler=scheduler, observe=observe
+        )
         with _unavailable(path), ExitStack() as opened:
             self._fd = self._open(create)
             opened.callback(os.close, self._fd)
-            self._lock = _FileLock(self._fd)
+            self._lock = _FileLock(self._fd, scheduler)
             self._file = opened.enter_context(
                 open(self._fd, 'rb', buffering=0, closefd=False)
             )
             status = os.fstat(self._fd)
+            if pinned not in (None, (status.st_dev, status.st_ino)):
+                raise self._unavailable('the file was replaced by another')
             self._identity = id_index.Identity(status.st_dev, status.st_ino, _boot_id())
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
@@ -263,7 +290,7 @@ class _PlantFile:
         position = end
         needs_sync = False
         for entry in batch:
-            plant, line = entry.record
+            plant, line = entry.item
             stored = added.get(plant.id) or self._find(plant.id, end)
             if stored is None:
                 added[plant.id] = plant
@@ -460,7 +487,7 @@ class _PlantFile:
             # next. It may be retired already, and another in its place.
             self._index.retire()
         try:
-            waiting.current.call(self._open_index)
+            self._scheduler.call(self._open_index)
             return action()
         except id_index.IndexDamaged as ex:  # pragma: no cover - twice in a row
             raise self._unavailable(f'the index: {ex}') from ex
@@ -539,8 +566,9 @@ class _FileLock:
         StoreClosed: On entering, after ``closed`` was set.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, scheduler: Scheduler) -> None:
         self._fd = fd
+        self._scheduler = scheduler
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
         self.closed = False
 
@@ -575,12 +603,12 @@ class _FileLock:
 
     def __enter__(self) -> None:
         if not self._mutex.acquire(blocking=False):
-            waiting.current.call(self._mutex.acquire)
+            self._scheduler.call(self._mutex.acquire)
         try:
             if self.closed:
                 raise StoreClosed
             if not self._try_lock():
-                waiting.current.call(partial(fcntl.flock, self._fd, fcntl.LOCK_EX))
+                self._scheduler.call(partial(fcntl.flock, self._fd, fcntl.LOCK_EX))
         except BaseException:
             self._mutex.release()
             raise
