@@ -53,14 +53,14 @@ class Verified(NamedTuple):
     """
 
     plants: int
-    damaged: Sequence[str] = ()
+    damaged: tuple[str, ...] = ()
     side_file: str | None = None
 
 
 class PlantStore(abc.ABC):
     """Keeps plants.
 
-    Every store keeps these promises; ``tests/store_contract.py`` quotes them:
+    Every store keeps these promises; the tests in ``store/testing.py`` quote them:
 
     1. When ``add`` returns, the plant is durable to the degree that the class
        documents. This also holds when the very same plant was there before.

@@ -52,10 +52,10 @@ def verify(path: Path, *, repair: bool, progress: Progress) -> Verified:
     side, damaged = (
         move_damage(path, counted) if repair else (None, find_damage(path, counted))
     )
-    sentences = [
+    sentences = tuple(
         f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
         for damage in damaged
-    ]
+    )
     return Verified(count - len(damaged), sentences, str(side) if side else None)
 
 
