@@ -800,7 +800,6 @@ def on_starting(server: Arbiter) -> None:
     Otherwise workers would die in a loop, or be killed by their heartbeat while they
     build an index that every one of them waits for.
     """
-    import app
     from store import StoreError
 
     try:
@@ -812,9 +811,6 @@ def on_starting(server: Arbiter) -> None:
             server.pidfile.unlink()
         # Who keeps the log in a file may look at the terminal first.
         sys.exit(1 if server.cfg.errorlog == '-' else f'Error: {ex}')
-    # A worker that starts when the file is gone must not make a new one.
-    os.environ[app.STORE_EXISTS] = 'yes'
-    os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
     server.handle_hup = partial(handle_hup, server)
     if settings.tokens is None:
         # In the environment, where workers find it; in env_orig, which a new master
@@ -829,14 +825,15 @@ def when_ready(server: Arbiter) -> None:
 
     A token that was made is printed, not logged.
     """
-    import app
+    from web.settings import Settings
+    from web.tokens import new_token_notice
 
     addresses = [str(listener) for listener in server.LISTENERS]
-    settings = app.Settings.from_environ(os.environ)
+    settings = Settings.from_environ(os.environ)
     what, members = _summary(
         'the plant store is ready', server.cfg, settings, address=', '.join(addresses)
     )
-    app.log.info(what, members)
+    logging.getLogger('plants').info(what, members)
     if settings.metrics:
         _share_counters(server)
     token = getattr(server, 'new_token', None)
@@ -844,7 +841,7 @@ def when_ready(server: Arbiter) -> None:
         address = addresses[0].replace('0.0.0.0', '127.0.0.1')
         if address.startswith('unix:'):
             address = 'http://HOST:PORT'
-        _print(app.new_token_notice(token, address))
+        _print(new_token_notice(token, address))
 
 
 def pre_exec(server: Arbiter) -> None:
@@ -886,21 +883,22 @@ def handle_hup(server: Arbiter) -> None:
         text=True,
     )
     ours = [
-        x for x in sys.modules if x.partition('.')[0] in ('app', 'schemas', 'store')
+        x
+        for x in sys.modules
+        if x.partition('.')[0] in ('app', 'schemas', 'store', 'web')
     ]
     old = {name: sys.modules.pop(name) for name in ours}
     try:
         if check.returncode:
             raise RuntimeError(check.stderr.strip())
-        import app
+        from web.settings import Settings
 
-        settings = app.Settings.from_environ(os.environ)
+        settings = Settings.from_environ(os.environ)
         _open_store_once(settings.store)
     except Exception as ex:
         sys.modules.update(old)
         server.log.error('Not reloaded, and served as before: %s', ex)
     else:
-        os.environ[app.LAST_TOKENS] = str(settings.tokens or '')
         Arbiter.handle_hup(server)
 
 
@@ -910,10 +908,10 @@ def _settings(cfg: Config) -> Any:
     Raises:
         ValueError: They cannot; the message is a sentence.
     """
-    import app
     import schemas
+    from web.settings import Settings
 
-    settings = app.Settings.from_environ(os.environ)
+    settings = Settings.from_environ(os.environ)
     schemas.load()
     if _is_in_memory() and cfg.workers > 1:
         raise ValueError(

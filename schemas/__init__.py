@@ -1,8 +1,8 @@
-"""From the bytes of a body to a value that keeps a schema, or to what is wrong.
+"""JSON text and JSON Schema: read a body strictly, validate it, say what is wrong.
 
-The rules of the fields are in the JSON Schema files beside this module (draft 2020-12)
-and nowhere else: edit a file, restart, and the rule is another. What is here is the
-JSON text itself, which RFC 8259 leaves partly open and this service does not.
+The rules of the members are in the JSON Schema files beside this module (draft 2020-12)
+and nowhere else: edit a file, reload, and the rule has changed. This module decides
+what RFC 8259 leaves open about JSON text.
 """
 
 from __future__ import annotations
@@ -110,6 +110,15 @@ def _bounded(literal: str) -> str:
 
 def _constant(literal: str) -> NoReturn:
     raise NotJSON(f'{literal} is not JSON')
+
+
+# NOTE: built once: json.dumps() with arguments builds one at every call.
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON text in UTF-8."""
+    return _encode(value).encode()
 
 
 class _FloatFound(Exception):

@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from conftest import Client
 from errors import assert_error
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -18,6 +19,8 @@ from server import installed
 CHROMIUM = 'chromium chromium-driver'  # packages
 FILES = {
     '/docs': 'text/html',
+    '/docs/': 'text/html',
+    '/docs/docs.css': 'text/css',
     '/docs/docs.js': 'text/javascript',
     '/docs/swagger-ui.css': 'text/css',
     '/docs/swagger-ui-bundle.js': 'text/javascript',
@@ -59,13 +62,15 @@ def test_page_needs_nothing_else(stranger):
     named = set(
         re.findall(r"""(?:href|src|url)(?:=|: )["'](?!data:)([^"']*)["']""", page)
     )
-    assert {f'/{name}' for name in named} == {*FILES, '/openapi.json'} - {'/docs'}
+    assert {f'/{name}' for name in named} == {*FILES, '/openapi.json'} - {
+        '/docs',
+        '/docs/',
+    }
 
 
 @pytest.mark.parametrize(
     'path',
     [
-        '/docs/',
         '/docs/docs.html',
         '/docs/swagger-ui-bundle.js.map',
         '/docs/swagger-ui.js',
@@ -84,10 +89,12 @@ def test_no_other_file(path, client, stranger):
 
 
 @pytest.mark.parametrize('path', FILES)
-def test_page_without_swagger_ui(path, stranger, monkeypatch):
+def test_page_without_swagger_ui(path, serve, store, monkeypatch):
     """Without the package that has Swagger UI there is no page, and that is said."""
-    monkeypatch.setitem(sys.modules, 'flask_swagger_ui', None)
-    assert 'flask-swagger-ui' in assert_error(stranger.get(path), 40400)
+    monkeypatch.setitem(sys.modules, 'swagger_ui_bundle', None)
+    stranger = Client(serve(store).app)
+    assert 'swagger-ui-bundle-v2' in assert_error(stranger.get(path), 40400)
+    assert stranger.head(path).status_int == 404
     assert stranger.get('/openapi.json').status_int == 200
 
 

@@ -3,9 +3,9 @@
 import pytest
 from errors import assert_error
 
-from app import ErrorValue
 from store import StoreUnavailable
 from store.memory import MemoryStore
+from web.errors import ErrorValue
 
 FERN = {'id': 1, 'name': 'Fern'}
 

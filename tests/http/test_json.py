@@ -17,7 +17,6 @@ from jsonschema import Draft202012Validator
 from jsonschema import SchemaError
 
 import schemas
-from app import ErrorValue
 from app import create_app
 from schemas import Invalid
 from schemas import NotJSON
@@ -25,6 +24,7 @@ from schemas import Schema
 from schemas import parse
 from store import Plant
 from store.memory import MemoryStore
+from web.errors import ErrorValue
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 

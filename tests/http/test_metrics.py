@@ -1,7 +1,9 @@
-"""What Prometheus is told, in a process that serves alone."""
+"""What Prometheus is told at ``/metrics``, about one process and about several."""
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from conftest import Client
@@ -9,8 +11,12 @@ from errors import assert_error
 from prometheus_client.parser import text_string_to_metric_families
 
 from store import Plant
+from store import StoreUnavailable
 from store import open_store
 from store.memory import MemoryStore
+from web import VERSION
+from web.metrics import Processes
+from web.tokens import TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
 REQUESTS = 'plants_request_seconds'
@@ -22,28 +28,39 @@ def client(serve, store):
     return serve(store, metrics=True)
 
 
-def metrics(client):
-    """Return the samples, as a mapping from name and labels to value."""
+def families(client):
+    """Return what is told, metric by metric."""
     answer = client.get('/metrics')
     assert answer.status_code == 200
     assert answer.content_type == 'text/plain'
+    return list(text_string_to_metric_families(answer.text))
+
+
+def metrics(client):
+    """Return the samples, as a mapping from name and labels to value."""
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(answer.text)
+        for family in families(client)
         for sample in family.samples
     }
 
 
 def requests(
-    samples, path='/plants', status='200', error='0', suffix='count', **labels
+    samples,
+    route='/plants',
+    status='200',
+    error='0',
+    suffix='count',
+    method='POST',
+    **labels,
 ):
-    """Return a sample of the requests that had a path, a status and an error value."""
-    labels |= {'path': path, 'status': status, 'error': error}
+    """Return a sample of the requests with a method, route, status and error value."""
+    labels |= {'method': method, 'route': route, 'status': status, 'error': error}
     return samples.get((f'{REQUESTS}_{suffix}', *sorted(labels.items())))
 
 
-def test_requests(client):
-    """Requests are counted by the path of their route, status and error value."""
+def test_requests_are_counted_by_method_route_status_and_error(client):
+    """Paths that do not exist share one label, whatever they are."""
     for _ in range(3):
         client.add(FERN)
     client.add(FERN | {'name': 'Moss'})
@@ -55,11 +72,21 @@ def test_requests(client):
     assert requests(samples) == 3
     assert requests(samples, status='400', error='40006') == 1
     assert requests(samples, '', '401', '40101') == 1
-    assert requests(samples, '', '404', '40400') == 5
-    assert requests(samples, '/livez') == 1
-    assert requests(samples, '/metrics') is None
-    assert requests(metrics(client), '/metrics') == 1
+    assert requests(samples, '', '404', '40400', method='GET') == 5
+    assert requests(samples, '/livez', method='GET') == 1
+    assert requests(samples, '/metrics', method='GET') is None
+    assert requests(metrics(client), '/metrics', method='GET') == 1
     assert 'path/1' not in str(samples)
+
+
+def test_unknown_methods_share_a_label(client):
+    """A client cannot make up labels: methods without a responder are ``other``."""
+    client.lint = False
+    for method in ('BREW', 'PUT', 'get', 'WEBSOCKET'):
+        client.request('/plants', method=method)
+    samples = metrics(client)
+    assert requests(samples, status='405', error='40500', method='other') == 4
+    assert 'BREW' not in str(samples)
 
 
 def test_times(client):
@@ -69,11 +96,31 @@ def test_times(client):
     bounds = [
         float(dict(labels)['le'])
         for name, *labels in samples
-        if name == f'{REQUESTS}_bucket' and ('path', '/plants') in labels
+        if name == f'{REQUESTS}_bucket' and ('route', '/plants') in labels
     ]
     assert (bounds[0], bounds[-2], bounds[-1]) == (0.0005, 10, float('inf'))
     assert requests(samples, suffix='bucket', le='10.0') == 1
     assert 0 < requests(samples, suffix='sum') < 10
+
+
+def test_requests_in_progress_are_counted(serve):
+    """A request counts until it is answered, also if it fails; the scrape is one."""
+    began, go_on = threading.Event(), threading.Event()
+
+    class SlowStore(MemoryStore):
+        def add(self, plant):
+            began.set()
+            assert go_on.wait(20)
+            raise RuntimeError
+
+    client = serve(SlowStore(), metrics=True)
+    thread = threading.Thread(target=client.add, args=[FERN])
+    thread.start()
+    assert began.wait(20)
+    assert metrics(client)['plants_requests_in_progress',] == 2
+    go_on.set()
+    thread.join(20)
+    assert metrics(client)['plants_requests_in_progress',] == 1
 
 
 def test_syncs(serve, tmp_path):
@@ -91,24 +138,93 @@ def test_syncs(serve, tmp_path):
     assert 0 < samples['plants_store_sync_seconds_sum',] < 10
 
 
+def test_two_applications_over_one_store_both_see_its_syncs(serve, tmp_path):
+    """The second metered application does not take the syncs away from the first."""
+    with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
+        clients = [serve(store, metrics=True) for _ in range(2)]
+        clients[0].add(FERN)
+        for client in clients:
+            assert metrics(client)['plants_store_sync_seconds_count',] == 1
+
+
+@pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])
+def test_readiness_of_the_store_is_told(fault, serve):
+    """The store is ready or not, as at ``/readyz``; the rest is told anyway."""
+
+    class Store(MemoryStore):
+        def ping(self):
+            if fault is not None:
+                raise fault
+
+    samples = metrics(serve(Store(), metrics=True))
+    assert samples['plants_store_ready',] == (fault is None)
+    assert 'plants_requests_in_progress' in str(samples)
+
+
+def test_failed_reloads_of_the_tokens_are_counted(serve, store, tmp_path, monkeypatch):
+    """Each broken version of the tokens file counts once."""
+    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
+    path = tmp_path / 'tokens'
+    path.write_text('correct-horse.battery~staple\n')
+    client = serve(store, metrics=True, tokens=TokensFile(path))
+    assert metrics(client)['plants_token_reload_failures_total',] == 0
+    path.write_text('more than two words\n')
+    for _ in range(2):
+        assert metrics(client)['plants_token_reload_failures_total',] == 1
+
+
+def test_version_is_told(client):
+    """The version is a label of a metric whose value is always 1."""
+    assert metrics(client)['plant_store_build_info', ('version', VERSION)] == 1
+
+
+def test_process_is_measured(client):
+    """CPU time, memory, open files and start time of the process are told."""
+    samples = metrics(client)
+    for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
+        assert samples[f'process_{name}',] > 0
+
+
+def test_every_metric_has_help(client):
+    """What is measured is said in a sentence."""
+    for family in families(client):
+        assert family.documentation.endswith('.'), family.name
+
+
 OTHER_PROCESS = """
+import sys
 from webtest import TestApp
 from app import create_app
 from store import open_store
-app = TestApp(create_app(open_store('memory:'), tokens=['t'], metrics=True))
+from web.metrics import Processes
+metrics = Processes(sys.argv[1], dict)
+app = TestApp(create_app(open_store('memory:'), tokens=['t'], metrics=metrics))
 for path in ('/livez', '/livez', '/readyz'):
     app.get(path)
 """
 
 
-def test_processes_that_share_a_directory(serve, tmp_path, monkeypatch):
-    """Where processes share a directory each of them tells what all have counted."""
-    monkeypatch.setenv('PROMETHEUS_MULTIPROC_DIR', str(tmp_path))
+def test_processes_that_share_a_directory(serve, tmp_path):
+    """Each of several processes tells what all of them have counted."""
     for _ in range(2):
-        subprocess.run([sys.executable, '-c', OTHER_PROCESS], timeout=60, check=True)
-    samples = metrics(serve(MemoryStore(), metrics=True))
-    assert requests(samples, '/livez') == 4
-    assert requests(samples, '/readyz') == 2
+        subprocess.run(
+            [sys.executable, '-c', OTHER_PROCESS, str(tmp_path)],
+            env=os.environ | {'PROMETHEUS_MULTIPROC_DIR': str(tmp_path)},
+            timeout=60,
+            check=True,
+        )
+    pids = {'master': os.getpid(), 'worker-1': os.getppid(), 'worker-2': 2**22 + 1}
+    processes = Processes(str(tmp_path), lambda: pids)
+    samples = metrics(serve(MemoryStore(), metrics=processes))
+    assert requests(samples, '/livez', method='GET') == 4
+    assert requests(samples, '/readyz', method='GET') == 2
+    assert samples['plants_store_ready',] == 1
+    # The third has ended.
+    for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
+        told = [
+            dict(labels) for found, *labels in samples if found == f'process_{name}'
+        ]
+        assert {labels['process'] for labels in told} == {'master', 'worker-1'}
 
 
 def test_applications_are_apart(client, serve):
@@ -119,8 +235,8 @@ def test_applications_are_apart(client, serve):
     assert requests(metrics(other)) is None
 
 
-def test_not_public(client, serve, store):
-    """The metrics need the token; where they are off there is no such path."""
+def test_metrics_need_the_token(client, serve, store):
+    """A stranger is refused; where metrics are off there is no such path."""
     stranger = Client(client.app)
     assert_error(stranger.get('/metrics'), 40100)
     assert_error(client.post('/metrics'), 40500)
@@ -131,8 +247,8 @@ def test_not_public(client, serve, store):
 
 
 @pytest.mark.parametrize('metrics', [False, True])
-def test_import(metrics):
-    """The library is imported where metrics are on, and nowhere else."""
+def test_library_is_imported_only_if_metrics_are_on(metrics):
+    """An embedder without metrics does not need the library."""
     code = f"""
 import sys
 from app import create_app

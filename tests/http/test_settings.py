@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import os
 import shlex
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from conftest import Client
 from errors import assert_error
 
 import app
-from app import Settings
-from app import Tokens
-from app import TokensFile
 from app import create_app
 from app import get_app
 from store import Plant
 from store.memory import MemoryStore
+from web import tokens as tokens_module
+from web.settings import Settings
+from web.tokens import Tokens
+from web.tokens import TokensFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +78,7 @@ def test_every_variable():
     assert settings.store == 'memory:'
     assert settings.max_body_bytes == 1000
     assert settings.tokens.name_of(TOKEN)
-    assert settings.log == 'json'
+    assert settings.log_format == 'json'
     assert settings.metrics is True
     assert settings.cors_origins == ('https://a.example', 'http://localhost:3000')
 
@@ -624,7 +626,7 @@ def pass_a_second(monkeypatch):
     clock = SimpleNamespace(
         monotonic=lambda: now, perf_counter=time.perf_counter, time=time.time
     )
-    monkeypatch.setattr(app, 'time', clock)
+    monkeypatch.setattr(tokens_module, 'time', clock)
 
     def pass_a_second():
         nonlocal now
@@ -901,16 +903,23 @@ def test_each_start_makes_another_token(at_exit, capsys):
     assert len(tokens) == 5
 
 
-def test_broken_file_at_the_start_of_a_worker(tmp_path):
-    """A file that is broken from the start falls back on what was accepted last."""
-    last = Tokens.parse([f'garden {TOKEN}', OTHER])
-    path = tmp_path / 'tokens'
+def test_child_of_a_fork_keeps_the_tokens_that_were_read(path, caplog):
+    """A child that starts while the file is broken accepts what its parent has read.
+
+    When the file is right again the child takes up the new tokens by itself.
+    """
+    tokens = TokensFile(path)
     path.write_text('more than two words\n')
-    environ = {'PLANTS_TOKENS_FILE': str(path), '_PLANTS_LAST_TOKENS': str(last)}
-    tokens = Settings.from_environ(environ).tokens
-    assert tokens.name_of(TOKEN) == 'garden'
-    assert tokens.name_of(OTHER) == 'token-2'
-    assert TOKEN not in str(last)
+    pid = os.fork()
+    if not pid:  # no assertion leaves the child
+        time.sleep(TokensFile.CHECK_EVERY)
+        kept = tokens.name_of(TOKEN) == 'old' and tokens.name_of(OTHER) is None
+        path.write_text(f'new {OTHER}\n')
+        time.sleep(TokensFile.CHECK_EVERY)
+        renewed = tokens.name_of(TOKEN) is None and tokens.name_of(OTHER) == 'new'
+        os._exit(0 if kept and renewed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

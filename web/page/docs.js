@@ -1,8 +1,8 @@
 SwaggerUIBundle({
   // Like every address of the page it is relative, so that any prefix will do.
-  url: 'openapi.json',
+  url: document.getElementById('page').dataset.description,
   dom_id: '#page',
   tryItOutEnabled: true,
-  // Otherwise the page would offer to send the description to somebody else's server.
+  // By default the page would send the description to the server of somebody else.
   validatorUrl: 'none',
 });

@@ -13,8 +13,7 @@ from typing import Any
 from referencing.jsonschema import DRAFT202012
 
 import schemas
-
-VERSION = '1.0.0'
+from web import VERSION
 
 # To a file, to a place in it, or to a place in the file where it stands. An anchor
 # (#name) is the same everywhere in a document.
@@ -43,12 +42,15 @@ _HEADERS: dict[str, Any] = {
 }
 
 
-def describe(errors: Mapping[int, str], max_body_bytes: int) -> dict[str, Any]:
+def describe(
+    errors: Mapping[int, str], max_body_bytes: int, *, metrics: bool = False
+) -> dict[str, Any]:
     """Return the description of a service.
 
     Args:
         errors: What each ``error`` of an ``Error`` means, in words for a person.
         max_body_bytes: The longest body that the service reads.
+        metrics: Whether ``/metrics`` is served.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.

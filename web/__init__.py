@@ -1,0 +1,3 @@
+"""What a request meets on its way through the service, and what configures that."""
+
+VERSION = '1.1.0'

@@ -1,0 +1,127 @@
+"""Documents for everybody: the description of the interface and the page to try it."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import falcon
+from falcon import Response
+
+from schemas import encode
+from web.errors import ErrorValue
+from web.errors import Fault
+from web.openapi import describe
+from web.request import PlantsRequest
+
+_HEADERS = {
+    # The page may run its own scripts and talk to this service, nothing else. The style
+    # sheet of Swagger UI contains its images.
+    'Content-Security-Policy': (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    'X-Content-Type-Options': 'nosniff',
+    'Vary': 'Accept-Encoding',
+}
+
+# The page, by path: file, media type, and for how many seconds a client may use it
+# again (Swagger UI changes only with its package). No other file is served.
+_PAGE = {
+    '/docs': ('docs.html', 'text/html', 0),
+    '/docs/': ('docs.html', 'text/html', 0),
+    '/docs/docs.css': ('docs.css', 'text/css', 0),
+    '/docs/docs.js': ('docs.js', 'text/javascript', 0),
+    '/docs/swagger-ui.css': ('swagger-ui.css', 'text/css', 86_400),
+    '/docs/swagger-ui-bundle.js': ('swagger-ui-bundle.js', 'text/javascript', 86_400),
+}
+
+
+class DocumentResource:
+    """A document, compressed for the clients that accept it.
+
+    Args:
+        document: Its bytes.
+        compressed: The same, compressed with gzip.
+        media_type: For the header ``Content-Type``.
+        max_age: How long a client may use it again, in seconds.
+    """
+
+    def __init__(
+        self, document: bytes, compressed: bytes, media_type: str, max_age: int = 0
+    ) -> None:
+        self._document = document
+        self._compressed = compressed
+        self._media_type = media_type
+        self._headers = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        resp.set_headers(self._headers)
+        resp.content_type = self._media_type
+        resp.data = self._document
+        if _accepts_gzip(req.env.get('HTTP_ACCEPT_ENCODING', '')):
+            resp.set_header('Content-Encoding', 'gzip')
+            resp.data = self._compressed
+
+    on_head = on_get
+
+
+def _accepts_gzip(accepted: str) -> bool:
+    """Say whether an ``Accept-Encoding`` names gzip (RFC 9110, section 12.5.3)."""
+    for coding in accepted.split(','):
+        name, parameters = falcon.parse_header(coding)
+        if name.lower() == 'gzip':
+            return parameters.get('q', '1').strip('0.') != ''
+    return False
+
+
+class NoPageResource:
+    """It answers for the files of the page if Swagger UI is not installed."""
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        raise Fault(
+            ErrorValue.NO_SUCH_PATH, 'the page needs the package swagger-ui-bundle-v2'
+        )
+
+    on_head = on_get
+
+
+def documents(
+    errors: Mapping[int, str], max_body_bytes: int, *, metrics: bool
+) -> dict[str, object]:
+    """Return the description and the files of the page, by their paths."""
+    description = encode(describe(errors, max_body_bytes, metrics=metrics))
+    resources: dict[str, object] = {
+        '/openapi.json': DocumentResource(
+            description, gzip.compress(description), falcon.MEDIA_JSON
+        )
+    }
+    installed = find_spec('swagger_ui_bundle') is not None
+    for path, (name, media_type, max_age) in _PAGE.items():
+        resources[path] = NoPageResource()
+        if installed:
+            resources[path] = DocumentResource(
+                *_page_file(path, name), f'{media_type}; charset=utf-8', max_age
+            )
+    return resources
+
+
+@cache
+def _page_file(path: str, name: str) -> tuple[bytes, bytes]:
+    """Return a file of the page, ours or one of Swagger UI, as it is and compressed.
+
+    NOTE: compressing takes 60 ms, so it is done once, where no request waits for it.
+    """
+    from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
+
+    ours = Path(__file__).parent / 'page' / name
+    document = (ours if ours.exists() else swagger_ui_path / name).read_bytes()
+    if path.endswith('/'):
+        # The page has relative addresses, so that it works under any prefix.
+        document = document.replace(b'="docs/', b'="')
+        document = document.replace(b'="openapi.json', b'="../openapi.json')
+    return document, gzip.compress(document)

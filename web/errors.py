@@ -1,0 +1,131 @@
+"""The errors of the interface: their values, and the one place that answers them."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import Any
+
+import falcon
+from falcon import Response
+
+from schemas import encode
+from store import IdTaken
+from store import StoreError
+from store import StoreUnavailable
+from web.request import PlantsRequest
+
+log = logging.getLogger('plants')
+
+
+class ErrorValue(enum.IntEnum):
+    """The ``error`` member of an ``Error``: HTTP status times 100, plus n.
+
+    Attributes:
+        meaning: What it says, whatever the request was, in words for a person.
+    """
+
+    meaning: str
+
+    BAD_REQUEST = 400_00, 'the request could not be understood, or its body broke off'
+    BODY_MISSING = 400_01, 'the body is missing or empty'
+    WRONG_MEDIA_TYPE = 400_02, 'the media type is not application/json'
+    BODY_TOO_LARGE = 400_03, 'the body is larger than the limit'
+    NOT_JSON = 400_04, 'the body is not JSON'
+    NOT_A_NEW_PLANT = 400_05, 'the body is JSON, but not a NewPlant'
+    ID_TAKEN = 400_06, 'the id is taken by a different plant'
+    NO_TOKEN = 401_00, 'there is no bearer token'
+    INVALID_TOKEN = 401_01, 'the token is not valid'
+    NO_SUCH_PATH = 404_00, 'there is no such path'
+    METHOD_NOT_ALLOWED = 405_00, 'the method is not allowed here'
+    INTERNAL = 500_00, 'an unexpected fault of the service'
+    STORE_UNAVAILABLE = 503_00, 'the store cannot take plants now'
+
+    def __new__(cls, value: int, meaning: str) -> ErrorValue:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    @property
+    def status(self) -> int:
+        return self // 100
+
+
+class Fault(Exception):
+    """A request ends with an ``Error``.
+
+    Attributes:
+        value: Its ``error``, which also gives the HTTP status.
+        message: Its ``message``, for a person.
+        headers: Further headers of the answer.
+    """
+
+    def __init__(self, value: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.value = value
+        self.message = message
+        self.headers = headers
+
+    @classmethod
+    def plain(cls, value: ErrorValue) -> Fault:
+        """Return the fault whose message is the meaning of its value."""
+        return cls(value, value.meaning)
+
+
+def error_body(value: int, message: str) -> bytes:
+    """Return an ``Error`` as JSON text, for those who answer without Falcon too."""
+    return encode({'error': int(value), 'message': message})
+
+
+def add_error_handlers(app: falcon.App[PlantsRequest, Response]) -> None:
+    """Have an application answer every exception with an ``Error``."""
+    app.add_error_handler(Exception, _answer_exception)
+    app.add_error_handler(StoreError, _answer_store_error)
+    app.add_error_handler(falcon.HTTPError, _answer_http_error)
+    app.add_error_handler(Fault, _answer_fault)
+
+
+def _answer_fault(
+    req: PlantsRequest, resp: Response, fault: Fault, params: dict[str, Any]
+) -> None:
+    """Turn a fault into an answer; the other handlers end here."""
+    req.context.error = int(fault.value)
+    resp.status = fault.value // 100
+    for name, text in fault.headers.items():
+        resp.set_header(name.replace('_', '-'), text)
+    resp.content_type = falcon.MEDIA_JSON
+    resp.data = error_body(fault.value, fault.message)
+
+
+def _answer_http_error(
+    req: PlantsRequest, resp: Response, ex: falcon.HTTPError, params: dict[str, Any]
+) -> None:
+    """Answer what Falcon raises: an unknown path, a header it cannot read."""
+    if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
+        fault = Fault.plain(ErrorValue.NO_SUCH_PATH)
+    else:
+        fault = Fault(100 * ex.status_code, ex.description or ex.title)
+    _answer_fault(req, resp, fault, params)
+
+
+def _answer_store_error(
+    req: PlantsRequest, resp: Response, ex: StoreError, params: dict[str, Any]
+) -> None:
+    if isinstance(ex, IdTaken):
+        fault = Fault(ErrorValue.ID_TAKEN, str(ex))
+    else:
+        log.error('%s: %s', req.context.id, ex)
+        reason, retry_after = 'see the log of the server', 60
+        if isinstance(ex, StoreUnavailable):
+            reason, retry_after = ex.reason, ex.retry_after
+        value = ErrorValue.STORE_UNAVAILABLE
+        fault = Fault(value, f'{value.meaning}: {reason}', retry_after=str(retry_after))
+    _answer_fault(req, resp, fault, params)
+
+
+def _answer_exception(
+    req: PlantsRequest, resp: Response, ex: Exception, params: dict[str, Any]
+) -> None:
+    log.exception('%s: unexpected exception', req.context.id, exc_info=ex)
+    _answer_fault(req, resp, Fault.plain(ErrorValue.INTERNAL), params)

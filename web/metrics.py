@@ -1,0 +1,181 @@
+"""What Prometheus is told at ``/metrics``, about one process or about several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from falcon import Response
+
+from store import PlantStore
+from web import VERSION
+from web.request import PlantsRequest
+from web.tokens import Tokens
+
+if TYPE_CHECKING:
+    from prometheus_client import Histogram
+    from prometheus_client import Metric
+
+# The methods that some path allows; a client may send any number of others.
+_METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Several processes that serve one application and measure together.
+
+    Whoever starts them switches ``prometheus_client`` to its multi-process mode before
+    it makes the application: it sets ``PROMETHEUS_MULTIPROC_DIR`` and
+    ``prometheus_client.values.ValueClass``.
+
+    Attributes:
+        directory: Where each process keeps its values: ``PROMETHEUS_MULTIPROC_DIR``.
+        pids: Returns the process ids, by the names that the processes have as the label
+            ``process``. A name that is used again keeps their number small.
+    """
+
+    directory: str
+    pids: Callable[[], Mapping[str, int]]
+
+
+class Metrics:
+    """Middleware and resource: measure requests and answer ``/metrics``.
+
+    Args:
+        store: Whose syncs and readiness are told.
+        tokens: Whose failed reloads are counted.
+        processes: Those that the answer is about; this one by default.
+    """
+
+    SECONDS = (
+        *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+        *(0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    )
+
+    def __init__(
+        self, store: PlantStore, tokens: Tokens, processes: Processes | None = None
+    ) -> None:
+        # NOTE: imported here: it takes a while, and is needed only if this is on.
+        import prometheus_client
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        self._prometheus = prometheus_client
+        self._store = store
+        self._pids = processes.pids if processes else None
+        registry = self._scraped = prometheus_client.CollectorRegistry()
+        if processes:
+            self._scraped = prometheus_client.CollectorRegistry()
+            MultiProcessCollector(self._scraped, processes.directory)  # type: ignore[no-untyped-call]
+        self._requests = prometheus_client.Histogram(
+            'plants_request_seconds',
+            'Seconds from the head of a request to its answer.',
+            ['method', 'route', 'status', 'error'],
+            buckets=self.SECONDS,
+            registry=registry,
+        )
+        # NOTE: finding one by its labels costs more than counting.
+        self._series: dict[tuple[str, str, int, int], Histogram] = {}
+        self._in_progress = prometheus_client.Gauge(
+            'plants_requests_in_progress',
+            'Requests that are being answered.',
+            multiprocess_mode='livesum',
+            registry=registry,
+        )
+        self._syncs = prometheus_client.Histogram(
+            'plants_store_sync_seconds',
+            'Seconds that the store took to sync a batch of plants.',
+            buckets=(0.0001, 0.00025, *self.SECONDS),
+            registry=registry,
+        )
+        self._batches = prometheus_client.Histogram(
+            'plants_store_batch_plants',
+            'Plants that were synced together.',
+            buckets=[2**power for power in range(9)],
+            registry=registry,
+        )
+        failed_reloads = prometheus_client.Counter(
+            'plants_token_reload_failures',
+            'How often a changed tokens file could not be used.',
+            registry=registry,
+        )
+        store.observe_syncs(self._observe_sync)
+        tokens.observe_failed_reloads(failed_reloads.inc)
+        self._scraped.register(self)
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        self._in_progress.inc()
+
+    def process_response(
+        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        self._in_progress.dec()
+        labels = (
+            req.method if req.method in _METHODS else 'other',
+            # Not the path: clients may send any number of paths that do not exist.
+            req.uri_template or '',
+            resp.status_code,
+            req.context.error,
+        )
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._requests.labels(*labels)
+        series.observe(time.perf_counter() - req.context.began)
+
+    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+        resp.content_type = self._prometheus.CONTENT_TYPE_LATEST
+        resp.data = self._prometheus.generate_latest(self._scraped)
+
+    on_head = on_get
+
+    def _observe_sync(self, plants: int, seconds: float) -> None:
+        self._batches.observe(plants)
+        self._syncs.observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is looked up when it is asked for."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        build = GaugeMetricFamily(
+            'plant_store_build_info',
+            'Version of the plant store; the value is always 1.',
+            labels=['version'],
+        )
+        build.add_metric([VERSION], 1)
+        yield build
+        yield GaugeMetricFamily(
+            'plants_store_ready',
+            'Whether the store can take plants now: 1 or 0.',
+            self._is_ready(),
+        )
+        yield from self._process_metrics()
+
+    def _is_ready(self) -> bool:
+        try:
+            self._store.ping()
+        except Exception:  # whatever it is, /readyz says it
+            return False
+        return True
+
+    def _process_metrics(self) -> Iterator[Metric]:
+        """Yield CPU time, memory and open files, of each process by its name."""
+        from prometheus_client import Metric
+        from prometheus_client import ProcessCollector
+
+        if self._pids is None:
+            yield from ProcessCollector(registry=None).collect()
+            return
+        families: dict[str, Metric] = {}
+        for name, pid in self._pids().items():
+            for one in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+                family = families.setdefault(
+                    one.name, Metric(one.name, one.documentation, one.type)
+                )
+                family.samples += [
+                    sample._replace(labels={'process': name}) for sample in one.samples
+                ]
+        yield from families.values()

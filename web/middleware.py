@@ -1,0 +1,202 @@
+"""Middleware for every request: its id and its log line, CORS, paths and methods."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote
+
+import falcon
+from falcon import Response
+
+from web.errors import ErrorValue
+from web.errors import Fault
+from web.request import PlantsRequest
+
+log = logging.getLogger('plants')
+
+# A request id that a client may choose: nothing that could break a line or a header.
+_SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
+
+
+def new_request_id() -> str:
+    """Return an id for a request that has none of its own."""
+    return f'{random.getrandbits(64):016x}'
+
+
+# Percent-encoded, no path breaks a line of the log. Most requests have the same one.
+_quote = lru_cache(maxsize=256)(quote)
+
+
+class RequestLog:
+    """Middleware: give each request an id, and the log a line about it.
+
+    A log handler finds the members of the line in the record's ``args``, a mapping.
+    """
+
+    LINE = (
+        '%(request_id)s %(token)s %(method)s %(path)s %(status)d %(error)d '
+        '%(duration_ms).1f ms %(bytes)d bytes'
+    )
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        req.context.began = time.perf_counter()
+        id = req.env.get('HTTP_X_REQUEST_ID')
+        if id is None or not _SANE_ID.fullmatch(id):
+            id = new_request_id()
+        req.context.id = id
+        resp.set_header('X-Request-Id', id)
+
+    def process_response(
+        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
+        context = req.context
+        members = {
+            'message': 'request',
+            'request_id': context.id,
+            'token': context.token_name or '-',
+            'method': _quote(req.method),
+            # NOTE: without the query string: a token may be in it.
+            'path': _quote(req.path),
+            'status': resp.status_code,
+            'error': context.error,
+            'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
+            'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
+        }
+        log.info(self.LINE, members)
+
+
+# As browsers write it: in lower case, without a path (RFC 6454, section 6.2).
+_ORIGIN = re.compile(r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?')
+
+
+def check_origins(origins: Iterable[str]) -> None:
+    """Check what is configured as origins.
+
+    Args:
+        origins: What browsers send as ``Origin``; ``*`` alone stands for all of them.
+
+    Raises:
+        ValueError: There is none, or one that no browser sends.
+    """
+    origins = list(origins)
+    for origin in origins or ['']:
+        if origins != ['*'] and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f'{origin!r} is not an origin like https://example.org, '
+                f'in lower case and with nothing behind it, nor is it * alone'
+            )
+
+
+class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
+    """Middleware: let pages of other origins send requests and read the answers.
+
+    It is Falcon's, with two differences. First, it answers a preflight request (Fetch
+    standard, section 3.3.2) before the token is checked, since browsers send none with
+    it. The answer is the same for every path, so that it does not tell which paths
+    exist. No other OPTIONS request is answered here. Second, an answer that depends on
+    the origin says so (``Vary``).
+
+    Credentials in the standard's sense (cookies, for example) stay forbidden: a page
+    sets the header with the bearer token by itself.
+
+    Args:
+        origins: What browsers send as ``Origin``; ``*`` alone stands for all of them.
+
+    Raises:
+        ValueError: There is none, or one that no browser sends.
+    """
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        origins = [origins] if isinstance(origins, str) else list(origins)
+        check_origins(origins)
+        super().__init__(
+            '*' if origins == ['*'] else origins,
+            expose_headers=['X-Request-Id', 'Retry-After'],
+        )
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        if (
+            req.method == 'OPTIONS'
+            and 'HTTP_ACCESS_CONTROL_REQUEST_METHOD' in req.env
+            and (
+                self.allow_origins == '*'
+                or req.env.get('HTTP_ORIGIN') in self.allow_origins
+            )
+        ):
+            resp.status = 204
+            # Falcon turns this into Access-Control-Allow-Methods.
+            resp.set_header('Allow', 'GET, HEAD, POST')
+            resp.complete = True
+
+    def process_response(
+        self, req: falcon.Request, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        super().process_response(req, resp, resource, succeeded)
+        if self.allow_origins != '*':
+            resp.append_header('Vary', 'Origin')
+
+
+class StrictRouting:
+    """Middleware: another spelling of a path is 404, a method without responder 405.
+
+    Falcon takes ``//plants`` for ``/plants``, answers OPTIONS by itself, and 400 to a
+    method it does not know.
+    """
+
+    def process_resource(
+        self,
+        req: PlantsRequest,
+        resp: Response,
+        resource: object,
+        params: dict[str, Any],
+    ) -> None:
+        if req.path != req.uri_template:
+            raise Fault.plain(ErrorValue.NO_SUCH_PATH)
+        method = req.method
+        if not hasattr(resource, f'on_{method.lower()}') or not method.isupper():
+            own = [name[3:].upper() for name in dir(resource) if name.startswith('on_')]
+            raise Fault(
+                ErrorValue.METHOD_NOT_ALLOWED,
+                f'{ErrorValue.METHOD_NOT_ALLOWED.meaning}; allowed: {", ".join(own)}',
+                allow=', '.join(own),
+            )
+
+
+class AnnouncedClose:
+    """Middleware: the server closes the connection after a body that was left unread.
+
+    The next request on the connection would begin behind the rest of that body. A
+    server discards a short rest and goes on. It closes after a long one, and the answer
+    must say so, or the client's next request fails. PEP 3333 forbids an application the
+    header ``Connection``, so the server offers a function for it in the environment.
+    """
+
+    # gunicorn discards no more than this, in bytes.
+    LONG_REST = 65_536
+    # Under this name the server offers a function without arguments.
+    ENVIRON_KEY = 'plants.close_connection'
+
+    def process_response(
+        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
+    ) -> None:
+        state = req.context.body_state
+        if state == 'broken' or (state == 'unread' and self._has_long_body(req)):
+            close_connection = req.env.get(self.ENVIRON_KEY)
+            if close_connection is not None:
+                close_connection()
+
+    def _has_long_body(self, req: PlantsRequest) -> bool:
+        if 'HTTP_TRANSFER_ENCODING' in req.env:
+            return True
+        announced = req.env.get('CONTENT_LENGTH') or '0'
+        # NOTE: int() refuses thousands of digits with an exception.
+        digits = announced.lstrip('0')[:18] or '0'
+        return not announced.isdecimal() or int(digits) >= self.LONG_REST

@@ -1,0 +1,216 @@
+"""Bearer tokens: which are accepted, where they come from, and who is let in."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from pathlib import Path
+
+from falcon import Response
+
+from web.errors import ErrorValue
+from web.errors import Fault
+from web.request import PlantsRequest
+
+log = logging.getLogger('plants')
+
+
+class Tokens:
+    """The accepted bearer tokens, kept as digests.
+
+    Args:
+        names: From the SHA-256 digest of a token to the token's name, for the log.
+
+    Raises:
+        ValueError: There is none, or a name could break a line of the log.
+    """
+
+    def __init__(self, names: Mapping[bytes, str]) -> None:
+        if not names:
+            raise ValueError('there is no token')
+        if not all(name.isprintable() for name in names.values()):
+            raise ValueError('the name of a token has only printable characters')
+        self._names = dict(names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @classmethod
+    def of(cls, tokens: str | Iterable[str] | Mapping[str, str]) -> Tokens:
+        """Accept one token, several, or those of a mapping from names to tokens.
+
+        Without names, tokens are named by their position: ``token-1``, ``token-2``.
+        ``sha256:`` and 64 hexadecimal digits stand for the token with that digest.
+
+        Raises:
+            ValueError: There is no token, or one that cannot be sent in a header. The
+                message has its name, never its text.
+        """
+        if isinstance(tokens, str):
+            tokens = [tokens]
+        if not isinstance(tokens, Mapping):
+            tokens = {f'token-{number}': text for number, text in enumerate(tokens, 1)}
+        return cls({_digest(text, name): name for name, text in tokens.items()})
+
+    @classmethod
+    def parse(cls, lines: Iterable[str]) -> Tokens:
+        """Read the lines of a file: TOKEN or NAME TOKEN; # begins a comment.
+
+        Raises:
+            ValueError: A line is neither, or there is no token. The message has the
+                line's number, never its text.
+        """
+        names = {}
+        for number, line in enumerate(lines, 1):
+            words = re.split(r'(?:^|\s)#', line)[0].split()
+            if len(words) > 2:
+                raise ValueError(f'line {number}: it is not TOKEN or NAME TOKEN')
+            if words:
+                name = words[0] if len(words) == 2 else f'token-{number}'
+                names[_digest(words[-1], f'line {number}')] = name
+        return cls(names)
+
+    def name_of(self, token: str) -> str | None:
+        """Return the name of a token, or ``None`` if it is not accepted.
+
+        It takes the same time whichever token it is, and however much of it is right.
+        """
+        digest = hashlib.sha256(token.encode('latin-1')).digest()
+        found = None
+        for known, name in self._names.items():
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+    def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
+        """Have an observer called after each failed reload; here there is none."""
+
+
+def _digest(token: str, where: str) -> bytes:
+    """Return the SHA-256 digest of a token, or the digest that ``sha256:`` gives."""
+    if not isinstance(token, str):
+        raise ValueError(f'{where}: a token is text')
+    scheme, colon, digits = token.partition(':')
+    if colon:
+        if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
+            raise ValueError(f'{where}: it is not sha256: and 64 hexadecimal digits')
+        return bytes.fromhex(digits)
+    # RFC 6750, section 2.1: b64token.
+    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):
+        raise ValueError(
+            f'{where}: a token has only letters, digits and -._~+/, and = at its end'
+        )
+    return hashlib.sha256(token.encode()).digest()
+
+
+class TokensFile(Tokens):
+    """Tokens in a file, one entry a line, read again when the file has changed.
+
+    A process that inherits the object by a fork inherits the tokens too, and looks at
+    the file itself. So a worker that starts while the file is broken accepts what the
+    parent process has read.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not right; the message says where.
+    """
+
+    CHECK_EVERY = 0.5  # seconds
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._observers: list[Callable[[], None]] = []
+        self._next_check = time.monotonic() + self.CHECK_EVERY
+        self._version = self._stat()
+        super().__init__(self._read())
+
+    def name_of(self, token: str) -> str | None:
+        now = time.monotonic()
+        if now >= self._next_check:
+            # Two threads may both come here; both then read the same file.
+            self._next_check = now + self.CHECK_EVERY
+            self._refresh()
+        return super().name_of(token)
+
+    def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
+        self._observers.append(observer)
+
+    def _refresh(self) -> None:
+        version = self._stat()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._names = self._read()
+        except (OSError, ValueError) as ex:
+            log.error('%s: %s; the tokens stay as they were', self._path, ex)
+            for observer in self._observers:
+                observer()
+        else:
+            log.info('%s: %d tokens are accepted now', self._path, len(self))
+
+    def _stat(self) -> tuple[int, ...] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def _read(self) -> dict[bytes, str]:
+        lines = self._path.read_text('utf-8-sig').split('\n')
+        return Tokens.parse(lines)._names
+
+
+class BearerAuth:
+    """Middleware: no responder runs without a valid bearer token (RFC 6750).
+
+    It runs before the body is read and before the router, so a path that does not
+    exist is answered 401 to a client without a token, not 404.
+
+    Args:
+        tokens: Which tokens are accepted.
+        public: Paths that need none.
+    """
+
+    def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:
+        self._tokens = tokens
+        self._public = frozenset(public)
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        if req.path in self._public:
+            return
+        scheme, _, token = (req.auth or '').partition(' ')
+        token = token.strip(' \t')
+        if scheme.lower() != 'bearer' or not token:
+            raise Fault(
+                ErrorValue.NO_TOKEN,
+                'send the header Authorization: Bearer and a token',
+                www_authenticate='Bearer',
+            )
+        req.context.token_name = name = self._tokens.name_of(token)
+        if name is None:
+            raise Fault(
+                ErrorValue.INVALID_TOKEN,
+                'the token is not valid',
+                www_authenticate='Bearer error="invalid_token"',
+            )
+
+
+def new_token_notice(token: str, address: str) -> str:
+    """Return what to print for a token that was made because none was configured."""
+    return (
+        f'No token is configured (PLANTS_TOKENS), so this one was made:\n\n'
+        f'    {token}\n\n'
+        f'Add a plant with it:\n\n'
+        f"    curl {address}/plants -H 'Authorization: Bearer {token}' "
+        f'-H \'Content-Type: application/json\' -d \'{{"id": 1, "name": "Fern"}}\'\n'
+    )
