@@ -74,7 +74,8 @@ class PlantStore(abc.ABC):
        promised order, exactly as it was given.
     6. ``ping`` returns if an ``add`` would work now and raises what it would raise
        if not.
-    7. After ``close`` every method but ``close`` raises ``StoreClosed``.
+    7. After ``close`` whatever uses the plants raises ``StoreClosed``; ``close`` may
+       be called again.
     8. Making a store touches nothing; it opens in the process that first uses it. So
        a store that was made before a fork works after it.
 

@@ -40,8 +40,8 @@ class Damage(NamedTuple):
     reason: str
 
 
-def verify(path: Path, *, repair: bool, progress: Progress) -> Verified:
-    """Read every line of a plant file, and move what is damaged, if that is wanted."""
+def verify(path: Path, *, move: bool, progress: Progress) -> Verified:
+    """Find every damaged line of a plant file, and move them out if that is wanted."""
     count = 0
 
     def counted(lines: Iterable[Item]) -> Iterator[Item]:
@@ -50,7 +50,7 @@ def verify(path: Path, *, repair: bool, progress: Progress) -> Verified:
             yield line
 
     side, damaged = (
-        move_damage(path, counted) if repair else (None, find_damage(path, counted))
+        repair(path, counted) if move else (None, find_damage(path, counted))
     )
     sentences = tuple(
         f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
@@ -72,9 +72,7 @@ def find_damage(path: Path, progress: Progress = iter) -> list[Damage]:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def move_damage(
-    path: Path, progress: Progress = iter
-) -> tuple[Path | None, list[Damage]]:
+def repair(path: Path, progress: Progress = iter) -> tuple[Path | None, list[Damage]]:
     """Move every damaged line of a plant file to a side file; nothing is lost.
 
     The file is replaced in one step. A server that has it open refuses plants from

@@ -26,7 +26,7 @@ from store import record
 from store.__main__ import main
 from store.repair import _find_damage
 from store.repair import find_damage
-from store.repair import move_damage
+from store.repair import repair
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -400,7 +400,7 @@ class TestRepair:
         with path.open('rb') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             waiting = threading.Thread(
-                target=lambda: repaired.append(outcome(move_damage, path)), daemon=True
+                target=lambda: repaired.append(outcome(repair, path)), daemon=True
             )
             waiting.start()
             waiting.join(0.1)
@@ -458,7 +458,7 @@ class TestRepair:
 
         monkeypatch.setattr(Path, 'replace', replace_and_raise)
         with pytest.raises(KeyboardInterrupt):
-            move_damage(path)
+            repair(path)
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
 
