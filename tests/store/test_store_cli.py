@@ -1,3 +1,5 @@
+"""The command line over plant files: list, count, check and repair."""
+
 import errno
 import fcntl
 import io
@@ -484,8 +486,8 @@ USAGE = {
 
 class TestUsage:
     @pytest.mark.parametrize(('arguments', 'said'), USAGE.values(), ids=USAGE)
-    def test_refused(self, run, arguments, said):
-        """A command that is none ends with exit code 2 and a sentence that says why."""
+    def test_wrong_command_is_refused(self, run, arguments, said):
+        """A wrong command ends with exit code 2 and a sentence that says why."""
         code, output, errors = run(*arguments)
         assert (code, output) == (2, b'')
         assert 'error: ' in errors[-1]

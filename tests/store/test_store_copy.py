@@ -542,8 +542,8 @@ class TestUsage:
         ],
         ids=str,
     )
-    def test_refused(self, run, arguments, said):
-        """A command that is none ends with exit code 2 and a sentence that says why."""
+    def test_wrong_command_is_refused(self, run, arguments, said):
+        """A wrong command ends with exit code 2 and a sentence that says why."""
         code, output, errors = run('copy', *arguments)
         assert (code, output) == (2, b'')
         assert said in errors[-1]
@@ -662,9 +662,13 @@ class TestOutput:
 
     def test_no_bar_without_tqdm(self, make, run, monkeypatch):
         """A bar is shown if its package is there, and nothing else needs it."""
-        monkeypatch.setitem(sys.modules, 'tqdm', None)
+        url = make('jsonl', FERN)
         monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
-        assert run('count', make('jsonl', FERN)) == (0, b'1\n', [])
+        code, output, errors = run('count', url)
+        assert (code, output) == (0, b'1\n')
+        assert any(' plants' in line for line in errors)
+        monkeypatch.setitem(sys.modules, 'tqdm', None)
+        assert run('count', url) == (0, b'1\n', [])
 
 
 def on_terminal(*arguments):
