@@ -32,9 +32,9 @@ from store import StoreError
 from store import __version__
 from store import masked
 from store import open_store
-from store import record
 from store.base import Create
 from store.base import Progress
+from store.jsonl import record
 from store.streams import PIPE
 from store.streams import PipeStore
 from store.streams import complain

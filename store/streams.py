@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from store import record
 from store.base import Plant
 from store.base import PlantStore
 from store.base import Progress
 from store.base import Verified
 from store.errors import StoreUnavailable
+from store.jsonl import record
 
 PIPE = '-'  # what stands for one on a command line
 INPUT = 'the standard input'
