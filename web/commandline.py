@@ -1,6 +1,6 @@
 """What ``python app.py`` does: explain the service, or become gunicorn.
 
-NOTE: Python 3.6 must be able to read this module, and it imports nothing that has to be
+NOTE: Python 3.7 must be able to read this module, and it imports nothing that has to be
 installed. It is what says that Python is too old or that the packages are missing.
 """
 

@@ -1,6 +1,6 @@
-"""The description of the interface (OpenAPI 3.1), made of what is written elsewhere.
+"""The description of the interface (OpenAPI 3.1).
 
-The shapes are the files beside this module; the errors are those of the application.
+The shapes are the files of ``schemas/``; the errors are those of ``web/errors.py``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from referencing.jsonschema import DRAFT202012
 import schemas
 from web import VERSION
 
-# To a file, to a place in it, or to a place in the file where it stands. An anchor
-# (#name) is the same everywhere in a document.
+# A reference to another file, to a place in it, or to a place in the same file. An
+# anchor (#name) stays as it is: it is found wherever it is in a document.
 _REFERENCE = re.compile(r'(?:([A-Za-z0-9._-]+)\.json)?(?:#(/.*)?)?')
+
+# The word of the specification for every answer that is not 200.
+_UNEXPECTED = 'unexpected error'
 
 _HEADERS: dict[str, Any] = {
     'X-Request-Id': {
-        'description': 'What the log calls the request: the header of this name that '
-        'it had, or a new id. Missing if the HTTP server could not read the request.',
+        'description': 'The id of the request in the log: what the request had in '
+        'this header, or a new id.',
+        'required': True,
         'schema': {'type': 'string'},
     },
     'WWW-Authenticate': {
@@ -70,24 +74,26 @@ def describe(
         'openapi': '3.1.0',
         'info': {
             'title': 'Plant store',
-            'description': 'A plant that was answered with 200 is never lost.',
+            'description': 'A sample interface for a plant store. A plant that was '
+            'answered with 200 is never lost.',
             'version': VERSION,
             'license': {'name': 'MIT', 'identifier': 'MIT'},
         },
-        # Relative to where the description was found (OpenAPI 3.1.0, section 4.8.5). It
-        # is right under any prefix, also under one that a proxy takes away and does not
-        # tell, and it believes no host and no scheme that a request only claims.
+        # Relative to the address of the description (OpenAPI 3.1.0, section 4.8.5). So
+        # it is right under any prefix, also under one that a proxy removes without a
+        # header, and it trusts no host and no scheme that a request claims.
         'servers': [{'url': '.', 'description': 'this service'}],
-        'security': [{'token': []}],
+        'security': [{'bearerAuth': []}],
         'paths': {
             '/plants': {
                 'post': {
                     'operationId': 'addPlant',
                     'tags': ['Plants'],
-                    'summary': 'Add a plant',
-                    'description': 'The same plant again is answered in the same way '
-                    'and stored once, so a request whose answer was lost may be sent '
-                    'again. A different plant with a taken `id` is refused.',
+                    'summary': 'Create plant',
+                    'description': 'Adds a plant to the store. The same plant again '
+                    'is answered in the same way and stored once, so a request whose '
+                    'answer was lost may be sent again. A different plant with a taken '
+                    '`id` is refused.',
                     'requestBody': {
                         'description': f'At most {max_body_bytes} bytes.',
                         'required': True,
@@ -104,6 +110,7 @@ def describe(
             '/readyz': _public(
                 'ready', 'An add would work now', _status('ready'), '503'
             ),
+            **(_metrics() if metrics else {}),
             '/openapi.json': _public(
                 'describe', 'This description', _json({'type': 'object'})
             ),
@@ -116,16 +123,40 @@ def describe(
             'responses': responses
             | {
                 'default': {
-                    'description': 'Any other answer. HTTP may demand one of the '
-                    'server itself (414, 417, 431, 501).',
+                    'description': f'{_UNEXPECTED}: any other status. The HTTP server '
+                    'itself may answer 414, 417, 431 or 501.',
                     'headers': _headers('Allow'),
                     'content': _errors(others),
                 }
             },
             'headers': _HEADERS,
-            'securitySchemes': {'token': {'type': 'http', 'scheme': 'bearer'}},
+            'securitySchemes': {
+                'bearerAuth': {
+                    'type': 'http',
+                    'scheme': 'bearer',
+                    'description': 'A token from the operator of the service, who '
+                    'configures which are accepted (`PLANTS_TOKENS` or '
+                    '`PLANTS_TOKENS_FILE`). With none configured the server makes one '
+                    'and prints it when it starts.',
+                }
+            },
         },
     }
+
+
+def _metrics() -> dict[str, Any]:
+    """Return the path of the metrics, which needs a token."""
+    operation = {
+        'operationId': 'metrics',
+        'tags': ['Operation'],
+        'summary': 'Metrics for Prometheus',
+        'responses': _responses(
+            'The metrics, in the text format of Prometheus',
+            {'text/plain': {'schema': {'type': 'string'}}},
+            '401',
+        ),
+    }
+    return {'/metrics': {'get': operation}}
 
 
 def _public(id: str, summary: str, content: Any, *responses: str) -> dict[str, Any]:
@@ -153,7 +184,7 @@ def _error(errors: Mapping[int, str], status: int, *headers: str) -> dict[str, A
         value: meaning for value, meaning in errors.items() if value // 100 == status
     }
     return {
-        'description': HTTPStatus(status).phrase,
+        'description': f'{_UNEXPECTED}: {HTTPStatus(status).phrase}',
         'headers': _headers(*headers),
         'content': _errors(of_status),
     }
@@ -189,10 +220,10 @@ def _headers(*names: str) -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Return the files as components: as they are, but for where they are.
+    """Return the files as components, with their references pointing to components.
 
-    Without ``$id``, a base of its own, a schema's references mean the same to tools
-    that know JSON Schema and to those that only know OpenAPI.
+    NOTE: an ``$id`` would be a base for references. Without it they mean the same to
+    tools that know JSON Schema and to those that know only OpenAPI.
     """
     components = {}
     for file, schema in schemas.load().items():

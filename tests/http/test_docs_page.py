@@ -1,5 +1,6 @@
 """The page at ``/docs``, as a browser gets it and as a person uses it."""
 
+import gzip
 import json
 import re
 import sys
@@ -7,11 +8,13 @@ import sys
 import pytest
 from conftest import Client
 from errors import assert_error
+from falcon import testing
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-from server import GUNICORN
 from server import PATIENCE
+from server import REPOSITORY
+from server import SCRIPTS
 from server import TOKEN
 from server import Server
 from server import installed
@@ -45,6 +48,37 @@ def test_file(path, stranger):
     head = stranger.head(path)
     assert head.headers['Content-Length'] == str(len(response.body))
     assert head.body == b''
+
+
+@pytest.fixture
+def raw(app):
+    """A client that shows an answer as it was sent: WebTest decompresses it."""
+    return testing.TestClient(app)
+
+
+@pytest.mark.parametrize('path', [*FILES, '/openapi.json'])
+def test_file_is_compressed_for_clients_that_accept_it(path, raw):
+    """With gzip a file has the same content; caches keep the two forms apart."""
+    plain = raw.simulate_get(path)
+    assert 'Content-Encoding' not in plain.headers
+    for accepted in ('gzip', 'br, GZIP;q=0.5, *;q=0'):
+        answer = raw.simulate_get(path, headers={'Accept-Encoding': accepted})
+        assert answer.headers['Content-Encoding'] == 'gzip'
+        assert answer.headers['Content-Type'] == plain.headers['Content-Type']
+        assert gzip.decompress(answer.content) == plain.content
+        head = raw.simulate_head(path, headers={'Accept-Encoding': accepted})
+        assert head.headers['Content-Length'] == str(len(answer.content))
+    for accepted in ('', 'identity', 'br', 'gzip;q=0', 'gzip; q=0.000', 'gzipped'):
+        answer = raw.simulate_get(path, headers={'Accept-Encoding': accepted})
+        assert answer.content == plain.content
+        assert answer.headers['Vary'] == 'Accept-Encoding'
+
+
+def test_large_file_shrinks_to_a_third(raw):
+    """The page loads fast over a slow line: its bundle has 1.5 MB uncompressed."""
+    path = '/docs/swagger-ui-bundle.js'
+    compressed = raw.simulate_get(path, headers={'Accept-Encoding': 'gzip'})
+    assert 3 * len(compressed.content) < len(raw.simulate_get(path).content)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +227,21 @@ class Page:
         body = self.find('.live-responses-table tbody .highlight-code code').text
         return int(status.split()[0]), json.loads(body)
 
+    def resize(self, width):
+        """Give the window a width, in pixels."""
+        self._browser.execute_cdp_cmd(
+            'Emulation.setDeviceMetricsOverride',
+            {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False},
+        )
+
+    def run(self, script):
+        """Run JavaScript in the page; return what it returns."""
+        return self._browser.execute_script(script)
+
+    def take_picture(self, path):
+        """Save what the window shows."""
+        assert self._browser.save_screenshot(str(path))
+
     def complaints(self):
         """Return what the browser has to say, of its console."""
         return [line['message'] for line in self._browser.get_log('browser')]
@@ -205,8 +254,10 @@ def server(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp('server')
     if code:
         (directory / 'site_of_test.py').write_text(code)
-    arguments = ['site_of_test:site'] if code else []
-    with Server(directory, *arguments, command=GUNICORN, workers=None) as server:
+    arguments = ['site_of_test:site' if code else 'app:app']
+    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', *arguments]
+    path = f'{REPOSITORY}:{directory}'
+    with Server(directory, command=command, workers=None, PYTHONPATH=path) as server:
         yield server, f'http://127.0.0.1:{server.port}{prefix}'
 
 
@@ -216,7 +267,8 @@ def page(browser, server):
     page = Page(browser, f'{server[1]}/docs')
     page.find('.opblock')
     assert page.complaints() == []
-    return page
+    yield page
+    browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 
 def test_person_adds_a_plant(page, server):
@@ -238,3 +290,56 @@ def test_person_has_a_wrong_token(page):
     # The browser notes in its console what was refused, and nothing else.
     (complaint,) = page.complaints()
     assert '401' in complaint
+
+
+def test_page_works_below_a_slash(browser, server):
+    """At ``/docs/`` the page finds its files and the service too."""
+    page = Page(browser, f'{server[1]}/docs/')
+    page.authorize(TOKEN)
+    page.fill_in({'id': 9, 'name': 'Moss'})
+    assert page.send() == (200, {'name': 'Moss'})
+    assert page.complaints() == []
+
+
+# What is seen beyond the edges of the window or of a frame that does not scroll.
+OUTSIDE = """
+function frame(element) {
+    const parent = element.parentElement;
+    if (!parent) return {left: 0, right: innerWidth};
+    const style = getComputedStyle(parent);
+    return style.overflowX === 'visible' ? frame(parent) : null;
+}
+const outside = [];
+for (const element of document.querySelectorAll('body, body *')) {
+    const box = element.getBoundingClientRect();
+    const within = frame(element);
+    if (box.width && within && (box.left < within.left || box.right > within.right))
+        outside.push(`${element.outerHTML.slice(0, 80)}: ${box.left}-${box.right}`);
+}
+return outside;
+"""
+
+
+@pytest.mark.parametrize('server', ['alone'], indirect=True)
+@pytest.mark.parametrize('width', [1280, 400])
+def test_nothing_is_outside_its_frame(width, page, tmp_path):
+    """With everything unfolded the page fits a wide window, and a narrow one.
+
+    A picture of it is kept if it does not.
+    """
+    page.resize(width)
+    page.authorize(TOKEN)
+    page.fill_in({'id': 10, 'name': 'A name without a space' * 20})
+    page.send()
+    page.run(
+        "document.querySelectorAll('.json-schema-2020-12-expand-deep-button')"
+        '.forEach(button => button.click())'
+    )
+    page.take_picture(tmp_path / f'docs-{width}.png')
+    assert page.run('return innerWidth') == width
+    assert page.run('return document.documentElement.scrollWidth') <= width
+    assert page.run(OUTSIDE) == []
+    # No frame around the page.
+    body = page.run('return document.body.getBoundingClientRect()')
+    inside = page.run('return document.documentElement.clientWidth')
+    assert (body['left'], body['right']) == (0, inside)

@@ -110,12 +110,55 @@ def test_headers_of_the_answers(description, status, headers):
 
 def test_only_what_is_public_needs_no_token(description, stranger):
     """An operation that is open to strangers is described so, and no other is."""
-    assert description['security'] == [{'token': []}]
+    assert description['security'] == [{'bearerAuth': []}]
     for path, methods in description['paths'].items():
         for method, operation in methods.items():
             status = stranger.request(path, method=method.upper()).status_int
             assert ('security' in operation) == (status == 200)
             assert operation.get('security', []) == []
+
+
+def test_words_of_the_specification_come_first(description):
+    """What the specification calls things is there; our words come after it."""
+    assert description['info']['description'].startswith(
+        'A sample interface for a plant store'
+    )
+    assert description['paths']['/plants']['post']['summary'] == 'Create plant'
+    properties = {
+        name: rules['description']
+        for shape in description['components']['schemas'].values()
+        for name, rules in shape['properties'].items()
+    }
+    for name, words in {
+        'name': 'The name of the plant',
+        'tag': 'Tag to specify the type',
+        'id': 'Identification number of the plant',
+        'error': 'Numeric error value',
+        'message': 'Error message text',
+    }.items():
+        assert properties[name].startswith(f'{words}: ')
+    for _, status, answer in responses(description):
+        is_error = answer['description'].startswith('unexpected error: ')
+        assert is_error == (status != '200')
+
+
+def test_scheme_says_where_a_token_comes_from(description):
+    """The security scheme has the usual name and tells whom to ask for a token."""
+    (scheme,) = description['components']['securitySchemes'].items()
+    assert scheme[0] == 'bearerAuth'
+    assert (scheme[1]['type'], scheme[1]['scheme']) == ('http', 'bearer')
+    assert 'PLANTS_TOKENS' in scheme[1]['description']
+
+
+def test_metrics_are_described_where_they_are_served(store, serve, description):
+    """The path is described, with its token, if and only if it is served."""
+    assert '/metrics' not in description['paths']
+    with_metrics = serve(store, metrics=True).get('/openapi.json').json
+    validate(with_metrics)
+    operation = with_metrics['paths']['/metrics']['get']
+    assert 'security' not in operation
+    assert set(operation['responses']) == {'200', '401', 'default'}
+    assert list(operation['responses']['200']['content']) == ['text/plain']
 
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant', 'Error'])

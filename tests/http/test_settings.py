@@ -23,6 +23,7 @@ from app import get_app
 from store import Plant
 from store.memory import MemoryStore
 from web import tokens as tokens_module
+from web.settings import VARIABLES
 from web.settings import Settings
 from web.tokens import Tokens
 from web.tokens import TokensFile
@@ -89,6 +90,44 @@ def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.max_body_bytes = 1
     assert TOKEN not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ('name', 'nearest'),
+    [
+        ('PLANTS_TOKEN', 'PLANTS_TOKENS'),
+        ('PLANTS_MAXBODY', 'PLANTS_MAX_BODY'),
+        ('PLANTS_TOKEN_FILE', 'PLANTS_TOKENS_FILE'),
+        ('PLANTS_CORS_ORIGIN', 'PLANTS_CORS_ORIGINS'),
+        ('PLANTS_DATABASE_URL', None),
+        ('PLANTS_', None),
+        ('PLANTS_tokens', None),
+    ],
+)
+def test_unknown_variable_is_refused_with_the_nearest_name(name, nearest):
+    """A misspelt variable stops the start; nothing of its value is shown."""
+    with pytest.raises(ValueError, match=f'^{name}: there is no such') as raised:
+        Settings.from_environ({name: TOKEN})
+    shown = str(raised.value).split()[-1]
+    assert shown == nearest if nearest else shown in VARIABLES
+    assert TOKEN not in str(raised.value)
+
+
+def test_metrics_without_their_package_are_refused(monkeypatch):
+    """The sentence names the package; without metrics nobody needs it."""
+    monkeypatch.setitem(sys.modules, 'prometheus_client', None)
+    assert Settings.from_environ({'PLANTS_METRICS': '0'}).metrics is False
+    with pytest.raises(ValueError, match=r'^PLANTS_METRICS: .* prometheus_client'):
+        Settings.from_environ({'PLANTS_METRICS': '1'})
+
+
+def test_store_without_its_package_is_refused(monkeypatch):
+    """The sentence names the package that the store needs."""
+    monkeypatch.setitem(sys.modules, 'psycopg', None)
+    for module in ('store.postgresql', 'psycopg.conninfo'):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ValueError, match=r'^PLANTS_STORE: .*psycopg'):
+        Settings.from_environ({'PLANTS_STORE': 'postgresql://localhost/plants'})
 
 
 @pytest.mark.parametrize(
