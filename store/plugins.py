@@ -8,7 +8,9 @@ A package offers one through an entry point, here for URLs ``trees:...``::
 It names a function, or a class, with the parameters of ``open_store``: it is called as
 ``open_trees(url, create=..., scheduler=...)`` and returns a ``PlantStore``. For a URL
 that is wrong it raises ``ValueError`` with a sentence that does not repeat the URL.
-``store.testing`` has the tests that such a store must pass.
+What blocks for long should run in ``scheduler.call(function)``, so that a worker of the
+server answers other requests meanwhile. ``store.testing`` has the tests that such a
+store must pass.
 """
 
 from __future__ import annotations
