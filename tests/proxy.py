@@ -22,7 +22,8 @@ class Proxy:
         self.port = self._listener.getsockname()[1]
         self._flows = threading.Event()
         self._flows.set()
-        self._cuts = self._ended = False
+        self._ended = False
+        self._cuts = 0  # how many connections to close
         self._answers = None  # how many to let pass before it stops
         self._threads = []
 
@@ -52,9 +53,9 @@ class Proxy:
         self._answers = None
         self._flows.set()
 
-    def cut(self):
-        """Close the connection that brings the next answer, and lose the answer."""
-        self._cuts = True
+    def cut(self, times=1):
+        """Close the connections that bring the next answers, and lose the answers."""
+        self._cuts = times
 
     def _start(self, function, *arguments):
         self._threads.append(threading.Thread(target=function, args=arguments))
@@ -86,5 +87,6 @@ class Proxy:
             if self._answers < 0:
                 self._flows.clear()
                 self._flows.wait()
-        cuts, self._cuts = self._cuts, False
-        return cuts
+        lost = self._cuts > 0
+        self._cuts -= lost
+        return lost

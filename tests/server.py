@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# What a checkout needs to serve.
+ROOMS = ('app.py', 'gunicorn.conf.py', 'schemas', 'serving', 'store', 'web')
 SCRIPTS = Path(sys.executable).parent
 GUNICORN = (
     *(sys.executable, '-m', 'gunicorn', '--pythonpath', str(REPOSITORY)),
@@ -54,10 +56,10 @@ def hurried(directory, **limits):
 
     Args:
         directory: Of the server.
-        limits: Of ``store.postgresql``, in seconds.
+        limits: Of ``store.postgresql.limits``, in seconds.
     """
-    lines = ['from store import postgresql']
-    lines += [f'postgresql.{name} = {seconds}' for name, seconds in limits.items()]
+    lines = ['from store.postgresql import limits']
+    lines += [f'limits.{name} = {seconds}' for name, seconds in limits.items()]
     lines += ['from app import app']
     (directory / 'hurried.py').write_text('\n'.join(lines))
     return 'hurried:app'
@@ -313,7 +315,7 @@ class Server:
         """Return the worker that logged the request of an answer."""
         id = re.escape(answer.headers['x-request-id'])
         line = rf'(?:\[|"pid": )(\d+)(?:\] \[INFO\] |.*"request_id": "){id}[ "]'
-        return int(re.search(line, self.log)[1])
+        return int(wait_until(lambda: re.search(line, self.log), 'it is logged')[1])
 
     def connect(self, timeout=PATIENCE):
         return RawClient(self.port, timeout)

@@ -35,12 +35,10 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
     if (length or len(body)) > limit:
         raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
     if length is not None and len(body) < length:
-        req.context.body_state = 'broken'
         raise Fault(
             ErrorValue.BAD_REQUEST,
             f'the body ended after {len(body)} of {length} bytes',
         )
-    req.context.body_state = 'read'
     if not body:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
     return body
@@ -56,7 +54,6 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
     except Exception as ex:
         # The chunks are malformed or the client has gone away. Each server raises an
         # exception of its own then, and none of them is a fault of the service.
-        req.context.body_state = 'broken'
         raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
     return b''.join(pieces)
 

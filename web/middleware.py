@@ -168,35 +168,3 @@ class StrictRouting:
                 f'{ErrorValue.METHOD_NOT_ALLOWED.meaning}; allowed: {", ".join(own)}',
                 allow=', '.join(own),
             )
-
-
-class AnnouncedClose:
-    """Middleware: the server closes the connection after a body that was left unread.
-
-    The next request on the connection would begin behind the rest of that body. A
-    server discards a short rest and goes on. It closes after a long one, and the answer
-    must say so, or the client's next request fails. PEP 3333 forbids an application the
-    header ``Connection``, so the server offers a function for it in the environment.
-    """
-
-    # gunicorn discards no more than this, in bytes.
-    LONG_REST = 65_536
-    # Under this name the server offers a function without arguments.
-    ENVIRON_KEY = 'plants.close_connection'
-
-    def process_response(
-        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
-    ) -> None:
-        state = req.context.body_state
-        if state == 'broken' or (state == 'unread' and self._has_long_body(req)):
-            close_connection = req.env.get(self.ENVIRON_KEY)
-            if close_connection is not None:
-                close_connection()
-
-    def _has_long_body(self, req: PlantsRequest) -> bool:
-        if 'HTTP_TRANSFER_ENCODING' in req.env:
-            return True
-        announced = req.env.get('CONTENT_LENGTH') or '0'
-        # NOTE: int() refuses thousands of digits with an exception.
-        digits = announced.lstrip('0')[:18] or '0'
-        return not announced.isdecimal() or int(digits) >= self.LONG_REST

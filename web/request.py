@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from typing import Any
-from typing import Literal
 
 import falcon
-
-BodyState = Literal['unread', 'read', 'broken']
 
 
 class Context:
@@ -18,14 +15,12 @@ class Context:
         token_name: Name of the accepted token, for the log.
         error: The ``error`` of the answer, or 0.
         began: ``time.perf_counter`` when the head was read.
-        body_state: Whether the body was read to its end (``read``), or broke off.
     """
 
     id = '-'
     token_name: str | None = None
     error = 0
     began = 0.0
-    body_state: BodyState = 'unread'
 
 
 class PlantsRequest(falcon.Request):

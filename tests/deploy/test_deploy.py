@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from server import PATIENCE
 from server import REPOSITORY
+from server import ROOMS
 from server import SCRIPTS
 from server import TOKEN
 from server import RawClient
@@ -29,7 +30,6 @@ from server import request
 from server import wait_until
 
 UNITS = [REPOSITORY / 'deploy' / name for name in ('plants.service', 'plants.socket')]
-RUNS = ('app.py', 'gunicorn.conf.py', 'schemas', 'store')
 
 
 def analyze(*arguments):
@@ -101,7 +101,7 @@ class Service:
         self._credentials = directory / 'credentials'
         for path in (self.plants_path.parent, self._credentials, directory / 'opt'):
             path.mkdir()
-        for name in RUNS:
+        for name in ROOMS:
             (directory / 'opt' / name).symlink_to(REPOSITORY / name)
         self._path = directory / 'plants.sock'
         self._listening = socket.socket(socket.AF_UNIX)

@@ -15,7 +15,7 @@ from server import hurried
 from server import request
 from server import wait_until
 
-from store.postgresql import CONNECT_WITHIN
+from store.postgresql.limits import CONNECT_WITHIN
 
 CLIENTS = 8
 # Seconds: less than what the service waits by itself.

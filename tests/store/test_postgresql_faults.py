@@ -20,12 +20,12 @@ from store_contract import in_threads
 from store_contract import processes
 from store_contract import wait_until
 
-import store.postgresql as limits
 from store import IdTaken
 from store import Plant
 from store import StoreClosed
 from store import StoreUnavailable
 from store import open_store
+from store.postgresql import limits
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
@@ -35,7 +35,7 @@ MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
 LONGEST = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + limits.CONNECT_WITHIN + 2
 AT_ONCE = 0.5
 # How soon a store adds again when the server does.
-BACK = limits.AWAY + 1
+BACK = limits.RETRY_AFTER + 1
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ class Load:
 
     def __init__(self, store, names='abcdefgh'):
         self._store = store
-        self._ended = False
+        self.ended = False
         self.stored = []
         self.longest = 0
         self.failures = 0
@@ -106,7 +106,7 @@ class Load:
         return self
 
     def __exit__(self, *exc_info):
-        self._ended = True
+        self.ended = True
         for thread in self._threads:
             thread.join()
 
@@ -118,9 +118,9 @@ class Load:
     def _add_all(self, place, name):
         for number in itertools.count():
             plant = Plant(10 + 100 * number + place, name)
-            while not self._ended and not self._add(plant):
+            while not self.ended and not self._add(plant):
                 time.sleep(0.01)
-            if self._ended:
+            if self.ended:
                 return
 
     def _add(self, plant):
@@ -202,15 +202,15 @@ def test_sessions_end(server, url, store):
 
 
 def test_idle_sessions_end(server, store):
-    """A server that went and came while nobody looked costs one answer."""
-    pool = store._opened()._pool
-    with pool.lend(), pool.lend(), pool.lend():
-        pass
-    assert len(server.sessions()) == 3
-    server.terminate_sessions()
-    with pytest.raises(StoreUnavailable):
-        store.add(FERN)
-    assert store.add(FERN) is True
+    """Sessions that ended while they were idle are replaced, and no add fails."""
+    pool = store._backend()._pool
+    for use in (lambda: store.add(FERN), store.ping):
+        with pool.lend(), pool.lend(), pool.lend():
+            pass
+        assert len(server.sessions()) == 3
+        server.terminate_sessions()
+        use()
+    assert store.add(FERN) is False
 
 
 # ---- the server hangs, or the network
@@ -286,13 +286,13 @@ def test_one_tries(far, proxy, short):
     proxy.stop()
     with pytest.raises(StoreUnavailable):
         far.add(MOSS)
-    time.sleep(limits.AWAY)
+    time.sleep(limits.RETRY_AFTER)
     waits = []
 
     def ping(number):
         began = time.monotonic()
         with pytest.raises(StoreUnavailable):
-            far._opened().ping()
+            far._backend().ping()
         waits.append(time.monotonic() - began)
 
     in_threads(*(lambda n=n: ping(n) for n in range(10)))
@@ -302,16 +302,19 @@ def test_one_tries(far, proxy, short):
 
 
 @pytest.mark.parametrize('stored', [False, True])
-def test_answer_is_lost(server, url, far, proxy, stored):
-    """Whose answer is lost is not told a guess; the repeat is told the truth."""
+def test_lost_answer_is_asked_for_again(server, url, far, proxy, stored):
+    """After a lost answer the store asks once more, and never answers with a guess."""
     if stored:
         far.add(FERN)
     proxy.cut()
-    with refused('there is no connection to the database', AT_ONCE):
-        far.add(FERN)
-    assert far.add(FERN) is False
+    assert far.add(FERN) is False  # the first try has stored it
+    proxy.cut()
     with pytest.raises(IdTaken):
         far.add(FERN._replace(name='Moss'))
+    proxy.cut(times=2)
+    with refused('there is no connection to the database', AT_ONCE):
+        far.add(FERN)
+    wait_until(lambda: adds(far))
     assert rows(server, url) == [FERN]
 
 
@@ -320,7 +323,7 @@ def test_close_while_it_hangs(far, proxy):
     proxy.stop()
     adding = threading.Thread(target=lambda: adds(far))
     adding.start()
-    wait_until(lambda: far._in_use._pool._in_use)
+    wait_until(lambda: far._backend()._pool._in_use)
     began = time.monotonic()
     far.close()
     assert time.monotonic() - began < AT_ONCE
@@ -338,13 +341,10 @@ def test_uncommitted(server, url, store, end, monkeypatch):
     """Whose id somebody else is about to take waits for him, but not for ever."""
     with session(url) as other:
         other.execute("INSERT INTO plants VALUES (1, 'Moss')")
-        pool = store._opened()._pool
-        pool._close_idle()  # the limit is that of a session
         with monkeypatch.context() as patch:
-            patch.setattr(limits, 'STATEMENT_WITHIN', 0.2)
-            with refused('the database did not answer in time', within=3):
+            patch.setattr(limits, 'LOCKED_WITHIN', 0.2)
+            with refused('another session has locked the plant', within=2):
                 store.add(FERN)
-        pool._close_idle()
         adding = []
 
         def add():
@@ -370,8 +370,67 @@ def waiting(server):
     )
 
 
-def test_deadlock(server, url):
+LOCKS = {
+    'lock': 'SELECT FROM plants WHERE id = 1 FOR UPDATE',
+    'update': "UPDATE plants SET tag = 'dry' WHERE id = 1",
+    'delete': 'DELETE FROM plants WHERE id = 1',
+    'insert': "INSERT INTO plants VALUES (1, 'Fern')",
+}
+
+
+@pytest.mark.parametrize('lock', LOCKS)
+def test_locked_row_delays_no_other_add(server, url, store, lock):
+    """While one row is locked and many repeat it, other adds and repeats are fast."""
+    if lock != 'insert':
+        store.add(FERN)
+    store.add(MOSS)
+    told = []
+
+    def repeat():
+        while not load.ended:
+            with suppress(StoreUnavailable):
+                store.add(FERN)
+                told.append('stored')
+
+    with session(url) as other:
+        other.execute(LOCKS[lock])
+        with Load(store) as load:
+            repeating = [threading.Thread(target=repeat) for _ in range(8)]
+            for thread in repeating:
+                thread.start()
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                began = time.monotonic()
+                store.add(MOSS)
+                load.longest = max(load.longest, time.monotonic() - began)
+        assert load.longest < 1.5
+        assert not load.failures
+        assert not told
+        other.rollback()
+        for thread in repeating:
+            thread.join()
+    assert store.add(FERN) is False
+    assert told
+
+
+def test_locked_table(url, store):
+    """While the table is locked adds are refused in time; then the store goes on."""
+    plants = [Plant(id, 'Ivy') for id in range(20)]
+    with session(url) as other:
+        other.execute('LOCK TABLE plants')
+
+        def add(plant):
+            with refused('another session has locked the plant'):
+                store.add(plant)
+
+        in_threads(*(lambda plant=plant: add(plant) for plant in plants))
+    in_threads(*(lambda plant=plant: store.add(plant) for plant in plants))
+    assert store.add_many(plants) == [False] * 20
+
+
+def test_deadlock(server, url, monkeypatch):
     """Who loses a deadlock tries again."""
+    monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     with (
         open_store(with_setting(url, 'deadlock_timeout=20ms')) as store,
         session(url) as other,
@@ -406,8 +465,9 @@ def test_no_deadlock(server, store):
     assert server.log.count('deadlock detected') == before
 
 
-def test_not_serializable(server, url):
+def test_not_serializable(server, url, monkeypatch):
     """Who could not be serialized tries again, and then sees what was in the way."""
+    monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     isolation = 'default_transaction_isolation=serializable'
     with open_store(with_setting(url, isolation)) as store:
         store.ping()
@@ -451,6 +511,21 @@ def test_attempts(server, url, store, act):
     reason = 'the database is busy with other changes of the same plants'
     with refused(reason, 2):
         store.add(MOSS)
+
+
+def test_warning_before_an_error_is_forgotten(server, url, store):
+    """A warning that came with a refused plant is not held against the next one."""
+    server.execute(
+        'CREATE FUNCTION act() RETURNS trigger AS '
+        "$$BEGIN IF NEW.name = 'bad' THEN RAISE WARNING 'soon'; RAISE 'no'; END IF; "
+        'RETURN NEW; END$$ LANGUAGE plpgsql; '
+        'CREATE TRIGGER act BEFORE INSERT ON plants FOR EACH ROW '
+        'EXECUTE FUNCTION act()',
+        url=url,
+    )
+    with refused('a rule of the table plants does not permit it'):
+        store.add(Plant(9, 'bad'))
+    assert store.add(FERN) is True
 
 
 def test_full(server, url, store):

@@ -18,13 +18,13 @@ from store_contract import in_threads
 from store_contract import processes
 from store_contract import wait_until
 
-import store.postgresql as limits
 from store import IdTaken
 from store import Plant
 from store import StoreUnavailable
 from store import masked
 from store import open_store
-from store.postgresql import AWAY
+from store.postgresql import limits
+from store.postgresql.limits import RETRY_AFTER
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
@@ -178,7 +178,7 @@ def test_never(server, url):
         assert not tables(server, url)
         with open_store(url) as maker:
             maker.ping()
-        time.sleep(AWAY)
+        time.sleep(RETRY_AFTER)
         assert store.add(FERN) is True
 
 
@@ -267,6 +267,65 @@ def test_rules(server, made, rule):
         assert refusals == [bad.name] * 10
 
 
+def test_bad_plant_costs_few_statements(server, made):
+    """A batch with a bad plant is halved until that plant is alone."""
+    server.execute(RULES['check'], url=made)
+    server.execute(
+        'CREATE SEQUENCE statements; CREATE FUNCTION count_one() RETURNS trigger AS '
+        "$$BEGIN PERFORM nextval('statements'); RETURN NULL; END$$ LANGUAGE plpgsql; "
+        'CREATE TRIGGER count_one BEFORE INSERT ON plants EXECUTE FUNCTION count_one()',
+        url=made,
+    )
+    plants = [Plant(id, 'bad' if id == 40 else 'Fern') for id in range(64)]
+    with open_store(made) as store:
+        with refused('a rule of the table plants does not permit it'):
+            store.add_many(plants)
+        ((statements,),) = server.execute("SELECT nextval('statements')", url=made)
+        assert statements < 16
+        assert len(list(store)) == 63
+
+
+def test_bad_plant_leaves_a_good_one_of_the_same_id_alone(server, made):
+    """Of two plants of one id in a batch, the one that keeps the rules is stored."""
+    server.execute(RULES['check'], url=made)
+    with open_store(made) as store:
+        with refused('a rule of the table plants does not permit it'):
+            store.add_many([Plant(1, 'bad'), FERN])
+        assert list(store) == [FERN]
+
+
+def test_number_of_rows_is_not_limited_by_parameters(made, monkeypatch):
+    """A batch may have more rows than a statement may have parameters."""
+    monkeypatch.setattr(limits, 'MOST_ROWS', 70_000)
+    plants = [Plant(id, '') for id in range(70_000)]
+    with open_store(made) as store:
+        assert store.add_many(plants) == [True] * 70_000
+
+
+def test_few_prepared_statements(made):
+    """A session prepares few statements, whatever the sizes of batches and ids are."""
+    with open_store(made) as store:
+        for size in range(1, 30):
+            for first in (0, 10**5, 10**10):
+                for _ in range(6):
+                    store.add_many([Plant(first + n, 'Fern') for n in range(size)])
+        with store._backend()._pool.lend() as connection:
+            prepared = connection.execute('SELECT 1 FROM pg_prepared_statements')
+            assert len(prepared.fetchall()) <= 3
+
+
+def test_awkward_texts(made):
+    """Texts that mean something in an array of SQL are stored as they are."""
+    texts = ['', 'NULL', '"', '\\', '\\"', '{}', ',', ' ', '\n\r\t', '{"a",b}', '💚']
+    texts.append(''.join(texts))
+    plants = [Plant(id, text, text) for id, text in enumerate(texts)]
+    plants.append(Plant(-(2**63), 'NULL'))
+    with open_store(made) as store:
+        store.add_many(plants)
+        assert store.add_many(plants) == [False] * len(plants)
+        assert sorted(store) == sorted(plants)
+
+
 @pytest.mark.parametrize('encoding', ['LATIN1', 'SQL_ASCII'])
 def test_encoding(server, encoding):
     """A database that cannot hold every text is refused."""
@@ -280,7 +339,7 @@ def test_encoding(server, encoding):
         for use in (store.ping, lambda: list(store)):
             with refused(f'the database is encoded in {encoding}'):
                 use()
-            time.sleep(AWAY)
+            time.sleep(RETRY_AFTER)
     assert server.execute("SELECT to_regclass('plants')", url=url) == [(None,)]
 
 
@@ -342,7 +401,7 @@ def test_read_only(made, role):
         with refused('there is no connection to the database') as caught:
             store.add(FERN)
         assert 'read-only' in caught.value.detail
-        time.sleep(AWAY)
+        time.sleep(RETRY_AFTER)
         with refused('there is no connection to the database'):
             store.ping()
     with open_store(f'{url}&target_session_attrs=any') as store:
@@ -371,7 +430,7 @@ def test_one_connection(server, made, role):
                 other.add(MOSS)
             assert 'too many connections' in caught.value.detail
         with (
-            store._opened()._pool.lend(),
+            store._backend()._pool.lend(),
             refused('there is no connection to the database') as caught,
         ):
             store.add(MOSS)

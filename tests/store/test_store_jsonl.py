@@ -25,7 +25,7 @@ from store import jsonl
 from store import open_store
 from store.group_commit import Entry
 from store.jsonl import JSONLinesStore
-from store.record import encode
+from store.jsonl.record import encode
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

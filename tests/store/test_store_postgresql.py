@@ -1,12 +1,17 @@
 """The store in a PostgreSQL database, against a real server."""
 
+import os
+import shutil
 import threading
-import time
 from contextlib import ExitStack
 from contextlib import contextmanager
+from contextlib import suppress
 
 import pytest
+from postgresql import PACKAGE
 from postgresql import PostgreSQL
+from postgresql import programs
+from postgresql import run
 from psycopg.errors import UndefinedTable
 from store_contract import PATIENCE
 from store_contract import StoreContract
@@ -16,7 +21,7 @@ from store import Plant
 from store import StoreClosed
 from store import StoreUnavailable
 from store import open_store
-from store import postgresql
+from store.postgresql import limits
 
 
 class TestPostgreSQLStore(StoreContract):
@@ -90,39 +95,42 @@ def test_standby_is_read():
 
 def test_no_connection_is_free(url, monkeypatch):
     """That no connection is free is no sign that the database is away, or is back."""
-    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.01)
-    monkeypatch.setattr(postgresql, 'AWAY', PATIENCE)
+    monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.01)
+    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
-        database = store._opened()
+        database = store._backend()
 
         def find_none():
             with ExitStack() as lent:
-                for _ in range(postgresql.MOST_CONNECTIONS):
+                for _ in range(limits.MOST_CONNECTIONS):
                     lent.enter_context(database._pool.lend())
                 with pytest.raises(StoreUnavailable, match='are in use'):
                     store.ping()
 
         find_none()
         store.ping()
-        database._away_until = time.monotonic()  # it was away: who comes next tries
+        with monkeypatch.context() as patch, suppress(StoreUnavailable):
+            patch.setattr(limits, 'RETRY_AFTER', 0)
+            with database._outage.watch():
+                raise StoreUnavailable('it is away')
         find_none()
-        with pytest.raises(StoreUnavailable, match='are in use'):
+        with pytest.raises(StoreUnavailable, match='it is away'):
             store.ping()
 
 
 def test_all_connections_are_in_use(url, monkeypatch):
     """Who finds all connections in use waits for one, but not for ever."""
-    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.1)
-    monkeypatch.setattr(postgresql, 'AWAY', PATIENCE)
+    monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.1)
+    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
         store.ping()
-        database = store._in_use
+        database = store._backend()
         with ExitStack() as lent:
-            for _ in range(postgresql.MOST_CONNECTIONS):
+            for _ in range(limits.MOST_CONNECTIONS):
                 lent.enter_context(database._pool.lend())
             with pytest.raises(StoreUnavailable, match='are in use'):
                 store.ping()
-            monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', PATIENCE)
+            monkeypatch.setattr(limits, 'CONNECT_WITHIN', PATIENCE)
             refused = []
 
             def wait():
@@ -136,3 +144,15 @@ def test_all_connections_are_in_use(url, monkeypatch):
             database._pool.close()
             waiting.join()
         assert refused
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason='only root has another user for it')
+def test_server_of_the_tests_runs_from_a_private_directory(tmp_path):
+    """Root runs these tests in a checkout that no other user may enter."""
+    private = tmp_path / 'private'
+    private.mkdir(mode=0o700)
+    for package in (PACKAGE, PACKAGE.with_name(f'{PACKAGE.name}.libs')):
+        shutil.copytree(package, private / package.name)
+    found = programs(private / PACKAGE.name)
+    assert private not in found.parents
+    assert 'PostgreSQL' in run(found / 'postgres', '--version').stdout

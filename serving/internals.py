@@ -1,0 +1,232 @@
+"""Every touch of what gunicorn keeps to itself, checked against ``CHECKED_VERSION``.
+
+A test fails when another version is installed: look then whether each of these is as it
+was, and whether gunicorn has a setting or a hook for it by now.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from io import BytesIO
+from typing import Any
+
+from gunicorn.app.wsgiapp import WSGIApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.config import Config
+from gunicorn.http import errors
+from gunicorn.http.body import LengthReader
+from gunicorn.http.errors import LimitRequestHeaders
+from gunicorn.http.errors import NoMoreData
+from gunicorn.http.message import Request
+from gunicorn.http.parser import RequestParser
+from gunicorn.sock import ssl_context
+from gunicorn.workers.base import Worker
+
+__all__ = ['CHECKED_VERSION', 'LimitRequestHeaders', 'NoMoreData', 'ssl_context']
+
+CHECKED_VERSION = '27.0.1'
+
+# What gunicorn reads away after an answer is shorter than this, in bytes.
+LONG_REST = 65_536
+
+STATUSES = {
+    errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
+    errors.ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
+    errors.LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+}
+# Errors in our own response or configuration.
+OUR_ERRORS = (
+    errors.InvalidResponseHeader,
+    errors.InvalidResponseHeaderName,
+    errors.ConfigurationProblem,
+)
+
+
+def status_of(error: Exception) -> HTTPStatus:
+    """Return the status that answers what was raised while a request was read."""
+    if isinstance(error, errors.ParseException) and not isinstance(error, OUR_ERRORS):
+        return STATUSES.get(type(error), HTTPStatus.BAD_REQUEST)
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+# ---- requests
+
+
+class StrictRequest(Request):  # type: ignore[misc]
+    """gunicorn's request, stricter where a proxy might read a head otherwise.
+
+    gunicorn has no hook between the head and the body, and asks ``should_close`` when
+    it writes the head of the answer.
+    """
+
+    body: Any
+
+    def set_body_reader(self) -> None:
+        hosts = 0
+        self._connection_options: set[str] = set()
+        for name, value in self.headers:
+            if name == 'HOST':
+                hosts += 1
+            elif name == 'CONNECTION':
+                options = value.lower().split(',')
+                self._connection_options.update(map(str.strip, options))
+            elif name == 'TRANSFER-ENCODING' and value.lower() != 'chunked':
+                raise errors.InvalidHeader(name)  # RFC 9112, section 6.1
+        if not hosts and self.version >= (1, 1):
+            raise errors.InvalidHeader('HOST')  # RFC 9112, section 3.2
+        super().set_body_reader()
+        reader = self.body.reader
+        if isinstance(reader, LengthReader):
+            self._take_whole_body(reader.length)
+
+    def _take_whole_body(self, length: int) -> None:
+        """Replace the body if all of it has come with the head, as most do.
+
+        gunicorn's own object copies it six times, which takes 26 us.
+        """
+        received = self.unreader.take_buffered()
+        if len(received) >= length:
+            self.body = BytesIO(received[:length])
+            received = received[length:]
+        self.unreader.unread(received)
+
+    def should_close(self) -> bool:
+        return (
+            'close' in self._connection_options
+            or bool(super().should_close())
+            or self._leaves_body()
+        )
+
+    def _leaves_body(self) -> bool:
+        """Whether so much of the body is unread that the connection must close.
+
+        The client must be told in this answer, or its next request fails.
+        """
+        if isinstance(self.body, BytesIO):
+            return False
+        reader = self.body.reader
+        if isinstance(reader, LengthReader):
+            return bool(self.unreader.sock.has_ended or reader.length >= LONG_REST)
+        return reader.parser is not None
+
+
+class StrictParser(RequestParser):  # type: ignore[misc]
+    """gunicorn's parser with our requests."""
+
+    mesg_class = StrictRequest
+
+
+def requests(cfg: Config, client: Any, address: Any) -> Iterator[Request]:
+    """Return the requests of a connection, one after another.
+
+    Args:
+        cfg: gunicorn's settings.
+        client: Has ``recv``.
+        address: Of the client.
+
+    Raises:
+        NoMoreData: The connection ended in the middle of a head.
+        Exception: What ``status_of`` knows: the request is refused.
+    """
+    parser: Iterator[Request] = StrictParser(cfg, client, address)
+    return parser
+
+
+def discard_body(request: Request) -> None:
+    """Read what the application has left of a body, which is not long.
+
+    Raises:
+        Exception: What ``status_of`` knows.
+    """
+    while request.body.read(LONG_REST):
+        pass
+
+
+def has_more(request: Request) -> bool:
+    """Whether something was received that is behind a request."""
+    return bool(request.unreader.buf.getbuffer().nbytes)
+
+
+def http_date() -> str:
+    """Return the time for the header ``Date`` (RFC 9110, section 5.6.7)."""
+    return _http_date(int(time.time()))
+
+
+@lru_cache(maxsize=1)
+def _http_date(second: int) -> str:
+    return formatdate(second, usegmt=True)
+
+
+# ---- the master
+
+
+def run_with(before: Callable[[WSGIApplication], None]) -> None:
+    """Have a function called before gunicorn runs, also for ``--check-config``.
+
+    gunicorn's own check only imports the application and calls no hook, and what is
+    refused after ``--daemon`` took effect has no terminal to be told on.
+    """
+    run = WSGIApplication.run
+    if run.__module__ == __name__:
+        return  # a reload reads the configuration again
+
+    def run_after(application: WSGIApplication) -> None:
+        before(application)
+        run(application)
+
+    WSGIApplication.run = run_after
+
+
+def application_name(application: WSGIApplication) -> str:
+    """Return what gunicorn is to serve, ``MODULE:NAME``."""
+    return str(application.app_uri)
+
+
+def preload(application: WSGIApplication, callable: Any) -> None:
+    """Have all workers that are forked from now on serve an application."""
+    application.callable = callable
+
+
+def start_command(server: Arbiter) -> tuple[list[str], str]:
+    """Return the arguments of the command that started a master, and where it was."""
+    return sys.argv[1:], server.START_CTX['cwd']
+
+
+def use_same_command(server: Arbiter) -> None:
+    """Upgrade (SIGUSR2) with the very command that started this server.
+
+    gunicorn makes it up from ``sys.argv``, and ``python -m gunicorn`` becomes a path
+    inside its package: there ``import http`` finds gunicorn's own, and nothing starts.
+    """
+    server.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
+
+
+def siblings(server: Arbiter) -> list[Worker]:
+    """Return the workers that are running."""
+    return list(server.WORKERS.values())
+
+
+def is_upgrading(server: Arbiter) -> bool:
+    """Whether another master of an upgrade runs beside this one."""
+    return not server.reexec_pid == server.master_pid == 0
+
+
+def reset_signals(server: Arbiter) -> None:
+    """Let a worker that has just been forked be stopped.
+
+    A stop that reaches a worker before it has its own signal handlers would find those
+    of the master, which only queue it: the worker would go on until it is killed.
+    """
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+    for number in stops:
+        signal.signal(number, signal.SIG_DFL)
+    while not server.SIG_QUEUE.empty():  # what was queued since the fork
+        if server.SIG_QUEUE.get() in stops:
+            sys.exit()

@@ -1,0 +1,493 @@
+"""The life of a server: check, start, reload, upgrade, end.
+
+The master builds the application once, before it forks, and every worker serves that
+very object, also one that starts later, when files are half edited or gone. A reload
+builds another one. So what master and workers share (schemas, tokens, code, which file
+the store is) needs no channel: the fork carries it.
+
+The master opens the store once before it makes workers, in the foreground. So a damaged
+file, a bad URL or an index to build is dealt with there, with a sentence or a progress
+line, and not by workers that die in a loop. Afterwards the master never waits for a
+store, a lock or another process: workers open the store, and a reload is first tried in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from typing import NoReturn
+from typing import TextIO
+
+from gunicorn.app.wsgiapp import WSGIApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.config import Config
+from gunicorn.workers.base import Worker
+
+import app
+from serving import internals
+from serving.log import JSONFormatter
+from serving.log import PlantsLogger
+from serving.worker import GeventScheduler
+from serving.worker import PlantsWorker
+from store import PlantStore
+from store import StoreError
+from store import masked
+from store import open_store
+from store.scheduler import THREADS
+from web.metrics import Processes
+from web.settings import Settings
+from web.tokens import new_token_notice
+
+log = logging.getLogger('plants')
+
+OURS = 'app:app'
+# Whether a reload would work is found out within this time, in seconds.
+REHEARSAL_TIMEOUT = 300
+REHEARSAL_PASSED = 'a start would work'
+REHEARSAL = (
+    'import sys; sys.path.insert(0, sys.argv.pop(1)); '
+    'from serving import lifecycle; lifecycle.rehearse()'
+)
+# Where Prometheus's client looks for the counters that processes share.
+COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
+COUNTERS_PREFIX = 'plants-counters-'
+
+
+def default_workers(environ: Mapping[str, str]) -> int:
+    """Return how many workers to run: one a core, or one if each had its own plants."""
+    if environ.get('PLANTS_STORE') == 'memory:':
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Served:
+    """What every worker serves until the next reload.
+
+    Attributes:
+        settings: What it was made of.
+        store: Where its plants go; open in workers only.
+        application: For WSGI.
+    """
+
+    settings: Settings
+    store: PlantStore
+    application: Any
+
+
+# Of this process; a worker has it from its master.
+_served: Served | None = None
+_made_token: str | None = None
+_process_name = ''  # for the counters
+
+
+# ---- before the server runs
+
+
+def before_run(application: WSGIApplication) -> None:
+    """Answer ``--check-config``, and refuse what cannot be refused later."""
+    cfg = application.cfg
+    # Before gunicorn has a logger, and loads (preload_app) or leaves the terminal.
+    makes_token_unseen = cfg.daemon or cfg.settings['preload_app'].get()
+    is_check = cfg.check_config or cfg.print_config
+    if not _is_ours(application) or not (is_check or makes_token_unseen):
+        return
+    try:
+        settings = _settings(cfg, os.environ | cfg.env)
+        if is_check:
+            _check(cfg, settings)
+        if settings.tokens is None:
+            raise ValueError(
+                'daemon, preload_app: nobody would see the token that is made when '
+                'none is configured: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
+            )
+    except (ValueError, StoreError) as ex:
+        sys.exit(f'Error: {ex}')
+
+
+def _check(cfg: Config, settings: Settings) -> NoReturn:
+    """Say whether a start would work; change nothing."""
+    if cfg.print_config:
+        print(cfg)
+    served = _build(settings, cfg, metrics=False)
+    served.store.check_opening()
+    _print('the plant store would start', _summary(cfg, settings), settings, sys.stdout)
+    sys.exit()
+
+
+def rehearse() -> None:
+    """Do everything that a start with the arguments of this process would do but serve.
+
+    That is, create or recover the store too, as a start does.
+    """
+    application = WSGIApplication('%(prog)s [OPTIONS] [APP_MODULE]')
+    try:
+        settings = _settings(application.cfg, os.environ | application.cfg.env)
+        served = _build(settings, application.cfg, metrics=False)
+        _open_store_once(settings, application.cfg)
+        served.store.pin()
+    except (ValueError, StoreError, OSError) as ex:
+        sys.exit(str(ex))
+    print(REHEARSAL_PASSED)
+
+
+def _is_ours(application: WSGIApplication) -> bool:
+    return internals.application_name(application) == OURS
+
+
+def _settings(cfg: Config, environ: Mapping[str, str]) -> Settings:
+    """Return the settings, if workers can be started with them.
+
+    Raises:
+        ValueError: They cannot; the message is a sentence.
+    """
+    settings = Settings.from_environ(environ)
+    if settings.is_in_memory and cfg.workers > 1:
+        raise ValueError(
+            f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
+            f'each would hold its own plants'
+        )
+    # gunicorn would go on without a word.
+    if cfg.statsd_host and cfg.settings['logger_class'].get() is PlantsLogger:
+        raise ValueError(
+            'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
+        )
+    return settings
+
+
+def _open_store_once(settings: Settings, cfg: Config) -> None:
+    """Create or recover the store, as the user that serves (``--user``).
+
+    Raises:
+        StoreError: It cannot be opened.
+        OSError: There is no such user.
+    """
+    user, group = os.geteuid(), os.getegid()
+    os.setegid(cfg.gid)
+    os.seteuid(cfg.uid)
+    try:
+        with open_store(settings.store, create='always') as store:
+            store.ping()
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
+
+
+def _build(settings: Settings, cfg: Config, metrics: bool | Processes) -> Served:
+    """Build what workers serve; open nothing.
+
+    Raises:
+        ValueError: A schema is broken, for example.
+    """
+    is_gevent = issubclass(cfg.worker_class, PlantsWorker)
+    store = open_store(
+        settings.store,
+        create='never',
+        scheduler=GeventScheduler() if is_gevent else THREADS,
+    )
+    application = app.create_app(
+        store,
+        # Without tokens nothing is served: this is a check, or a rehearsal.
+        tokens=settings.tokens or secrets.token_urlsafe(),
+        max_body_bytes=settings.max_body_bytes,
+        metrics=metrics,
+        cors_origins=settings.cors_origins,
+    )
+    return Served(settings, store, application)
+
+
+# ---- hooks, in the order of a server's life
+
+
+def on_starting(server: Arbiter) -> None:
+    """Build what is served, or refuse the start with a sentence."""
+    if not _is_ours(server.app):
+        return
+    try:
+        _check_addresses(server.cfg)
+        if Settings.from_environ(os.environ).tokens is None:
+            _make_token()
+        settings = _settings(server.cfg, os.environ)
+        served = _build(settings, server.cfg, _metrics(server, settings))
+        _open_store_once(settings, server.cfg)
+        _preload(server, served)
+    except (ValueError, StoreError, OSError) as ex:
+        server.log.critical('%s', ex)
+        if server.pidfile is not None:
+            server.pidfile.unlink()
+        # With the log in a file, the operator may look at the terminal first.
+        sys.exit(1 if server.cfg.errorlog == '-' else f'Error: {ex}')
+
+
+def when_ready(server: Arbiter) -> None:
+    """Say once what is served, and where, now that the address is known."""
+    if _served is None:
+        return
+    signal.signal(signal.SIGHUP, Rehearsal(server).on_hangup)
+    settings = _served.settings
+    addresses = [str(listener) for listener in server.LISTENERS]
+    if not addresses:  # each worker binds its own (reuse_port)
+        addresses = [f'http://{host}:{port}' for host, port in server.cfg.address]
+    urls = [url.replace('0.0.0.0', '127.0.0.1') for url in addresses if url[0] == 'h']
+    members = _summary(server.cfg, settings, address=', '.join(addresses))
+    if urls:
+        members['page'] = f'{urls[0]}/docs'
+    log.info(_lines(members), {'message': 'the plant store is ready', **members})
+    if _made_token is not None:
+        # Printed, not logged: the log may be kept.
+        notice = new_token_notice(_made_token, [*urls, 'http://HOST:PORT'][0])
+        _print(notice, {}, settings, sys.stderr)
+
+
+def pre_fork(server: Arbiter, worker: Worker) -> None:
+    """Give a worker the smallest number that no other one has."""
+    if isinstance(worker, PlantsWorker):
+        taken = {sibling.number for sibling in internals.siblings(server)}
+        worker.number = next(number for number in count() if number not in taken)
+    # Otherwise the garbage collector of a worker would write to every object that the
+    # master has made, and so unshare the memory that it is in.
+    gc.freeze()
+
+
+def post_fork(server: Arbiter, worker: Worker) -> None:
+    """Begin a worker's life."""
+    global _process_name
+    internals.reset_signals(server)
+    # Not by process id, as is usual: files would grow in number with each reload.
+    number = worker.number if isinstance(worker, PlantsWorker) else worker.age
+    _process_name = f'{server.pid}-{number}'
+
+
+def worker_exit(server: Arbiter, worker: Worker) -> None:
+    """Close the store in a worker that ends."""
+    if _served is not None:
+        _served.store.close()
+
+
+def child_exit(server: Arbiter, worker: Worker) -> None:
+    """Forget what a worker has left behind."""
+    if isinstance(worker, PlantsWorker):
+        worker.forget_connections()
+        if _served is not None and _served.settings.metrics:
+            from prometheus_client.multiprocess import mark_process_dead
+
+            mark_process_dead(f'{server.pid}-{worker.number}')  # type: ignore[no-untyped-call]
+
+
+def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
+    """Keep to one worker with a store in memory, also on SIGTTIN."""
+    if _served is not None and _served.settings.is_in_memory and new > 1:
+        server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
+        server.num_workers = 1
+
+
+def on_reload(server: Arbiter) -> None:
+    """Build the application again, of the code, schemas and settings of now."""
+    if not _is_ours(server.app):
+        return
+    try:
+        settings = _settings(server.cfg, os.environ)
+        _preload(server, _build(settings, server.cfg, _metrics(server, settings)))
+    except Exception as ex:
+        # It has just been rehearsed: a file has changed since.
+        server.log.error('Served as before, but for gunicorn.conf.py: %s', ex)
+    signal.signal(signal.SIGHUP, Rehearsal(server).on_hangup)
+    # What this reload has replaced may go; it was frozen before a fork.
+    gc.unfreeze()
+    gc.collect()
+
+
+def pre_exec(server: Arbiter) -> None:
+    """Let the master of an upgrade (SIGUSR2) go on with what this one has made."""
+    internals.use_same_command(server)
+    for name in ('PLANTS_TOKENS', COUNTERS):
+        if name in os.environ:
+            server.cfg.env_orig[name] = os.environ[name]
+
+
+def on_exit(server: Arbiter) -> None:
+    """Remove the counters, unless another master of an upgrade goes on with them."""
+    directory = Path(os.environ.get(COUNTERS, ''))
+    if directory.name.startswith(COUNTERS_PREFIX) and not internals.is_upgrading(
+        server
+    ):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+# ---- what the hooks share
+
+
+def _check_addresses(cfg: Config) -> None:
+    """See whether the addresses are free: gunicorn tries five times, with many words.
+
+    Raises:
+        ValueError: One is not.
+    """
+    if cfg.reuse_port or os.environ.keys() & {'GUNICORN_FD', 'LISTEN_FDS'}:
+        return  # the sockets may be shared, or are there already
+    for address in cfg.address:
+        if not isinstance(address, tuple):
+            continue
+        family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(address)
+            except OSError as ex:
+                place = f'{address[0]}:{address[1]}'
+                raise ValueError(f'bind: {place}: {ex.strerror}') from ex
+
+
+def _make_token() -> None:
+    """Configure a random token: the service never runs open.
+
+    In the environment, where a reload and an upgrade find it.
+    """
+    global _made_token
+    os.environ['PLANTS_TOKENS'] = _made_token = secrets.token_urlsafe()
+
+
+def _preload(server: Arbiter, served: Served) -> None:
+    """Have all workers that are forked from now on serve an application.
+
+    Raises:
+        StoreUnavailable: The store is gone.
+    """
+    global _served
+    served.store.pin()
+    _served = served
+    internals.preload(server.app, served.application)
+
+
+def _metrics(server: Arbiter, settings: Settings) -> bool | Processes:
+    """Give the workers a directory for their counters, in memory and for us alone.
+
+    Both masters of an upgrade use one, so that each of their workers knows all.
+    """
+    if not settings.metrics:
+        return False
+    from prometheus_client import values
+
+    directory = os.environ.get(COUNTERS, '')
+    if COUNTERS_PREFIX not in directory or not os.path.isdir(directory):
+        where = server.cfg.worker_tmp_dir
+        directory = tempfile.mkdtemp(prefix=COUNTERS_PREFIX, dir=where)
+        os.chown(directory, server.cfg.uid, server.cfg.gid)
+        os.environ[COUNTERS] = directory
+    global _process_name
+    _process_name = str(server.pid)
+    value_class = values.MultiProcessValue(lambda: _process_name)  # type: ignore[no-untyped-call]
+    values.ValueClass = value_class
+    children = Path(f'/proc/{server.pid}/task/{server.pid}/children')
+
+    def pids() -> dict[str, int]:
+        workers = sorted(map(int, children.read_text().split()))
+        return {'master': server.pid} | {str(n): p for n, p in enumerate(workers, 1)}
+
+    return Processes(directory, pids)
+
+
+class Rehearsal:
+    """Tries a reload in a process of its own before gunicorn begins it.
+
+    gunicorn ends a server that works when its new workers do not start. So everything
+    that a reload takes up (code, schemas, configuration, the store) is tried first.
+    The master goes on meanwhile: signals and the heartbeat of workers do not wait.
+
+    Args:
+        server: The master; this is made and used in its main thread.
+    """
+
+    def __init__(self, server: Arbiter) -> None:
+        self._reload = partial(server.signal, signal.SIGHUP, None)
+        arguments, self._directory = internals.start_command(server)
+        place = str(Path(__file__).absolute().parent.parent)
+        self._command = [sys.executable, '-c', REHEARSAL, place, *arguments]
+        self._lock = threading.Lock()  # one at a time
+        self._latest = 0
+
+    def on_hangup(self, number: int, frame: object) -> None:
+        """Handle SIGHUP."""
+        self._latest += 1
+        threading.Thread(target=self._run, args=[self._latest], daemon=True).start()
+
+    def _run(self, number: int) -> None:
+        with self._lock:
+            if number < self._latest:
+                return  # a later one tries the files as they are then
+            failure = self._try()
+        if failure:
+            log.error('Not reloaded, and served as before: %s', failure)
+        else:
+            self._reload()
+
+    def _try(self) -> str | None:
+        """Return why a start would not work now, or ``None``."""
+        environ = {name: text for name, text in os.environ.items() if name != COUNTERS}
+        with subprocess.Popen(
+            self._command,
+            cwd=self._directory,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                output, errors = process.communicate(timeout=REHEARSAL_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return f'it was not ready to start within {REHEARSAL_TIMEOUT} s'
+        # NOTE: not the exit code, which gunicorn may have taken: it waits for all
+        # children of the master.
+        if REHEARSAL_PASSED in output:
+            return None
+        return errors.strip() or 'it ended early'
+
+
+def _summary(cfg: Config, settings: Settings, **members: object) -> dict[str, object]:
+    """Return what to tell of a server."""
+    tokens: object = 'none configured, one will be made'
+    if settings.tokens is not None:
+        tokens = len(settings.tokens)
+    return {
+        **members,
+        'store': masked(settings.store),
+        'tokens': tokens,
+        'workers': cfg.workers,
+    }
+
+
+def _lines(members: Mapping[str, object]) -> str:
+    """Return the format of a message with a line for each member."""
+    return '\n'.join(['%(message)s', *(f'    {n:9}%({n})s' for n in members)])
+
+
+def _print(
+    message: str, members: dict[str, object], settings: Settings, file: TextIO
+) -> None:
+    """Print what is not for the log; as a line of it if it has JSON lines."""
+    arguments = {'message': message, **members}
+    record = logging.makeLogRecord(
+        {'name': 'plants', 'levelname': 'INFO', 'msg': _lines(members)}
+    )
+    record.args = arguments
+    is_json = settings.log_format == 'json'
+    line = JSONFormatter().format(record) if is_json else record.getMessage()
+    print(line, file=file, flush=True)

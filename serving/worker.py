@@ -1,0 +1,474 @@
+"""The worker: gunicorn's gevent worker, with what gunicorn leaves out.
+
+One thread serves all connections of a worker, each in a greenlet. Nothing is
+monkey-patched: only the sockets of clients are gevent's. What blocks (a sync, a
+database, a lock) runs in the hub's pool of threads, where ``GeventScheduler`` sends it
+on behalf of the store. So the store is the same code under every server, and no library
+runs with sockets and locks that it was not written for. (``ssl`` is the exception, and
+only if TLS is configured: gunicorn makes its context, and would make a blocking one.)
+
+What is added to gunicorn's worker:
+
+*Time limits.* A client has ``REQUEST_TIMEOUT`` for a whole request, and to take each
+piece of an answer. gunicorn limits only the time between two requests, and without more
+a byte a minute holds a connection for good.
+
+*Closing.* A connection that closes is read to its end for a moment. If it is closed
+with something unread it is reset, and a reset may take the last answer with it (RFC
+9112, section 9.6).
+
+*Turns.* After each request of a pipeline the other connections have their turn.
+
+*Spreading.* All workers wait at one socket, and the first to wake accepts: a few kept
+connections often end up at one worker while another idles. The usual remedy, a socket
+for each worker (``reuse_port``), spreads by a hash, which is even only for many
+connections; it no longer refuses a second server on the port; and what waits at the
+socket of a worker that stops is reset. Here a worker that has more connections than
+another leaves a new one to the others for ``STAND_BACK``.
+
+*Errors* that gunicorn answers itself are JSON, with a request id, and have a line in
+the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import resource
+import socket
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextlib import suppress
+from typing import Any
+from typing import TypeVar
+
+import gevent
+from gevent import monkey
+from gevent.hub import Waiter
+from gevent.lock import Semaphore
+from gevent.pool import Pool
+from gevent.server import StreamServer
+from gevent.socket import socket as GeventSocket
+from gevent.socket import wait
+from gevent.socket import wait_read
+from greenlet import getcurrent
+from gunicorn.workers.ggevent import GeventWorker
+
+from serving import internals
+from serving import log
+from web import errors
+from web import middleware
+
+Result = TypeVar('Result')
+
+logger = logging.getLogger('plants')
+
+# ---- time limits, in seconds
+
+# For one request, from its first byte to the end of its body.
+REQUEST_TIMEOUT = 30
+# For a client to take its last answer, and for one that is idle when the worker stops.
+LINGER = 2
+# Bytes a second that a client must send to be listened to for longer than LINGER.
+LINGER_RATE = 256 * 1024
+# How often the worker looks for clients whose time is up, and how often as it stops.
+EXPIRE_EVERY = 1.0
+EXPIRE_AT_END = 0.1
+# How long a worker with more connections leaves a new one to the others.
+STAND_BACK = 0.005
+# How long the leader of a batch waits at most for others to join it. Usually it waits
+# until no event is left, but strangers can see to it that there always is one.
+GATHER = 0.002
+
+# ---- sizes, in bytes
+
+# The longest head of a request. It is kept until it is complete, for every connection.
+MAX_HEAD = 32 * 1024
+# Answers that are buffered before they are sent: a client may send many requests and
+# read none of the answers.
+MAX_BUFFERED = 64 * 1024
+
+# The number of workers whose connections are counted.
+SLOTS = 256
+NOT_SERVING = 2**32 - 1
+
+
+class GeventScheduler:
+    """How greenlets wait in a store (``store.scheduler.Scheduler``)."""
+
+    def give_way(self) -> bool:
+        """Let all connections go on that can."""
+        hub = gevent.get_hub()
+        waiter = Waiter(hub)
+        # NOTE: not sleep(0), which returns before anybody looks at the sockets.
+        idle, timer = hub.loop.idle(), hub.loop.timer(GATHER)
+        idle.start(waiter.switch, None)
+        timer.start(waiter.switch, None)
+        try:
+            waiter.get()
+        finally:
+            for watcher in (idle, timer):
+                watcher.stop()
+                watcher.close()
+        return False
+
+    def waiter(self) -> GreenletWaiter:
+        return GreenletWaiter()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        result: Result = gevent.get_hub().threadpool.apply(function)
+        return result
+
+    def lock(self) -> AbstractContextManager[Any]:
+        semaphore: AbstractContextManager[Any] = Semaphore()
+        return semaphore
+
+
+class GreenletWaiter:
+    """A greenlet that waits for another one of its thread."""
+
+    def __init__(self) -> None:
+        self._hub = gevent.get_hub()
+        self._greenlet = getcurrent()
+        self._woken = False
+
+    def wait(self) -> None:
+        while not self._woken:
+            self._hub.switch()
+
+    def wake(self) -> None:
+        self._woken = True
+        self._hub.loop.run_callback(self._greenlet.switch)
+
+
+class Client:
+    """A client's socket, with a time limit for everything that waits for the client.
+
+    What is sent is buffered until the worker waits for the client.
+
+    Args:
+        sock: The connection.
+
+    Attributes:
+        deadline: When the client's time is up, in seconds on the monotonic clock.
+        is_idle: Whether the next byte begins a request.
+        has_ended: Whether the client sends no more, or may not.
+    """
+
+    def __init__(self, sock: GeventSocket) -> None:
+        self._sock = sock
+        self._readable = gevent.get_hub().loop.io(sock.fileno(), 1)
+        self._waits_before_read = True
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        self._head_size: float = 0
+        self._is_sending = False
+        self.has_ended = False
+        self.expect_request(REQUEST_TIMEOUT)
+
+    def start_tls(self, context: Any) -> None:
+        """Make the handshake, if there is one to make.
+
+        Raises:
+            OSError: It failed.
+        """
+        self._sock = context.wrap_socket(self._sock, server_side=True)
+        self._waits_before_read = False  # the rest of a record may be in the socket
+
+    def expect_request(self, seconds: float) -> None:
+        """Give the client time to begin a request."""
+        self.is_idle = True
+        self._head_size = 0
+        self.deadline = time.monotonic() + seconds
+
+    def begin_request(self) -> None:
+        """Give the client time for a request, of which something is there."""
+        self.is_idle = False
+        self._head_size = 0
+        self.deadline = time.monotonic() + REQUEST_TIMEOUT
+
+    def end_head(self) -> None:
+        """Note that what follows is the body, which has limits of its own."""
+        self._head_size = -math.inf
+
+    def recv(self, size: int) -> bytes:
+        """Receive what the client sends; nothing at the end and when its time is up.
+
+        Raises:
+            LimitRequestHeaders: The head of a request becomes too long.
+        """
+        if self._buffer:
+            self.flush()
+        if self._head_size >= MAX_HEAD:
+            raise internals.LimitRequestHeaders('the head is too long')
+        if self.is_idle and self._waits_before_read:
+            wait(self._readable)  # spares a read that would find nothing
+        data: bytes = b'' if self.has_ended else self._sock.recv(size)
+        self.has_ended = not data
+        if self.is_idle and data:
+            self.begin_request()
+        self._head_size += len(data)
+        return data
+
+    def sendall(self, data: bytes) -> None:
+        self._buffer.append(data)
+        self._buffered += len(data)
+        if self._buffered > MAX_BUFFERED:
+            self.flush()
+
+    send = sendall
+
+    def flush(self) -> None:
+        """Send what is buffered."""
+        buffer, self._buffer = self._buffer, []
+        if self._buffered <= MAX_BUFFERED:
+            buffer = [b''.join(buffer)]  # else without a copy: large data is shared
+        self._buffered = 0
+        deadline, self._is_sending = self.deadline, True
+        try:
+            for data in buffer:
+                rest = memoryview(data)
+                while rest:
+                    self.deadline = time.monotonic() + REQUEST_TIMEOUT
+                    rest = rest[self._sock.send(rest) :]
+        finally:
+            self._is_sending = False
+            self.deadline = deadline
+
+    def linger(self) -> None:
+        """Let the client take its last answer, and read what it still sends.
+
+        Clients that send a whole request before they read must not be reset.
+        """
+        self.flush()
+        self._raw_socket.shutdown(socket.SHUT_WR)
+        self.is_idle = False
+        self.end_head()
+        began = time.monotonic()
+        self.deadline = began + LINGER
+        received = 0
+        while data := self.recv(65_536):
+            received += len(data)
+            more = min(LINGER + received / LINGER_RATE, REQUEST_TIMEOUT)
+            self.deadline = began + more
+            gevent.sleep(0)
+
+    def expire(self) -> None:
+        """End what waits for the client: a read finds the end, a send fails."""
+        self.has_ended = True
+        self.deadline = math.inf
+        with suppress(OSError):  # the connection has ended already
+            self._raw_socket.shutdown(
+                socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
+            )
+
+    def shutdown(self, how: int) -> None:
+        """End the connection; gunicorn cannot go on with an answer that it has begun."""
+        self.flush()
+        self._raw_socket.shutdown(how)
+
+    def close(self) -> None:
+        self._readable.close()
+        self._sock.close()
+
+    def fileno(self) -> int:
+        number: int = self._sock.fileno()
+        return number
+
+    @property
+    def _raw_socket(self) -> Any:
+        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
+        return self._sock._sock
+
+
+class PlantsWorker(GeventWorker):  # type: ignore[misc]
+    """gunicorn's gevent worker; the module says what is different.
+
+    Attributes:
+        number: The smallest that no other worker has.
+    """
+
+    sockets: list[Any]
+    # How many connections each worker has; the fork shares it.
+    connection_counts: memoryview | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if PlantsWorker.connection_counts is None:
+            counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
+            counts[:] = array('I', [NOT_SERVING]) * SLOTS
+            PlantsWorker.connection_counts = counts
+        self._counts = PlantsWorker.connection_counts
+        self.number = 0
+        self._clients: set[Client] = set()
+        self._tls: Any = None
+
+    def forget_connections(self) -> None:
+        """Take this worker out of the counts; for the master, when it has ended."""
+        self._counts[self.number % SLOTS] = NOT_SERVING
+
+    def patch(self) -> None:
+        if self.cfg.is_ssl:
+            monkey.patch_ssl()
+        self.sockets = [
+            GeventSocket(
+                listener.FAMILY, socket.SOCK_STREAM, fileno=listener.sock.detach()
+            )
+            for listener in self.sockets
+        ]
+
+    def run(self) -> None:
+        # Usually 1,024 files may be open, and each connection is one.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        log.batch_lines(gevent.get_hub().loop)
+        if self.cfg.is_ssl:
+            self._tls = internals.ssl_context(self.cfg)
+        pool = Pool(self.worker_connections)
+        servers = [Acceptor(self, listener, pool) for listener in self.sockets]
+        for server in servers:
+            server.start()
+        self._count_connections()
+        while self.alive:
+            self.notify()
+            self._expire_clients()
+            self._sleep(EXPIRE_EVERY)
+        for server in servers:
+            server.close()
+        self.forget_connections()
+        end = time.monotonic() + LINGER
+        give_up = time.monotonic() + self.cfg.graceful_timeout
+        while self._clients and time.monotonic() < give_up:
+            self.notify()
+            self._expire_clients(idle_until=end)
+            self._sleep(EXPIRE_AT_END)
+
+    def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
+        """Serve a connection from its beginning to its end."""
+        client = Client(sock)
+        self._clients.add(client)
+        self._count_connections()
+        request = None
+        try:
+            try:
+                if self._tls is not None:
+                    client.start_tls(self._tls)
+                for request in internals.requests(self.cfg, client, address):
+                    client.end_head()
+                    self.handle_request(listener, request, client, address)
+                    self._end_request(request, client)
+                    request = None
+            except StopIteration:
+                pass  # the answer announced the end of the connection
+            except OSError:
+                raise
+            except Exception as ex:
+                self.handle_error(request, client, address, ex)
+            client.linger()
+        except OSError:
+            pass  # the client is gone
+        except Exception:
+            # Whatever it is, only this connection ends.
+            self.log.exception('a connection was lost')
+        finally:
+            self._clients.discard(client)
+            client.close()
+            self._count_connections()
+
+    def _end_request(self, request: Any, client: Client) -> None:
+        internals.discard_body(request)
+        if internals.has_more(request):
+            client.begin_request()
+            gevent.sleep(0)
+        else:
+            client.expect_request(self.cfg.keepalive if self.alive else LINGER)
+
+    def handle_error(
+        self, request: Any, client: Client, address: Any, error: Exception
+    ) -> None:
+        """Answer a request that does not reach the application, or made it fail.
+
+        The log does not repeat the request: there may be a token in it.
+        """
+        if isinstance(error, internals.NoMoreData):
+            return
+        id = middleware.new_request_id()
+        status = internals.status_of(error)
+        if status < 500:
+            self.log.warning('%s: request refused: %s', id, type(error).__name__)
+        else:
+            self.log.error('%s: request failed', id, exc_info=error)
+        message = f'{status.phrase}: the HTTP server cannot serve this request'
+        body = errors.error_body(100 * status, message)
+        head = (
+            f'HTTP/1.1 {status} {status.phrase}\r\n'
+            f'Date: {internals.http_date()}\r\n'
+            f'Connection: close\r\n'
+            f'Content-Type: application/json\r\n'
+            f'Content-Length: {len(body)}\r\n'
+            f'X-Request-Id: {id}\r\n'
+            f'\r\n'
+        )
+        client.sendall(head.encode() + body)
+
+    def must_stand_back(self) -> bool:
+        """Whether another worker should have the next connection.
+
+        Of few connections each one counts; many may come in a crowd.
+        """
+        mine = len(self._clients)
+        return bool(mine > min(self._counts) + mine // 16)
+
+    def _count_connections(self) -> None:
+        if self.alive:
+            self._counts[self.number % SLOTS] = len(self._clients)
+
+    def _expire_clients(self, idle_until: float = math.inf) -> None:
+        now = time.monotonic()
+        for client in list(self._clients):
+            if client.deadline < now or (client.is_idle and idle_until < now):
+                client.expire()
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a signal comes; its handler has run then."""
+        with suppress(TimeoutError):
+            wait_read(self.PIPE[0], seconds)
+            with suppress(BlockingIOError):
+                os.read(self.PIPE[0], 4096)
+
+
+class Acceptor(StreamServer):  # type: ignore[misc]
+    """Accepts connections, one at a time, unless another worker should."""
+
+    max_accept = 1
+
+    def __init__(self, worker: PlantsWorker, listener: GeventSocket, pool: Pool):
+        self._worker = worker
+        self._is_patient = True
+        name = listener.getsockname()
+        super().__init__(
+            listener,
+            handle=lambda sock, address: worker.handle(name, sock, address),
+            spawn=pool,
+        )
+
+    def do_read(self) -> Any:
+        if self._is_patient and self._worker.must_stand_back():
+            self._pause()
+            return None
+        self._is_patient = True
+        try:
+            return super().do_read()
+        except OSError:
+            self._pause()  # no room: other connections have to close first
+            return None
+
+    def _pause(self) -> None:
+        self._is_patient = False
+        self.stop_accepting()
+        self._timer = self.loop.timer(STAND_BACK)
+        self._timer.start(self._start_accepting_if_started)

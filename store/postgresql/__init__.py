@@ -1,0 +1,98 @@
+"""The store for those who outgrow one machine: a PostgreSQL database.
+
+Any number of servers on any number of machines share it. It keeps to SQL that engines
+which speak PostgreSQL's protocol and scale out understand too: no advisory lock, no
+sequence, no lock of a table. What makes it safe:
+
+* Plants that wait together are one *batch*: one ``INSERT`` of several rows, one commit
+  (``store/group_commit.py``). The ``INSERT`` leaves out rows whose id is taken, and
+  only those are compared.
+* A plant is *acknowledged* after a commit that the database has confirmed, without a
+  warning. A repeat is an acknowledgement too: its comparison locks the row and commits.
+* When a connection is lost the batch is sent once more over a new one. What the first
+  connection committed is found then and compared.
+* Every wait has a limit, at the server and here, since a server that hangs keeps none.
+  While the database does not answer, one caller at a time asks it (``outage.py``).
+* A plant that somebody else has locked delays only itself (``database.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from collections.abc import Sequence
+
+import psycopg
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
+
+from store.base import Create
+from store.base import Plant
+from store.errors import IdTaken
+from store.errors import StoreUnavailable
+from store.lazy import LazyStore
+from store.postgresql.database import Database
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
+
+
+def check_url(url: str) -> None:
+    """Check that a URL can be used.
+
+    Raises:
+        ValueError: It cannot; the message does not repeat the URL.
+    """
+    # Where a password has one of these, libpq takes the rest of it for something else,
+    # and reports that. So a later @, of a parameter, has to be told from that.
+    if re.search('@.*@|[/?#].*@', url.partition('://')[2], re.DOTALL):
+        raise ValueError(
+            'in this URL write @ as %40, except before the host, and in a user or '
+            'password / as %2F, ? as %3F, # as %23'
+        )
+    try:
+        ports = conninfo_to_dict(url).get('port', '')
+    except psycopg.ProgrammingError:
+        raise ValueError('it is not a URL that libpq accepts') from None
+    if not re.fullmatch('[0-9,]*', str(ports)):
+        raise ValueError('the port is not a number')
+
+
+class PostgreSQLStore(LazyStore[Database]):
+    """Keep plants in the table ``plants``; durable when a commit is.
+
+    Args:
+        url: ``postgresql://...``, as libpq reads it. Several hosts are tried in turn,
+            and only one that can be written to is used.
+        create: With ``never``, a table that is missing is not made.
+        scheduler: How the callers wait.
+    """
+
+    def __init__(
+        self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
+    ) -> None:
+        super().__init__(scheduler=scheduler)
+        check_url(url)
+        self._url = url
+        self._create = create
+
+    def add(self, plant: Plant) -> bool:
+        return self._backend().add(plant)
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        return self._backend().add_many(plants)
+
+    def __iter__(self) -> Iterator[Plant]:
+        return self._backend().plants()
+
+    def size_hint(self) -> int:
+        return self._backend().count()
+
+    def check_opening(self) -> None:
+        try:
+            self.ping()
+        except StoreUnavailable as ex:
+            if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
+                raise
+
+    def _open_backend(self) -> Database:
+        return Database(self._url, self._create, self._scheduler, self._report_sync)

@@ -1,0 +1,146 @@
+"""A connection to a PostgreSQL server, and the statements that a store sends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Generator
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+from typing import TypeVar
+
+import psycopg
+from psycopg import errors
+from psycopg.pq import TransactionStatus
+
+from store.base import Plant
+from store.postgresql import limits
+
+# The store reports a lost connection itself; psycopg's own warning would repeat it.
+logging.getLogger('psycopg').addHandler(logging.NullHandler())
+
+Result = TypeVar('Result')
+
+CREATE_TABLE = (
+    'CREATE TABLE IF NOT EXISTS plants '
+    '(id bigint PRIMARY KEY, name text NOT NULL, tag text)'
+)
+# Does nothing, but only where an add would work: with a table of such columns and a
+# unique id, the rights to insert and to lock, and a server that can be written to.
+PROBE = (
+    'INSERT INTO plants (id, name, tag) SELECT id, name, tag FROM plants WHERE false '
+    'FOR UPDATE ON CONFLICT (id) DO NOTHING'
+)
+# One shape for all sizes of a batch. Each number of rows in VALUES would be a statement
+# of its own, and the server keeps a plan of each in every session (2 to 8 MiB for 100
+# sizes). A statement with VALUES also has at most 65,535 parameters.
+INSERT = (
+    'INSERT INTO plants (id, name, tag) '
+    'SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[]) '
+    'ON CONFLICT (id) DO NOTHING RETURNING id'
+)
+# One row each, since a distributed engine can lock no more with one statement.
+LOCK = 'SELECT id, name, tag FROM plants WHERE id = %s FOR UPDATE'
+# An operator who asks for less than a commit that is on the disk cannot mean this
+# service; one who asks for more (remote_apply, for example) does. Warnings must arrive:
+# they tell of a commit that is not safe.
+SETTINGS = (
+    "SELECT set_config('statement_timeout', $1, false), "
+    "set_config('lock_timeout', $2, false), "
+    "set_config('client_min_messages', 'warning', false), "
+    "CASE WHEN current_setting('synchronous_commit', true) = 'off' "
+    "THEN set_config('synchronous_commit', 'on', false) END"
+)
+
+
+class Connection(psycopg.Connection[Any]):
+    """A connection that waits no longer than its deadline, and notes warnings."""
+
+    _deadline = math.inf
+    _warning: str | None = None
+
+    def start_use(self) -> None:
+        """Set a new deadline, and forget warnings of earlier use."""
+        self._deadline = time.monotonic() + limits.ANSWER_WITHIN
+        self._warning = None
+
+    def wait(
+        self,
+        gen: Generator[Any, Any, Result],
+        interval: float = 0.1,
+        timeout: float | None = None,
+    ) -> Result:
+        # One deadline for all waits: the end of a broken pipeline waits again.
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise psycopg.OperationalError('there is no time left')
+        return super().wait(gen, interval, timeout or min(limits.ANSWER_WITHIN, left))
+
+    def is_idle(self) -> bool:
+        """Whether another statement may follow; false for a broken connection."""
+        return self.info.transaction_status == TransactionStatus.IDLE
+
+    def hangs(self) -> bool:
+        """Whether the server still owes an answer."""
+        return self.info.transaction_status == TransactionStatus.ACTIVE
+
+    def prepare_for_plants(self) -> None:
+        """Make the settings of the session."""
+        self.add_notice_handler(self._note)
+        seconds = (limits.STATEMENT_WITHIN, limits.LOCK_WITHIN)
+        psycopg.RawCursor(self).execute(SETTINGS, [f'{1000 * s:.0f}' for s in seconds])
+
+    def probe(self) -> None:
+        """Raise what an add would raise now."""
+        self.execute(PROBE)
+
+    def insert_plants(self, plants: Sequence[Plant]) -> dict[int, None]:
+        """Insert plants whose id is free, and commit; return their ids."""
+        ids, names, tags = zip(*plants, strict=True)
+        cursor = psycopg.RawCursor(self).execute(
+            INSERT,
+            # NOTE: psycopg's own arrays take twice the time, and the width of their
+            # integers makes more shapes of the statement.
+            [
+                '{' + ','.join(map(str, ids)) + '}',
+                texts_array(names),
+                texts_array(tags),
+            ],
+        )
+        self._check_safe()
+        return dict.fromkeys(id for (id,) in cursor.fetchall())
+
+    def lock_plants(self, plants: Sequence[Plant]) -> dict[int, Plant]:
+        """Return what is stored with the ids of plants, once that is safe.
+
+        The first commit of a stored plant may be visible but not safe: its session was
+        cut off while it waited for a synchronous standby. Reading would not wait for
+        the standby. A lock is a write, so its commit does.
+        """
+        cursor = self.cursor()
+        # In one transaction: a pipeline without BEGIN commits where it ends.
+        cursor.executemany(LOCK, [(str(plant.id),) for plant in plants], returning=True)
+        self._check_safe()
+        return {row[0]: Plant(*row) for found in cursor.results() for row in found}
+
+    def _check_safe(self) -> None:
+        # A commit that somebody cancels while it waits for a standby is reported as
+        # done, with a warning.
+        if self._warning:
+            raise errors.StatementCompletionUnknown(self._warning)
+
+    def _note(self, diagnostic: errors.Diagnostic) -> None:
+        if diagnostic.severity_nonlocalized == 'WARNING':
+            self._warning = diagnostic.message_primary
+
+
+def texts_array(texts: Iterable[str | None]) -> str:
+    """Return texts as an SQL array in text form."""
+    return '{' + ','.join(['NULL' if t is None else quoted(t) for t in texts]) + '}'
+
+
+def quoted(text: str) -> str:
+    """Return a text as an element of an SQL array."""
+    return '"' + text.replace('\\', '\\\\').replace('"', '\\"') + '"'

@@ -1,0 +1,325 @@
+"""A database that is in use by this process."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import contextmanager
+from contextlib import suppress
+from typing import Any
+from typing import TypeVar
+
+import psycopg
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import args_row
+
+from store.base import Create
+from store.base import Plant
+from store.errors import IdTaken
+from store.errors import StoreUnavailable
+from store.group_commit import Entry
+from store.group_commit import GroupCommit
+from store.group_commit import outcomes
+from store.postgresql import limits
+from store.postgresql.connection import CREATE_TABLE
+from store.postgresql.connection import Connection
+from store.postgresql.outage import Outage
+from store.postgresql.pool import Pool
+from store.postgresql.refusals import CONFLICTS
+from store.postgresql.refusals import RULES
+from store.postgresql.refusals import PlantLocked
+from store.postgresql.refusals import refusal
+from store.scheduler import Scheduler
+from store.url import masked
+
+Result = TypeVar('Result')
+Batch = Sequence[Entry[Plant]]
+# What a statement finds for a plant: the plant that is stored with its id, ``None`` if
+# it has just been inserted, or why it cannot be stored now.
+Found = Plant | StoreUnavailable | None
+Statement = Callable[[Connection, Sequence[Plant]], Mapping[int, Found]]
+
+
+class Database:
+    """Adds plants to a database, and reads them.
+
+    Two kinds of batches go to the database. Most plants are in the first. It waits only
+    ``LOCK_WITHIN`` for a lock of somebody else's transaction. Then it is halved until
+    the locked plants are alone, and they become batches of the second kind, of which
+    one at a time is in flight. Their ids are remembered, so that their repeats go there
+    at once. So a locked row takes one connection, and delays no other plant for long.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        create: Create,
+        scheduler: Scheduler,
+        observe: Callable[[int, float], None],
+    ) -> None:
+        self._shown = masked(url)
+        self._create = create
+        self._parameters: dict[str, Any] = {
+            'connect_timeout': limits.CONNECT_WITHIN,
+            'fallback_application_name': 'plants',
+            'target_session_attrs': 'read-write',
+            **conninfo_to_dict(url),
+            'client_encoding': 'utf8',
+            'autocommit': True,
+        }
+        self._batches = GroupCommit[Plant, Batch](
+            lambda batch: batch,
+            self._store,
+            slow_syncs_in_flight=limits.BATCHES_IN_FLIGHT,
+            scheduler=scheduler,
+            observe=observe,
+        )
+        self._locked_batches = GroupCommit[Plant, Batch](
+            lambda batch: batch,
+            self._store_locked,
+            slow_syncs_in_flight=1,
+            scheduler=scheduler,
+        )
+        self._locked_ids: set[int] = set()
+        self._pool = Pool(self._connect)
+        self._outage = Outage(self._shown)
+        self._checked = False
+
+    def add(self, plant: Plant) -> bool:
+        # An empty name takes room in a batch, too.
+        size = 32 + len(plant.name) + len(plant.tag or '')
+        if plant.id not in self._locked_ids:
+            with suppress(PlantLocked):
+                return self._batches.submit(plant, size)
+        return self._locked_batches.submit(plant, size)
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        batch = [Entry(plant, 0) for plant in plants]
+        for start in range(0, len(batch), limits.MOST_ROWS):
+            self._store_locked(batch[start : start + limits.MOST_ROWS])
+        for entry in batch:
+            if isinstance(entry.error, StoreUnavailable):
+                raise entry.error
+        return outcomes(batch)
+
+    def plants(self) -> Iterator[Plant]:
+        """Yield all plants, over a connection of its own; a standby will do."""
+        with self._reader() as connection:
+            # The whole takes as long as the reader likes.
+            connection.execute("SELECT set_config('statement_timeout', '0', false)")
+            rows = connection.cursor(row_factory=args_row(Plant)).stream(
+                'SELECT id, name, tag FROM plants', size=1000
+            )
+            try:
+                # NOTE: yield from, so that a reader that stops early closes the stream
+                # first: it has a lock that closing the connection needs.
+                yield from rows
+            except errors.UndefinedTable:
+                if self._create == 'never':
+                    raise
+
+    def count(self) -> int:
+        """Return how many plants there are, or 0 if it takes too long to count them."""
+        with suppress(StoreUnavailable), self._reader() as connection:
+            connection.prepare_for_plants()
+            ((number,),) = connection.execute('SELECT count(*) FROM plants')
+            return int(number)
+        return 0
+
+    @contextmanager
+    def _reader(self) -> Iterator[Connection]:
+        """Connect to a server that need not take plants."""
+        parameters = self._parameters | {'target_session_attrs': 'any'}
+        # NOTE: not the connection's own block, which ends the transaction first: it
+        # and a stream that was left half-way would wait for each other.
+        with (
+            self._explained(),
+            closing(Connection.connect(**parameters)) as connection,
+        ):
+            self._check_encoding(connection)
+            yield connection
+
+    def ping(self) -> None:
+        with self._explained():
+            self._run(Connection.probe)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def abandon(self) -> None:  # pragma: no cover - in a child of a fork
+        """Keep what belongs to the parent: to close it would end in complaints."""
+        _abandoned.append(self)
+
+    def _connect(self) -> Connection:
+        with self._explained():
+            connection = Connection.connect(**self._parameters)
+            try:
+                connection.prepare_for_plants()
+                if not self._checked:
+                    self._check(connection)
+                    self._checked = True
+            except BaseException:
+                connection.close()
+                raise
+            return connection
+
+    def _check(self, connection: Connection) -> None:
+        """Check that the database fits; make the table if that is asked for.
+
+        Where the table is there, the right to make it is not needed. Two processes that
+        make it at once may both fail: the first enters a name into the catalogue that
+        is in the way of the second. Then the table is there.
+        """
+        self._check_encoding(connection)
+        try:
+            connection.probe()
+        except errors.UndefinedTable:
+            if self._create == 'never':
+                raise
+            with suppress(
+                errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
+            ):
+                connection.execute(CREATE_TABLE)
+            connection.probe()
+
+    def _check_encoding(self, connection: Connection) -> None:
+        encoding = connection.info.parameter_status('server_encoding')
+        if encoding != 'UTF8':
+            reason = f'the database is encoded in {encoding}'
+            raise StoreUnavailable(reason, store=self._shown)
+
+    def _store_locked(self, batch: Batch) -> None:
+        """Store plants of which some may be locked; try those again for a while."""
+        deadline = time.monotonic() + limits.LOCKED_WITHIN
+        while batch and time.monotonic() < deadline:
+            self._store(batch)
+            batch = [entry for entry in batch if isinstance(entry.error, PlantLocked)]
+
+    def _store(self, batch: Batch) -> None:
+        """Insert the new plants of a batch, and compare the others."""
+        first: dict[int, Plant] = {}
+        for entry in batch:
+            first.setdefault(entry.item.id, entry.item)
+        # In one order everywhere, so that two batches never wait for each other.
+        with self._explained():
+            found = self._find_or_insert([first[id] for id in sorted(first)])
+        refused = []
+        for entry in batch:
+            id = entry.item.id
+            stored = found[id]
+            entry.new = stored is None
+            entry.error = None
+            if isinstance(stored, StoreUnavailable):
+                entry.error = stored
+                if entry.item != first[id]:
+                    refused.append(entry)
+            elif stored is None:
+                found[id] = entry.item  # later in this batch it is not new
+            elif stored != entry.item:
+                entry.error = IdTaken(id)
+        self._remember_locked(found)
+        if refused:  # for another plant with the same id
+            self._store(refused)
+
+    def _remember_locked(self, found: Mapping[int, Found]) -> None:
+        locked = {id for id, stored in found.items() if isinstance(stored, PlantLocked)}
+        if len(self._locked_ids) + len(locked) > limits.MOST_LOCKED_IDS:
+            self._locked_ids.clear()
+        self._locked_ids -= found.keys()
+        self._locked_ids |= locked
+
+    def _find_or_insert(self, plants: Sequence[Plant]) -> dict[int, Found]:
+        """Return what is found for each id."""
+        found: dict[int, Found] = {}
+        conflict: psycopg.Error = errors.SerializationFailure(
+            'the conflicting row is not visible'
+        )
+        deadline = time.monotonic() + limits.LOCKED_WITHIN
+        for attempt in range(limits.ATTEMPTS):
+            if attempt:
+                time.sleep(_random.uniform(0, 0.001 * 2**attempt))
+            try:
+                # A row that is deleted between the two is new at the next attempt.
+                for statement in (Connection.insert_plants, Connection.lock_plants):
+                    left = [plant for plant in plants if plant.id not in found]
+                    if not left:
+                        return found
+                    for part in self._execute(statement, left, deadline):
+                        found |= part
+            except CONFLICTS as ex:
+                conflict = ex
+        why = refusal(conflict, self._shown)
+        return {plant.id: found.get(plant.id, why) for plant in plants}
+
+    def _execute(
+        self, statement: Statement, plants: Sequence[Plant], deadline: float
+    ) -> Iterator[Mapping[int, Found]]:
+        """Yield what a statement finds; where one plant makes it fail, by halves."""
+        try:
+            yield self._run(lambda connection: statement(connection, plants))
+        except (*RULES, errors.LockNotAvailable) as ex:
+            # While the whole table is locked, halving would take too long.
+            if len(plants) == 1 or (
+                isinstance(ex, errors.LockNotAvailable) and time.monotonic() > deadline
+            ):
+                why = refusal(ex, self._shown)
+                why.__cause__ = ex
+                yield dict.fromkeys([plant.id for plant in plants], why)
+                return
+            middle = len(plants) // 2
+            yield from self._execute(statement, plants[:middle], deadline)
+            yield from self._execute(statement, plants[middle:], deadline)
+
+    def _run(
+        self, function: Callable[[Connection], Result], *, new: bool = False
+    ) -> Result:
+        """Call a function with a connection, and once more if the connection is lost.
+
+        An idle session may have been ended long ago. The second connection is a new
+        one. To repeat an add is safe: what was committed is found then, and compared.
+
+        Raises:
+            StoreUnavailable: The database does not answer.
+            TimeoutError: All connections are in use.
+            psycopg.Error: Any other error of the server.
+        """
+        with self._outage.watch(), self._pool.lend(new=new) as connection:
+            try:
+                return function(connection)
+            except psycopg.Error as ex:
+                if connection.hangs():
+                    # Without this, a session that waits for a standby would wait on
+                    # when nobody listens, and soon be one of many.
+                    with suppress(psycopg.Error):
+                        connection.cancel_safe(timeout=limits.CANCEL_WITHIN)
+                    raise refusal(ex, self._shown) from ex
+                if new or not connection.closed:
+                    if isinstance(ex, errors.ReadOnlySqlTransaction):
+                        # A standby now; another host may be the primary.
+                        connection.close()
+                    raise
+        return self._run(function, new=True)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of the server into those of a store."""
+        try:
+            yield
+        except TimeoutError as ex:
+            reason = 'all connections to the database are in use'
+            raise StoreUnavailable(reason, store=self._shown) from ex
+        except psycopg.Error as ex:
+            raise refusal(ex, self._shown) from ex
+
+
+# Not the generator of everybody: a program that seeds that one means something else.
+_random = random.Random()
+
+# Databases whose connections a child of a fork has from its parent.
+_abandoned: list[Database] = []

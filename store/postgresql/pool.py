@@ -1,0 +1,102 @@
+"""A pool of connections."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from store.errors import StoreClosed
+from store.postgresql import limits
+from store.postgresql.connection import Connection
+
+
+class Pool:
+    """Connections that stay open, each lent to one caller at a time.
+
+    Not psycopg_pool: it connects in a thread of its own and keeps the reason of a
+    failure there, while the caller waits for its time-out.
+
+    Args:
+        connect: Makes a connection; called in the thread that needs it.
+    """
+
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        self._connect = connect
+        self._changed = threading.Condition()  # guards what follows
+        self._idle: list[Connection] = []
+        self._in_use = 0  # or being made
+        self._closed = False
+
+    @contextmanager
+    def lend(self, *, new: bool = False) -> Iterator[Connection]:
+        """Lend a connection.
+
+        Args:
+            new: Close the idle connections and make one.
+
+        Raises:
+            TimeoutError: All connections stay in use.
+            StoreClosed: ``close`` was called.
+            Exception: Whatever ``connect`` raised.
+        """
+        connection = self._take(new)
+        connection.start_use()
+        try:
+            yield connection
+        finally:
+            self._give_back(connection)
+
+    def close(self) -> None:
+        """Close the idle connections now, and the others when they come back."""
+        with self._changed:
+            self._closed = True
+            self._close_idle()
+            self._changed.notify_all()
+
+    def _take(self, new: bool) -> Connection:
+        with self._changed:
+            if not self._changed.wait_for(self._has_one, limits.CONNECT_WITHIN):
+                raise TimeoutError
+            if self._closed:
+                raise StoreClosed
+            self._in_use += 1
+            if new:
+                self._close_idle()
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._connect()
+        except BaseException:
+            with self._changed:
+                self._in_use -= 1
+                self._changed.notify_all()
+                # The server may allow no more connections: wait for one in use.
+                self._changed.wait_for(
+                    lambda: self._idle or not self._in_use, limits.CONNECT_WITHIN
+                )
+                if not self._idle:
+                    raise
+                self._in_use += 1
+                return self._idle.pop()
+
+    def _has_one(self) -> bool:
+        """Whether a caller need not wait. REQUIRES: lock held."""
+        return (
+            self._closed or bool(self._idle) or self._in_use < limits.MOST_CONNECTIONS
+        )
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._changed:
+            self._in_use -= 1
+            self._idle.append(connection)
+            if self._closed or not connection.is_idle():
+                # All of them: what broke one has probably broken the others.
+                self._close_idle()
+            self._changed.notify_all()
+
+    def _close_idle(self) -> None:
+        """Close the idle connections. REQUIRES: lock held."""
+        while self._idle:
+            self._idle.pop().close()
