@@ -23,6 +23,7 @@ from pathlib import Path
 
 from bench.contenders import CONTENDERS
 from bench.contenders import TOP
+from bench.load import TOKEN
 from bench.load import first_answer
 from bench.load import load
 from bench.serving import serving
@@ -74,15 +75,15 @@ def measure(slow: int, connections: int, seconds: int) -> tuple[float, ...]:
     contender = CONTENDERS['jsonl']
     with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as directory:
         settings = {
-            'PLANTS_TOKENS': contender.token,
+            'PLANTS_TOKENS': TOKEN,
             'PLANTS_STORE': f'jsonl:{directory}/plants.jsonl',
         }
         with serving(contender.command, settings, contender.directory) as server:
-            first_answer(server, contender)
+            first_answer(server)
             time.sleep(1)  # until all workers are there: the first would take them all
             with dripping(server.port, slow):
                 time.sleep(1)  # until they are taken: the healthy would queue behind
-                seen = load(server, contender, connections, seconds, first_id=1000)
+                seen = load(server, connections, seconds, first_id=1000)
                 memory = resident(server.process.pid)
     return seen.rate, seen.p50_ms, seen.p99_ms, memory
 

@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from bench.contenders import CONTENDERS
+from bench.load import TOKEN
 from bench.load import first_answer
 from bench.load import load
 from bench.serving import serving
@@ -105,10 +106,10 @@ def worker_memory(url: str) -> tuple[float, float]:
     has touched count as private too.
     """
     contender = CONTENDERS['jsonl']
-    environ = {'PLANTS_TOKENS': contender.token, 'PLANTS_STORE': url}
+    environ = {'PLANTS_TOKENS': TOKEN, 'PLANTS_STORE': url}
     with serving(contender.command, environ, contender.directory) as server:
-        first_answer(server, contender)
-        load(server, contender, 16, 10, first_id=random.getrandbits(52))
+        first_answer(server)
+        load(server, 16, 10, first_id=random.getrandbits(52))
         pid = server.process.pid
         children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
         return (
