@@ -40,6 +40,7 @@ from bench.report import Case
 from bench.report import Run
 from bench.report import markdown
 from bench.serving import Failed
+from bench.serving import cpu_time
 from bench.serving import memory
 from bench.serving import serving
 
@@ -146,8 +147,10 @@ def measure(
                 figures['memory_mib'] = memory(server.process.pid)
             warm = load(server, case.connections, WARM_UP, WARM_IDS)
             synced = count_syncs(sync_count)
+            cpu_s = cpu_time(server.process.pid)
             hot = load(server, case.connections, seconds, HOT_IDS)
             synced = count_syncs(sync_count) - synced
+            cpu_s = cpu_time(server.process.pid) - cpu_s
         acknowledged = 1 + warm.answers + hot.answers
         stored = acknowledged
         if contender.checks and database.stored is not None:
@@ -159,8 +162,12 @@ def measure(
         raise Failed('no answers')
     if contender.syncs and synced * case.connections < hot.answers:
         raise Failed(f'{hot.answers} plants acknowledged with {synced} syncs')
-    figures |= {'rate': hot.rate, 'p50_ms': hot.p50_ms, 'p99_ms': hot.p99_ms}
-    return {**figures, 'syncs_per_add': synced / hot.answers}
+    return figures | {
+        'rate': hot.rate,
+        'p99_ms': hot.p99_ms,
+        'syncs_per_add': synced / hot.answers,
+        'cpu_us': 1e6 * cpu_s / hot.answers,
+    }
 
 
 def build_shim(directory: Path) -> Path:
@@ -187,7 +194,8 @@ def describe_conditions(options: argparse.Namespace, directory: Path) -> str:
         '2 workers or processes, if not said otherwise. '
         'Plants added a second and, in brackets, the p99 in ms: '
         f'medians of {options.rounds} rounds of {options.seconds} s. '
-        'Memory is the PSS of all processes of the idle server, without PostgreSQL.'
+        'Memory is the PSS of all processes of the idle server, CPU the time of all '
+        'its processes; both without PostgreSQL.'
     )
 
 

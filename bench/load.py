@@ -27,14 +27,12 @@ class Load(NamedTuple):
     Attributes:
         answers: How many requests were answered, all of them with 2xx.
         rate: Answers a second.
-        p50_ms: Median latency.
         p99_ms: 99th percentile of the latency.
         max_ms: The longest.
     """
 
     answers: int
     rate: float
-    p50_ms: float
     p99_ms: float
     max_ms: float
 

@@ -24,9 +24,9 @@ end
 function done(summary, latency, requests)
    local errors = summary.errors
    io.write(string.format(
-      "RESULT %d %d %d %d %.1f %.1f %.1f\n",
+      "RESULT %d %d %d %d %.1f %.1f\n",
       summary.requests, summary.duration, errors.status,
       errors.connect + errors.read + errors.write + errors.timeout,
-      latency:percentile(50), latency:percentile(99), latency.max
+      latency:percentile(99), latency.max
    ))
 end

@@ -37,7 +37,7 @@ class Run:
     Attributes:
         contenders: What was measured, by name.
         conditions: Where and how, in sentences.
-        figures: By case, the figures of each round: ``rate`` (a second), ``p99_ms`` ...
+        figures: By case, the figures of each round: ``rate``, ``p99_ms`` ...
         failed: By case, why it was left out.
     """
 
@@ -82,6 +82,8 @@ TARGETS = [
     Target('postgresql', 'rate', 1, ('postgresql-beside',)),
     Target('jsonl', 'p99_ms', 1, ('jsonl-beside',), AT_64),
     Target('postgresql', 'p99_ms', 1, ('postgresql-beside',), AT_64),
+    Target('jsonl', 'cpu_us', 1, ('jsonl-beside',)),
+    Target('postgresql', 'cpu_us', 1, ('postgresql-beside',)),
     Target('jsonl', 'rate', 1, ('jsonl-gthread',)),
     Target('jsonl', 'rate', 1, ('jsonl-gevent',)),
     Target('jsonl', 'rate', 1.3, ('floor-gthread',), ON_THIS_DISK),
@@ -95,6 +97,7 @@ TARGETS = [
 FIGURES = {
     'rate': 'adds/s',
     'p99_ms': 'p99',
+    'cpu_us': 'CPU an add',
     'memory_mib': 'memory, MiB',
     'first_answer_s': 'start to first 200, s',
 }
@@ -111,8 +114,11 @@ def markdown(run: Run) -> str:
 
 def figures_table(run: Run) -> Iterator[str]:
     """Yield the lines of a table with a row for each contender."""
-    yield f'| | {LOADS} | adds a sync, 64 | start to first 200, s | memory, MiB |'
-    yield '|---' * (len(CASES) + 4) + '|'
+    others = (
+        'adds a sync, 64 | CPU an add, us, 64 | start to first 200, s | memory, MiB'
+    )
+    yield f'| | {LOADS} | {others} |'
+    yield '|---' * (len(CASES) + 5) + '|'
     for name, contender in run.contenders.items():
         cells = [contender.label]
         for case in CASES:
@@ -121,8 +127,12 @@ def figures_table(run: Run) -> Iterator[str]:
             cells.append('' if rate is None else f'{rate:,.0f} ({p99:,.1f})')
         syncs = run.median(Case(name, 64), 'syncs_per_add')
         cells.append(f'{1 / syncs:.1f}' if syncs else '')
-        for figure, digits in (('first_answer_s', 2), ('memory_mib', 0)):
-            value = run.median(Case(name), figure)
+        for case, figure, digits in (
+            (AT_64[0], 'cpu_us', 0),
+            (CASES[0], 'first_answer_s', 2),
+            (CASES[0], 'memory_mib', 0),
+        ):
+            value = run.median(Case(name, *case), figure)
             cells.append('' if value is None else f'{value:.{digits}f}')
         yield f'| {" | ".join(cells)} |'
 
