@@ -165,5 +165,6 @@ def cell(run: Run, target: Target, case: tuple[int, int]) -> str:
     more_is_better = target.figure == 'rate'
     if measured:
         value /= max(measured) if more_is_better else min(measured)
+    value = round(value, 2)
     met = value >= target.bound if more_is_better else value <= target.bound
     return f'{value:.2f}' if met else f'{value:.2f} MISSED'
