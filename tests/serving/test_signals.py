@@ -1,0 +1,365 @@
+"""Signals: to end, to stop workers, to start others; with requests at work."""
+
+import os
+import re
+import signal
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextlib import contextmanager
+from contextlib import suppress
+
+import pytest
+from exchange import TAKEN
+from exchange import assert_error
+from exchange import fern
+from server import GUNICORN
+from server import SCRIPTS
+from server import RawClient
+from server import Server
+from server import configured
+from server import is_alive
+from server import request
+from server import wait_until
+
+
+@pytest.fixture
+def busy(tmp_path):
+    """A server with connections that are kept, half sent and silent."""
+    with Server(tmp_path, workers=2) as server, ExitStack() as connections:
+        clients = [connections.enter_context(server.connect()) for _ in range(8)]
+        for client in clients[:2]:
+            assert client.ask(request(body=TAKEN)).status == 200
+        for client in clients[2:4]:
+            client.send(b'POST /plants HTTP/1.1\r\nHost: lo')
+        for client in clients[4:6]:
+            client.send(request(body=b'{"id"', content_length='100'))
+        yield server
+
+
+def assert_clean_end(server, seconds):
+    """The server and its workers end in time, and report nothing unusual."""
+    workers = server.worker_pids()
+    assert server.wait(seconds) == 0
+    assert not [pid for pid in workers if is_alive(pid)]
+    assert 'Traceback' not in server.log
+    assert 'ERROR' not in server.log
+
+
+def test_interrupt_ends_all_at_once(busy):
+    """Ctrl-C ends the server at once, whatever its connections are doing."""
+    busy.interrupt()
+    assert_clean_end(busy, seconds=3)
+
+
+def test_interrupt_of_the_master_ends_all_at_once(busy):
+    """SIGINT to the master alone does the same."""
+    busy.signal(signal.SIGINT)
+    assert_clean_end(busy, seconds=3)
+
+
+def test_interrupts_without_number_end_all(busy):
+    """Who presses Ctrl-C again and again does not stop the server from ending."""
+    for _ in range(2_000):
+        busy.interrupt()
+    assert_clean_end(busy, seconds=3)
+
+
+def test_interrupt_under_load_ends_all(tmp_path):
+    """Ctrl-C ends the server at once also while requests pour in."""
+    done = threading.Event()
+
+    def pour():
+        with suppress(OSError):  # cut off and then refused, as it ends
+            while not done.is_set():
+                with server.connect(timeout=5) as client:
+                    for _ in range(10):
+                        client.ask(request('GET', '/livez'))
+
+    with Server(tmp_path, workers=2) as server, ThreadPoolExecutor(8) as pool:
+        try:
+            loads = [pool.submit(pour) for _ in range(8)]
+            wait_until(lambda: server.log.count('/livez 200') > 200, 'there is load')
+            server.interrupt()
+            assert_clean_end(server, seconds=3)
+        finally:
+            done.set()
+        for load in loads:
+            load.result()
+
+
+def test_terminate_lets_a_request_be_answered(tmp_path):
+    """SIGTERM lets a request that has begun be answered, and then ends the server."""
+    plant = fern()
+    data = request(body=plant)
+    with Server(tmp_path, workers=2) as server, server.connect() as client:
+        client.send(data[:-5])
+        # NOTE: a worker takes connections in their order, so that one is taken now.
+        assert server.ask(request('GET', '/livez')).status == 200
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: 'Handling signal: term' in server.log, 'SIGTERM is seen')
+        answer = client.ask(data[-5:])
+        assert answer.status == 200
+        assert_clean_end(server, seconds=5)
+        assert plant in server.plants()
+
+
+def test_killed_worker_is_replaced_and_no_plant_lost(tmp_path):
+    """After kill -9 of the only worker another one takes over, with every plant."""
+    plant = fern()
+    with Server(tmp_path) as server:
+        assert server.ask(request(body=plant)).status == 200
+        [pid] = server.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(pid), 'it is dead')
+        assert server.ask(request(body=plant)).status == 200
+        assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
+        assert server.plants() == [plant]
+        assert len(server.worker_pids()) == 1
+
+
+SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
+
+
+class Load:
+    """Clients that add plants, each in its way, and note every request that fails.
+
+    Some *keep* a connection and send one request after another, some *pause* between
+    them, so that the connection idles, and some open a *fresh* one for each request.
+
+    Args:
+        server: Where they go.
+
+    Attributes:
+        added: The plants that were answered with 200.
+        lost: Those that were answered by the end of a connection, or not at all.
+        refused: Those for which there was no connection.
+    """
+
+    CLIENTS = ('keep', 'fresh', 'pause') * 4
+
+    def __init__(self, server):
+        self._port = server.port
+        self._done = threading.Event()
+        self.added = []
+        self.lost = []
+        self.refused = []
+
+    @contextmanager
+    def running(self):
+        with ThreadPoolExecutor(len(self.CLIENTS)) as pool:
+            clients = [pool.submit(getattr(self, f'_{way}')) for way in self.CLIENTS]
+            try:
+                self.go_on()
+                yield
+            finally:
+                self._done.set()
+            for client in clients:
+                client.result()
+
+    def go_on(self):
+        """Wait until some more plants are added."""
+        wanted = len(self.added) + 200
+        wait_until(lambda: len(self.added) >= wanted, 'the load goes on')
+
+    def _keep(self, pause=0.0, connection='keep-alive'):
+        while not self._done.is_set():
+            plant = fern()
+            try:
+                client = RawClient(self._port)
+            except ConnectionError:  # the socket may close just then
+                self.refused.append(plant)
+                self._done.wait(0.01)
+                continue
+            with client:
+                while self._add(client, plant, connection) and not self._done.is_set():
+                    self._done.wait(pause)
+                    plant = fern()
+
+    def _pause(self):
+        self._keep(pause=0.02)
+
+    def _fresh(self):
+        self._keep(connection='close')
+
+    def _add(self, client, plant, connection):
+        answer = None
+        with suppress(ConnectionError):  # cut off in the middle of the answer
+            answer = client.ask(request(body=plant, connection=connection))
+        if answer is None:
+            self.lost.append(plant)
+            return False
+        assert answer.status == 200, answer
+        self.added.append(plant)
+        return not answer.announces_close
+
+
+def assert_all_stored(server, load):
+    """What was answered with 200 is stored, and once, and nothing looks unusual."""
+    stored = Counter(plant['id'] for plant in server.plants())
+    assert set(stored.values()) == {1}
+    assert {plant['id'] for plant in load.added} <= stored.keys()
+    assert 'Traceback' not in server.log
+    assert 'ERROR' not in server.log
+
+
+def reload(server, load):
+    """SIGHUP, twice."""
+    for _ in range(2):
+        old = server.worker_pids()
+        server.signal(signal.SIGHUP)
+        wait_until(lambda old=old: not old & server.worker_pids(), 'all are replaced')
+        load.go_on()
+    assert len(server.worker_pids()) == 2
+
+
+def scale(server, load):
+    """SIGTTIN and SIGTTOU, up to four workers and down to one."""
+    for number, workers in (
+        (signal.SIGTTIN, 3),
+        (signal.SIGTTIN, 4),
+        (signal.SIGTTOU, 3),
+        (signal.SIGTTOU, 2),
+        (signal.SIGTTOU, 1),
+    ):
+        server.signal(number)
+        wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
+        load.go_on()
+
+
+def recycle(server, load):
+    """--max-requests, until every worker was replaced several times."""
+    wait_until(lambda: server.log.count('Booting worker') > 10, 'they are replaced')
+
+
+@contextmanager
+def upgraded(server):
+    """SIGUSR2: a second master beside the first, with workers of its own."""
+    server.signal(signal.SIGUSR2)
+    wait_until(lambda: server.log.count('Listening at') == 2, 'there are two masters')
+    new = int(re.findall(r'Listening at: \S+ \((\d+)\)', server.log)[1])
+    try:
+        wait_until(lambda: len(server.worker_pids()) == 4, 'both have workers')
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(new, signal.SIGTERM)
+        wait_until(lambda: not is_alive(new), 'the new one ends')
+
+
+OPERATIONS = {
+    'SIGHUP': (reload, []),
+    'SIGTTIN and SIGTTOU': (scale, []),
+    'max_requests': (recycle, ['--max-requests=50', '--max-requests-jitter=20']),
+}
+
+
+@pytest.mark.parametrize(
+    ('operate', 'arguments'), OPERATIONS.values(), ids=OPERATIONS.keys()
+)
+def test_no_request_fails_while_workers_come_and_go(tmp_path, operate, arguments):
+    """Workers come and go, and every request is answered, on whatever connection."""
+    with Server(tmp_path, *arguments, workers=2) as server:
+        load = Load(server)
+        with load.running():
+            operate(server, load)
+        assert not load.lost
+        assert not load.refused
+        assert_all_stored(server, load)
+        assert len(server.plants()) == len(load.added)
+
+
+@pytest.mark.parametrize('command', [GUNICORN, SCRIPT], ids=['module', 'script'])
+def test_upgrade_loses_no_request(tmp_path, command):
+    """SIGUSR2, then SIGTERM to the old master: every request is answered."""
+    with Server(tmp_path, command=command, workers=2) as server:
+        load = Load(server)
+        with upgraded(server):
+            with load.running():
+                server.signal(signal.SIGTERM)
+                assert server.wait() == 0
+                load.go_on()
+            assert not load.lost
+            assert not load.refused
+            assert_all_stored(server, load)
+            assert len(server.plants()) == len(load.added)
+
+
+def test_upgrade_at_once_cuts_off_and_no_more(tmp_path):
+    """SIGQUIT to the old master cuts off what it does, and nothing after that."""
+    with Server(tmp_path, workers=2) as server:
+        load = Load(server)
+        with upgraded(server):
+            with load.running():
+                server.signal(signal.SIGQUIT)
+                assert server.wait(5) == 0
+                cut = len(load.lost)
+                load.go_on()
+            assert cut <= len(load.lost) <= len(load.CLIENTS)
+            assert not load.refused
+            assert_all_stored(server, load)
+
+
+def test_stop_answers_what_was_taken(tmp_path):
+    """SIGTERM: what a worker has taken is answered, what none has taken is refused."""
+    with Server(tmp_path, workers=2) as server:
+        load = Load(server)
+        with load.running():
+            server.signal(signal.SIGTERM)
+            assert server.wait(5) == 0
+        # A connection that waited for a worker is cut off unread: nothing is stored.
+        assert_all_stored(server, load)
+        assert len(server.plants()) == len(load.added)
+
+
+def test_idle_connections_outlive_a_reload(tmp_path):
+    """A kept connection that idles is answered once more, or is seen to be closed."""
+    with Server(tmp_path, workers=2) as server, ExitStack() as connections:
+        clients = [connections.enter_context(server.connect()) for _ in range(20)]
+        for client in clients:
+            assert client.ask(request(body=fern())).status == 200
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: 'Handling signal: hup' in server.log, 'it reloads')
+        for client in clients[:10]:
+            answer = client.ask(request(body=fern()))
+            assert answer.status == 200
+        for client in clients[10:]:
+            assert client.is_readable(10)
+            assert client.receive() is None
+
+
+EARLY = """
+import time
+after_fork = post_fork
+
+def post_fork(server, worker):
+    while server.SIG_QUEUE.empty():
+        time.sleep(0.01)
+    after_fork(server, worker)
+"""
+
+
+def test_worker_that_starts_stops_with_the_others(tmp_path):
+    """A worker that has no signal handlers yet stops with the others, at once."""
+    server = Server(tmp_path, *configured(tmp_path, EARLY))
+    server.start()
+    try:
+        wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
+        server.signal(signal.SIGTERM)
+        assert server.wait(5) == 0
+    finally:
+        server.stop()
+
+
+def test_upgrade_keeps_the_token_that_was_made(tmp_path):
+    """The new master of SIGUSR2 accepts the token that the old one has printed."""
+    with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
+        [token] = re.findall("'Authorization: Bearer (.+?)'", server.log)
+        with upgraded(server):
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+            data = request(body=fern(), authorization=f'Bearer {token}')
+            assert server.ask(data).status == 200
+            assert_error(server.ask(request(body=fern())), 40101)
+        assert server.log.count('No token is configured') == 1
