@@ -413,8 +413,9 @@ def test_locked_row_delays_no_other_add(server, url, store, lock):
     assert told
 
 
-def test_locked_table(url, store):
+def test_locked_table(url, store, monkeypatch):
     """While the table is locked adds are refused in time; then the store goes on."""
+    monkeypatch.setattr(limits, 'MOST_LOCKED_IDS', 10)
     plants = [Plant(id, 'Ivy') for id in range(20)]
     with session(url) as other:
         other.execute('LOCK TABLE plants')
@@ -432,7 +433,7 @@ def test_deadlock(server, url, monkeypatch):
     """Who loses a deadlock tries again."""
     monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     with (
-        open_store(with_setting(url, 'deadlock_timeout=20ms')) as store,
+        open_store(with_setting(url, 'deadlock_timeout=500ms')) as store,
         session(url) as other,
     ):
         store.add_many([FERN, MOSS])
