@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import psycopg
 import pytest
+from postgresql import refused
 from proxy import Proxy
 from store_contract import in_child
 from store_contract import in_threads
@@ -65,16 +66,6 @@ def far(server, url, proxy):
 def short(monkeypatch):
     """Let nobody wait longer than it takes to see that he does."""
     monkeypatch.setattr(limits, 'ANSWER_WITHIN', 1)
-
-
-@contextmanager
-def refused(reason=None, within=LONGEST):
-    """Check that something is refused, in time, and for this reason if there is one."""
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
-        yield caught
-    assert reason in (None, caught.value.reason)
-    assert time.monotonic() - began < within
 
 
 @contextmanager
