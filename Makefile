@@ -1,35 +1,50 @@
 PYTHON ?= python3
 BIN = .venv/bin
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 PEERS = bench/peers
 
 all: test lint
 
-venv: .venv/installed
+run: .venv/run
+	exec $(BIN)/gunicorn
 
-.venv/installed: requirements.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
-	touch $@
-
-# One worker: without a token configured each would make its own.
-SERVER = gunicorn
-gunicorn = gunicorn
-granian = granian --interface wsgi --blocking-threads 300 --workers-kill-timeout 30 app:app
-
-run: venv
-	exec $(BIN)/$($(SERVER))
-
-# Three at once, also on two cores: many tests wait for a time-out to pass. Neighbours
-# stay together, for they share a database or a browser.
-test: venv
+# Three processes, also on two cores: many tests wait for a time-out. worksteal keeps
+# the tests of a module together, because they share a database or a browser.
+test: .venv/test
 	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov
 
-lint: venv
+lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv $(PEERS)/.venv/installed
+venv: .venv/run
+
+# The check parses under any Python. --clear removes what an earlier version needed, and
+# whatever another Python left there.
+.venv/run: requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; \
+	v = sys.version_info[:2]; \
+	v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is %d.%d" % v); \
+	sys.platform == "linux" or sys.exit("Linux is needed, this is " + sys.platform)'
+	$(PYTHON) -m venv --clear .venv
+	$(INSTALL) -r requirements.txt
+	touch $@
+
+.venv/test: .venv/run requirements-test.txt
+	$(INSTALL) -r requirements-test.txt
+	touch $@
+
+# Pins the newest versions of what the requirements need in turn, for every Python that is
+# supported: `pip freeze` would name versions that only the Python at hand can install.
+constraints: .venv/test
+	$(INSTALL) uv
+	: > constraints.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+		--custom-compile-command 'make constraints' \
+		--output-file constraints.txt requirements-test.txt
+
+bench: .venv/test $(PEERS)/.venv/installed
 	$(BIN)/python -m bench $(BENCH)
 
 # What it is measured against. npm compiles better-sqlite3.
@@ -40,7 +55,7 @@ $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
 	touch $@
 
-bench-scale bench-hostile: bench-%: venv
+bench-scale bench-hostile: bench-%: .venv/test
 	$(BIN)/python -m bench.$* $(BENCH)
 
-.PHONY: all venv run test lint bench bench-scale bench-hostile
+.PHONY: all run test lint venv constraints bench bench-scale bench-hostile

@@ -1,14 +1,14 @@
 """Measure this service and what people would use instead: ``python -m bench``.
 
 Every contender is measured in turn, round after round, so that a noisy machine is noisy
-for all of them; what counts is the median, and the ratio between two of one run. wrk
-takes its share of the same cores, whoever is measured.
+for all of them; every second round goes backwards. What counts is the median, and the
+ratio of two medians of one run. wrk runs on the same cores as the servers.
 
 A fast wrong server does not count. Before each round a contender must refuse what is
-not a new plant, a request without a token, and a different plant with a taken id; and
-after it the plants in its database must be those that it has acknowledged. One that
-promises durability must have synced at least once for as many plants as could be under
-way at once.
+not a new plant, a request without a token, and a different plant with a taken id. After
+the round the plants in its database must be those that it has acknowledged. A contender
+that promises durability must have synced at least once for as many plants as there are
+connections.
 """
 
 from __future__ import annotations
@@ -23,113 +23,108 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-from bench import report
 from bench.contenders import CONTENDERS
 from bench.contenders import HERE
 from bench.contenders import TOP
-from bench.load import check_manners
+from bench.contenders import Contender
+from bench.contenders import add_options
+from bench.contenders import chosen
+from bench.load import TOKEN
+from bench.load import check_answers
 from bench.load import first_answer
 from bench.load import load
+from bench.report import CASES
+from bench.report import ON_THIS_DISK
+from bench.report import Case
+from bench.report import Run
+from bench.report import markdown
 from bench.serving import Failed
+from bench.serving import cpu_time
 from bench.serving import memory
 from bench.serving import serving
 
-CONNECTIONS = (16, 64)
-DELAYS_MS = (0, 2)
 WARM_UP = 1  # seconds
 WARM_IDS, HOT_IDS = 1_000, 500_000_000  # far from each other
 
 
-class Case(NamedTuple):
-    """A contender under a load, on a disk.
-
-    Attributes:
-        name: Of the contender.
-        delay_ms: How much longer each of its syncs takes, in milliseconds.
-        connections: How many clients there are, each on a kept connection.
-    """
-
-    name: str
-    delay_ms: int
-    connections: int
-
-
 def main() -> None:
-    """Measure, print, and keep the figures of a whole run."""
-    parser = argparse.ArgumentParser(prog='python -m bench', description=__doc__)
-    parser.add_argument('--rounds', type=int, default=3)
-    parser.add_argument('--seconds', type=int, default=3, help='of each measurement')
-    parser.add_argument('--only', nargs='+', metavar='NAME', choices=CONTENDERS)
-    options = parser.parse_args()
-    if not shutil.which('wrk'):
-        sys.exit('Error: install wrk (apt-get install wrk)')
+    """Measure, and print the tables."""
+    options = parse_options()
     with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as name:
         directory = Path(name)
         directory.chmod(0o711)  # PostgreSQL runs as another user
-        shim = build_shim(directory)
-        figures = {
-            'rounds': options.rounds,
-            'seconds': options.seconds,
-            'machine': machine(directory),
-            **measure_all(options, directory, shim),
-        }
-    if not options.only:
-        report.save(figures)
-    print(report.text(figures))
-    for case, reason in figures['failed']:
-        print(f'FAILED, and left out: {case}: {reason}', file=sys.stderr)
-    sys.exit(bool(figures['failed']))
+        run = Run(chosen(options), describe_conditions(options, directory))
+        measure_all(run, options, directory)
+    tables = markdown(run)
+    print(tables)
+    if options.report:
+        options.report.write_text(f'{tables}\n')
+    for case, reason in run.failed.items():
+        print(f'FAILED, and left out: {describe(case)}: {reason}', file=sys.stderr)
+    sys.exit(bool(run.failed))
 
 
-def measure_all(options: argparse.Namespace, directory: Path, shim: Path) -> report.Run:
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m bench',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument('--seconds', type=int, default=3, help='of each measurement')
+    add_options(parser, default=list(CONTENDERS))
+    parser.add_argument(
+        '--report', type=Path, metavar='FILE', help='write the tables to FILE, too'
+    )
+    options = parser.parse_args()
+    if not shutil.which('wrk'):
+        parser.error('wrk is missing: apt-get install wrk')
+    return options
+
+
+def measure_all(run: Run, options: argparse.Namespace, directory: Path) -> None:
     """Measure every case, round after round."""
+    shim = build_shim(directory)
     cases = [
-        Case(name, delay_ms, connections)
-        for name in options.only or CONTENDERS
-        for delay_ms in (DELAYS_MS if CONTENDERS[name].syncs else DELAYS_MS[:1])
-        for connections in CONNECTIONS
+        Case(name, *case)
+        for case in CASES
+        for name, contender in run.contenders.items()
+        if contender.syncs or case in ON_THIS_DISK
     ]
-    loads: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
-    failed: dict[Case, str] = {}
     for number in range(options.rounds):
-        for case in cases:
-            if case in failed:
+        for case in reversed(cases) if number % 2 else cases:
+            if case in run.failed:
                 continue
+            contender = run.contenders[case.name]
             try:
-                seen = measure(case, directory, shim, options.seconds)
+                figures = measure(case, contender, directory, shim, options.seconds)
             except (Failed, OSError, subprocess.SubprocessError) as ex:
-                failed[case] = str(ex)
+                run.failed[case] = str(ex)
                 print(f'{describe(case)}: FAILED', file=sys.stderr)
                 continue
-            loads[case].append(seen)
+            run.figures.setdefault(case, []).append(figures)
             print(
-                f'{number + 1}/{options.rounds} {describe(case)}: {seen["rate"]:.0f}/s',
+                f'{number + 1}/{options.rounds} {describe(case)}: '
+                f'{figures["rate"]:.0f}/s, p99 {figures["p99_ms"]:.1f} ms',
                 file=sys.stderr,
             )
-    return {
-        'loads': [
-            {**case._asdict(), 'rounds': seen}
-            for case, seen in loads.items()
-            if case not in failed
-        ],
-        'failed': [[describe(case), reason] for case, reason in failed.items()],
-    }
 
 
-def measure(case: Case, directory: Path, shim: Path, seconds: int) -> dict[str, float]:
+def measure(
+    case: Case, contender: Contender, directory: Path, shim: Path, seconds: int
+) -> dict[str, float]:
     """Run one round of one case, from the start of the server to its end."""
-    contender = CONTENDERS[case.name]
-    syncs = directory / 'syncs'
-    syncs.write_bytes(bytes(8))
-    syncs.chmod(0o666)
+    sync_count = directory / 'syncs'
+    sync_count.write_bytes(bytes(8))
+    sync_count.chmod(0o666)
     preload = {
         'LD_PRELOAD': f'{shim}',
-        'SYNC_COUNT': f'{syncs}',
+        'SYNC_COUNT': f'{sync_count}',
         'SYNC_DELAY': f'{1000 * case.delay_ms}',
     }
-    seen = {}
+    figures = {}
     with (
         tempfile.TemporaryDirectory(dir=directory) as own,
         contender.database(Path(own), preload) as database,
@@ -137,39 +132,46 @@ def measure(case: Case, directory: Path, shim: Path, seconds: int) -> dict[str, 
         environ = {
             'DATABASE': database.url,
             'PLANTS_STORE': database.url,
-            'TOKEN': contender.token,
-            'PLANTS_TOKENS': contender.token,
+            'TOKEN': TOKEN,
+            'PLANTS_TOKENS': TOKEN,
             **contender.environ,
             **database.environ,
         }
         with serving(contender.command, environ, contender.directory) as server:
-            first = first_answer(server, contender)
-            if not contender.bare:
-                check_manners(server, contender)
-            if case[1:] == (DELAYS_MS[0], CONNECTIONS[0]):
+            first_answer_s = first_answer(server)
+            if contender.checks:
+                check_answers(server)
+            if case == Case(case.name):
                 time.sleep(1)  # until all workers are there and idle
-                seen['first_answer_s'] = first
-                seen['memory_mib'] = memory(server.process.pid)
-            warm = load(server, contender, case.connections, WARM_UP, first_id=WARM_IDS)
-            synced = count_syncs(syncs)
-            hot = load(server, contender, case.connections, seconds, first_id=HOT_IDS)
-            synced = count_syncs(syncs) - synced
+                figures['first_answer_s'] = first_answer_s
+                figures['memory_mib'] = memory(server.process.pid)
+            warm = load(server, case.connections, WARM_UP, WARM_IDS)
+            synced = count_syncs(sync_count)
+            cpu_s = cpu_time(server.process.pid)
+            hot = load(server, case.connections, seconds, HOT_IDS)
+            synced = count_syncs(sync_count) - synced
+            cpu_s = cpu_time(server.process.pid) - cpu_s
         acknowledged = 1 + warm.answers + hot.answers
-        if contender.bare or database.stored is None:
-            stored = acknowledged
-        else:
+        stored = acknowledged
+        if contender.checks and database.stored is not None:
             stored = database.stored()
-    # What was under way when wrk stopped, twice, may be stored without its answer.
+    # Both times that wrk stopped, plants under way may be stored without an answer.
     if not acknowledged <= stored <= acknowledged + 2 * case.connections:
         raise Failed(f'{acknowledged} plants acknowledged, {stored} stored')
+    if not hot.answers:
+        raise Failed('no answers')
     if contender.syncs and synced * case.connections < hot.answers:
         raise Failed(f'{hot.answers} plants acknowledged with {synced} syncs')
-    seen |= {'rate': hot.rate, 'p50_ms': hot.p50_ms, 'p99_ms': hot.p99_ms}
-    return {**seen, 'syncs': synced / hot.answers}
+    return figures | {
+        'rate': hot.rate,
+        'p99_ms': hot.p99_ms,
+        'syncs_per_add': synced / hot.answers,
+        'cpu_us': 1e6 * cpu_s / hot.answers,
+    }
 
 
 def build_shim(directory: Path) -> Path:
-    """Compile the library that counts syncs and slows them down."""
+    """Compile the library that counts syncs and makes them slower."""
     shim = directory / 'slow_sync.so'
     source = HERE / 'slow_sync.c'
     command = ['cc', '-shared', '-fPIC', '-O2', '-o', f'{shim}', f'{source}', '-ldl']
@@ -182,8 +184,23 @@ def count_syncs(path: Path) -> int:
     return int.from_bytes(path.read_bytes(), sys.byteorder)
 
 
-def machine(directory: Path) -> dict[str, str | float]:
-    """Say what the figures were measured on."""
+def describe_conditions(options: argparse.Namespace, directory: Path) -> str:
+    """Return where and how the figures are measured."""
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f'{cores} cores, Python {platform.python_version()}; '
+        f'a write and its sync take {sync_ms(directory):.2f} ms. '
+        'wrk and PostgreSQL run on the same cores. '
+        '2 workers or processes, if not said otherwise. '
+        'Plants added a second and, in brackets, the p99 in ms: '
+        f'medians of {options.rounds} rounds of {options.seconds} s. '
+        'Memory is the PSS of all processes of the idle server, CPU the time of all '
+        'its processes; both without PostgreSQL.'
+    )
+
+
+def sync_ms(directory: Path) -> float:
+    """Return how long an append and its sync take: the median, in milliseconds."""
     took = []
     with (directory / 'disk').open('wb', buffering=0) as file:
         for _ in range(200):
@@ -191,17 +208,13 @@ def machine(directory: Path) -> dict[str, str | float]:
             file.write(bytes(64))
             os.fdatasync(file.fileno())
             took.append(time.perf_counter() - began)
-    return {
-        'cores': len(os.sched_getaffinity(0)),
-        'python': platform.python_version(),
-        'sync_ms': 1000 * statistics.median(took),
-    }
+    return 1000 * statistics.median(took)
 
 
 def describe(case: Case) -> str:
-    """Name a case for a person."""
-    disk = f'syncs {case.delay_ms} ms slower' if case.delay_ms else 'this disk'
-    return f'{case.name}, {case.connections} connections, {disk}'
+    """Return a case in words."""
+    disk = f', syncs {case.delay_ms} ms slower' if case.delay_ms else ''
+    return f'{case.name}, {case.connections} connections{disk}'
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""What is measured: this service, and what people would use instead."""
+"""The servers that are measured: this one, and what people would use instead."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sqlite3
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
+from argparse import Namespace
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextlib import closing
 from contextlib import contextmanager
@@ -26,21 +29,21 @@ from bench.serving import free_port
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parent
 PEERS = HERE / 'peers'
-BIN = Path(sys.executable).parent
+PYTHON = Path(sys.executable)
 PEERS_BIN = PEERS / '.venv' / 'bin'
 
-PLANT = '{"id": %d, "name": "Fern", "tag": "shade"}'
 TABLE = 'CREATE TABLE plants ({id} PRIMARY KEY, name TEXT NOT NULL, tag TEXT)'
 
 
 class Database(NamedTuple):
-    """Where a contender puts plants, empty at first.
+    """Where a contender stores plants; empty at first.
 
     Attributes:
         url: What the contender is given: a URL or a path.
-        environ: What must be in the environment of the process that syncs.
-        stored: Returns how many plants there are; ``None`` if nobody can tell when
-            the server has ended.
+        environ: What the contender needs in its environment, so that the syncs of its
+            own processes are counted.
+        stored: Returns how many plants are stored; ``None`` if that cannot be known
+            after the server has ended.
     """
 
     url: str
@@ -53,22 +56,15 @@ MakeDatabase = Callable[[Path, Mapping[str, str]], AbstractContextManager[Databa
 
 @contextmanager
 def nowhere(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
-    """Yield what keeps no plants."""
+    """Yield a database that ends with the server."""
     yield Database('memory:', environ, None)
 
 
 @contextmanager
 def json_lines(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
-    """Yield a file of this service."""
+    """Yield a plant file."""
     path = directory / 'plants.jsonl'
     yield Database(f'jsonl:{path}', environ, lambda: path.read_bytes().count(b'\n'))
-
-
-@contextmanager
-def json_document(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
-    """Yield a file of json-server, one object a plant."""
-    path = directory / 'plants.json'
-    yield Database(str(path), environ, lambda: path.read_bytes().count(b'"id"'))
 
 
 @contextmanager
@@ -151,171 +147,156 @@ def postgresql(directory: Path, environ: Mapping[str, str]) -> Iterator[Database
 
 
 class Contender(NamedTuple):
-    """Something to measure.
+    """A server to measure.
 
     Attributes:
-        label: For people who have not seen this file.
-        command: What to run; ``{PORT}`` and ``{DATABASE}`` stand for theirs.
-        database: Where it puts the plants.
-        syncs: Whether it promises that what is answered is on the disk.
+        label: Its name in the tables.
+        command: What to run; ``{PORT}`` and ``{DATABASE}`` are filled in.
+        database: Where it stores plants.
         directory: Where it runs.
-        environ: Variables to add.
-        target: Where plants are posted to.
-        token: One that is accepted.
-        body: Of a request, with ``%d`` for the id.
-        repeats: Whether the same plant again is answered like the first time.
-        bare: Whether it takes anything for a plant, and keeps none.
+        syncs: Whether it promises that an acknowledged plant is on the disk.
+        environ: Environment variables to add.
+        checks: Whether it checks tokens and plants, and stores them.
     """
 
     label: str
     command: tuple[str, ...]
     database: MakeDatabase
-    syncs: bool = True
     directory: Path = PEERS
+    syncs: bool = True
     environ: Mapping[str, str] = {}
-    target: str = '/plants'
-    token: str = 'bench'
-    body: str = PLANT
-    repeats: bool = True
-    bare: bool = False
+    checks: bool = True
 
 
-def gunicorn(app: str, workers: int, *options: str) -> tuple[str, ...]:
-    """Return the command that serves with this service's own settings."""
+def gunicorn(*options: str, python: Path = PYTHON) -> tuple[str, ...]:
+    """Return the command that serves with the settings of a checkout."""
     address = '127.0.0.1:{PORT}'
-    return (f'{BIN}/gunicorn', '-w', f'{workers}', '-b', address, *options, app)
+    return (f'{python}', '-m', 'gunicorn', '-w', '2', '-b', address, *options)
 
 
 def uvicorn(app: str) -> tuple[str, ...]:
-    """Return the command that serves as uvicorn's manual has it, without a log."""
+    """Return the command of uvicorn's manual, without an access log."""
     return (
         *(f'{PEERS_BIN}/uvicorn', '--workers', '2', '--no-access-log'),
         *('--port', '{PORT}', app),
     )
 
 
-# What `datasette create-token root --secret bench` prints; it does not expire.
-DATASETTE_TOKEN = (
-    'dstok_eyJhIjoicm9vdCIsInQiOjE3OTUyMzY4NjJ9.qvp5DUH88YEapZ2wUg6m9jQsxGE'
-)
-
-# gunicorn's own worker, in the place of this service's.
-GTHREAD = ('--worker-class', 'gthread', '--threads', '8')
+# gunicorn's own workers, in the place of this service's.
+GTHREAD = ('-k', 'gthread', '--threads', '32')
+GEVENT = ('-k', 'gevent')
+NODE = {'NODE_ENV': 'production'}
 
 CONTENDERS = {
-    **{
-        name: Contender(
-            label, command, json_lines, syncs=False, directory=TOP, bare=True
-        )
-        for name, label, command in (
-            (
-                'floor',
-                'Bare WSGI application, gunicorn',
-                gunicorn('bench.floor:app', 2),
-            ),
-            (
-                'floor-1',
-                'Bare WSGI application, gunicorn, 1 worker',
-                gunicorn('bench.floor:app', 1),
-            ),
-            (
-                'gthread',
-                'Bare WSGI application, gunicorn gthread',
-                gunicorn('bench.floor:app', 2, *GTHREAD),
-            ),
-            (
-                'gthread-1',
-                'Bare WSGI application, gunicorn gthread, 1 worker',
-                gunicorn('bench.floor:app', 1, *GTHREAD),
-            ),
-            (
-                'falcon-1',
-                'Bare Falcon application, gunicorn, 1 worker',
-                gunicorn('bench.floor:falcon_app', 1),
-            ),
-        )
-    },
-    'memory': Contender(
-        'Plant store, memory:, gunicorn, 1 worker',
-        gunicorn('app:app', 1),
-        nowhere,
-        syncs=False,
-        directory=TOP,
-    ),
-    'jsonl': Contender(
-        'Plant store, jsonl:, gunicorn',
-        gunicorn('app:app', 2),
+    'floor': Contender(
+        'Bare WSGI application',
+        gunicorn('bench.floor:app'),
         json_lines,
-        directory=TOP,
+        TOP,
+        syncs=False,
+        checks=False,
+    ),
+    'floor-gthread': Contender(
+        'Bare WSGI application under gthread',
+        gunicorn(*GTHREAD, 'bench.floor:app'),
+        json_lines,
+        TOP,
+        syncs=False,
+        checks=False,
+    ),
+    'memory': Contender(
+        'Plant store, `memory:`, 1 worker',
+        gunicorn('-w', '1'),
+        nowhere,
+        TOP,
+        syncs=False,
+    ),
+    'jsonl': Contender('Plant store, `jsonl:`', gunicorn(), json_lines, TOP),
+    'jsonl-gthread': Contender(
+        'Plant store, `jsonl:`, under gthread', gunicorn(*GTHREAD), json_lines, TOP
+    ),
+    'jsonl-gevent': Contender(
+        'Plant store, `jsonl:`, under gevent', gunicorn(*GEVENT), json_lines, TOP
     ),
     'jsonl-granian': Contender(
-        'Plant store, jsonl:, granian',
+        'Plant store, `jsonl:`, under granian',
         (
-            *(f'{BIN}/granian', '--interface', 'wsgi', '--workers', '2'),
+            *(f'{PEERS_BIN}/granian', '--interface', 'wsgi', '--workers', '2'),
             *('--blocking-threads', '300', '--workers-kill-timeout', '30'),
             *('--port', '{PORT}', 'app:app'),
         ),
         json_lines,
-        directory=TOP,
+        TOP,
     ),
-    'postgresql': Contender(
-        'Plant store, postgresql:, gunicorn',
-        gunicorn('app:app', 2),
-        postgresql,
-        directory=TOP,
-    ),
+    'postgresql': Contender('Plant store, `postgresql:`', gunicorn(), postgresql, TOP),
     'fastapi-sqlite': Contender(
-        'FastAPI, uvicorn, SQLite', uvicorn('fastapi_sqlite:app'), sqlite
+        'FastAPI + SQLite', uvicorn('fastapi_sqlite:app'), sqlite
     ),
     'flask-sqlite': Contender(
-        'Flask, gunicorn, SQLite',
-        (
-            *(f'{PEERS_BIN}/gunicorn', '-w', '2', '--threads', '8'),
-            *('-b', '127.0.0.1:{PORT}', 'flask_sqlite:app'),
-        ),
+        'Flask + SQLite',
+        gunicorn('--threads', '8', 'flask_sqlite:app', python=PEERS_BIN / 'python'),
         sqlite,
     ),
     'fastify-sqlite': Contender(
-        'Fastify, better-sqlite3, 1 process',
+        'Fastify + better-sqlite3, 1 process',
         ('node', 'fastify_sqlite.js'),
         sqlite,
-        environ={'NODE_ENV': 'production'},
-    ),
-    'datasette': Contender(
-        'Datasette (SQLite), 1 process',
-        (
-            *(f'{PEERS_BIN}/datasette', 'serve', '--root', '--secret', 'bench'),
-            *('--port', '{PORT}', '{DATABASE}'),
-        ),
-        sqlite,
-        target='/plants/plants/-/insert',
-        token=DATASETTE_TOKEN,
-        body=f'{{"row": {PLANT}}}',
-        repeats=False,
-    ),
-    'json-server': Contender(
-        'json-server, 1 process',
-        ('node', 'json_server.js'),
-        json_document,
-        syncs=False,
-        environ={'NODE_ENV': 'production'},
+        environ=NODE,
     ),
     'fastapi-asyncpg': Contender(
-        'FastAPI, uvicorn, asyncpg (10), PostgreSQL',
-        uvicorn('fastapi_asyncpg:app'),
-        postgresql,
-        environ={'CONNECTIONS': '10'},
-    ),
-    'fastapi-asyncpg-32': Contender(
-        'FastAPI, uvicorn, asyncpg (32), PostgreSQL',
+        'FastAPI + asyncpg',
         uvicorn('fastapi_asyncpg:app'),
         postgresql,
         environ={'CONNECTIONS': '32'},
     ),
-    'fastapi-psycopg': Contender(
-        'FastAPI, uvicorn, psycopg (10), PostgreSQL',
-        uvicorn('fastapi_psycopg:app'),
+    'fastify-pg': Contender(
+        'Fastify + pg',
+        ('node', 'fastify_pg.js'),
         postgresql,
-        environ={'CONNECTIONS': '10'},
+        environ={**NODE, 'CONNECTIONS': '32'},
     ),
 }
+
+
+def add_options(parser: ArgumentParser, default: Sequence[str]) -> None:
+    """Add the options that choose what to measure."""
+    parser.add_argument(
+        '--only', nargs='+', metavar='NAME', choices=CONTENDERS, default=default
+    )
+    parser.add_argument(
+        '--beside',
+        type=Path,
+        metavar='CHECKOUT',
+        help='measure jsonl: and postgresql: of another checkout of this project, too',
+    )
+    parser.add_argument(
+        '--beside-python',
+        type=Path,
+        metavar='PYTHON',
+        help='its interpreter; default: CHECKOUT/.venv/bin/python, or else this one',
+    )
+
+
+def chosen(options: Namespace) -> dict[str, Contender]:
+    """Return what to measure: each store of the other checkout right after ours."""
+    contenders = {}
+    for name in options.only:
+        contenders[name] = CONTENDERS[name]
+        if options.beside and name in ('jsonl', 'postgresql'):
+            contenders[f'{name}-beside'] = beside(
+                CONTENDERS[name], options.beside.resolve(), options.beside_python
+            )
+    return contenders
+
+
+def beside(ours: Contender, checkout: Path, python: Path | None) -> Contender:
+    """Return a contender as it is in another checkout of this project."""
+    if python is None:
+        python = checkout / '.venv' / 'bin' / 'python'
+        if not python.exists():
+            python = PYTHON
+    return ours._replace(
+        label=f'{ours.label}, at {checkout.name}',
+        command=gunicorn(python=python.absolute()),
+        directory=checkout,
+    )

@@ -1,129 +1,199 @@
 """Healthy clients beside hostile ones: ``python -m bench.hostile``.
 
-200 connections drip a head and 200 drip a body, a byte each tenth of a second, and
-never come to an end. The same healthy load is measured without and with them, round
-after round, so that a noisy machine is noisy for both.
+The same healthy load is measured alone; beside 400 clients that drip (200 a head and
+200 a body, a byte each tenth of a second, without an end); and beside 300 clients
+without a token, each of which sends 100 requests at once, again and again. All three in
+turn, round after round, so that a noisy machine is noisy for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import selectors
 import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextlib import ExitStack
 from contextlib import contextmanager
-from pathlib import Path
+from contextlib import nullcontext
 
-from bench.contenders import CONTENDERS
 from bench.contenders import TOP
+from bench.contenders import Contender
+from bench.contenders import add_options
+from bench.contenders import chosen
+from bench.load import TOKEN
 from bench.load import first_answer
 from bench.load import load
+from bench.serving import Failed
+from bench.serving import memory
 from bench.serving import serving
 
 HEAD = b'POST /plants HTTP/1.1\r\nHost: localhost\r\nX-Slow: '
 BODY = (
-    b'POST /plants HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer bench\r\n'
+    b'POST /plants HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n'
     b'Content-Type: application/json\r\nContent-Length: 60000\r\n\r\n'
-)
-EACH = 200  # connections
-PAUSE = 0.1  # seconds
-TARGET = 2.0
-
-
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--seconds', type=int, default=5)
-    parser.add_argument('--connections', type=int, default=16)
-    options = parser.parse_args()
-    if not shutil.which('wrk'):
-        sys.exit('Error: install wrk (apt-get install wrk)')
-    rows: dict[str, list[tuple[float, ...]]] = {'alone': [], 'beside 400 slow ones': []}
-    for _ in range(options.rounds):
-        for (name, rounds), slow in zip(rows.items(), (0, EACH), strict=True):
-            rounds.append(measure(slow, options.connections, options.seconds))
-            print(f'{name}: {rounds[-1]}', file=sys.stderr)
-    print('| | requests/s | p50, ms | p99, ms | workers, MiB |\n|---|---|---|---|---|')
-    medians = []
-    for name, rounds in rows.items():
-        rate, p50, p99, memory = map(statistics.median, zip(*rounds, strict=True))
-        medians.append(p99)
-        print(f'| {name} | {rate:,.0f} | {p50:.2f} | {p99:.2f} | {memory:.0f} |')
-    print(f'\np99 beside / alone: {medians[1] / medians[0]:.2f}; target: {TARGET:.2f}')
-
-
-def measure(slow: int, connections: int, seconds: int) -> tuple[float, ...]:
-    """Run one round.
-
-    Args:
-        slow: How many connections drip a head, and how many a body.
-        connections: How many are healthy.
-        seconds: How long.
-
-    Returns:
-        Requests a second, p50 and p99 in ms, and what the workers have in memory, MiB.
-    """
-    contender = CONTENDERS['jsonl']
-    with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as directory:
-        settings = {
-            'PLANTS_TOKENS': contender.token,
-            'PLANTS_STORE': f'jsonl:{directory}/plants.jsonl',
-        }
-        with serving(contender.command, settings, contender.directory) as server:
-            first_answer(server, contender)
-            time.sleep(1)  # until all workers are there: the first would take them all
-            with dripping(server.port, slow):
-                time.sleep(1)  # until they are taken: the healthy would queue behind
-                seen = load(server, contender, connections, seconds, first_id=1000)
-                memory = resident(server.process.pid)
-    return seen.rate, seen.p50_ms, seen.p99_ms, memory
+) % TOKEN.encode()
+DRIPPING = 400  # clients
+DRIP_PAUSE = 0.1  # seconds
+PIPELINING = 300  # clients
+BURST = 100  # requests that a client sends before it waits for their answers
+REQUEST = b'GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n'
+ANSWER = b'HTTP/1.1 401 '
+TARGET = 2.0  # p99 beside hostile clients, as a ratio to the p99 alone
 
 
 @contextmanager
-def dripping(port: int, slow: int) -> Iterator[None]:
-    """Keep slow clients connected, and check that none was answered or closed."""
+def connected(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Yield connections to a server."""
     with ExitStack() as stack:
-        clients = []
-        for start in (HEAD, BODY):
-            for _ in range(slow):
-                client = socket.create_connection(('127.0.0.1', port), 10)
-                clients.append(stack.enter_context(client))
-                client.sendall(start)
-        done = threading.Event()
+        yield [
+            stack.enter_context(socket.create_connection(('127.0.0.1', port), 10))
+            for _ in range(count)
+        ]
+
+
+@contextmanager
+def repeating(step: Callable[[], None]) -> Iterator[None]:
+    """Call a function again and again in a thread, until the end of the block.
+
+    Raises:
+        Failed: The function failed.
+    """
+    done = threading.Event()
+    errors: list[Exception] = []
+
+    def repeat() -> None:
+        try:
+            while not done.is_set():
+                step()
+        except Exception as ex:
+            errors.append(ex)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if errors:
+        raise Failed(f'a hostile client: {errors[0]!r}') from errors[0]
+
+
+@contextmanager
+def dripping(port: int) -> Iterator[None]:
+    """Keep clients connected that drip, and check that none was answered or closed."""
+    with connected(port, DRIPPING) as clients:
+        for number, client in enumerate(clients):
+            client.sendall(BODY if number % 2 else HEAD)
 
         def drip() -> None:
-            while not done.wait(PAUSE):
-                for client in clients:
-                    client.sendall(b' ')
+            for client in clients:
+                client.sendall(b' ')
+            time.sleep(DRIP_PAUSE)
 
-        thread = threading.Thread(target=drip)
-        thread.start()
-        try:
+        with repeating(drip):
             yield
-        finally:
-            done.set()
-            thread.join()
         for client in clients:
             client.setblocking(False)
             try:
-                raise AssertionError(f'a slow client was told {client.recv(99)!r}')
+                raise Failed(f'a dripping client was answered {client.recv(99)!r}')
             except BlockingIOError:
                 pass
 
 
-def resident(master: int) -> float:
-    """Return how much memory the workers of a master have, in MiB."""
-    pids = Path(f'/proc/{master}/task/{master}/children').read_text().split()
-    pages = (int(Path(f'/proc/{pid}/statm').read_text().split()[1]) for pid in pids)
-    return sum(pages) * os.sysconf('SC_PAGE_SIZE') / 2**20
+@contextmanager
+def pipelining(port: int) -> Iterator[None]:
+    """Keep clients connected that pipeline requests without a token."""
+    with connected(port, PIPELINING) as clients, selectors.DefaultSelector() as ready:
+        expected = dict.fromkeys(clients, BURST)
+        tails = dict.fromkeys(clients, b'')  # an answer may come in two parts
+        for client in clients:
+            client.sendall(REQUEST * BURST)
+            ready.register(client, selectors.EVENT_READ)
+
+        def pipeline() -> None:
+            for key, _ in ready.select(0.1):
+                client = key.fileobj
+                assert isinstance(client, socket.socket)
+                received = client.recv(65536)
+                if not received:
+                    raise ConnectionError('the server has closed the connection')
+                received = tails[client] + received
+                expected[client] -= received.count(ANSWER)
+                tails[client] = received[1 - len(ANSWER) :]
+                if not expected[client]:
+                    client.sendall(REQUEST * BURST)
+                    expected[client] = BURST
+
+        with repeating(pipeline):
+            yield
+
+
+CROWDS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
+    'alone': lambda port: nullcontext(),
+    f'beside {DRIPPING} that drip': dripping,
+    f'beside {PIPELINING} that pipeline': pipelining,
+}
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(prog='python -m bench.hostile')
+    parser.description = __doc__
+    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument('--seconds', type=int, default=5, help='of each measurement')
+    parser.add_argument('--connections', type=int, default=16, help='of the healthy')
+    add_options(parser, default=['jsonl'])
+    options = parser.parse_args()
+    contenders = chosen(options)
+    rows: dict[tuple[str, str], list[tuple[float, ...]]] = {}
+    for _ in range(options.rounds):
+        for name, contender in contenders.items():
+            for crowd in CROWDS:
+                seen = measure(contender, crowd, options.connections, options.seconds)
+                rows.setdefault((name, crowd), []).append(seen)
+                print(f'{name}, {crowd}: {seen}', file=sys.stderr)
+    print('| | | adds/s | p99, ms | longest, ms | memory, MiB | p99 / alone |')
+    print('|---' * 7 + '|')
+    for (name, crowd), rounds in rows.items():
+        rate, p99, longest, mib = map(statistics.median, zip(*rounds, strict=True))
+        ratio = p99 / statistics.median(alone[1] for alone in rows[name, 'alone'])
+        missed = ' MISSED' if ratio > TARGET else ''
+        print(
+            f'| {contenders[name].label} | {crowd} | {rate:,.0f} | {p99:.1f} '
+            f'| {longest:.1f} | {mib:.0f} | {ratio:.2f}{missed} |'
+        )
+
+
+def measure(
+    contender: Contender, crowd: str, connections: int, seconds: int
+) -> tuple[float, float, float, float]:
+    """Run one round.
+
+    Returns:
+        Of the healthy clients: adds a second, their p99 and their longest latency in
+        ms; and the memory of the server in MiB.
+    """
+    with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as directory:
+        environ = {
+            'PLANTS_TOKENS': TOKEN,
+            'PLANTS_STORE': f'jsonl:{directory}/plants.jsonl',
+        }
+        with serving(contender.command, environ, contender.directory) as server:
+            first_answer(server)
+            time.sleep(1)  # until all workers are there: the first would take them all
+            with CROWDS[crowd](server.port):
+                time.sleep(1)  # until they are taken: the healthy would queue behind
+                healthy = load(server, connections, seconds, first_id=1000)
+                mib = memory(server.process.pid)
+    return healthy.rate, healthy.p99_ms, healthy.max_ms, mib
 
 
 if __name__ == '__main__':

@@ -27,6 +27,6 @@ function done(summary, latency, requests)
       "RESULT %d %d %d %d %.1f %.1f\n",
       summary.requests, summary.duration, errors.status,
       errors.connect + errors.read + errors.write + errors.timeout,
-      latency:percentile(50), latency:percentile(99)
+      latency:percentile(99), latency.max
    ))
 end

@@ -1,4 +1,4 @@
-"""Start a server, look at it, end it."""
+"""Start a server, measure its memory and CPU time, end it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-PATIENCE = 30  # seconds; longer than anything takes that works
+PATIENCE = 30  # seconds; longer than any step of a healthy server
 
 
 class Failed(Exception):
-    """A contender did not do what it is measured for; the message says what."""
+    """A server did not do what it should; the message says what."""
 
 
 class Server(NamedTuple):
-    """A server that runs, in a process group of its own.
+    """A running server, in a process group of its own.
 
     Attributes:
         port: Where it listens.
-        process: Its first one, with the pid of the group.
+        process: Its first process, whose pid is the id of the group.
         began: When it was started, by ``time.perf_counter``.
     """
 
@@ -40,10 +40,10 @@ class Server(NamedTuple):
 def serving(
     command: Sequence[str], environ: Mapping[str, str], directory: Path
 ) -> Iterator[Server]:
-    """Run a server until the end of the block; nothing of it is left then.
+    """Run a server until the end of the block, which ends all of its processes.
 
     Args:
-        command: What to run; ``{NAME}`` stands for a variable that is added.
+        command: What to run; ``{NAME}`` is the value of a variable that is added.
         environ: Variables to add; ``PORT`` is added to them.
         directory: Where to run it.
 
@@ -75,7 +75,7 @@ def serving(
 
 
 def end(process: subprocess.Popen[bytes], number: int) -> None:
-    """End a process with a signal, and by force what is left of its group."""
+    """End a process with a signal, then kill what is left of its group."""
     process.send_signal(number)
     with suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE)
@@ -85,7 +85,7 @@ def end(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a port on which nobody listens."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port: int = free.getsockname()[1]
@@ -98,9 +98,30 @@ def memory(group: int) -> float:
     A page that several processes share is counted once, a part for each.
     """
     total = 0
-    for stat in Path('/proc').glob('[0-9]*/stat'):
+    for directory in processes(group):
         with suppress(FileNotFoundError, ProcessLookupError):
-            if int(stat.read_text().rpartition(')')[2].split()[2]) == group:
-                rows = (stat.parent / 'smaps_rollup').read_text().splitlines()
-                total += sum(int(r.split()[1]) for r in rows if r.startswith('Pss:'))
+            rows = (directory / 'smaps_rollup').read_text().splitlines()
+            total += sum(int(r.split()[1]) for r in rows if r.startswith('Pss:'))
     return total / 1024
+
+
+def cpu_time(group: int) -> float:
+    """Return the CPU time that the processes of a group have used, in seconds."""
+    ticks = 0
+    for directory in processes(group):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            ticks += sum(map(int, stat_of(directory)[11:13]))
+    return ticks / os.sysconf('SC_CLK_TCK')
+
+
+def processes(group: int) -> Iterator[Path]:
+    """Yield the directory in /proc of each process of a group."""
+    for directory in Path('/proc').glob('[0-9]*'):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if int(stat_of(directory)[2]) == group:
+                yield directory
+
+
+def stat_of(directory: Path) -> list[str]:
+    """Return what follows the name of a process in its ``stat`` file, see proc(5)."""
+    return (directory / 'stat').read_text().rpartition(')')[2].split()

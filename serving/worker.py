@@ -38,6 +38,7 @@ import mmap
 import os
 import resource
 import socket
+import sys
 import time
 from array import array
 from collections.abc import Callable
@@ -333,6 +334,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # Usually 1,024 files may be open, and each connection is one.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        # In seconds. A thread that comes back from a sync waits so long for the GIL.
+        sys.setswitchinterval(0.0002)
+        internals.remember_settings(self.cfg)
         log.batch_lines(gevent.get_hub().loop)
         if self.cfg.is_ssl:
             self._tls = internals.ssl_context(self.cfg)

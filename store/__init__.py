@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 from store.base import Create
 from store.base import Plant
 from store.base import PlantStore
@@ -12,11 +10,17 @@ from store.errors import StoreClosed
 from store.errors import StoreCorrupt
 from store.errors import StoreError
 from store.errors import StoreUnavailable
+from store.plugins import check_plugin
+from store.plugins import open_plugin
 from store.scheduler import THREADS
 from store.scheduler import Scheduler
+from store.url import DEFAULT_URL
 from store.url import masked
 
+__version__ = '1.1.0'
+
 __all__ = [
+    'DEFAULT_URL',
     'THREADS',
     'Create',
     'IdTaken',
@@ -27,15 +31,13 @@ __all__ = [
     'StoreCorrupt',
     'StoreError',
     'StoreUnavailable',
+    '__version__',
     'check_url',
     'masked',
     'open_store',
 ]
 
-
 POSTGRESQL = ('postgresql', 'postgres')
-BUILT_IN = ('memory', 'jsonl', *POSTGRESQL)
-PLUGINS = 'plant_store.stores'  # the group of entry points
 
 
 def open_store(
@@ -44,9 +46,8 @@ def open_store(
     """Return the store that a URL names; it opens when it is first used.
 
     Args:
-        url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme is
-            an entry point of an installed package, in the group ``plant_store.stores``.
-            The entry point is called with the arguments of this function.
+        url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
+            installed package offers: see ``store/plugins.py``.
         create: Whether a store that is missing is made: ``always``, ``never``, or
             ``first``, only if nothing shows that it was there before. A new store
             forgets every id.
@@ -70,9 +71,7 @@ def open_store(
         from store.postgresql import PostgreSQLStore
 
         return PostgreSQLStore(url, create=create, scheduler=scheduler)
-    (plugin,) = entry_points(group=PLUGINS, name=scheme)
-    store: PlantStore = plugin.load()(url, create=create, scheduler=scheduler)
-    return store
+    return open_plugin(url, create=create, scheduler=scheduler)
 
 
 def check_url(url: str) -> None:
@@ -84,16 +83,15 @@ def check_url(url: str) -> None:
     scheme, _, rest = url.partition(':')
     if url == 'memory:' or (scheme == 'jsonl' and rest):
         return
-    if scheme in POSTGRESQL and rest.startswith('//'):
+    if scheme not in POSTGRESQL or not rest.startswith('//'):
+        check_plugin(url)
+        return
+    try:
         from store import postgresql
 
-        try:
-            postgresql.check_url(url)
-        except ValueError as ex:
-            raise ValueError(f'{masked(url)!r}: {ex}') from ex
-        return
-    if scheme in BUILT_IN or len(entry_points(group=PLUGINS, name=scheme)) != 1:
-        raise ValueError(
-            f'{masked(url)!r} is not a store: '
-            f'use memory:, jsonl:PATH, or postgresql://...'
-        )
+        postgresql.check_url(url)
+    except ImportError as ex:
+        reason = f'it needs the package psycopg[binary] ({ex})'
+        raise ValueError(f'{masked(url)!r}: {reason}') from ex
+    except ValueError as ex:
+        raise ValueError(f'{masked(url)!r}: {ex}') from ex

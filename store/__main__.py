@@ -1,4 +1,9 @@
-"""The command line: ``python -m store list|check|copy``."""
+"""The command line: ``python -m store list|count|check|copy``.
+
+``web/settings.py`` is the only reader of the server's settings, but a store may not
+import the web. So ``main`` is given the environment, and reads one name of it:
+``PLANTS_STORE``, which means the same store here as there.
+"""
 
 from __future__ import annotations
 
@@ -7,187 +12,224 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Generator
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import closing
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
 from typing import NoReturn
 
+from store import DEFAULT_URL
 from store import IdTaken
 from store import Plant
 from store import PlantStore
 from store import StoreError
+from store import __version__
+from store import masked
 from store import open_store
+from store.base import Create
+from store.base import Progress
 from store.jsonl import record
+from store.streams import PIPE
+from store.streams import PipeStore
+from store.streams import complain
+from store.streams import drop_output
+from store.streams import print_line
+from store.streams import reader_may_leave
+from store.streams import replace_closed_streams
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
+DESCRIPTION = """\
+Look at stores of plants, verify them, and copy plants between them.
+
+A URL names a store:
+  plants.jsonl                     a file of JSON lines (or jsonl:PATH)
+  postgresql://USER@HOST/DATABASE  a table in PostgreSQL
+  memory:                          an empty store in memory, for trials
+  SCHEME:...                       a store that an installed package offers
+  -                                JSON lines from the standard input, or
+                                   (DST of copy) to the standard output
+
+The default is the environment variable PLANTS_STORE, or jsonl:plants.jsonl.
+"""
+
+EPILOG = """\
+examples:
+  python -m store list | jq -r .name
+  python -m store check --repair plants.jsonl
+  python -m store copy plants.jsonl postgresql://db.example/plants
+  python -m store copy postgresql://db.example/plants - | gzip > plants.gz
+  zcat plants.gz | python -m store copy - restored.jsonl
+
+exit codes:
+  0    done; check found no damage, copy no conflict
+  1    a store is missing, damaged or unavailable, or different plants have the
+       same id
+  2    the command or a URL is wrong
+  130  interrupted by Ctrl-C
+"""
 
 # One statement to a database, which has a deadline.
 COPIED_AT_ONCE = 1000  # plants
 TEXT_AT_ONCE = 2**20  # characters
 INTERRUPTED = 130  # what a shell makes of a process that SIGINT has ended
 
-# As it may be in a complaint of argparse, which repeats what it did not expect.
-_SECRET = re.compile(r'(?<=//)(?!\.\.\.@).*(?=@)|(?<=password=)(?!\.\.\.).*', re.DOTALL)
-
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that shows nobody's password."""
-
     def error(self, message: str) -> NoReturn:
-        super().error(_SECRET.sub('...', message))
+        """Exit with a message of argparse: it repeats arguments, passwords included."""
+        self.refuse(masked(message))
+
+    def refuse(self, message: str) -> NoReturn:
+        """Exit with a message that shows no password."""
+        super().error(message)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> int:
     """Run a command.
 
+    Args:
+        arguments: Of the command line, without the program; those of this process if
+            there are none.
+        environ: The environment variables.
+
     Returns:
-        The exit code: 0, or 1 if a store is damaged or unavailable, or two plants are
-        in each other's way; 130 after Ctrl-C. A usage error exits with 2.
+        The exit code, as the help explains it. A usage error exits with 2.
     """
-    parser = _Parser(
-        prog='python -m store',
-        description='Look at stores of plants, check them, and move between them.',
-    )
-    commands = parser.add_subparsers(required=True, metavar='COMMAND')
-
-    listing = commands.add_parser('list', help='print the plants as JSON lines')
-    listing.add_argument('url', metavar='URL', type=_existing)
-    listing.set_defaults(run=lambda options: _list(options.url))
-
-    checking = commands.add_parser('check', help='verify every plant')
-    checking.add_argument('url', metavar='URL', type=_existing)
-    checking.add_argument(
-        '--repair', action='store_true', help='move damaged lines to a side file'
-    )
-    checking.set_defaults(run=lambda options: _check(options.url, options.repair))
-
-    copying = commands.add_parser(
-        'copy', help='add the plants of one store to another; repeat it at will'
-    )
-    copying.add_argument('source', metavar='SRC', type=_existing)
-    copying.add_argument('target', metavar='DST', type=_store)
-    copying.set_defaults(run=lambda options: _copy(options.source, options.target))
-
-    options = parser.parse_args(arguments)
-    if vars(options).get('repair') and _path(options.url) is None:
-        checking.error('--repair is for a file of JSON lines')
-    if 'target' in options and _is_same(options.source, options.target):
-        copying.error('SRC and DST are the same store')
+    replace_closed_streams()
+    options = _parser(environ).parse_args(arguments)
     code = 1
     try:
         try:
             code = options.run(options)
         except StoreError as ex:
-            _complain(str(ex))
+            complain(str(ex))
         except KeyboardInterrupt:
             code = INTERRUPTED
-        with _reader_may_leave():
+        with reader_may_leave():
             sys.stdout.flush()
     # Not covered: tests run what follows in processes of their own.
     except OSError as ex:  # pragma: no cover
-        _complain(f'the output: {ex.strerror}')
-        _drop_output()
+        complain(f'the output: {ex.strerror}')
+        drop_output()
         code = 1
     return code
 
 
-def _print(line: str) -> None:
-    with _reader_may_leave():
-        sys.stdout.buffer.write(f'{line}\n'.encode(errors='surrogateescape'))
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog='python -m store',
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f'plant store {__version__}'
+    parser.add_argument('--version', action='version', version=version)
+    commands = parser.add_subparsers(required=True, metavar='COMMAND')
+    where = 'which store: see python -m store --help'
+    default = environ.get('PLANTS_STORE', DEFAULT_URL)
+    for run, text in (
+        (_list, 'print the plants as JSON lines'),
+        (_count, 'print the number of plants'),
+        (_check, 'verify every plant'),
+        (_copy, 'add the plants of one store to another; may be repeated'),
+    ):
+        command = commands.add_parser(run.__name__[1:], help=text, description=text)
+        command.set_defaults(run=run, parser=command)
+        if run is _copy:
+            command.add_argument('source', metavar='SRC', type=_url, help=where)
+            command.add_argument('target', metavar='DST', type=_url, help=where)
+        else:
+            command.add_argument(
+                'url', metavar='URL', type=_url, nargs='?', default=default, help=where
+            )
+        if run is _check:
+            command.add_argument(
+                '--repair',
+                action='store_true',
+                help='move damaged lines to a side file',
+            )
+    return parser
 
 
-@contextmanager
-def _reader_may_leave() -> Iterator[None]:
+def _url(text: str) -> str:
+    """Return the URL that an argument means, which may also be a plain path."""
+    has_scheme = re.match('[A-Za-z][A-Za-z0-9+.-]*:', text)
+    # What may hold a password is no path: messages show paths as they are.
+    is_path = text not in ('', PIPE) and not has_scheme and masked(text) == text
+    return f'jsonl:{text}' if is_path else text
+
+
+def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
+    if url == PIPE:
+        return PipeStore()
     try:
-        yield
-    except BrokenPipeError:  # pragma: no cover - the reader has seen enough
-        _drop_output()
-
-
-def _complain(sentence: str) -> None:
-    print(f'Error: {sentence}', file=sys.stderr)
-
-
-def _drop_output() -> None:  # pragma: no cover
-    """Keep the interpreter from trying once more, and complaining, when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _store(url: str) -> str:
-    try:
-        open_store(url)
+        return open_store(url, create=create)
     except ValueError as ex:
-        raise argparse.ArgumentTypeError(str(ex)) from ex
-    return url
+        parser: _Parser = options.parser
+        parser.refuse(str(ex))
 
 
-def _existing(url: str) -> str:
-    path = _path(_store(url))
-    # NOTE: not Path.is_file(), which raises for a name that is too long.
-    if path is not None and not os.path.isfile(path):
-        raise argparse.ArgumentTypeError(f'{url!r}: there is no such file')
-    return url
-
-
-def _path(url: str) -> Path | None:
-    scheme, _, path = url.partition(':')
-    return Path(path) if scheme == 'jsonl' else None
-
-
-def _is_same(url: str, other: str) -> bool:
-    path, other_path = _path(url), _path(other)
-    if path is None or other_path is None:
-        return url == other != 'memory:'
-    return os.path.exists(other_path) and path.samefile(other_path)
-
-
-def _list(url: str) -> int:
-    with _reader_may_leave(), open_store(url, create='never') as store:
+def _list(options: argparse.Namespace) -> int:
+    with reader_may_leave(), _open(options, options.url, 'never') as store:
         for plant in store:
             sys.stdout.buffer.write(record.encode(plant))
     return 0
 
 
-def _check(url: str, move: bool) -> int:
-    path = _path(url)
-    if path is None:
-        with open_store(url, create='never') as store:
-            _print(f'{sum(1 for _ in store)} plants, no damage')
-        return 0
-    # Imported here: it needs what only a file of JSON lines needs.
-    from store.jsonl.repair import find_damage
-    from store.jsonl.repair import repair
+def _count(options: argparse.Namespace) -> int:
+    with _open(options, options.url, 'never') as store:
+        print_line(str(sum(1 for _ in _progress(store)(store))))
+    return 0
 
-    side, damaged = repair(path) if move else (None, find_damage(path))
-    for damage in damaged:
-        _print(f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}')
-    if not damaged:
-        _print('no damage')
-    elif side is not None:
-        _print(f'damaged lines: {len(damaged)}, moved to {side}; reload the server')
+
+def _check(options: argparse.Namespace) -> int:
+    with _open(options, options.url, 'never') as store:
+        if options.repair and not store.can_repair:
+            options.parser.refuse('--repair is for a file of JSON lines')
+        found = store.verify(repair=options.repair, progress=_progress(store))
+    for damage in found.damaged:
+        print_line(damage)
+    summary = f'{found.plants} plants verified, '
+    if not found.damaged:
+        print_line(f'{summary}no damage')
+    elif found.side_file:
+        moved = f'damaged lines: {len(found.damaged)}, moved to {found.side_file}'
+        print_line(f'{summary}{moved}; reload the server')
     else:
-        _print(f'damaged lines: {len(damaged)}; --repair moves them out')
-    return int(bool(damaged) and side is None)
+        remedy = '; --repair moves them to a side file' if store.can_repair else ''
+        print_line(f'{summary}damaged: {len(found.damaged)}{remedy}')
+    return int(bool(found.damaged) and not found.side_file)
 
 
-def _copy(source_url: str, target_url: str) -> int:
+def _copy(options: argparse.Namespace) -> int:
+    if options.source == options.target not in ('memory:', PIPE):
+        options.parser.refuse('SRC and DST are the same store')
+    with (
+        reader_may_leave(),
+        _open(options, options.source, 'never') as source,
+        _open(options, options.target, 'first') as target,
+    ):
+        return _copy_plants(source, target)
+    return 0  # pragma: no cover - the reader of a pipe has left
+
+
+def _copy_plants(source: PlantStore, target: PlantStore) -> int:
     """Add all plants of a store to another, which keeps what it has."""
+    plants = _progress(source)(source)
+    bar_hidden = getattr(plants, 'external_write_mode', nullcontext)
     copied = present = conflicting = 0
     try:
-        with (
-            open_store(source_url, create='never') as source,
-            open_store(target_url) as target,
-            _progress(source) as plants,
-            _held_back(signal.SIGINT) as interrupts,
-        ):
-            for batch in _batches(plants):
-                if interrupts:
-                    raise KeyboardInterrupt
-                outcomes = target.add_many(batch)
+        with closing(_batches(plants)) as batches:
+            for batch in batches:
+                with _held_back(signal.SIGINT) as interrupts:
+                    outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
                 taken = [
@@ -197,14 +239,19 @@ def _copy(source_url: str, target_url: str) -> int:
                 ]
                 if taken:
                     conflicting += len(taken)
-                    with plants.external_write_mode():
-                        _print_conflicting(taken)
-            # It was not used yet if there are no plants, and so is not made either.
-            target.ping()
+                    with bar_hidden():
+                        for plant in taken:
+                            line = record.encode(plant).decode().strip()
+                            print_line(f'conflicting: {line}')
+                if interrupts:
+                    raise KeyboardInterrupt
+        # It was not used yet if there are no plants, and so is not made either.
+        target.ping()
     finally:
         # Also when it breaks off: what was copied stays, and a repeat goes on.
-        _print(
-            f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
+        print_line(
+            f'copied: {copied}, already there: {present}, conflicting: {conflicting}',
+            sys.stderr if isinstance(target, PipeStore) else sys.stdout,
         )
     return int(conflicting > 0)
 
@@ -225,7 +272,7 @@ def _held_back(number: int) -> Iterator[list[int]]:
         signal.signal(number, before)
 
 
-def _batches(plants: Iterable[Plant]) -> Iterator[list[Plant]]:
+def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
     batch: list[Plant] = []
     size = 0
     for plant in plants:
@@ -238,20 +285,14 @@ def _batches(plants: Iterable[Plant]) -> Iterator[list[Plant]]:
         yield batch
 
 
-def _print_conflicting(plants: Iterable[Plant]) -> None:
-    for plant in plants:
-        _print(f'conflicting: {record.encode(plant).decode().strip()}')
-    with _reader_may_leave():
-        sys.stdout.flush()
-
-
-def _progress(store: PlantStore) -> tqdm[Plant]:
-    """Show a bar while a store is read, if somebody looks at a terminal."""
+def _progress(store: PlantStore) -> Progress:
+    """Return what shows a progress bar, on a terminal and if tqdm is installed."""
+    if not sys.stderr.isatty() or not find_spec('tqdm'):
+        return iter
     from tqdm import tqdm
 
-    nobody = not sys.stderr.isatty()
-    total = None if nobody else store.size_hint() or None
-    return tqdm(store, total=total, disable=nobody, unit=' plants', leave=False)
+    total = store.size_hint() or None
+    return partial(tqdm, total=total, unit=' plants', leave=False)
 
 
 if __name__ == '__main__':  # pragma: no cover

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from types import TracebackType
+from typing import ClassVar
 from typing import Literal
 from typing import NamedTuple
+from typing import Protocol
 from typing import Self
+from typing import TypeVar
 
 from store.errors import IdTaken
 
 Create = Literal['always', 'first', 'never']
+
+Item = TypeVar('Item')
 
 
 class Plant(NamedTuple):
@@ -30,10 +36,31 @@ class Plant(NamedTuple):
     tag: str | None = None
 
 
+class Progress(Protocol):
+    """Watches how far a store is read: yields the items that it is given."""
+
+    def __call__(self, items: Iterable[Item], /) -> Iterable[Item]: ...
+
+
+class Verified(NamedTuple):
+    """What reading every plant of a store has found.
+
+    Attributes:
+        plants: How many sound plants there are.
+        damaged: A sentence for each thing that is not a plant, or whose id an earlier
+            plant has.
+        side_file: Where that was moved to, if it was.
+    """
+
+    plants: int
+    damaged: tuple[str, ...] = ()
+    side_file: str | None = None
+
+
 class PlantStore(abc.ABC):
     """Keeps plants.
 
-    Every store keeps these promises; ``tests/store_contract.py`` quotes them:
+    Every store keeps these promises; the tests in ``store/testing.py`` quote them:
 
     1. When ``add`` returns, the plant is durable to the degree that the class
        documents. This also holds when the very same plant was there before.
@@ -47,10 +74,16 @@ class PlantStore(abc.ABC):
        promised order, exactly as it was given.
     6. ``ping`` returns if an ``add`` would work now and raises what it would raise
        if not.
-    7. After ``close`` every method but ``close`` raises ``StoreClosed``.
+    7. After ``close`` whatever uses the plants raises ``StoreClosed``; ``close`` may
+       be called again.
     8. Making a store touches nothing; it opens in the process that first uses it. So
        a store that was made before a fork works after it.
+
+    Attributes:
+        can_repair: Whether ``verify`` can move damage out of the store.
     """
+
+    can_repair: ClassVar[bool] = False
 
     @abc.abstractmethod
     def add(self, plant: Plant) -> bool:
@@ -90,6 +123,15 @@ class PlantStore(abc.ABC):
     def size_hint(self) -> int:
         """Return about how many plants there are, 0 if that is not known."""
         return 0
+
+    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
+        """Read every plant; raises as ``add`` does, ``IdTaken`` excepted.
+
+        Args:
+            repair: Move what is damaged to a side file; only if ``can_repair``.
+            progress: Watches how far it is.
+        """
+        return Verified(sum(1 for _ in progress(self)))
 
     @abc.abstractmethod
     def ping(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+DEFAULT_URL = 'jsonl:plants.jsonl'
+
 # The path of a file may have any of these characters.
 SECRETS = [
     re.compile(pattern, re.DOTALL | re.IGNORECASE)

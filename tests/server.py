@@ -76,6 +76,21 @@ def hurried(directory, **limits):
     return configured(directory, *lines)
 
 
+def free_port():
+    """Return a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        return free.getsockname()[1]
+
+
+def socket_to(path):
+    """Return a socket that is connected to the one at a path."""
+    connected = socket.socket(socket.AF_UNIX)
+    connected.settimeout(PATIENCE)
+    connected.connect(str(path))
+    return connected
+
+
 def is_alive(pid):
     """Whether a process runs; one that ended and waits for its parent does not."""
     try:

@@ -1,3 +1,5 @@
 """What a request meets on its way through the service, and what configures that."""
 
-VERSION = '1.1.0'
+from store import __version__
+
+VERSION = __version__

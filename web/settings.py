@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from store import DEFAULT_URL
 from store import check_url
 from web.middleware import check_origins
 from web.tokens import Tokens
@@ -75,7 +76,7 @@ class Settings:
         """
         _check_names(environ)
         return cls(
-            store=_store_url(environ.get('PLANTS_STORE', 'jsonl:plants.jsonl')),
+            store=_store_url(environ.get('PLANTS_STORE', DEFAULT_URL)),
             tokens=_tokens(
                 environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
             ),

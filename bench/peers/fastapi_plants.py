@@ -1,4 +1,4 @@
-"""What the three FastAPI services have in common: the shapes and the token."""
+"""What the two FastAPI services have in common: the shapes and the token."""
 
 import os
 import secrets

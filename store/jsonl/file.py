@@ -39,6 +39,8 @@ from typing import Any
 
 from store.base import Create
 from store.base import Plant
+from store.base import Progress
+from store.base import Verified
 from store.errors import IdTaken
 from store.errors import StoreClosed
 from store.errors import StoreCorrupt
@@ -95,6 +97,8 @@ class JSONLinesStore(LazyStore['PlantFile']):
         system: The system calls, so that tests can make them fail; the ``os`` module.
     """
 
+    can_repair = True
+
     def __init__(
         self,
         path: str | Path,
@@ -126,6 +130,13 @@ class JSONLinesStore(LazyStore['PlantFile']):
         with suppress(OSError), self.path.open('rb') as file:
             return expected_records(file.fileno())
         return 0
+
+    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
+        self._check_open()
+        # Imported here: a server needs none of it.
+        from store.jsonl.repair import verify
+
+        return verify(self.path, move=repair, progress=progress)
 
     def check_opening(self) -> None:
         """Return if the file could be opened or made; its lines are not read."""

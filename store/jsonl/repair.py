@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from typing import NamedTuple
 
+from store.base import Item
+from store.base import Progress
+from store.base import Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record
 from store.jsonl.index import Draft
@@ -40,7 +43,28 @@ class Damage(NamedTuple):
     reason: str
 
 
-def find_damage(path: Path) -> list[Damage]:
+def verify(path: Path, *, move: bool, progress: Progress) -> Verified:
+    """Find every damaged line of a plant file, and move them out if that is wanted."""
+    count = 0
+
+    def counted(lines: Iterable[Item]) -> Iterator[Item]:
+        nonlocal count
+        for count, line in enumerate(progress(lines), 1):  # noqa: B007
+            yield line
+
+    side: Path | None = None
+    if move:
+        side, damaged = repair(path, progress=counted)
+    else:
+        damaged = find_damage(path, progress=counted)
+    sentences = tuple(
+        f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
+        for damage in damaged
+    )
+    return Verified(count - len(damaged), sentences, str(side) if side else None)
+
+
+def find_damage(path: Path, *, progress: Progress = iter) -> list[Damage]:
     """Return every damaged line of a plant file, in order; nothing is changed.
 
     Raises:
@@ -48,12 +72,15 @@ def find_damage(path: Path) -> list[Damage]:
     """
     try:
         with path.open('rb') as file:
-            return _find_damage(file.fileno(), whole_size(path, file.fileno()))
+            fd = file.fileno()
+            return _find_damage(fd, whole_size(path, fd), progress)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def repair(path: Path, system: Any = os) -> tuple[Path | None, list[Damage]]:
+def repair(
+    path: Path, system: Any = os, *, progress: Progress = iter
+) -> tuple[Path | None, list[Damage]]:
     """Move every damaged line of a plant file to a side file; nothing is lost.
 
     The file is replaced in one step. A server that has it open refuses plants from
@@ -62,6 +89,7 @@ def repair(path: Path, system: Any = os) -> tuple[Path | None, list[Damage]]:
     Args:
         path: Of the plant file.
         system: The system calls.
+        progress: Watches how far the file is read.
 
     Returns:
         The side file, if there was damage, and the damaged lines.
@@ -78,7 +106,7 @@ def repair(path: Path, system: Any = os) -> tuple[Path | None, list[Damage]]:
             status = os.fstat(fd)
             if not os.path.samestat(status, path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-            damaged = _find_damage(fd, status.st_size)
+            damaged = _find_damage(fd, status.st_size, progress)
             if not damaged:
                 return None, []
             side = side_file(path, 'damaged')
@@ -105,12 +133,13 @@ def repair(path: Path, system: Any = os) -> tuple[Path | None, list[Damage]]:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def _find_damage(fd: int, end: int) -> list[Damage]:
+def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
     damaged = []
     repeated = []
 
     def sound() -> Iterator[tuple[int, int]]:
-        for number, line in enumerate(read_lines(fd, 0, end), 1):
+        lines = progress(read_lines(fd, 0, end))
+        for number, line in enumerate(lines, 1):
             if line.plant is None:
                 damaged.append(Damage(number, line.offset, line.text, line.reason))
             else:

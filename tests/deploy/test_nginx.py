@@ -1,5 +1,6 @@
 """The service behind nginx, as ``deploy/nginx.conf`` sets it up."""
 
+import gzip
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ from server import REPOSITORY
 from server import TOKEN
 from server import RawClient
 from server import Server
+from server import free_port
 from server import installed
 from server import request
 from server import wait_until
@@ -41,13 +43,6 @@ ids = itertools.count(1)
 def fern():
     """Return a plant that no other test adds."""
     return {'id': next(ids), 'name': 'Fern'}
-
-
-def free_port():
-    """Return a port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        return free.getsockname()[1]
 
 
 class Nginx:
@@ -229,8 +224,9 @@ def test_request_id(server, nginx):
         answer = nginx.ask(request(body=fern(), x_request_id=sent))
         id = answer.headers['x-request-id']
         assert re.fullmatch('[0-9a-f]{32}', id)
-        assert f' {id} token-1 POST /plants 200 ' in server.log
-    wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'it is logged')
+        logged = f' {id} token-1 POST /plants 200 '
+        wait_until(lambda: logged in server.log, 'the service logs it')  # noqa: B023
+    wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'nginx logs it')
 
 
 def test_forged_headers(server, nginx):
@@ -264,6 +260,16 @@ def test_target(server, nginx, target):
     """A target means what it means without nginx."""
     data = request('POST', target, fern())
     assert nginx.ask(data).status == server.ask(data).status
+
+
+def test_page_is_compressed(server, nginx):
+    """The page of 1.7 MB comes compressed to a client that accepts it."""
+    data = request('GET', '/docs/swagger-ui-bundle.js', accept_encoding='br, gzip')
+    answer = nginx.ask(data)
+    assert (answer.status, answer.headers['content-encoding']) == (200, 'gzip')
+    plain = nginx.ask(request('GET', '/docs/swagger-ui-bundle.js'))
+    assert gzip.decompress(answer.body) == plain.body
+    assert len(answer.body) < len(plain.body) / 3
 
 
 # ---- an upstream of the test's own

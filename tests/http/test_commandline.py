@@ -1,6 +1,7 @@
 """``python app.py``: what it explains, what it becomes, and what it needs."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -88,6 +89,24 @@ def test_wrong_interpreter_is_told_in_a_sentence(
         commandline.main()
     assert raised.value.code == sentence
     assert executed == []
+
+
+def test_missing_package_is_told(interpreter, executed, monkeypatch):
+    """The sentence names the package and how to make and use the environment."""
+    specs = {'falcon': 'found'}
+    monkeypatch.setattr(commandline, 'find_spec', specs.get)
+    with pytest.raises(SystemExit, match=r'package gunicorn .*make venv.*\.venv/bin'):
+        commandline.main()
+    assert executed == []
+
+
+def test_script_does_what_the_module_says(monkeypatch, capsys):
+    """``python app.py`` ends when it has explained itself."""
+    monkeypatch.setattr(sys, 'argv', ['app.py', '--version'])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_path(str(REPOSITORY / 'app.py'), run_name='__main__')
+    assert not raised.value.code
+    assert capsys.readouterr().out == f'plant store {VERSION}\n'
 
 
 def test_missing_environment_is_told_with_the_command_that_makes_it(tmp_path):

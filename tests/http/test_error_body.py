@@ -1,11 +1,15 @@
 """Every value that an ``Error`` can have is reached by a request."""
 
+import json
+
 import pytest
+from errors import ERROR
 from errors import assert_error
 
 from store import StoreUnavailable
 from store.memory import MemoryStore
 from web.errors import ErrorValue
+from web.errors import error_body
 
 FERN = {'id': 1, 'name': 'Fern'}
 
@@ -96,3 +100,13 @@ def test_values_are_the_published_ones():
         'INTERNAL': 50000,
         'STORE_UNAVAILABLE': 50300,
     }
+
+
+def test_server_can_make_an_error_without_a_request(client):
+    """What the HTTP server refuses by itself gets the same body from one function."""
+    body = error_body(41400, 'the request line is too long: "é"')
+    ERROR.validate(json.loads(body))
+    assert body == (
+        '{"error": 41400, "message": "the request line is too long: \\"é\\""}'.encode()
+    )
+    assert client.get('/nowhere').body == error_body(40400, 'there is no such path')

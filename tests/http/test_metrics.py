@@ -36,13 +36,18 @@ def families(client):
     return list(text_string_to_metric_families(answer.text))
 
 
-def metrics(client):
+def samples_of(families):
     """Return the samples, as a mapping from name and labels to value."""
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in families(client)
+        for family in families
         for sample in family.samples
     }
+
+
+def metrics(client):
+    """Return the samples that a client is told."""
+    return samples_of(families(client))
 
 
 def requests(
@@ -225,6 +230,60 @@ def test_processes_that_share_a_directory(serve, tmp_path):
             dict(labels) for found, *labels in samples if found == f'process_{name}'
         ]
         assert {labels['process'] for labels in told} == {'master', 'worker-1'}
+
+
+FORKED = """
+import os, sys
+from prometheus_client import values
+from prometheus_client.multiprocess import mark_process_dead
+from webtest import TestApp
+from app import create_app
+from store.memory import MemoryStore
+from web.metrics import Processes
+
+class DeadlyStore(MemoryStore):
+    def add(self, plant):
+        os._exit(7)
+
+directory = os.environ['PROMETHEUS_MULTIPROC_DIR']
+name = 'master'
+values.ValueClass = values.MultiProcessValue(lambda: name)
+metrics = Processes(directory, lambda: {name: os.getpid()})
+app = TestApp(create_app(DeadlyStore(), tokens=['t'], metrics=metrics))
+headers = {'Authorization': 'Bearer t'}
+for turn in (1, 2):  # the second worker continues what the first has counted
+    pid = os.fork()
+    if not pid:
+        name = 'worker-1'
+        app.get('/livez')
+        app.post_json('/plants', {'id': 1, 'name': 'Fern'}, headers=headers)
+    assert os.waitpid(pid, 0)[1] == 7 << 8
+    mark_process_dead('worker-1', directory)
+if not os.fork():
+    name = 'worker-1'
+    os.write(1, app.get('/metrics', headers=headers).body)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_application_made_before_a_fork_measures_in_each_process(tmp_path):
+    """A worker counts for itself, under its name, from where its predecessor ended.
+
+    Of what a dead worker left only the requests in progress are forgotten.
+    """
+    done = subprocess.run(
+        [sys.executable, '-c', FORKED],
+        env=os.environ | {'PROMETHEUS_MULTIPROC_DIR': str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    samples = samples_of(text_string_to_metric_families(done.stdout))
+    assert requests(samples, '/livez', method='GET') == 2
+    assert samples['plants_requests_in_progress',] == 1
+    assert samples['process_open_fds', ('process', 'worker-1')] > 0
 
 
 def test_applications_are_apart(client, serve):

@@ -77,6 +77,7 @@ def test_every_variable():
         }
     )
     assert settings.store == 'memory:'
+    assert settings.is_in_memory
     assert settings.max_body_bytes == 1000
     assert settings.tokens.name_of(TOKEN)
     assert settings.log_format == 'json'

@@ -1,10 +1,13 @@
+"""The command line over plant files: list, count, check and repair."""
+
 import errno
 import fcntl
-import io
 import logging
 import os
+import subprocess
+import sys
 import threading
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli import command
@@ -13,14 +16,15 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 from store_contract import PATIENCE
+from store_contract import TOP
 
+import store
 from store import IdTaken
 from store import Plant
 from store import StoreUnavailable
 from store import open_store
 from store.__main__ import main
 from store.jsonl import record
-from store.jsonl.repair import _find_damage
 from store.jsonl.repair import find_damage
 from store.jsonl.repair import repair
 
@@ -118,18 +122,84 @@ class TestList:
             assert process.returncode == 0
 
 
+class TestCount:
+    def test_number(self, path, run):
+        """It prints the number of plants, and nothing else."""
+        path.write_bytes(FERN + MOSS + IVY)
+        assert run('count', url(path)) == (0, b'3\n', [])
+        assert run('count', 'memory:') == (0, b'0\n', [])
+        assert files(path) == {path.name: FERN + MOSS + IVY}
+
+    def test_damage(self, path, run):
+        """It does not count what it cannot read."""
+        path.write_bytes(FERN + b'?\n' + MOSS)
+        code, output, (error,) = run('count', url(path))
+        assert (code, output) == (1, b'')
+        assert 'line 2' in error
+
+
+class TestWhichStore:
+    @pytest.fixture(autouse=True)
+    def _in_directory(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv('PLANTS_STORE', raising=False)
+
+    @pytest.mark.parametrize(
+        ('name', 'argument'),
+        [
+            ('plants.jsonl', 'plants.jsonl'),
+            ('plants.jsonl', './plants.jsonl'),
+            ('a:b', './a:b'),
+            ('memory', 'memory'),
+            ('1@2 3', '1@2 3'),
+            ('café', 'café'),
+        ],
+    )
+    def test_plain_path(self, path, run, name, argument):
+        """A path without a scheme is a file of JSON lines, also a new one."""
+        path.with_name(name).write_bytes(FERN)
+        assert run('list', argument) == (0, FERN, [])
+        copied = b'copied: 1, already there: 0, conflicting: 0\n'
+        assert run('copy', argument, 'new') == (0, copied, [])
+        assert path.with_name('new').read_bytes() == FERN
+
+    def test_default(self, path, run, monkeypatch):
+        """Without a URL it is the one of PLANTS_STORE, or else plants.jsonl."""
+        path.write_bytes(FERN)
+        assert run('list') == (0, FERN, [])
+        path.with_name('other').write_bytes(MOSS)
+        monkeypatch.setenv('PLANTS_STORE', 'jsonl:other')
+        assert run('list') == (0, MOSS, [])
+        assert run('count') == (0, b'1\n', [])
+        assert run('check', '--repair') == (0, b'1 plants verified, no damage\n', [])
+        assert run('list', 'plants.jsonl') == (0, FERN, [])
+
+    def test_environment(self, capfdbinary):
+        """The environment is an argument of the function."""
+        assert main(['count'], environ={'PLANTS_STORE': 'memory:'}) == 0
+        assert capfdbinary.readouterr() == (b'0\n', b'')
+
+    def test_default_that_is_no_url(self, run, monkeypatch):
+        """What PLANTS_STORE says may be wrong, and shows no password then either."""
+        monkeypatch.setenv('PLANTS_STORE', 'postgresql://u:hu@sh@host/plants')
+        code, output, errors = run('list')
+        assert (code, output) == (2, b'')
+        assert "'postgresql://***@host/plants': in this URL write @" in errors[-1]
+
+
 class TestCheck:
     @pytest.mark.parametrize('options', [[], ['--repair']], ids=['check', 'repair'])
     @pytest.mark.parametrize(
         'text',
         [b'', FERN + MOSS, FERN + MOSS + BY_HAND],
-        ids=['empty', 'two', 'by-hand'],
+        ids=['0', '2', '3'],
     )
     def test_sound(self, path, run, text, options):
-        """It says that a sound file has no damage, and touches nothing."""
+        """It says how many plants a sound file has, and touches nothing."""
         path.write_bytes(text)
         before = path.stat()
-        assert run('check', *options, url(path)) == (0, b'no damage\n', [])
+        verified = b'%d plants verified, no damage\n' % text.count(b'\n')
+        assert run('check', *options, url(path)) == (0, verified, [])
         assert files(path) == {path.name: text}
         assert (path.stat().st_ino, path.stat().st_mtime_ns) == (
             before.st_ino,
@@ -155,7 +225,7 @@ class TestCheck:
             where, _, reason = line.partition(f'line {number} (byte {offset}): ')
             assert where == f'{path}: '
             assert reason
-        assert '--repair' in summary
+        assert summary.startswith('2 plants verified, damaged: 3; --repair moves')
         assert files(path) == {path.name: text}
 
     def test_every_damage_counts(self, path, run):
@@ -175,46 +245,27 @@ class TestCheck:
 LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
 
 
-class CountingFile(io.FileIO):
-    """A file that counts the bytes that are read."""
-
-    count = 0
-
-    def readinto(self, buffer):
-        size = super().readinto(buffer)
-        self.count += size
-        return size
-
-
-def test_check_of_many_repeats(path):
+def test_check_of_many_repeats(path, monkeypatch):
     """Lines that come twice, and ids that do, cost what they are, not the file each."""
     lines = [b'{"id":%d,"name":"%s"}\n' % (id, b'Fern' * 20) for id in range(8000)]
     others = [line.replace(b'Fern', b'Moss') for line in lines[:100]]
     path.write_bytes(b''.join([*lines, *lines[:100], *others]))
-    with CountingFile(path) as raw, io.BufferedReader(raw) as file:
-        found = _find_damage(file, path.stat().st_size)
+    sizes = []
+    read = os.pread
+
+    def note(fd, size, offset):
+        data = read(fd, size, offset)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(os, 'pread', note)
+    found = find_damage(path)
     assert [damage.line for damage in found] == list(range(8101, 8201))
     assert [damage.text for damage in found] == others
     assert all(path.read_bytes().find(text) == at for _, at, text, _ in found)
-    # The file once, and once more for the numbers of lines; a buffer for each look.
+    # The file once, and once more for the numbers of lines; some KiB for each look.
     looks = 2 * 200
-    assert raw.count < 2 * path.stat().st_size + (looks + 100) * io.DEFAULT_BUFFER_SIZE
-
-
-def test_check_of_long_lines(path, monkeypatch):
-    """A check needs room for an index of the plants there are, not of the bytes."""
-    lines = [b'{"id":%d,"name":"%s"}\n' % (id, b'x' * 65536) for id in range(100)]
-    path.write_bytes(b''.join(lines))
-    sizes = []
-    real = os.posix_fallocate
-
-    def allocate(fd, offset, length):
-        sizes.append(length)
-        real(fd, offset, length)
-
-    monkeypatch.setattr(os, 'posix_fallocate', allocate)
-    assert find_damage(path) == []
-    assert 0 < max(sizes) <= 2**17
+    assert 0 < sum(sizes) < 2 * path.stat().st_size + (looks + 100) * 8192
 
 
 class TestRepair:
@@ -256,7 +307,10 @@ class TestRepair:
         moved, summary = output.decode().splitlines()
         assert (code, errors) == (0, [])
         assert f'line 2 (byte {len(FERN)})' in moved
-        assert f'{path}.damaged-1' in summary
+        assert summary == (
+            f'2 plants verified, damaged lines: 1, moved to {path}.damaged-1; '
+            'reload the server'
+        )
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
     def test_again(self, path, run):
@@ -374,18 +428,17 @@ class TestRepair:
         assert code == 0
         assert 1 < nth < 20
 
-    def test_interrupted_after_the_replacement(self, path, monkeypatch):
+    def test_interrupted_after_the_replacement(self, path):
         """What was moved is kept, also if Ctrl-C comes when it just was."""
         path.write_bytes(FERN + b'?\n' + MOSS)
-        replace = Path.replace
 
         def replace_and_raise(*paths):
-            replace(*paths)
+            os.replace(*paths)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Path, 'replace', replace_and_raise)
+        system = SimpleNamespace(**{**vars(os), 'replace': replace_and_raise})
         with pytest.raises(KeyboardInterrupt):
-            repair(path)
+            repair(path, system)
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
 
@@ -400,11 +453,9 @@ def outcome(function, *arguments):
 USAGE = {
     'nothing': ([], 'COMMAND'),
     'no-such-command': (['grow', 'memory:'], 'grow'),
-    'no-url': (['list'], 'URL'),
-    'no-url-to-check': (['check', '--repair'], 'URL'),
     'two-urls': (['list', 'memory:', 'memory:'], 'memory:'),
     'option': (['list', '--repair', 'memory:'], '--repair'),
-    'no-scheme': (['list', 'plants.jsonl'], "'plants.jsonl' is not a store"),
+    'empty': (['list', ''], "'' is not a store"),
     'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
     'no-path': (['check', 'jsonl:'], "'jsonl:' is not a store"),
     'memory-with-path': (['list', 'memory:plants'], "'memory:plants' is not a store"),
@@ -413,8 +464,8 @@ USAGE = {
 
 class TestUsage:
     @pytest.mark.parametrize(('arguments', 'said'), USAGE.values(), ids=USAGE)
-    def test_refused(self, run, arguments, said):
-        """A command that is none ends with exit code 2 and a sentence that says why."""
+    def test_wrong_command_is_refused(self, run, arguments, said):
+        """A wrong command ends with exit code 2 and a sentence that says why."""
         code, output, errors = run(*arguments)
         assert (code, output) == (2, b'')
         assert 'error: ' in errors[-1]
@@ -431,9 +482,8 @@ class TestUsage:
         """A store that does not exist is an error, and is not created."""
         (tmp_path / 'file').touch()
         code, output, errors = run(*command.split(), url(tmp_path / name))
-        assert (code, output) == (2, b'')
-        assert 'error: ' in errors[-1]
-        assert str(tmp_path / name) in errors[-1]
+        assert (code, output) == (1, b'')
+        assert errors[-1].startswith(f'Error: {tmp_path / name}: ')
         assert [entry.name for entry in tmp_path.iterdir()] == ['file']
 
     @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
@@ -451,10 +501,27 @@ class TestUsage:
 
     @pytest.mark.parametrize('arguments', [['--help'], ['check', '--help']])
     def test_help(self, run, arguments):
-        """It explains itself."""
+        """It explains itself, in lines that fit a terminal."""
         code, output, errors = run(*arguments)
         assert (code, errors) == (0, [])
         assert output.startswith(b'usage: python -m store')
+        assert max(map(len, output.splitlines())) <= 80
+
+    def test_examples(self, path, run, monkeypatch):
+        """The examples of the help are commands that are understood."""
+        monkeypatch.chdir(path.parent)
+        path.write_bytes(FERN)
+        lines = run('--help')[1].decode().splitlines()
+        examples = [line for line in lines if line.startswith('  python -m store ')]
+        assert len(examples) == 4
+        for line in examples:
+            words = line.partition('|')[0].split()[3:]
+            assert run(*words)[0] == int('postgresql' in line), line
+
+    def test_version(self, run):
+        """It says which version it is."""
+        version = f'plant store {store.__version__}\n'
+        assert run('--version') == (0, version.encode(), [])
 
 
 class TestOutput:
@@ -510,3 +577,45 @@ class TestOutput:
             assert process.wait(PATIENCE) == 1
         assert os.strerror(errno.ENOSPC) in errors
         assert len(errors.splitlines()) == 1
+
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_closed_output(self, path, name):
+        """A closed standard output is an error, and one sentence says so."""
+        code, output, errors = in_shell(name, url(path), '>&-')
+        reason = os.strerror(errno.EBADF)
+        assert (code, output, errors) == (1, b'', f'Error: the output: {reason}\n')
+
+    def test_closed_errors(self, tmp_path, path):
+        """With a closed standard error a command works, and complains to nobody."""
+        target = tmp_path / 'target.jsonl'
+        code, output, _ = in_shell('copy', url(path), url(target), '2>&-')
+        counted = b'copied: 20000, already there: 0, conflicting: 0\n'
+        assert (code, output) == (0, counted)
+        assert target.read_bytes() == path.read_bytes()
+        path.write_bytes(b'?\n' + FERN)
+        assert in_shell('list', url(path), '2>&-')[:2] == (1, b'')
+        assert in_shell('grow', '2>&-')[:2] == (2, b'')
+
+    def test_no_store_in_the_place_of_a_stream(self):
+        """Closed standard streams are taken, or a plant file would be opened as one."""
+        script = (
+            'import os, sys; from store.__main__ import main; '
+            'main(["list", "memory:"]); null = os.stat(os.devnull);'
+            'sys.exit(not all(os.path.samestat(os.fstat(fd), null) for fd in range(3)))'
+        )
+        done = subprocess.run(
+            ['sh', '-c', '"$@" <&- >&- 2>&-', '', sys.executable, '-c', script],
+            cwd=TOP,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0
+
+
+def in_shell(*words):
+    """Run a command as a shell would, redirections included."""
+    line = ' '.join([sys.executable, '-m', 'store', *words])
+    done = subprocess.run(
+        ['sh', '-c', line], cwd=TOP, capture_output=True, timeout=PATIENCE, check=False
+    )
+    return done.returncode, done.stdout, done.stderr.decode()

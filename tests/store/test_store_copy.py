@@ -168,7 +168,97 @@ def test_list_head(server, make):
 def test_check(make, run):
     """Every plant of a table is read."""
     url = make('postgresql', FERN, MOSS)
-    assert run('check', url) == (0, b'2 plants, no damage\n', [])
+    assert run('check', url) == (0, b'2 plants verified, no damage\n', [])
+
+
+@pytest.fixture
+def through(run, monkeypatch):
+    """Return a function that runs a command with a text for its standard input."""
+
+    def through(text, *arguments):
+        monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
+        return run(*arguments)
+
+    return through
+
+
+class TestPipe:
+    TEXT = b''.join(map(record.encode, (FERN, MOSS, IVY)))
+
+    @pytest.mark.parametrize('kind', DURABLE)
+    def test_there_and_back(self, make, through, kind):
+        """Plants go to a store by a pipe, and come from it by a pipe."""
+        url = make(kind, FERN)
+        code, output, errors = through(self.TEXT, 'copy', '-', url)
+        assert (code, counts(output), errors) == (0, (2, 1, 0), [])
+        assert plants_in(url) == [FERN, MOSS, IVY]
+        code, output, errors = through(b'', 'copy', url, '-')
+        assert (code, output) == (0, self.TEXT)
+        assert errors == ['copied: 3, already there: 0, conflicting: 0']
+
+    def test_filter(self, through):
+        """A copy from pipe to pipe writes what people have written as records."""
+        by_hand = b'{ "name": "Fern", "id": 1, "note": 1 }\r\n'
+        code, output, errors = through(by_hand, 'copy', '-', '-')
+        assert (code, output) == (0, record.encode(FERN))
+        assert errors == ['copied: 1, already there: 0, conflicting: 0']
+
+    def test_no_line_feed_at_the_end(self, make, through):
+        """The last line of a pipe need not end with a line feed."""
+        target = make('jsonl')
+        code, _, _ = through(self.TEXT.removesuffix(b'\n'), 'copy', '-', target)
+        assert code == 0
+        assert plants_in(target) == [FERN, MOSS, IVY]
+
+    @pytest.mark.parametrize('line', [b'?\n', b'\n', b'{"id":3,"name":"Ef'])
+    def test_damage(self, make, through, line):
+        """A line that is no plant is an error that says which one it is."""
+        text = record.encode(FERN) + line
+        code, output, errors = through(text, 'copy', '-', make('jsonl'))
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        reason = 'line 2 is no plant: it is not JSON'
+        assert errors == [f'Error: the standard input: {reason}']
+
+    def test_other_commands(self, through):
+        """Plants by a pipe are listed and counted, but only a file is checked."""
+        assert through(self.TEXT, 'list', '-') == (0, self.TEXT, [])
+        assert through(self.TEXT, 'count', '-') == (0, b'3\n', [])
+        code, output, errors = through(self.TEXT, 'check', '-')
+        assert (code, output) == (1, b'')
+        assert errors == ['Error: the standard input: only a file can be checked']
+
+    def test_input_that_cannot_be_read(self, make, run, monkeypatch):
+        """An input that cannot be read is an error in one sentence."""
+        # As main() gives a closed one back.
+        with os.fdopen(os.open(os.devnull, os.O_WRONLY)) as unreadable:
+            monkeypatch.setattr(sys, 'stdin', unreadable)
+            code, output, errors = run('copy', '-', make('jsonl'))
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        assert errors == [f'Error: the standard input: {os.strerror(errno.EBADF)}']
+
+    def test_reader_that_has_seen_enough(self, make):
+        """A reader may stop to read at any time, as head does: it is no error."""
+        with command('copy', make('jsonl', *many()), '-') as process:
+            first = process.stdout.readline()
+            process.stdout.close()
+            errors = process.stderr.read()
+            assert process.wait(PATIENCE) == 0
+        assert first == record.encode(many(count=1)[0])
+        assert counts(errors)[1:] == (0, 0)
+
+    def test_interrupt_while_it_waits(self, make):
+        """Ctrl-C ends a copy that waits for its input, and the first one is enough."""
+        target = make('jsonl')
+        with command('copy', '-', target, stdin=subprocess.PIPE) as process:
+            process.stdin.write(self.TEXT * 10_000)
+            process.stdin.flush()
+            path = Path(target.partition(':')[2])
+            wait_until(lambda: path.stat().st_size, 'it has begun')
+            process.send_signal(signal.SIGINT)
+            code = process.wait(PATIENCE)
+            output = process.stdout.read()
+        assert code == 130
+        assert counts(output)[0] == 3
 
 
 class TestMissing:
@@ -203,11 +293,11 @@ class TestMissing:
         assert server.execute(f"SELECT to_regclass('{schema}.plants')") == [(None,)]
 
     def test_no_file_in_the_source(self, tmp_path, url, run):
-        """A file that does not exist is a usage error, and the target is not made."""
+        """A file that does not exist is an error, and the target is not made."""
         missing = tmp_path / 'missing.jsonl'
         code, output, errors = run('copy', f'jsonl:{missing}', url)
-        assert (code, output) == (2, b'')
-        assert str(missing) in errors[-1]
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        assert errors == [f'Error: {missing}: {os.strerror(errno.ENOENT)}']
         assert not missing.exists()
         with (
             open_store(url, create='never') as store,
@@ -405,15 +495,23 @@ class TestUsage:
         assert (code, output) == (2, b'')
         assert errors[-1].endswith('error: --repair is for a file of JSON lines')
 
-    @pytest.mark.parametrize('other', ['itself', 'dots', 'link', 'hard-link'])
-    def test_same_file(self, make, run, other):
-        """A file is not copied to itself, by whatever name it is called."""
+    def test_same_file(self, make, run):
+        """A file is not copied to itself."""
         url = make('jsonl', FERN)
+        path = url.partition(':')[2]
+        for pair in [(url, url), (path, url), (path, path)]:
+            code, output, errors = run('copy', *pair)
+            assert (code, output) == (2, b'')
+            assert errors[-1].endswith('error: SRC and DST are the same store')
+
+    @pytest.mark.parametrize('other', ['dots', 'link', 'hard-link'])
+    def test_same_file_by_another_name(self, make, run, other):
+        """A copy to the same file by another name finds all there, and is harmless."""
+        url = make('jsonl', *many(count=3000))
         path = Path(url.partition(':')[2])
+        before = path.read_bytes()
         name = path.with_name('other.jsonl')
         match other:
-            case 'itself':
-                name = path
             case 'dots':
                 name = f'{path.parent}/../{path.parent.name}/{path.name}'
             case 'link':
@@ -422,8 +520,8 @@ class TestUsage:
                 name.hardlink_to(path)
         for pair in [(url, f'jsonl:{name}'), (f'jsonl:{name}', url)]:
             code, output, errors = run('copy', *pair)
-            assert (code, output) == (2, b'')
-            assert errors[-1].endswith('error: SRC and DST are the same store')
+            assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
+        assert path.read_bytes() == before
 
     def test_same_database(self, url, run):
         """A database is not copied to itself either."""
@@ -437,19 +535,26 @@ class TestUsage:
             ([], 'SRC, DST'),
             (['memory:'], 'DST'),
             (['memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
-            (['memory:', 'plants.jsonl'], "argument DST: 'plants.jsonl' is not a"),
-            (['csv:x', 'memory:'], "argument SRC: 'csv:x' is not a store"),
-            (['jsonl:/no/x', 'memory:'], "SRC: 'jsonl:/no/x': there is no such file"),
+            (['memory:', ''], "'' is not a store"),
+            (['csv:x', 'memory:'], "'csv:x' is not a store"),
+            (['x', 'password=x'], "'password=***' is not a store"),
             (['memory:', 'postgresql://[h/d'], 'it is not a URL that libpq accepts'),
         ],
         ids=str,
     )
-    def test_refused(self, run, arguments, said):
-        """A command that is none ends with exit code 2 and a sentence that says why."""
+    def test_wrong_command_is_refused(self, run, arguments, said):
+        """A wrong command ends with exit code 2 and a sentence that says why."""
         code, output, errors = run('copy', *arguments)
         assert (code, output) == (2, b'')
         assert said in errors[-1]
         assert not any('Traceback' in line for line in errors)
+
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_password_with_a_bare_at(self, run, name):
+        """The sentence about a password that is not escaped is shown as a whole."""
+        *_, error = run(name, 'postgresql://gardener:hu@sh@host/plants')[2]
+        assert "'postgresql://***@host/plants': " in error
+        assert 'write @ as %40, except before the host' in error
 
     @given(
         template=st.sampled_from(
@@ -538,14 +643,32 @@ class TestOutput:
         assert b'conflicting: {"id":1,"name":"Reed"}' in lines
         assert b'copied: 3000, already there: 0, conflicting: 1' in lines
 
+    @pytest.mark.parametrize('name', ['check', 'count'])
+    @pytest.mark.parametrize('kind', DURABLE)
+    def test_bar_of_a_reader(self, make, name, kind):
+        """A command that reads all plants shows how far it is, too."""
+        shown = on_terminal(name, make(kind, *many()))
+        assert re.search(rb'\d+%\|.*\| \d+/\d+ \[', shown)
+        assert b'20000' in re.split(rb'[\r\n]+', shown)[-2]
+
     def test_bar_ends_before_a_complaint(self, make):
-        """An error has a line of its own."""
+        """An error of the source has a line of its own."""
         source = make('jsonl', *many(count=2000))
         path = Path(source.partition(':')[2])
         path.write_bytes(path.read_bytes() + b'?\n' + record.encode(FERN))
         lines = re.split(rb'[\r\n]+', on_terminal('copy', source, make('jsonl')))
         assert any(line.startswith(b'Error: ') for line in lines)
         assert b'copied: 2000, already there: 0, conflicting: 0' in lines
+
+    def test_no_bar_without_tqdm(self, make, run, monkeypatch):
+        """A bar is shown if its package is there, and nothing else needs it."""
+        url = make('jsonl', FERN)
+        monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
+        code, output, errors = run('count', url)
+        assert (code, output) == (0, b'1\n')
+        assert any(' plants' in line for line in errors)
+        monkeypatch.setitem(sys.modules, 'tqdm', None)
+        assert run('count', url) == (0, b'1\n', [])
 
 
 def on_terminal(*arguments):

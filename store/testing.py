@@ -1,15 +1,38 @@
-"""What every store of plants must do: ``StoreContract`` and the helpers it needs.
+"""The tests that every store of plants must pass, for the authors of stores.
 
-A store is tested by a subclass whose name begins with ``Test``::
+A store of your own is tested by a subclass of ``StoreContract``. It says how to make a
+store and how to look at what is stored without the code that is tested::
 
-    class TestMyStore(StoreContract):
+    import pytest
+
+    from store.testing import StoreContract
+    from plants_in_trees import TreeStore
+
+
+    class TestTreeStore(StoreContract):
         @pytest.fixture
-        def store(self): ...            # an open store without plants
+        def store(self, tmp_path):
+            # Without plants, and not used yet.
+            with TreeStore(f'trees:{tmp_path}/plants') as store:
+                yield store
 
-        def raw_plants(self, store): ...
+        def raw_plants(self, store: Any) -> list[Plant]:
+            return read_trees(store.path)
 
-Each test quotes the promise of ``PlantStore`` that it holds the store to.
+        def url(self, store):
+            return f'trees:{store.path}'
+
+``url`` is for a store whose plants outlive the object: such a store is opened again by
+``open_store``, in this process and in others. So its package must be installed, with
+the entry point that names its scheme (``open_store`` describes it). ``unavailable`` is
+for a store that can be kept from working for a moment.
+
+Each test quotes the promise of ``PlantStore`` that it holds the store to. pytest and
+hypothesis are needed here, and nowhere else in this package. For readable failures put
+``pytest.register_assert_rewrite('store.testing')`` into ``conftest.py``.
 """
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -21,7 +44,13 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -37,8 +66,10 @@ from store import PlantStore
 from store import StoreClosed
 from store import StoreUnavailable
 from store import open_store
+from store.base import Item
+from store.base import Verified
 
-TOP = Path(__file__).parent.parent
+TOP = Path(__file__).parent.parent  # where a program finds this package
 PATIENCE = 20  # seconds that nothing here takes, unless it hangs
 
 # What a plant may be called: Unicode text without U+0000 and lone surrogates.
@@ -71,17 +102,17 @@ HOSTILE = {
 }
 
 
-def plane(number):
+def plane(number: int) -> str:
     """Return every character of a plane of Unicode that a plant may hold."""
     points = range(max(1, number << 16), (number + 1) << 16)
     return ''.join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
 
 
-def in_threads(*jobs):
+def in_threads(*jobs: Callable[[], object]) -> None:
     """Run functions at once, each in a thread; fail if one fails or hangs."""
-    failures = []
+    failures: list[BaseException] = []
 
-    def run(job):
+    def run(job: Callable[[], object]) -> None:
         try:
             job()
         except BaseException as ex:
@@ -100,7 +131,7 @@ def in_threads(*jobs):
         raise failures[0]
 
 
-def wait_until(condition):
+def wait_until(condition: Callable[[], object]) -> None:
     """Return when a condition holds; fail if it never does."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
@@ -108,7 +139,7 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
-def in_child(job):
+def in_child(job: Callable[[], object]) -> None:
     """Run a function in a forked child; fail if it fails or hangs."""
     pid = os.fork()
     if not pid:
@@ -119,9 +150,9 @@ def in_child(job):
             traceback.print_exc()
         finally:
             os._exit(1)
-    ended = []
+    ended: list[int] = []
 
-    def reap():
+    def reap() -> list[int]:
         ended.extend(status for done, status in [os.waitpid(pid, os.WNOHANG)] if done)
         return ended
 
@@ -135,7 +166,9 @@ def in_child(job):
 
 
 @contextlib.contextmanager
-def processes(script, *argument_lists):
+def processes(
+    script: str, *argument_lists: tuple[object, ...]
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Run a script in several interpreters, which all end with the block."""
     with contextlib.ExitStack() as stack:
         yield [
@@ -145,7 +178,7 @@ def processes(script, *argument_lists):
 
 
 @contextlib.contextmanager
-def child(script, *arguments):
+def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """Run a script in another interpreter, which ends with the block."""
     with subprocess.Popen(
         [sys.executable, '-c', script, *map(str, arguments)],
@@ -191,25 +224,27 @@ class Model(RuleBasedStateMachine):
     One store serves all examples, so each has ids of its own.
     """
 
-    contract = store = None  # given by the test
-    plants = {}  # noqa: RUF012 - shared by the examples on purpose, as the store is
-    examples = 0
+    # Given by the test, and shared by the examples.
+    contract: ClassVar[StoreContract]
+    store: ClassVar[PlantStore]
+    plants: ClassVar[dict[int, Plant]]
+    examples: ClassVar[int] = 0
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         Model.examples += 1
         self.base = 16 * Model.examples
 
     @rule(number=st.integers(0, 7), name=TEXTS, tag=st.none() | TEXTS)
-    def add(self, number, name, tag):
+    def add(self, number: int, name: str, tag: str | None) -> None:
         self.offer(Plant(self.base + number, name, tag))
 
     @rule(number=st.integers(0, 7))
-    def repeat(self, number):
+    def repeat(self, number: int) -> None:
         if plant := self.plants.get(self.base + number):
             self.offer(plant)
 
-    def offer(self, plant):
+    def offer(self, plant: Plant) -> None:
         if self.plants.setdefault(plant.id, plant) == plant:
             self.store.add(plant)
         else:
@@ -217,46 +252,48 @@ class Model(RuleBasedStateMachine):
                 self.store.add(plant)
 
     @rule()
-    def look(self):
+    def look(self) -> None:
         assert sorted(self.store) == sorted(self.plants.values())
 
     @rule()
-    def open_again(self):
+    def open_again(self) -> None:
         if self.contract.url(self.store):
             self.store.close()
             Model.store = self.contract.reopen(self.store)
 
     @invariant()
-    def ready(self):
+    def ready(self) -> None:
         self.store.ping()
 
 
 class StoreContract:
     """The tests of one store class; the subclass gives what differs."""
 
-    def raw_plants(self, store):
+    def raw_plants(self, store: Any) -> list[Plant]:
         """Return what is stored as a list of plants, read without the store's code."""
         raise NotImplementedError
 
-    def url(self, store):
+    def url(self, store: Any) -> str | None:
         """Return the store's URL, or ``None`` if its plants end with the object."""
+        return None
 
-    def unavailable(self, store):
+    def unavailable(self, store: Any) -> AbstractContextManager[object] | None:
         """Return a context in which no add can work, or ``None`` if there is none."""
+        return None
 
-    def reopen(self, store):
+    def reopen(self, store: PlantStore) -> PlantStore:
         """Return another store of the same plants, which was not used yet."""
         url = self.url(store)
         if url is None:
             pytest.skip('the plants of this store end with it')
         return open_store(url)
 
-    def assert_holds(self, store, *plants):
+    def assert_holds(self, store: PlantStore, *plants: Plant) -> None:
         """Check what is stored, by our code and without it."""
         assert sorted(self.raw_plants(store)) == sorted(plants)
         assert sorted(store) == sorted(plants)
 
-    def test_is_a_plant_store(self, store):
+    def test_is_a_plant_store(self, store: PlantStore) -> None:
         """A store is a PlantStore."""
         assert isinstance(store, PlantStore)
 
@@ -264,20 +301,20 @@ class StoreContract:
     # documents. This also holds when the very same plant was there before.
 
     @pytest.mark.parametrize('id', IDS)
-    def test_id(self, store, id):
+    def test_id(self, store: PlantStore, id: int) -> None:
         """When ``add`` returns, the plant is durable: with any 64-bit id."""
         store.add(Plant(id, 'Fern'))
         self.assert_holds(store, Plant(id, 'Fern'))
 
     @pytest.mark.parametrize('text', HOSTILE.values(), ids=HOSTILE)
-    def test_text(self, store, text):
+    def test_text(self, store: PlantStore, text: str) -> None:
         """When ``add`` returns, the plant is durable: with any name and any tag."""
         plants = [Plant(1, text), Plant(2, 'Fern', text), Plant(3, text, text)]
         for plant in plants:
             store.add(plant)
         self.assert_holds(store, *plants)
 
-    def test_every_character(self, store):
+    def test_every_character(self, store: PlantStore) -> None:
         """When ``add`` returns, the plant is durable: with every character there is."""
         plants = [Plant(number, plane(number)) for number in range(17)]
         for plant in plants:
@@ -285,7 +322,7 @@ class StoreContract:
         self.assert_holds(store, *plants)
 
     @pytest.mark.parametrize('character', ['x', '"', '\x01', '\U0001f331'])
-    def test_huge_text(self, store, character):
+    def test_huge_text(self, store: PlantStore, character: str) -> None:
         """When ``add`` returns, the plant is durable: with a name of a megabyte."""
         plant = Plant(1, character * 2**20, character)
         store.add(plant)
@@ -296,7 +333,7 @@ class StoreContract:
     @pytest.mark.parametrize(
         'shift', [0, 8, 16, 22, 32, 40, 48, 52, 56, 58], ids='2**{}'.format
     )
-    def test_id_pattern(self, store, shift):
+    def test_id_pattern(self, store: PlantStore, shift: int) -> None:
         """When ``add`` returns, the plant is durable: whatever the ids share."""
         reach = min(60, 2 ** (63 - shift))
         plants = [Plant(number << shift, 'Fern') for number in range(-reach, reach)]
@@ -304,7 +341,7 @@ class StoreContract:
             store.add(plant)
         self.assert_holds(store, *plants)
 
-    def test_reopened(self, store):
+    def test_reopened(self, store: PlantStore) -> None:
         """When ``add`` returns, the plant is durable: it outlives the store object."""
         plants = [Plant(id, 'Fern', 'shade') for id in IDS]
         plants += [Plant(7000 + at, *at_text) for at, at_text in enumerate(PAIRS)]
@@ -317,19 +354,19 @@ class StoreContract:
                 again.add(plant)
             self.assert_holds(again, *plants)
 
-    def test_repeat(self, store):
+    def test_repeat(self, store: PlantStore) -> None:
         """When the very same plant was there before, it is still stored once."""
         plants = [Plant(1, 'Fern'), Plant(2, 'Fern', ''), Plant(3, '', 'shade')]
         for plant in plants * 3:
             store.add(plant)
         self.assert_holds(store, *plants)
 
-    def test_new(self, store):
+    def test_new(self, store: PlantStore) -> None:
         """``add`` returns whether the plant is new."""
         plants = [Plant(1, 'Fern'), Plant(2, 'Fern', 'shade')]
         assert [store.add(plant) for plant in plants * 2] == [True, True, False, False]
 
-    def test_add_many(self, store):
+    def test_add_many(self, store: PlantStore) -> None:
         """``add_many`` does for each plant what ``add`` would do for it in its turn."""
         store.add(Plant(1, 'Fern'))
         store.add(Plant(2, 'Fern'))
@@ -340,16 +377,16 @@ class StoreContract:
         assert outcomes[: len(new)] == [True] * len(new)
         first, *others = outcomes[len(new) :]
         assert others[:2] == [False, False]
-        assert [ex.id for ex in (first, *others[2:])] == [1, new[1].id, 1]
-        assert all(isinstance(ex, IdTaken) for ex in (first, *others[2:]))
+        refused = [ex.id for ex in (first, *others[2:]) if isinstance(ex, IdTaken)]
+        assert refused == [1, new[1].id, 1]
         self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Fern'), *new)
 
-    def test_add_none(self, store):
+    def test_add_none(self, store: PlantStore) -> None:
         """``add_many`` does nothing with no plants."""
         assert store.add_many([]) == []
         self.assert_holds(store)
 
-    def test_size_hint(self, store):
+    def test_size_hint(self, store: PlantStore) -> None:
         """A store knows about how many plants it has, if it knows it at all."""
         assert store.size_hint() == 0
         store.add_many([Plant(id, 'Fern') for id in range(1000)])
@@ -377,7 +414,12 @@ class StoreContract:
         ],
         ids=lambda pair: ascii(pair)[:24],
     )
-    def test_id_taken(self, store, stored, offered):
+    def test_id_taken(
+        self,
+        store: PlantStore,
+        stored: tuple[str, str | None],
+        offered: tuple[str, str | None],
+    ) -> None:
         """When ``add`` raises ``IdTaken``, the store is unchanged."""
         store.add(Plant(5, *stored))
         for _ in range(2):
@@ -389,7 +431,7 @@ class StoreContract:
         store.add(Plant(6, *offered))
         self.assert_holds(store, Plant(5, *stored), Plant(6, *offered))
 
-    def test_id_taken_after_reopening(self, store):
+    def test_id_taken_after_reopening(self, store: PlantStore) -> None:
         """When ``add`` raises ``IdTaken``, a different plant holds that id for ever."""
         store.add(Plant(5, 'Fern'))
         store.close()
@@ -401,7 +443,7 @@ class StoreContract:
     # 3. When ``add`` raises ``StoreUnavailable``, the plant may or may not be there
     # afterwards, never half of it: repeat the call.
 
-    def test_unavailable(self, store):
+    def test_unavailable(self, store: PlantStore) -> None:
         """When ``add`` raises ``StoreUnavailable``: repeat the call."""
         trouble = self.unavailable(store)
         if trouble is None:
@@ -419,12 +461,12 @@ class StoreContract:
     # 4. ``add`` may be called from many threads at once, and, for every store but the
     # one in memory, from many processes.
 
-    def test_threads(self, store):
+    def test_threads(self, store: PlantStore) -> None:
         """``add`` may be called from many threads: each id has exactly one winner."""
-        won = defaultdict(list)
+        won: defaultdict[int, list[str]] = defaultdict(list)
         ids = {name: random.Random(name).sample(range(400), 200) for name in 'abcdefgh'}
 
-        def add_all(name):
+        def add_all(name: str) -> None:
             for id in ids[name]:
                 with contextlib.suppress(IdTaken):
                     store.add(Plant(id, name))
@@ -435,22 +477,25 @@ class StoreContract:
         assert all(len(names) == 1 for names in won.values())
         self.assert_holds(store, *(Plant(id, *names) for id, names in won.items()))
 
-    def test_threads_that_repeat(self, store):
+    def test_threads_that_repeat(self, store: PlantStore) -> None:
         """``add`` may be called from many threads: also with the very same plants."""
         plants = [Plant(id, 'Fern') for id in range(40)]
         in_threads(*[lambda: [store.add(plant) for plant in plants]] * 8)
         self.assert_holds(store, *plants)
 
-    def test_processes(self, store):
+    def test_processes(self, store: PlantStore) -> None:
         """``add`` may be called from many processes: each id has one winner."""
         if self.url(store) is None:
             pytest.skip('the plants of this store live in one process')
         names = 'abcd'
-        won = []
+        won: list[Plant] = []
         with processes(WRITER, *((self.url(store), name) for name in names)) as writers:
             for writer in writers:
+                assert writer.stdin
+                assert writer.stdout
                 assert writer.stdout.readline() == 'ready\n'
             for writer in writers:
+                assert writer.stdin
                 writer.stdin.write('go\n')
                 writer.stdin.flush()
             for writer, name in zip(writers, names, strict=True):
@@ -469,11 +514,11 @@ class StoreContract:
     # 5. Iteration yields every plant that was added before it began, each once, in no
     # promised order, exactly as it was given.
 
-    def test_iterate_over_nothing(self, store):
+    def test_iterate_over_nothing(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added: none from an empty store."""
         self.assert_holds(store)
 
-    def test_iterate_while_adding(self, store):
+    def test_iterate_while_adding(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added before it began, each once."""
         before = [Plant(id, 'Fern') for id in range(50)]
         for plant in before:
@@ -486,7 +531,7 @@ class StoreContract:
         assert len(seen) == len(set(seen))
         assert set(seen) >= set(before)
 
-    def test_iterate_twice_at_once(self, store):
+    def test_iterate_twice_at_once(self, store: PlantStore) -> None:
         """Iteration yields every plant, however many iterations there are."""
         plants = [Plant(id, 'Fern') for id in range(5)]
         for plant in plants:
@@ -494,54 +539,76 @@ class StoreContract:
         pairs = list(zip(iter(store), iter(store), strict=True))
         assert sorted(pairs) == [(plant, plant) for plant in plants]
 
+    def test_verify(self, store: PlantStore) -> None:
+        """A sound store is found sound, and says how many plants it has."""
+        plants = [Plant(id, 'Fern') for id in IDS]
+        store.add_many(plants)
+        seen: list[object] = []
+
+        def progress(items: Iterable[Item]) -> Iterator[Item]:
+            for item in items:
+                seen.append(item)
+                yield item
+
+        assert store.verify(progress=progress) == Verified(len(plants))
+        assert len(seen) == len(plants)
+        if store.can_repair:
+            assert store.verify(repair=True) == Verified(len(plants))
+        self.assert_holds(store, *plants)
+
     # 6. ``ping`` returns if an ``add`` would work now and raises what it would raise if
     # not.
 
-    def test_ping(self, store):
+    def test_ping(self, store: PlantStore) -> None:
         """``ping`` returns if an ``add`` would work now, and adds nothing."""
         for _ in range(3):
             store.ping()
         self.assert_holds(store)
 
-    def test_check_opening(self, store):
+    def test_check_opening(self, store: PlantStore) -> None:
         """``check_opening`` returns if the store would open, used or not."""
         store.check_opening()
         store.add(Plant(1, 'Fern'))
         store.check_opening()
         self.assert_holds(store, Plant(1, 'Fern'))
 
-    # 7. After ``close`` every method but ``close`` raises ``StoreClosed``.
+    # 7. After ``close`` whatever uses the plants raises ``StoreClosed``.
 
     @pytest.mark.parametrize(
         'method',
         [
             *(PlantStore.ping, PlantStore.__iter__, PlantStore.add),
-            *(PlantStore.check_opening, PlantStore.size_hint, PlantStore.add_many),
+            *(PlantStore.check_opening, PlantStore.verify, PlantStore.add_many),
         ],
         ids=lambda method: method.__name__,
     )
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
-    def test_closed(self, store, method, used):
-        """After ``close`` every method but ``close`` raises ``StoreClosed``."""
+    def test_closed(
+        self, store: PlantStore, method: Callable[..., object], used: bool
+    ) -> None:
+        """After ``close`` whatever uses the plants raises ``StoreClosed``."""
         if used:
             store.add(Plant(1, 'Fern'))
         store.close()
         store.close()
         fern = Plant(1, 'Fern')
-        arguments = {PlantStore.add: [fern], PlantStore.add_many: [[fern]]}
+        arguments: dict[object, list[Any]] = {
+            PlantStore.add: [fern],
+            PlantStore.add_many: [[fern]],
+        }
         for _ in range(2):
             with pytest.raises(StoreClosed):
                 getattr(store, method.__name__)(*arguments.get(method, []))
         store.close()
 
-    def test_closed_without_use(self, store):
-        """After ``close`` every method raises: also if none was called before."""
+    def test_closed_without_use(self, store: PlantStore) -> None:
+        """After ``close`` whatever uses the plants raises, also the first use."""
         again = self.reopen(store)
         again.close()
         with pytest.raises(StoreClosed):
             again.ping()
 
-    def test_context_manager(self, store):
+    def test_context_manager(self, store: PlantStore) -> None:
         """A store closes itself at the end of its block, whatever happens there."""
         with contextlib.suppress(ZeroDivisionError), store as entered:
             assert entered is store
@@ -550,11 +617,11 @@ class StoreContract:
         with pytest.raises(StoreClosed):
             store.ping()
 
-    def test_close_under_load(self, store):
+    def test_close_under_load(self, store: PlantStore) -> None:
         """After ``close`` an ``add`` raises ``StoreClosed``; none hangs half-way."""
-        added = []
+        added: list[Plant] = []
 
-        def add_until_closed(name):
+        def add_until_closed(name: str) -> None:
             with contextlib.suppress(StoreClosed):
                 for number in range(10**6):
                     plant = Plant(number, name)
@@ -562,7 +629,7 @@ class StoreContract:
                         store.add(plant)
                         added.append(plant)
 
-        def close():
+        def close() -> None:
             wait_until(lambda: len(added) > 50)
             store.close()
 
@@ -575,12 +642,12 @@ class StoreContract:
     # a store that was made before a fork works after it.
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork(self, store):
+    def test_fork(self, store: PlantStore) -> None:
         """A store that was made before a fork works after it, in both processes."""
         before, by_child, by_parent = (Plant(id, 'Fern') for id in range(3))
         store.add(before)
 
-        def use():
+        def use() -> None:
             store.ping()
             store.add(before)
             with pytest.raises(IdTaken):
@@ -595,7 +662,7 @@ class StoreContract:
         self.assert_holds(store, before, by_parent, *shared)
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork_before_use(self, store):
+    def test_fork_before_use(self, store: PlantStore) -> None:
         """A store that was made before a fork works after it: also if it was unused."""
         with self.reopen(store) as fresh:
             in_child(lambda: fresh.add(Plant(1, 'Fern')))
@@ -603,7 +670,7 @@ class StoreContract:
                 fresh.add(Plant(1, 'Moss'))
             self.assert_holds(store, Plant(1, 'Fern'))
 
-    def test_model(self, store):
+    def test_model(self, store: PlantStore) -> None:
         """Whatever is done to a store, it says what a dict would say."""
         Model.contract, Model.store, Model.plants = self, store, {}
         try:

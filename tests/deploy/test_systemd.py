@@ -1,4 +1,4 @@
-"""The recipes of ``deploy/`` for systemd and containers, run as far as they can be."""
+"""The units of ``deploy/``: reviewed by systemd's tools, and run as systemd would."""
 
 import json
 import os
@@ -8,25 +8,21 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib import metadata
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from server import PATIENCE
 from server import REPOSITORY
 from server import ROOMS
 from server import SCRIPTS
 from server import TOKEN
 from server import RawClient
-from server import Server
 from server import installed
 from server import is_alive
 from server import request
+from server import socket_to
 from server import wait_until
 
 UNITS = [REPOSITORY / 'deploy' / name for name in ('plants.service', 'plants.socket')]
@@ -167,10 +163,7 @@ class Service:
         assert self.process.wait(int(seconds)) == 0
 
     def ask(self, data):
-        connected = socket.socket(socket.AF_UNIX)
-        connected.settimeout(PATIENCE)
-        connected.connect(str(self._path))
-        with RawClient(over=connected) as client:
+        with RawClient(over=socket_to(self._path)) as client:
             return client.ask(data)
 
     def _said(self, text):
@@ -248,125 +241,3 @@ def test_tokens_change_at_a_restart(service):
     service.stop()
     service.start()
     assert service.ask(other).status == 200
-
-
-# ---- the container
-
-
-INSTRUCTIONS = [
-    line.split(maxsplit=1)
-    for line in re.sub(
-        r'\\\n\s*', '', (REPOSITORY / 'deploy/Containerfile').read_text()
-    ).splitlines()
-    if line and not line.startswith('#')
-]
-
-
-def instructions(name):
-    """Return what the instructions of one kind say, in their order."""
-    return [said for kind, said in INSTRUCTIONS if kind == name]
-
-
-def run_requirements():
-    """Return the requirements that the container's own command selects."""
-    [command] = [said for said in instructions('RUN') if 'requirements.txt' in said]
-    selection = command.partition('|')[0]
-    done = subprocess.run(
-        ['bash', '-c', selection], cwd=REPOSITORY, capture_output=True, check=True
-    )
-    lines = done.stdout.decode().splitlines()
-    return [Requirement(line) for line in lines if line and line[0] != '#']
-
-
-def closure(requirements):
-    """Return the distributions that requirements stand for, with what these need."""
-    found = {}
-    waiting = list(requirements)
-    while waiting:
-        wanted = waiting.pop()
-        name = canonicalize_name(wanted.name)
-        if (name, *wanted.extras) not in found:
-            distribution = metadata.distribution(name)
-            found[name, *wanted.extras] = distribution
-            for requirement in map(Requirement, distribution.requires or []):
-                applies = requirement.marker and requirement.marker.evaluate
-                extras = [{'extra': extra} for extra in ('', *wanted.extras)]
-                if applies is None or any(map(applies, extras)):
-                    waiting.append(requirement)
-    return set(found.values())
-
-
-@pytest.fixture
-def image(tmp_path):
-    """A directory with what the container's file copies, and what it installs."""
-    venv = tmp_path / 'opt/plants/.venv'
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', venv], check=True)
-    [packages] = venv.glob('lib/python*/site-packages')
-    for distribution in closure(run_requirements()):
-        for name in {file.parts[0] for file in distribution.files} - {'..'}:
-            (packages / name).symlink_to(distribution.locate_file(name))
-        for script in distribution.entry_points.select(group='console_scripts'):
-            path = venv / 'bin' / script.name
-            call = f'from {script.module} import {script.attr} as run; run()'
-            path.write_text(f'#!{venv}/bin/python\n{call}\n')
-            path.chmod(0o755)
-    for said in instructions('COPY'):
-        *sources, target = said.split()
-        if sources[0].startswith('--from'):
-            continue
-        for source in sources:
-            place = tmp_path / target.strip('/')
-            if (REPOSITORY / source).is_dir():
-                shutil.copytree(REPOSITORY / source, place)
-            elif target.startswith('/'):
-                place.mkdir(parents=True, exist_ok=True)
-                shutil.copy(REPOSITORY / source, place)
-    (tmp_path / 'data').mkdir()
-    return tmp_path
-
-
-def test_container_serves(image, tmp_path):
-    """What the container has is enough to serve, to be healthy, and to stop."""
-    environment = dict(said.split('=', 1) for said in instructions('ENV'))
-    environment['PLANTS_STORE'] = f'jsonl:{image}/data/plants.jsonl'
-    environment['PATH'] = environment['PATH'].replace('/opt', f'{image}/opt', 1)
-    [command] = map(json.loads, instructions('CMD'))
-    address = '0.0.0.0:8000'
-    assert command[-1] == address
-    [directory] = instructions('WORKDIR')
-    server = Server(
-        image / directory.strip('/'),
-        command=['env', *command[:-1], '127.0.0.1:0'],
-        GUNICORN_CMD_ARGS=None,
-        **environment,
-    )
-    with server:
-        assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
-        assert (image / 'data/plants.jsonl').read_bytes().count(b'\n') == 1
-        health = json.loads(instructions('HEALTHCHECK')[0].partition('CMD ')[2])
-        for port, code in ((server.port, 0), (1, 1)):
-            check = [word.replace(':8000', f':{port}') for word in health]
-            done = subprocess.run(
-                ['env', f'PATH={environment["PATH"]}', *check], capture_output=True
-            )
-            assert done.returncode == code
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
-
-
-def test_container_has_no_tests():
-    """Nothing that only the tests need is installed, and nothing else is left out."""
-    text = (REPOSITORY / 'requirements.txt').read_text()
-    to_run, _, to_test = text.partition('# To test.')
-    names = {requirement.name for requirement in run_requirements()}
-    assert names == set(re.findall(r'^([A-Za-z][\w-]*).*==', to_run, re.MULTILINE))
-    assert 'pytest' in to_test
-
-
-def test_container_runs_as_nobody_else():
-    """The service is not root, and may write its volume alone."""
-    [user] = instructions('USER')
-    assert int(user) > 0
-    [made] = [said for said in instructions('RUN') if 'useradd' in said]
-    assert f'--uid {user} ' in made
-    assert instructions('VOLUME') == ['/data']

@@ -1,0 +1,99 @@
+"""The standard streams of a command: what it prints, and plants through a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from store.base import Plant
+from store.base import PlantStore
+from store.base import Progress
+from store.base import Verified
+from store.errors import StoreUnavailable
+from store.jsonl import record
+
+PIPE = '-'  # what stands for one on a command line
+INPUT = 'the standard input'
+
+
+class PipeStore(PlantStore):
+    """Yield the plants of the standard input, or add plants to the standard output.
+
+    It is for one command to read from or to write to: it remembers no id.
+    """
+
+    def add(self, plant: Plant) -> bool:
+        sys.stdout.buffer.write(record.encode(plant))
+        return True
+
+    def __iter__(self) -> Iterator[Plant]:
+        try:
+            for number, line in enumerate(sys.stdin.buffer, 1):
+                try:
+                    # The line feed of the last line may be missing. A line that was
+                    # cut off is no JSON object, whatever follows.
+                    yield record.decode(line.removesuffix(b'\n') + b'\n')
+                except record.DamagedRecord as ex:
+                    reason = f'line {number} is no plant: {ex}'
+                    raise StoreUnavailable(reason, store=INPUT) from ex
+        except OSError as ex:
+            raise StoreUnavailable.refused(ex, INPUT) from ex
+
+    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
+        raise StoreUnavailable('only a file can be checked', store=INPUT)
+
+    def ping(self) -> None:
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self.ping()
+
+
+# Not covered: tests run it in processes of their own.
+def replace_closed_streams() -> None:  # pragma: no cover
+    """Open a null device for each standard stream that is closed.
+
+    The next file that is opened would have its number, and a plant file in the place of
+    the standard error would be written to by whatever library has to say something.
+    Reading or writing fails (EBADF), since the device is opened the other way round.
+    Only error messages are lost silently: there is nobody left to tell.
+    """
+    for fd, name, mode, flags in (
+        (0, 'stdin', 'r', os.O_WRONLY),
+        (1, 'stdout', 'w', os.O_RDONLY),
+        (2, 'stderr', 'w', os.O_WRONLY),
+    ):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, flags), fd)
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
+
+
+def print_line(line: str, stream: TextIO | None = None) -> None:
+    """Print a line, at once, to the standard output unless told otherwise."""
+    stream = stream or sys.stdout
+    with reader_may_leave():
+        # Paths may hold bytes that are not UTF-8.
+        stream.buffer.write(f'{line}\n'.encode(errors='surrogateescape'))
+        stream.flush()
+
+
+def complain(sentence: str) -> None:
+    """Print an error to the standard error."""
+    print(f'Error: {sentence}', file=sys.stderr)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """End the block without an error when the reader of a pipe has seen enough."""
+    try:
+        yield
+    except BrokenPipeError:  # pragma: no cover - tests of it run in other processes
+        drop_output()
+
+
+def drop_output() -> None:  # pragma: no cover
+    """Keep the interpreter from writing once more, and complaining, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,177 @@
+"""Installing from a checkout: the Makefile, the requirements, the version, the CI."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from installing import offline_pip
+from installing import wheels
+from server import REPOSITORY
+from server import ROOMS
+from server import Server
+from server import request
+
+from web import VERSION
+
+MAKE = ('make', '--no-print-directory', f'PYTHON={sys.executable}')
+
+
+def text(name):
+    """Return a file of the repository."""
+    return (REPOSITORY / name).read_text()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout in which no command was run yet."""
+    for name in (*ROOMS, 'Makefile', 'requirements.txt', 'constraints.txt'):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+# ---- the Makefile
+
+
+@pytest.mark.parametrize(
+    ('version', 'platform', 'sentence'),
+    [
+        ((2, 7), 'linux2', 'Python 3.11 or newer is needed, this is 2.7'),
+        ((3, 10), 'linux', 'Python 3.11 or newer is needed, this is 3.10'),
+        ((3, 12), 'darwin', 'Linux is needed, this is darwin'),
+    ],
+)
+def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence):
+    """A wrong Python or system ends it at once with a sentence, and leaves nothing."""
+    python = checkout / 'python'
+    python.write_text(
+        f'#!{sys.executable}\n'
+        'import sys\n'
+        f'sys.version_info = {version}\n'
+        f'sys.platform = {platform!r}\n'
+        'exec(sys.argv[2])\n'
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        [*MAKE, 'run', f'PYTHON={python}'],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ''
+    assert done.stderr.splitlines()[0] == sentence
+    assert len(done.stderr.splitlines()) == 2  # and a line of make's own
+    assert not (checkout / '.venv').exists()
+
+
+def test_make_run_installs_what_runs_and_serves(checkout):
+    """One command serves; the packages are those of requirements.txt and no others."""
+    subprocess.run(
+        [*MAKE, '.venv/run'],
+        cwd=checkout,
+        env=os.environ | offline_pip(),
+        check=True,
+        timeout=300,
+    )
+    with Server(checkout, command=(*MAKE, 'run')) as server:
+        assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
+    done = subprocess.run(
+        [checkout / '.venv/bin/pip', 'list', '--format=json'],
+        capture_output=True,
+        check=True,
+    )
+    found = {same(package['name']) for package in json.loads(done.stdout)}
+    needed = {same(wheel.name.split('-')[0]) for wheel in wheels()}
+    assert found - {'pip', 'setuptools'} == needed
+    assert not needed & {'flask', 'pytest'}
+
+
+# ---- the requirements
+
+
+def same(name):
+    """Return the name of a package as all its spellings have it."""
+    return re.sub(r'[-_.]+', '-', name).lower()
+
+
+def pins(name):
+    """Return the versions in a file of requirements, by package."""
+    found = re.findall(
+        r'^([\w.-]+)(?:\[\w+\])?==([\w.]+)(?: ;.*)?$', text(name), re.MULTILINE
+    )
+    return {same(package): version for package, version in found}
+
+
+@pytest.mark.parametrize('name', ['requirements.txt', 'requirements-test.txt'])
+def test_requirement_is_pinned_once(name):
+    """Each line names a version, the one that constraints.txt has too."""
+    lines = [x for x in text(name).splitlines() if x[0] not in '#-']
+    assert len(lines) == len(pins(name))
+    assert pins(name).items() <= pins('constraints.txt').items()
+
+
+def test_wheel_is_pinned():
+    """A package that runs is pinned, also one that only other packages need."""
+    for wheel in wheels():
+        name, version, *_ = wheel.name.split('-')
+        assert pins('constraints.txt')[same(name)] == version
+
+
+# ---- the project
+
+
+def test_version_is_the_same_everywhere():
+    """Package data, image, newest changes and security promises name one version."""
+    project = tomllib.loads(text('pyproject.toml'))['project']
+    assert project['version'] == VERSION
+    assert f'image.version="{VERSION}"' in text('deploy/Containerfile')
+    [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
+    assert newest == VERSION
+    assert f'| {VERSION.rpartition(".")[0]} | yes |' in text('SECURITY.md')
+
+
+def test_changelog_has_the_four_kinds_of_changes():
+    """Each version tells what was added, changed, fixed or removed, in this order."""
+    _, *versions = re.split(r'^## .+\n', text('CHANGELOG.md'), flags=re.MULTILINE)
+    for version in versions:
+        kinds = re.findall(r'^### (.+)$', version, re.MULTILINE)
+        expected = ['Added', 'Changed', 'Fixed', 'Removed']
+        assert kinds
+        assert kinds == [kind for kind in expected if kind in kinds]
+
+
+def test_commands_for_contributors_exist():
+    """Each Make target that CONTRIBUTING.md names is in the Makefile."""
+    targets = re.findall(r'`make ([\w-]+)`', text('CONTRIBUTING.md'))
+    assert {'test', 'lint', 'constraints'} <= set(targets)
+    for target in targets:
+        assert re.search(rf'^{target}:', text('Makefile'), re.MULTILINE)
+
+
+def test_workflow_runs_the_script_and_nothing_else():
+    """The hosted CI is a checkout and the script that anybody can run."""
+    workflow = yaml.safe_load(text('.github/workflows/ci.yml'))
+    [job] = workflow['jobs'].values()
+    checkout, run = job['steps']
+    assert checkout.keys() == {'uses'}
+    assert run == {'run': '.ci/run'}
+    assert os.access(REPOSITORY / '.ci/run', os.X_OK)
+
+
+def test_files_keep_to_the_editor_settings():
+    """Text ends with one line feed and has neither spaces at line ends nor tabs."""
+    done = subprocess.run(
+        ['git', 'ls-files', '--', '*.py', '*.md', '*.yml', '*.yaml', '*.txt', 'deploy'],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.skip('it needs a checkout by git')
+    for name in done.stdout.splitlines():
+        assert not re.search(r'[ \t]$|\t|\n\n\Z|[^\n]\Z', text(name), re.M), name

@@ -1,0 +1,152 @@
+"""The scrape configuration and the alerts of ``deploy/prometheus/``, run for real."""
+
+import json
+import re
+import shutil
+import subprocess
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import pytest
+import yaml
+from server import PATIENCE
+from server import REPOSITORY
+from server import TOKEN
+from server import Server
+from server import free_port
+from server import installed
+from server import request
+from server import wait_until
+
+RECIPE = REPOSITORY / 'deploy/prometheus'
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """The directory as an operator has it, with a token."""
+    shutil.copytree(RECIPE, tmp_path / 'prometheus')
+    (tmp_path / 'prometheus/plants-token').write_text(f'{TOKEN}\n')
+    return tmp_path / 'prometheus'
+
+
+def promtool(*arguments):
+    """Return the exit code of promtool and what it prints."""
+    done = subprocess.run(
+        [installed('promtool', 'prometheus'), *arguments],
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_configuration_is_sound(directory):
+    """Prometheus's own tool finds no fault, once there is a token."""
+    configuration = directory / 'prometheus.yml'
+    code, printed = promtool('check', 'config', '--lint-fatal', configuration)
+    assert code == 0, printed
+    (directory / 'plants-token').unlink()
+    code, printed = promtool('check', 'config', configuration)
+    assert code == 1
+    assert 'plants-token' in printed
+
+
+def test_rules_alert_when_they_should():
+    """The unit tests of the rules pass, and there is one for each alert."""
+    code, printed = promtool('test', 'rules', RECIPE / 'plants.rules.test.yml')
+    assert code == 0, printed
+    tests = yaml.safe_load((RECIPE / 'plants.rules.test.yml').read_text())['tests']
+    assert {
+        rule['alertname']
+        for test in tests
+        for rule in test['alert_rule_test']
+        if 'exp_alerts' in rule
+    } == {rule['alert'] for rule in rules()}
+
+
+def rules():
+    """Return the rules."""
+    [group] = yaml.safe_load((RECIPE / 'plants.rules.yml').read_text())['groups']
+    return group['rules']
+
+
+class Prometheus:
+    """Prometheus with the recipe, over plain HTTP, with a target of the test's.
+
+    Args:
+        directory: With the recipe.
+        target: The port of the service.
+    """
+
+    def __init__(self, directory, target):
+        self._directory = directory
+        self._port = free_port()
+        path = directory / 'prometheus.yml'
+        text = path.read_text()
+        for theirs, ours in {
+            'scheme: https': 'scheme: http',
+            'plants.example.org': f'127.0.0.1:{target}',
+            'scrape_interval: 15s': 'scrape_interval: 200ms',
+            'evaluation_interval: 15s': 'evaluation_interval: 200ms',
+        }.items():
+            assert text.count(theirs) == 1, theirs
+            text = text.replace(theirs, ours)
+        path.write_text(text)
+
+    def __enter__(self):
+        with (self._directory / 'log').open('wb') as log:
+            self._process = subprocess.Popen(
+                [
+                    installed('prometheus', 'prometheus'),
+                    f'--config.file={self._directory}/prometheus.yml',
+                    f'--storage.tsdb.path={self._directory}/data',
+                    f'--web.listen-address=127.0.0.1:{self._port}',
+                ],
+                stderr=log,
+            )
+        return self
+
+    def __exit__(self, *exc_info):
+        self._process.terminate()
+        self._process.wait(PATIENCE)
+
+    def get(self, path):
+        """Return the data of an answer of its API, or nothing while it starts."""
+        try:
+            with urlopen(f'http://127.0.0.1:{self._port}/api/v1/{path}') as answer:
+                return json.load(answer)['data']
+        except OSError:
+            assert self._process.poll() is None, (self._directory / 'log').read_text()
+            return None
+
+    def labels(self, name):
+        """Return the labels that the series of a metric have."""
+        found = self.get(f'query?query={quote(name)}')
+        return {label for series in found['result'] for label in series['metric']}
+
+
+def test_service_is_scraped(directory, tmp_path):
+    """Prometheus reads /metrics with its token; what the rules ask for is there."""
+    with (
+        Server(tmp_path, PLANTS_METRICS='1', workers=2) as server,
+        Prometheus(directory, server.port) as prometheus,
+    ):
+        assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
+
+        def evaluated():
+            found = prometheus.get('rules')
+            found = found and found['groups'][0]['rules']
+            return found and all(rule['health'] == 'ok' for rule in found) and found
+
+        found = wait_until(evaluated, 'all rules are evaluated')
+        up = 'up{job="plants"} == 1'
+        wait_until(lambda: prometheus.labels(up), 'the service is scraped')
+        wait_until(
+            lambda: prometheus.labels('plants_request_seconds_count{route="/plants"}'),
+            'the request is scraped',
+        )
+        for rule in found:
+            for name, matchers in re.findall(
+                r'\b(up|plants_\w+|process_\w+)(?:\{(.*?)\})?', rule['query']
+            ):
+                wanted = set(re.findall(r'(\w+)=', matchers))
+                assert {'instance', *wanted} <= prometheus.labels(name), name

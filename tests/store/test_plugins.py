@@ -1,0 +1,207 @@
+"""Stores that installed packages offer by an entry point, and packages that are broken.
+
+The package is ``sqlite_package.py``, installed as pip would: a module and a directory
+with its metadata, in a directory that Python searches.
+"""
+
+import sqlite3
+import sys
+from contextlib import closing
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cli import command
+from server import PATIENCE
+from server import RawClient
+from server import Server
+from server import request
+from store_contract import StoreContract
+
+from store import Plant
+from store import check_url
+from store import open_store
+
+KNOWN = 'is not a store: use memory:, jsonl:PATH, or postgresql://...; installed '
+
+
+def install(directory, name, entry_points, source='', group='plant_store.stores'):
+    """Install a package of one module."""
+    (directory / f'{name}.py').write_text(source)
+    metadata = directory / f'{name}-1.0.dist-info'
+    metadata.mkdir()
+    (metadata / 'METADATA').write_text(
+        f'Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n'
+    )
+    (metadata / 'entry_points.txt').write_text(
+        '\n'.join([f'[{group}]', *entry_points, ''])
+    )
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A directory of installed packages, for this process and for its children."""
+    site = tmp_path / 'site'
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv('PYTHONPATH', str(site))
+    before = set(sys.modules)
+    yield site
+    # Another test may have other packages by the same names.
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], '__file__', None) or '').startswith(str(site)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def package(site):
+    """Install the package with the store in SQLite."""
+    source = Path(__file__).with_name('sqlite_package.py').read_text()
+    install(site, 'plants_in_sqlite', ['sqlite = plants_in_sqlite:SQLiteStore'], source)
+
+
+@pytest.mark.usefixtures('package')
+class TestSQLiteStore(StoreContract):
+    """The store of somebody else passes the suite of every store."""
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        with open_store(f'sqlite:{tmp_path}/plants.db') as store:
+            yield store
+
+    def raw_plants(self, store):
+        with closing(sqlite3.connect(store.path)) as database:
+            table = database.execute("SELECT 1 FROM sqlite_master WHERE name='plants'")
+            rows = database.execute('SELECT * FROM plants') if table.fetchone() else []
+            return [Plant(*row) for row in rows]
+
+    def url(self, store):
+        return store.url
+
+    @contextmanager
+    def unavailable(self, store):
+        kept = store.path.read_bytes()
+        store.path.write_bytes(b'This is no database.' * 1000)
+        yield
+        store.path.write_bytes(kept)
+
+
+@pytest.mark.usefixtures('package')
+class TestUse:
+    def test_server(self, tmp_path):
+        """PLANTS_STORE may name the store of another package; workers share it."""
+        url = f'sqlite:{tmp_path}/plants.db'
+        with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
+            for _ in range(4):
+                with RawClient(server.port) as client:
+                    answer = client.ask(request(body={'id': 1, 'name': 'Fern'}))
+                    assert (answer.status, answer.json) == (200, {'name': 'Fern'})
+            with RawClient(server.port) as client:
+                answer = client.ask(request(body={'id': 1, 'name': 'Moss'}))
+                assert (answer.status, answer.json['error']) == (400, 40006)
+        with open_store(url, create='never') as store:
+            assert list(store) == [Plant(1, 'Fern')]
+
+    def test_command_line(self, tmp_path):
+        """Plants are copied to the store of another package, and back."""
+        there, back = tmp_path / 'there.jsonl', tmp_path / 'back.jsonl'
+        there.write_text(''.join(f'{{"id":{id},"name":"Fern"}}\n' for id in range(250)))
+        url = f'sqlite:{tmp_path}/plants.db'
+        for arguments in [('copy', there, url), ('copy', url, back), ('check', url)]:
+            with command(*arguments) as process:
+                output, errors = process.communicate(timeout=PATIENCE)
+            assert (process.returncode, errors) == (0, b'')
+        assert output == b'250 plants verified, no damage\n'
+        assert back.read_bytes() == there.read_bytes()
+
+    def test_missing(self, tmp_path, run):
+        """A reader reports that such a store is missing, and does not make it."""
+        code, _, (error,) = run('list', f'sqlite:{tmp_path}/plants.db')
+        assert code == 1
+        assert error == f'Error: {tmp_path}/plants.db: unable to open database file'
+        assert not (tmp_path / 'plants.db').exists()
+
+
+class TestRefused:
+    def test_unknown_scheme(self, site):
+        """A scheme that nobody offers is refused with the schemes that there are."""
+        with pytest.raises(ValueError, match=f"'trees:x' {KNOWN}packages offer no oth"):
+            open_store('trees:x')
+        install(site, 'others', ['trees = nowhere:x'], group='console_scripts')
+        install(site, 'more', ['shrubs = more:Shrubs', 'herbs = more:Herbs'])
+        for url in ('trees:x', 'shrubs', ''):
+            for function in (check_url, open_store):
+                with pytest.raises(
+                    ValueError, match=f"'{url}' {KNOWN}packages offer shrubs:, herbs:$"
+                ):
+                    function(url)
+
+    def test_built_in_scheme(self, site):
+        """A package cannot take the place of a built-in store."""
+        names = ['memory', 'jsonl', 'postgresql', 'postgres']
+        install(site, 'mine', [f'{name} = mine:Store' for name in names])
+        for url in ('memory:x', 'jsonl:', 'postgresql:x', 'postgres:x'):
+            with pytest.raises(ValueError, match=f'{KNOWN}packages offer no other'):
+                open_store(url)
+
+    @pytest.mark.parametrize(
+        ('entry', 'source', 'said'),
+        [
+            ('gone:Store', '', "ModuleNotFoundError: No module named 'gone'"),
+            ('trees:Store', '', "AttributeError: module 'trees' has no .* 'Store'"),
+            ('trees:Store', '1 / 0', 'ZeroDivisionError: division by zero'),
+            ('trees:Store', 'Store = (', 'SyntaxError: .*'),
+        ],
+        ids=['no-module', 'no-name', 'raises', 'syntax'],
+    )
+    @pytest.mark.parametrize('function', [check_url, open_store])
+    def test_does_not_load(self, site, function, entry, source, said):
+        """A package that does not load is refused by its name, with the reason."""
+        install(site, 'trees', [f'trees = {entry}'], source)
+        with pytest.raises(
+            ValueError, match=f"'trees:x': package trees: {entry} does not load: {said}"
+        ):
+            function('trees:x')
+
+    @pytest.mark.parametrize(
+        ('source', 'said'),
+        [
+            ('def Store(url): ...', r"Store\(\) got an unexpected keyword .*'create'"),
+            ('def Store(url, **options): ...', 'trees:Store returned a NoneType, not'),
+            ('Store = 3', "'int' object is not callable"),
+            ('def Store(url, **options): raise ValueError("no colour")', 'no colour'),
+        ],
+        ids=['parameters', 'result', 'not-callable', 'url'],
+    )
+    def test_does_not_open(self, site, source, said):
+        """A package whose function does not keep the rules is refused by its name."""
+        install(site, 'trees', ['trees = trees:Store'], source)
+        check_url('trees://me:secret@host')
+        with pytest.raises(ValueError, match=f'package trees: {said}') as caught:
+            open_store('trees://me:secret@host')
+        assert str(caught.value).startswith("'trees://***@host': ")
+
+    def test_two_packages(self, site):
+        """A scheme that two packages offer is refused, with the names of both."""
+        for name in ('birches', 'oaks'):
+            install(site, name, [f'trees = {name}:Store'], 'Store = 3')
+        with pytest.raises(
+            ValueError, match=r"'trees:x': package birches and package oaks offer this"
+        ):
+            check_url('trees:x')
+
+    def test_command_line(self, site, run):
+        """The command line says the same, with exit code 2."""
+        install(site, 'trees', ['trees = gone:Store'])
+        code, output, errors = run('count', 'trees:x')
+        assert (code, output) == (2, b'')
+        assert 'package trees: gone:Store does not load' in errors[-1]
+
+
+def test_no_psycopg(monkeypatch):
+    """Without psycopg a URL of PostgreSQL is refused by the name of the package."""
+    monkeypatch.delattr('store.postgresql', raising=False)
+    monkeypatch.setitem(sys.modules, 'store.postgresql', None)
+    for function in (check_url, open_store):
+        with pytest.raises(ValueError, match=r'it needs the package psycopg\[binary\]'):
+            function('postgresql://me:secret@host/plants')
