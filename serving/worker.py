@@ -57,6 +57,7 @@ from gevent.server import StreamServer
 from gevent.socket import socket as GeventSocket
 from gevent.socket import wait
 from gevent.socket import wait_read
+from gevent.util import wrap_errors
 from greenlet import getcurrent
 from gunicorn.workers.ggevent import GeventWorker
 
@@ -122,7 +123,14 @@ class GeventScheduler:
         return GreenletWaiter()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        result: Result = gevent.get_hub().threadpool.apply(function)
+        # NOTE: gevent prints the traceback of an exception that leaves its thread, also
+        # of those that are answered: so it comes back as a value.
+        outcome = gevent.get_hub().threadpool.apply(
+            wrap_errors(BaseException, function)
+        )
+        if isinstance(outcome, BaseException):
+            raise outcome
+        result: Result = outcome
         return result
 
     def lock(self) -> AbstractContextManager[Any]:
