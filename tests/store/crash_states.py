@@ -6,12 +6,20 @@ past those functions, into a map of memory or by SQLite. What a crash may leave 
 moment follows from three rules:
 
 * A block of a file is as it was when the last sync of the file began, or as it was at
-  any moment since. A block that the file did not have all that time may be zeros.
+  any moment since. If the file was shorter at one of them, the block may be zeros.
 * The file is as long as it was at any of these moments, whatever became of its blocks.
 * Of the changes to the directory since its last sync, any may be lost. A rename is one
   change.
 
-A state is one *choice* for each of these. Choice 0 is what the processes saw.
+SQLite syncs past the functions of ``os``. What it has synced is seen from what it
+writes (``synchronous=NORMAL``; ``test_sqlite`` is the proof):
+
+* It syncs the directory and the header of a WAL before the first frame after it.
+* It syncs the WAL before a checkpoint writes to the database.
+* It syncs the database before it begins the WAL anew, empties it or removes it.
+
+So a state is a *choice* for each block, each size and each change to the directory.
+Choice 0 is what the processes saw.
 """
 
 from __future__ import annotations
@@ -19,25 +27,32 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import random
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 from typing import NamedTuple
 from unittest import mock
 
 from store import Plant
+from store import PlantStore
 
 BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
+UNSEEN = 'something was written past os'
+INDEX = '.index'  # what follows the name of the plant file in the names of the index
+WAL_HEADER = 32  # bytes
 
-_link, _open = os.link, os.open  # as they are, while a recorder stands in their place
+Question = tuple[str | int, ...]
+Choices = dict[Question, int]
 
-# Names of the index begin with the name of the plant file and this.
-INDEX = '.index'
+# As they are while no recorder stands in their place.
+_link, _open = os.link, os.open
 
 
 class Change(NamedTuple):
@@ -45,18 +60,11 @@ class Change(NamedTuple):
 
     Attributes:
         moment: When.
-        names: The file that each name has from then on, or ``None``.
+        names: The number of the file that each name has from then on, or ``None``.
     """
 
     moment: int
     names: dict[str, int | None]
-
-    def __str__(self) -> str:
-        lost = ', '.join(
-            f'{name} is file {number}' if number is not None else f'{name} is gone'
-            for name, number in self.names.items()
-        )
-        return f'not in the directory: {lost}'
 
 
 class File:
@@ -65,12 +73,16 @@ class File:
     Attributes:
         versions: The moment and the content after each change.
         synced: The moment of the end of each sync, and the version that it covers.
+        began: The moment when it got another header, if it is a WAL.
+        kept: Where it has a second name, if it has one.
     """
 
     def __init__(self, path: Path, kept: Path | None) -> None:
-        self.versions: list[tuple[int, bytes]] = []
+        self.versions = [(0, b'')]
         self.synced = [(0, 0)]
+        self.began = 0
         self.kept = kept
+        self._is_wal = path.name.endswith('-wal')
         # NOTE: not closed before the scenario ends. That would take the locks away
         # that SQLite has on the file. And while it is open its inode is not reused.
         self.fd = _open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -80,18 +92,25 @@ class File:
     def look(self, moment: int) -> bool:
         """Note what the file holds now; return whether it has changed."""
         content = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
-        if self.versions and self.versions[-1][1] == content:
-            return False
-        if not self.versions:
-            self.versions.append((moment, b''))  # nothing of it is synced
-        self.versions.append((moment, content))
-        return True
+        before = self.versions[-1][1]
+        header = content[:WAL_HEADER]
+        if self._is_wal and header and header != before[:WAL_HEADER]:
+            self.began = moment
+            self.versions.append((moment, header + before[WAL_HEADER:]))
+            self.sync(moment)
+        if content != before:
+            self.versions.append((moment, content))
+        return content != before
+
+    def sync(self, moment: int) -> None:
+        """Note that all that was written is synced."""
+        self.synced.append((moment, len(self.versions) - 1))
 
     def contents(self, moment: int) -> list[bytes]:
         """Return what a crash may leave parts of, the newest first."""
         oldest = max(version for ended, version in self.synced if ended <= moment)
-        since = [content for began, content in self.versions if began <= moment]
-        return since[oldest:][::-1]
+        until = [content for began, content in self.versions if began <= moment]
+        return until[oldest:][::-1]
 
 
 class Recorder:
@@ -99,11 +118,14 @@ class Recorder:
 
     Args:
         directory: Where the plant file is, with all that is beside it.
-        kept: A directory where files are kept under a second name, so that a state
-            has the inodes that the scenario had: an index names the one it is of.
+        kept: An empty directory, where files are kept under a second name. So in a
+            state they have the inodes that they had: an index says which one it is of.
 
     Attributes:
         calls: What happened at each moment, in words.
+        changes: To the directory.
+        named: The moment of the end of each sync of the directory, and the numbers of
+            the changes that it covers.
         sent: The moment when each plant was sent.
         acknowledged: The moment when each plant was acknowledged.
         damage: What a person has put into the plant file, if one has.
@@ -115,19 +137,32 @@ class Recorder:
         self.path = directory / 'plants.jsonl'
         self.files: list[File] = []
         self.changes: list[Change] = []
-        self.named: list[tuple[int, int]] = [(0, 0)]  # moment and changes of each sync
-        self.calls: list[str] = ['begin']
+        self.named: list[tuple[int, set[int]]] = []
+        self.calls = ['begin']
         self.sent: dict[Plant, int] = {}
         self.acknowledged: dict[Plant, int] = {}
         self.damage = b''
         self.before_sync: Callable[[], object] | None = None
         self._kept = kept
+        self._begun = 0
         self._numbers: dict[int, int] = {}  # of a file, by its inode
         self._names: dict[str, int] = {}
 
+    @property
+    def now(self) -> int:
+        """The last moment."""
+        return len(self.calls) - 1
+
+    @property
+    def moments(self) -> range:
+        """The moments at which there may be a crash."""
+        return range(self._begun, len(self.calls))
+
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note what is done meanwhile."""
+        """Note what is done meanwhile; what was done before is durable."""
+        self.settle()
+        self._begun = self.now
         functions = {name: self._noted(name) for name in BY_PATH + BY_DESCRIPTOR}
         functions |= {name: self._synced(name) for name in SYNCS}
         try:
@@ -137,35 +172,41 @@ class Recorder:
             for file in self.files:
                 os.close(file.fd)
 
-    def add(self, store: Any, *plants: Plant) -> None:
-        """Add plants, together if they are many; they are acknowledged then."""
-        self.send(*plants)
-        if len(plants) == 1:
-            store.add(*plants)
-        else:
-            assert not [told for told in store.add_many(plants) if told is None]
-        self._note(f'{len(plants)} acknowledged')
-        for plant in plants:
-            self.acknowledged.setdefault(plant, len(self.calls) - 1)
-
     def send(self, *plants: Plant) -> None:
         """Note that plants are sent."""
         for plant in plants:
-            self.sent.setdefault(plant, len(self.calls) - 1)
+            self.sent.setdefault(plant, self.now)
+
+    def add(self, store: PlantStore, *plants: Plant) -> None:
+        """Add plants, in one batch; they are acknowledged then."""
+        self.send(*plants)
+        told = store.add_many(plants)
+        assert all(isinstance(new, bool) for new in told), told
+        self.note(f'{len(plants)} acknowledged')
+        for plant in plants:
+            self.acknowledged.setdefault(plant, self.now)
 
     def append(self, data: bytes) -> None:
-        """Write at the end of the plant file, as one that dies then or as a person."""
+        """Write at the end of the plant file, as somebody who dies then."""
         with self.path.open('ab') as file:
             file.write(data)
-        self._look('append')
+        self.note('somebody appended')
 
     def settle(self) -> None:
         """Make everything durable, as time does."""
-        self._note('all is durable')
-        moment = len(self.calls) - 1
+        self.note('all is durable')
         for file in self.files:
-            file.synced.append((moment, len(file.versions) - 1))
-        self.named.append((moment, len(self.changes)))
+            file.sync(self.now)
+        self.named.append((self.now, set(range(len(self.changes)))))
+
+    def is_index(self, *names: str) -> bool:
+        """Return whether all these files are of the index."""
+        return all(name.startswith(self.path.name + INDEX) for name in names)
+
+    def note(self, call: str) -> None:
+        """Note that something happened, whether or not it has changed a file."""
+        self._look()
+        self.calls.append(call)
 
     def _noted(self, name: str) -> Callable[..., Any]:
         function = getattr(os, name)
@@ -183,55 +224,70 @@ class Recorder:
         function = getattr(os, name)
 
         def synced(fd: int) -> None:
-            self._note(f'{name} {self._called(fd)} begins')
-            before, self.before_sync = self.before_sync, None
+            self.note(f'{name} {self._called(fd)} begins')
             number = self._numbers.get(os.fstat(fd).st_ino)
-            if number is not None:
-                covered = len(self.files[number].versions) - 1
-            else:
-                covered = len(self.changes)
+            version = len(self.files[number].versions) - 1 if number is not None else 0
+            changes = set(range(len(self.changes)))
+            before, self.before_sync = self.before_sync, None
             if before is not None:
                 before()
             function(fd)
-            self._note(f'{name} {self._called(fd)} has ended')
-            ended = len(self.calls) - 1
+            self.note(f'{name} {self._called(fd)} has ended')
             if number is not None:
-                self.files[number].synced.append((ended, covered))
+                self.files[number].synced.append((self.now, version))
             elif os.path.samestat(os.fstat(fd), self.directory.stat()):
-                self.named.append((ended, covered))
+                self.named.append((self.now, changes))
 
         return synced
 
     def _called(self, target: Any) -> str:
         """Return how a path or a descriptor is called."""
-        if isinstance(target, int):
-            number = self._numbers.get(os.fstat(target).st_ino)
-            return 'the directory' if number is None else f'file {number}'
-        return os.path.basename(target)
+        with suppress(TypeError):
+            return os.path.basename(target)
+        number = self._numbers.get(os.fstat(target).st_ino)
+        names = [name for name, of in self._names.items() if of == number]
+        return names[0] if names else 'the directory' if number is None else 'gone'
 
-    def _note(self, call: str) -> None:
-        self._look()
-        self.calls.append(call)
-
-    def _look(self, call: str = 'something') -> None:
+    def _look(self, call: str = UNSEEN) -> None:
         """Note what has changed since the last time, if anything has."""
         moment = len(self.calls)
-        names = {}
+        before, self._names = self._names, {}
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 number = self._numbers.get(entry.inode())
                 if number is None:
                     number = self._numbers[entry.inode()] = len(self.files)
-                    beside = entry.name.startswith(self.path.name + INDEX)
+                    beside = self.is_index(entry.name)
                     kept = None if beside else self._kept / f'{number}'
                     self.files.append(File(Path(entry.path), kept))
-                names[entry.name] = number
-        before = len(self.changes)
-        self.changes += _changes(moment, self._names, names)
-        self._names = names
-        changed = [file.look(moment) for file in self.files]
-        if any(changed) or len(self.changes) > before:
+                self._names[entry.name] = number
+        changes = list(_changes(moment, before, self._names))
+        changed = {file for file in self.files if file.look(moment)}
+        if changes or changed:
+            self.changes += changes
             self.calls.append(call)
+            self._note_syncs_of_sqlite(before | self._names, changed, call)
+
+    def _note_syncs_of_sqlite(
+        self, names: dict[str, int], changed: set[File], call: str
+    ) -> None:
+        for name, number in names.items():
+            if not name.endswith('-wal') or name[:-4] not in names:
+                continue
+            wal, database = self.files[number], self.files[names[name[:-4]]]
+            if database in changed:
+                wal.sync(self.now)
+            # Removed or emptied by SQLite, not by the store.
+            removed = self._names.get(name) != number and call.split()[0] not in BY_PATH
+            emptied = wal in changed and not wal.versions[-1][1]
+            if wal.began == self.now or removed or emptied:
+                database.sync(self.now)
+            if wal.began == self.now:
+                # Of the changes to the directory those to the index alone, so that a
+                # sync of the directory that the store forgets is seen nevertheless.
+                changes = enumerate(self.changes)
+                index = {at for at, one in changes if self.is_index(*one.names)}
+                self.named.append((self.now, index))
 
 
 def _changes(
@@ -252,165 +308,159 @@ class State(NamedTuple):
     """What a crash may leave.
 
     Attributes:
-        moment: The moment of the crash.
-        block: The size of a block, in bytes.
-        choices: Which are not 0, by what they are about.
-        files: The content and the number of each file, by its name.
+        crash: The crash.
+        choices: Those that are not 0.
+        files: The number and the content of each file, by its name.
     """
 
-    moment: int
-    block: int
-    choices: dict[tuple[Any, ...], int]
-    files: dict[str, tuple[bytes, int]]
+    crash: Crash
+    choices: Choices
+    files: dict[str, tuple[int, bytes]]
+
+    def place(self) -> None:
+        """Put it into the directory, in the place of what is there."""
+        recorder = self.crash.recorder
+        for entry in os.scandir(recorder.directory):
+            os.unlink(entry.path)
+        for name, (number, content) in self.files.items():
+            path = recorder.directory / name
+            kept = recorder.files[number].kept
+            if kept is not None:
+                os.link(kept, path)
+            path.write_bytes(content)
+
+    def smallest(self, fails: Callable[[State], object]) -> State:
+        """Return a state that fails, too, and from which no choice can be left out."""
+        for left_out in self.choices:
+            fewer = {key: n for key, n in self.choices.items() if key != left_out}
+            state = self.crash.state(fewer)
+            if fails(state):
+                return state.smallest(fails)
+        return self
+
+    def __str__(self) -> str:
+        moment = self.crash.moment
+        calls = self.crash.recorder.calls[: moment + 1]
+        lost = [f'  {self.crash.describe(*item)}' for item in self.choices.items()]
+        return '\n'.join(
+            [
+                f'After moment {moment} of these:',
+                *(f'  {at} {call}' for at, call in enumerate(calls)),
+                f'the disk, of blocks of {self.crash.block} bytes, has all of it, but:',
+                *(lost or ['  nothing']),
+            ]
+        )
 
 
 class Crash:
     """A crash at one moment of a scenario.
 
+    Args:
+        recorder: What has happened.
+        moment: When the crash is.
+        block: How many bytes the disk writes at once.
+
     Attributes:
-        questions: How many choices there are, by what they are about: a change to the
-            directory, the size of a file, or a block of it.
+        questions: How many choices there are for each question.
     """
 
     def __init__(self, recorder: Recorder, moment: int, block: int) -> None:
         self.recorder = recorder
         self.moment = moment
         self.block = block
-        named = max(count for ended, count in recorder.named if ended <= moment)
-        self._durable = recorder.changes[:named]
-        self._changes = [
-            change for change in recorder.changes[named:] if change.moment <= moment
-        ]
+        self.questions: Choices = {}
+        self._changes = [one for one in recorder.changes if one.moment <= moment]
+        self._names: dict[int, set[str]] = {}  # that each file may have
         self._sizes: dict[int, list[int]] = {}
         self._blocks: dict[int, list[list[bytes]]] = {}
-        self.questions: dict[tuple[Any, ...], int] = {}
-        self.names: dict[int, set[str]] = {}  # that each file may have
-        for number, change in enumerate(self._changes):
-            self.questions['directory', number] = 2
-        for change in self._durable + self._changes:
+        synced = set().union(*(at for ended, at in recorder.named if ended <= moment))
+        for at, change in enumerate(self._changes):
+            self.questions['directory', at] = 1 if at in synced else 2
             for name, number in change.names.items():
                 if number is not None:
-                    self.names.setdefault(number, set()).add(name)
-        for number in self.names:
+                    self._names.setdefault(number, set()).add(name)
+        for number in self._names:
             contents = recorder.files[number].contents(moment)
             sizes = list(dict.fromkeys(map(len, contents)))
-            blocks = [
-                _versions(contents, at, block) for at in range(0, max(sizes), block)
-            ]
+            offsets = range(0, max(sizes), block)
+            blocks = [_versions(contents, offset, block) for offset in offsets]
             self._sizes[number], self._blocks[number] = sizes, blocks
             self.questions['size', number] = len(sizes)
             for at, versions in enumerate(blocks):
                 self.questions['block', number, at] = len(versions)
         self.questions = {key: n for key, n in self.questions.items() if n > 1}
+        self._index = list(filter(self._is_about_index, self.questions))
+        self._others = [key for key in self.questions if key not in self._index]
 
-    def is_about_index(self, question: tuple[Any, ...]) -> bool:
-        """Return whether a choice is about the index alone."""
-        kind, number, *_ = question
-        if kind == 'directory':
-            names = set(self._changes[number].names)
-        else:
-            names = self.names[number]
-        index = self.recorder.path.name + INDEX
-        return all(name.startswith(index) for name in names)
-
-    def state(self, choices: dict[tuple[Any, ...], int]) -> State:
+    def state(self, choices: Choices) -> State:
         """Return the state of some choices; the others are 0."""
         choices = {key: choice for key, choice in choices.items() if choice}
         names: dict[str, int | None] = {}
-        for change in self._durable:
-            names |= change.names
-        for number, change in enumerate(self._changes):
-            if ('directory', number) not in choices:
+        for at, change in enumerate(self._changes):
+            if ('directory', at) not in choices:
                 names |= change.names
         files = {}
-        for name, file in names.items():
-            if file is not None:
-                size = self._sizes[file][choices.get(('size', file), 0)]
+        for name, number in names.items():
+            if number is not None:
+                size = self._sizes[number][choices.get(('size', number), 0)]
                 content = b''.join(
-                    versions[choices.get(('block', file, at), 0)]
-                    for at, versions in enumerate(self._blocks[file])
+                    versions[choices.get(('block', number, at), 0)]
+                    for at, versions in enumerate(self._blocks[number])
                 )
-                files[name] = content[:size], file
-        return State(self.moment, self.block, choices, files)
+                files[name] = number, content[:size]
+        return State(self, choices, files)
 
-    def all(self, chance: random.Random, mixtures: int) -> Iterator[State]:
+    def all(self, chance: Random, mixtures: int) -> Iterator[State]:
         """Yield every state of the plant file, each with some of the index.
 
-        The index is as the processes saw it, as it was at the last sync, and in
-        mixtures that chance makes.
+        The index is as the processes saw it, as it was when it was last synced, and in
+        mixtures that chance makes, so many or more.
         """
-        index = [key for key in self.questions if self.is_about_index(key)]
-        others = [key for key in self.questions if key not in index]
-        oldest = {key: self.questions[key] - 1 for key in index}
-        for numbers in itertools.product(
-            *(range(self.questions[key]) for key in others)
-        ):
-            choices = dict(zip(others, numbers, strict=True))
+        counts = [self.questions[key] for key in self._others]
+        oldest = {key: self.questions[key] - 1 for key in self._index}
+        mixtures = max(mixtures, 100 // math.prod(counts))
+        for numbers in itertools.product(*map(range, counts)):
+            choices = dict(zip(self._others, numbers, strict=True))
             yield self.state(choices)
-            if index:
+            if self._index:
                 yield self.state(choices | oldest)
                 for _ in range(mixtures):
-                    yield self.state(choices | self._mixture(index, chance))
+                    yield self.state(choices | self._mixture(self._index, chance))
 
-    def sample(self, chance: random.Random) -> State:
+    def some(self, chance: Random) -> State:
         """Return a state that chance makes."""
-        index = [key for key in self.questions if self.is_about_index(key)]
-        others = [key for key in self.questions if key not in index]
+        index, others = self._index, self._others
         return self.state(self._mixture(index, chance) | self._mixture(others, chance))
 
-    def count(self) -> int:
-        """Return how many choices there are about anything but the index."""
-        return math.prod(
-            count for key, count in self.questions.items() if not self.is_about_index(key)
-        )
+    def describe(self, question: Question, choice: int) -> str:
+        """Return in words what a choice means."""
+        kind, number, *at = question
+        if kind == 'directory':
+            return f'not in the directory: {self._changes[number].names}'
+        names = ' or '.join(sorted(self._names[number]))
+        if kind == 'size':
+            return f'{names} has {self._sizes[number][choice]} bytes'
+        content = self._blocks[number][at[0]][choice]
+        which = f'as it was {choice} versions ago' if any(content) else 'zeros'
+        return f'block {at[0]} of {names} is {which}'
 
-    def _mixture(
-        self, keys: list[tuple[Any, ...]], chance: random.Random
-    ) -> dict[tuple[Any, ...], int]:
-        # Mostly new, mostly old, or half of each: all are likely.
+    def _is_about_index(self, question: Question) -> bool:
+        kind, number, *_ = question
+        if kind == 'directory':
+            return self.recorder.is_index(*self._changes[number].names)
+        return self.recorder.is_index(*self._names[number])
+
+    def _mixture(self, questions: Iterable[Question], chance: Random) -> Choices:
+        # All new, mostly new, half of each, mostly old and all old are as likely.
         old = chance.choice([0, 0.1, 0.5, 0.9, 1])
         return {
-            key: chance.randrange(1, self.questions[key])
-            for key in keys
+            question: chance.randrange(1, self.questions[question])
+            for question in questions
             if chance.random() < old
         }
 
-    def describe(self, state: State) -> str:
-        """Return in words what makes a state."""
-        calls = self.recorder.calls
-        text = [
-            f'a crash at moment {self.moment}, blocks of {self.block} bytes; before it:',
-            *(f'  {at} {calls[at]}' for at in range(self.moment + 1)),
-            'the disk has what the processes saw, but:',
-        ]
-        for (kind, number, *at), choice in state.choices.items():
-            if kind == 'directory':
-                text.append(f'  {self._changes[number]}')
-                continue
-            who = f'  file {number} ({", ".join(sorted(self.names[number]))})'
-            if kind == 'size':
-                text.append(f'{who} has {self._sizes[number][choice]} bytes')
-            else:
-                content = self._blocks[number][at[0]][choice]
-                zeros = 'zeros' if not any(content) else f'of earlier ({choice})'
-                text.append(f'{who} has block {at[0]} {zeros}')
-        text.append(f'choices: {state.choices}')
-        return '\n'.join(text)
 
-
-def _versions(contents: list[bytes], at: int, block: int) -> list[bytes]:
+def _versions(contents: list[bytes], offset: int, block: int) -> list[bytes]:
     """Return what a block may hold, the newest first."""
-    blocks = [content[at : at + block].ljust(block, b'\0') for content in contents]
-    return list(dict.fromkeys(blocks))
-
-
-def place(recorder: Recorder, state: State) -> None:
-    """Put a state into the directory of a recorder, in the place of what is there."""
-    for entry in os.scandir(recorder.directory):
-        os.unlink(entry.path)
-    for name, (content, number) in state.files.items():
-        kept = recorder.files[number].kept
-        path = recorder.directory / name
-        if kept is not None:
-            os.link(kept, path)
-        path.write_bytes(content)
+    blocks = [content[offset : offset + block] for content in contents]
+    return list(dict.fromkeys(content.ljust(block, b'\0') for content in blocks))

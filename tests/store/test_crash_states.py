@@ -2,15 +2,18 @@
 
 import json
 import os
-import random
+import sqlite3
 import tempfile
+from contextlib import closing
 from contextlib import suppress
 from pathlib import Path
+from random import Random
+from random import SystemRandom
 
 import pytest
+from crash_states import INDEX
 from crash_states import Crash
 from crash_states import Recorder
-from crash_states import place
 
 from store import IdTaken
 from store import Plant
@@ -21,10 +24,13 @@ from store.repair import repair
 
 # How many states of each scenario are tried, or all.
 STATES = os.environ.get('CRASH_STATES', '300')
-SEED = int(os.environ.get('CRASH_SEED') or random.SystemRandom().randrange(2**32))
+LIMIT = None if STATES == 'all' else int(STATES)
+SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
+FIRST_CRASHES = 10  # that are followed by a second one, of each scenario
 MIXTURES = 3  # of the index, with each state of the plant file
 BLOCKS = 512, 4096
 # Of a small batch, of one that fills blocks of 512 bytes, and of one of 4 KiB blocks.
+NEW = Plant(0, 'New')
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 LONG = [Plant(number, 'Oak' * 110) for number in range(11, 14)]
 LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
@@ -156,8 +162,8 @@ def repaired(disk, opened):
     with opened() as store:
         disk.add(store, FERN, *LONG)
     disk.damage = b'{"id":7,"name":"Pe\n'
-    disk.append(disk.damage + lines(*OTHERS))
     disk.send(*OTHERS)
+    disk.append(disk.damage + lines(*OTHERS))
     disk.settle()
     repair(disk.path)
     with opened() as store:
@@ -190,8 +196,7 @@ def directory():
 def record(directory, scenario, system=os):
     """Return what a recorder has seen of a scenario."""
     (directory / 'store').mkdir()
-    (directory / 'kept').mkdir()
-    recorder = Recorder(directory / 'store', directory / 'kept')
+    recorder = Recorder(directory / 'store', Path(tempfile.mkdtemp(dir=directory)))
 
     def opened(system=system):
         return JSONLinesStore(recorder.path, system=system)
@@ -202,98 +207,212 @@ def record(directory, scenario, system=os):
 
 
 def raw_plants(path):
-    """Return the plants of a sound file by their id, read without the store's code."""
+    """Return the plants of a sound file, read without the store's code."""
     content = path.read_bytes()
     assert not content or content.endswith(b'\n')
     plants = [Plant(**json.loads(line)) for line in content.split(b'\n')[:-1]]
     by_id = {plant.id: plant for plant in plants}
     assert [by_id[plant.id] for plant in plants] == plants, 'an id is there twice'
-    return by_id
+    return set(plants)
 
 
-def check(recorder, state):
-    """Open a state, and find what was acknowledged and nothing that nobody sent."""
-    place(recorder, state)
-    path = recorder.path
-    by_then = lambda moments: {p for p, at in moments.items() if at <= state.moment}
-    sent, acknowledged = by_then(recorder.sent), by_then(recorder.acknowledged)
-    new = Plant(0, 'New')
-    if recorder.damage and recorder.damage in path.read_bytes():
+def repair_damage(recorder):
+    """Do what opening the file asks for, where a person has damaged it."""
+    path, damage = recorder.path, recorder.damage
+    if damage and path.exists() and damage in path.read_bytes():
         with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt):
             store.ping()
         repair(path)
+
+
+def check(state):
+    """Open a state, and find what was acknowledged and nothing that nobody sent."""
+    state.place()
+    crash = state.crash
+    recorder, path = crash.recorder, crash.recorder.path
+    repair_damage(recorder)
     with JSONLinesStore(path) as store:
         store.add_many([])  # it opens
-        found = set(raw_plants(path).values())
+        found = raw_plants(path)
+        acknowledged = by_then(recorder.acknowledged, crash)
         assert found >= acknowledged, f'lost: {acknowledged - found}'
-        assert found <= sent, f'nobody sent {found - sent}'
+        unknown = found - by_then(recorder.sent, crash)
+        assert not unknown, f'nobody sent {unknown}'
         there = sorted(found)
         fakes = [plant._replace(name='Fake') for plant in there]
-        told = store.add_many([*there, *fakes, new])
+        told = store.add_many([*there, *fakes, NEW])
         assert told[: len(there)] == [False] * len(there)
         taken = [isinstance(one, IdTaken) for one in told[len(there) : -1]]
         assert taken == [True] * len(there), 'an id is given twice'
         assert told[-1] is True
-    assert set(raw_plants(path).values()) == {*there, new}
+    assert raw_plants(path) == {*there, NEW}
 
 
-def fault(recorder, state):
+def by_then(moments, crash):
+    """Return the plants of which something was said before a crash."""
+    return {plant for plant, moment in moments.items() if moment <= crash.moment}
+
+
+def fault(state):
     """Return what is wrong with a state, or ``None``."""
     try:
-        check(recorder, state)
+        check(state)
     except Exception as ex:
         return f'{type(ex).__name__}: {ex}'[:500]
     return None
 
 
 def states(recorder, block, chance, limit):
-    """Yield crashes and states, none twice; all of them, or some that chance takes."""
-    crashes = [Crash(recorder, at, block) for at in range(len(recorder.calls))]
+    """Yield states, none twice; all of them, or some that chance takes."""
+    crashes = [Crash(recorder, moment, block) for moment in recorder.moments]
     if limit is None:
-        found = (
-            (crash, state) for crash in crashes for state in crash.all(chance, MIXTURES)
-        )
+        found = (state for crash in crashes for state in crash.all(chance, MIXTURES))
     else:
-        # Later moments are not more interesting than those with many choices.
+        # More of those moments where more may have been lost.
         weights = [1 + len(crash.questions) for crash in crashes]
-        taken = chance.choices(crashes, weights, k=limit)
-        found = ((crash, crash.sample(chance)) for crash in taken)
+        taken = chance.choices(crashes, weights, k=5 * limit)
+        found = (crash.some(chance) for crash in taken)
     seen = set()
-    for crash, state in found:
-        told = sum(at <= crash.moment for at in recorder.acknowledged.values())
+    for state in found:
+        told = len(by_then(recorder.acknowledged, state.crash))
         key = hash((tuple(state.files.items()), told))
         if key not in seen:
             seen.add(key)
-            yield crash, state
+            yield state
+            if len(seen) == limit:
+                break
 
 
 def first_fault(recorder, block, chance, limit):
-    """Return the number of states tried, and the smallest description of a fault."""
+    """Return how many states were tried, and what is wrong with the first bad one."""
     count = 0
-    for crash, state in states(recorder, block, chance, limit):
+    for state in states(recorder, block, chance, limit):
         count += 1
-        if fault(recorder, state):
-            state = smallest(crash, state, lambda state: fault(recorder, state))
-            return count, f'{crash.describe(state)}\n{fault(recorder, state)}'
-    return count, None
-
-
-def smallest(crash, state, fails):
-    """Return a state that still fails, and of which no choice can be left out."""
-    for key in state.choices:
-        fewer = {other: n for other, n in state.choices.items() if other != key}
-        if fails(crash.state(fewer)):
-            return smallest(crash, crash.state(fewer), fails)
-    return state
+        if fault(state):
+            state = state.smallest(fault)
+            return count, f'{state}\n{fault(state)}'
+    return count, ''
 
 
 @pytest.mark.parametrize('block', BLOCKS)
 @pytest.mark.parametrize('scenario', SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_crash(directory, scenario, block, record_property):
+def test_crash(directory, scenario, block):
     """Acknowledged plants are there after a crash at any moment of a scenario."""
     recorder = record(directory, scenario)
-    chance = random.Random(f'{SEED} {scenario.__name__} {block}')
-    limit = None if STATES == 'all' else int(STATES)
-    count, text = first_fault(recorder, block, chance, limit)
-    record_property('states', count)
-    assert text is None, f'{text}\nCRASH_SEED={SEED} CRASH_STATES={STATES}'
+    chance = Random(f'{SEED} {scenario.__name__} {block}')
+    _, text = first_fault(recorder, block, chance, LIMIT)
+    assert not text, f'{text}\nwith CRASH_SEED={SEED} CRASH_STATES={STATES}'
+
+
+@pytest.mark.parametrize('block', BLOCKS)
+@pytest.mark.parametrize('scenario', SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_second_crash(directory, scenario, block):
+    """They also are there after a crash while a store opens what the first one left."""
+    first = record(directory, scenario)
+    chance = Random(f'{SEED} {scenario.__name__} {block}')
+    for state in states(first, block, chance, FIRST_CRASHES):
+        state.place()
+        again = Recorder(first.directory, Path(tempfile.mkdtemp(dir=directory)))
+        again.sent = dict.fromkeys(by_then(first.sent, state.crash), 0)
+        again.acknowledged = dict.fromkeys(by_then(first.acknowledged, state.crash), 0)
+        again.damage = first.damage
+        with again.recording():
+            repair_damage(again)
+            with JSONLinesStore(again.path) as store:
+                again.add(store, Plant(99, 'Elm'))
+        _, text = first_fault(again, block, chance, LIMIT and LIMIT // FIRST_CRASHES)
+        again = f'{state}\nwas opened. {text}'
+        assert not text, f'{again}\nwith CRASH_SEED={SEED} CRASH_STATES={STATES}'
+
+
+class Forgetful:
+    """The system calls of a store that forgets to sync, or syncs too late.
+
+    Args:
+        forgotten: The name of the call that is not made.
+        late: Whether it is made when the next one is asked for.
+    """
+
+    def __init__(self, forgotten, late=False):
+        self._function = getattr(os, forgotten)
+        self._late = [] if late else None
+        setattr(self, forgotten, self._forget)
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def _forget(self, fd):
+        if self._late is not None:
+            for earlier in self._late:
+                self._function(earlier)
+            self._late = [fd]
+
+
+@pytest.mark.parametrize(
+    ('system', 'found'),
+    [
+        (Forgetful('fdatasync'), 'lost: '),
+        (Forgetful('fsync'), 'the file is gone'),
+        (Forgetful('fdatasync', late=True), 'lost: '),
+    ],
+    ids=['no sync', 'no sync of the directory', 'acknowledged before the sync'],
+)
+def test_forgotten_sync(directory, system, found):
+    """A store that forgets a sync is found out."""
+    recorder = record(directory, first_add, system)
+    _, text = first_fault(recorder, 512, Random(SEED), 1000)
+    assert found in text
+
+
+def in_sqlite(recorder, database, numbers):
+    """Insert numbers, and note how many there are in the same transaction."""
+    for number in numbers:
+        with database:
+            database.execute('BEGIN')
+            database.execute(
+                'INSERT INTO rows VALUES (?, ?)', (number * 7 % 101, 'x' * 50)
+            )
+            database.execute('UPDATE count SET rows = ?', (number,))
+        recorder.note('committed')
+
+
+def connected(path):
+    """Return a connection to an index, as any process makes one."""
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute('PRAGMA journal_mode = WAL')
+    database.execute('PRAGMA synchronous = NORMAL')
+    return closing(database)
+
+
+@pytest.mark.parametrize('block', BLOCKS)
+def test_sqlite(directory, block):
+    """SQLite syncs what the recorder takes for synced: its states are consistent."""
+    (directory / 'store').mkdir()
+    (directory / 'kept').mkdir()
+    recorder = Recorder(directory / 'store', directory / 'kept')
+    index = f'{recorder.path}{INDEX}'
+    with connected(index) as one:
+        one.execute('CREATE TABLE rows (id INTEGER PRIMARY KEY, text TEXT)')
+        one.execute('CREATE TABLE count (rows INTEGER)')
+        one.execute('INSERT INTO count VALUES (0)')
+        with recorder.recording():
+            recorder.note('begin')
+            in_sqlite(recorder, one, range(1, 4))
+            one.execute('PRAGMA wal_checkpoint(PASSIVE)')
+            recorder.note('checkpoint')
+            with connected(index) as other:
+                in_sqlite(recorder, other, range(4, 9))
+                one.execute('PRAGMA wal_checkpoint(TRUNCATE)')
+                recorder.note('checkpoint')
+                in_sqlite(recorder, one, range(9, 12))
+            one.close()
+            recorder.note('closed')
+            with connected(index) as one:
+                in_sqlite(recorder, one, range(12, 14))
+            recorder.note('closed')
+    for state in states(recorder, block, Random(SEED), LIMIT or 10_000):
+        state.place()
+        with connected(index) as database:
+            assert database.execute('PRAGMA integrity_check').fetchall() == [('ok',)]
+            found = database.execute('SELECT count(*) FROM rows').fetchall()
+            assert found == database.execute('SELECT rows FROM count').fetchall(), state
