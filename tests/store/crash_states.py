@@ -7,7 +7,8 @@ moment follows from three rules:
 
 * A block of a file is as it was when the last sync of the file began, or as it was at
   any moment since. If the file was shorter at one of them, the block may be zeros.
-* The file is as long as it was at any of these moments, whatever became of its blocks.
+* The file is as long as it was at any of these moments, or some whole blocks between,
+  whatever became of its blocks.
 * Of the changes to the directory since its last sync, any may be lost. A rename is one
   change.
 
@@ -254,6 +255,8 @@ class Recorder:
         before, self._names = self._names, {}
         with os.scandir(self.directory) as entries:
             for entry in entries:
+                if entry.name.endswith('-shm'):
+                    continue  # SQLite makes it anew when nobody has it open
                 number = self._numbers.get(entry.inode())
                 if number is None:
                     number = self._numbers[entry.inode()] = len(self.files)
@@ -375,15 +378,21 @@ class Crash:
         self._blocks: dict[int, list[list[bytes]]] = {}
         synced = set().union(*(at for ended, at in recorder.named if ended <= moment))
         for at, change in enumerate(self._changes):
-            self.questions['directory', at] = 1 if at in synced else 2
+            if at not in synced:
+                self.questions['directory', at] = 2
             for name, number in change.names.items():
+                if at in synced:  # nothing that had the name before can have it now
+                    for names in self._names.values():
+                        names.discard(name)
                 if number is not None:
                     self._names.setdefault(number, set()).add(name)
+        self._names = {number: names for number, names in self._names.items() if names}
         for number in self._names:
             contents = recorder.files[number].contents(moment)
-            sizes = list(dict.fromkeys(map(len, contents)))
+            sizes = dict.fromkeys(map(len, contents))
             offsets = range(0, max(sizes), block)
             blocks = [_versions(contents, offset, block) for offset in offsets]
+            sizes = list(sizes | dict.fromkeys(at for at in offsets if at > min(sizes)))
             self._sizes[number], self._blocks[number] = sizes, blocks
             self.questions['size', number] = len(sizes)
             for at, versions in enumerate(blocks):
