@@ -11,16 +11,11 @@ moment follows from three rules:
   whatever became of its blocks.
 * Of the changes to the directory since its last sync, any may be lost. A rename is one
   change.
+* The times of a file are as they were at the last sync that covered them, or later.
+  ``fdatasync`` covers them if the size has changed.
 
-SQLite syncs past the functions of ``os``. What it has synced is seen from what it
-writes (``synchronous=NORMAL``; ``test_sqlite`` is the proof):
-
-* It syncs the directory and the header of a WAL before the first frame after it.
-* It syncs the WAL before a checkpoint writes to the database.
-* It syncs the database before it begins the WAL anew, empties it or removes it.
-
-So a state is a *choice* for each block, each size and each change to the directory.
-Choice 0 is what the processes saw.
+So a state is a *choice* for each block, size, time and change to the directory. Choice
+0 is what the processes saw.
 """
 
 from __future__ import annotations
@@ -28,7 +23,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,9 +42,9 @@ from store import PlantStore
 BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
+STATUS = [name for name in dir(os.stat_result) if name.startswith('st_')]
 UNSEEN = 'something was written past os'
 INDEX = '.index'  # what follows the name of the plant file in the names of the index
-WAL_HEADER = 32  # bytes
 
 Question = tuple[str | int, ...]
 Choices = dict[Question, int]
@@ -68,50 +65,72 @@ class Change(NamedTuple):
     names: dict[str, int | None]
 
 
-class File:
-    """What a file held, and what of it was synced.
+class Version(NamedTuple):
+    """What a file was from some moment on.
 
     Attributes:
-        versions: The moment and the content after each change.
-        synced: The moment of the end of each sync, and the version that it covers.
-        began: The moment when it got another header, if it is a WAL.
-        kept: Where it has a second name, if it has one.
+        moment: When it was changed.
+        content: Of the file.
+        times: ``st_mtime_ns`` and ``st_ctime_ns``.
     """
 
-    def __init__(self, path: Path, kept: Path | None) -> None:
-        self.versions = [(0, b'')]
-        self.synced = [(0, 0)]
-        self.began = 0
+    moment: int
+    content: bytes
+    times: tuple[int, int]
+
+
+class File:
+    """What a file was, and what of it was synced.
+
+    Attributes:
+        versions: After each change.
+        synced: For each sync the moment when it had ended, the version that it covers,
+            and whether it covers the times.
+        kept: Where the file has a second name.
+    """
+
+    def __init__(self, path: Path, kept: Path) -> None:
+        self.versions = [Version(0, b'', (0, 0))]
+        self.synced = [(0, 0, True)]
         self.kept = kept
-        self._is_wal = path.name.endswith('-wal')
-        # NOTE: not closed before the scenario ends. That would take the locks away
-        # that SQLite has on the file. And while it is open its inode is not reused.
-        self.fd = _open(path, os.O_RDWR | os.O_CLOEXEC)
-        if kept is not None:
-            _link(path, kept)
+        _link(path, kept)
+        # Open, so that the inode is not given to another file.
+        self.fd = _open(kept, os.O_RDONLY | os.O_CLOEXEC)
 
     def look(self, moment: int) -> bool:
-        """Note what the file holds now; return whether it has changed."""
-        content = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
-        before = self.versions[-1][1]
-        header = content[:WAL_HEADER]
-        if self._is_wal and header and header != before[:WAL_HEADER]:
-            self.began = moment
-            self.versions.append((moment, header + before[WAL_HEADER:]))
-            self.sync(moment)
-        if content != before:
-            self.versions.append((moment, content))
-        return content != before
+        """Note what the file is now; return whether it has changed."""
+        status = os.fstat(self.fd)
+        content = os.pread(self.fd, status.st_size, 0)
+        version = Version(moment, content, (status.st_mtime_ns, status.st_ctime_ns))
+        if version[1:] == self.versions[-1][1:]:
+            return False
+        self.versions.append(version)
+        return True
 
-    def sync(self, moment: int) -> None:
-        """Note that all that was written is synced."""
-        self.synced.append((moment, len(self.versions) - 1))
+    def note_sync(self, ended: int, covered: int, only_data: bool) -> None:
+        """Note that all that was written up to a version is synced."""
+        size = len(self.versions[self._synced(ended, of_times=False)].content)
+        same = len(self.versions[covered].content) == size
+        self.synced.append((ended, covered, not (only_data and same)))
 
     def contents(self, moment: int) -> list[bytes]:
         """Return what a crash may leave parts of, the newest first."""
-        oldest = max(version for ended, version in self.synced if ended <= moment)
-        until = [content for began, content in self.versions if began <= moment]
-        return until[oldest:][::-1]
+        return [version.content for version in self._since(moment, of_times=False)]
+
+    def times(self, moment: int) -> list[tuple[int, int]]:
+        """Return the times that a crash may leave, the newest first."""
+        return [version.times for version in self._since(moment, of_times=True)]
+
+    def _since(self, moment: int, of_times: bool) -> list[Version]:
+        until = [version for version in self.versions if version.moment <= moment]
+        return until[self._synced(moment, of_times) :][::-1]
+
+    def _synced(self, moment: int, of_times: bool) -> int:
+        return max(
+            covered
+            for ended, covered, times in self.synced
+            if ended <= moment and (times or not of_times)
+        )
 
 
 class Recorder:
@@ -146,6 +165,7 @@ class Recorder:
         self.before_sync: Callable[[], object] | None = None
         self._kept = kept
         self._begun = 0
+        self._mutex = threading.RLock()
         self._numbers: dict[int, int] = {}  # of a file, by its inode
         self._names: dict[str, int] = {}
 
@@ -167,7 +187,7 @@ class Recorder:
         functions = {name: self._noted(name) for name in BY_PATH + BY_DESCRIPTOR}
         functions |= {name: self._synced(name) for name in SYNCS}
         try:
-            with mock.patch.multiple(os, **functions):
+            with mock.patch.multiple(os, **functions), _statuses(self._numbers):
                 yield
         finally:
             for file in self.files:
@@ -197,7 +217,7 @@ class Recorder:
         """Make everything durable, as time does."""
         self.note('all is durable')
         for file in self.files:
-            file.sync(self.now)
+            file.note_sync(self.now, len(file.versions) - 1, only_data=False)
         self.named.append((self.now, set(range(len(self.changes)))))
 
     def is_index(self, *names: str) -> bool:
@@ -206,8 +226,9 @@ class Recorder:
 
     def note(self, call: str) -> None:
         """Note that something happened, whether or not it has changed a file."""
-        self._look()
-        self.calls.append(call)
+        with self._mutex:
+            self._look()
+            self.calls.append(call)
 
     def _noted(self, name: str) -> Callable[..., Any]:
         function = getattr(os, name)
@@ -235,7 +256,8 @@ class Recorder:
             function(fd)
             self.note(f'{name} {self._called(fd)} has ended')
             if number is not None:
-                self.files[number].synced.append((self.now, version))
+                only_data = name == 'fdatasync'
+                self.files[number].note_sync(self.now, version, only_data)
             elif os.path.samestat(os.fstat(fd), self.directory.stat()):
                 self.named.append((self.now, changes))
 
@@ -251,46 +273,25 @@ class Recorder:
 
     def _look(self, call: str = UNSEEN) -> None:
         """Note what has changed since the last time, if anything has."""
+        with self._mutex:
+            self._look_alone(call)
+
+    def _look_alone(self, call: str) -> None:
         moment = len(self.calls)
         before, self._names = self._names, {}
         with os.scandir(self.directory) as entries:
             for entry in entries:
-                if entry.name.endswith('-shm'):
-                    continue  # SQLite makes it anew when nobody has it open
                 number = self._numbers.get(entry.inode())
                 if number is None:
                     number = self._numbers[entry.inode()] = len(self.files)
-                    beside = self.is_index(entry.name)
-                    kept = None if beside else self._kept / f'{number}'
-                    self.files.append(File(Path(entry.path), kept))
+                    file = File(Path(entry.path), self._kept / f'{number}')
+                    self.files.append(file)
                 self._names[entry.name] = number
         changes = list(_changes(moment, before, self._names))
         changed = {file for file in self.files if file.look(moment)}
         if changes or changed:
             self.changes += changes
             self.calls.append(call)
-            self._note_syncs_of_sqlite(before | self._names, changed, call)
-
-    def _note_syncs_of_sqlite(
-        self, names: dict[str, int], changed: set[File], call: str
-    ) -> None:
-        for name, number in names.items():
-            if not name.endswith('-wal') or name[:-4] not in names:
-                continue
-            wal, database = self.files[number], self.files[names[name[:-4]]]
-            if database in changed:
-                wal.sync(self.now)
-            # Removed or emptied by SQLite, not by the store.
-            removed = self._names.get(name) != number and call.split()[0] not in BY_PATH
-            emptied = wal in changed and not wal.versions[-1][1]
-            if wal.began == self.now or removed or emptied:
-                database.sync(self.now)
-            if wal.began == self.now:
-                # Of the changes to the directory those to the index alone, so that a
-                # sync of the directory that the store forgets is seen nevertheless.
-                changes = enumerate(self.changes)
-                index = {at for at, one in changes if self.is_index(*one.names)}
-                self.named.append((self.now, index))
 
 
 def _changes(
@@ -307,30 +308,73 @@ def _changes(
         yield Change(moment, {name: None})
 
 
+@contextmanager
+def _statuses(
+    kept: Container[int],
+    changed: Callable[[os.stat_result], dict[str, int]] = lambda status: {},
+) -> Iterator[None]:
+    """Hide from the status of files what is not so without a recorder.
+
+    Args:
+        kept: The inodes of the files that have a second name.
+        changed: Returns what else is another in a status.
+    """
+
+    def told(function: Callable[..., os.stat_result]) -> Callable[..., Any]:
+        def tell(*arguments: Any, **options: Any) -> os.stat_result:
+            status = function(*arguments, **options)
+            if status.st_ino not in kept:
+                return status
+            members = {name: getattr(status, name) for name in STATUS}
+            links = status.st_nlink - 1
+            return os.stat_result(
+                (*status[:3], links, *status[4:]), members | changed(status)
+            )
+
+        return tell
+
+    with mock.patch.multiple(os, stat=told(os.stat), fstat=told(os.fstat)):
+        yield
+
+
 class State(NamedTuple):
     """What a crash may leave.
 
     Attributes:
         crash: The crash.
         choices: Those that are not 0.
-        files: The number and the content of each file, by its name.
+        files: The number, the content and the times of each file, by its name.
     """
 
     crash: Crash
     choices: Choices
-    files: dict[str, tuple[int, bytes]]
+    files: dict[str, tuple[int, bytes, tuple[int, int]]]
 
-    def place(self) -> None:
-        """Put it into the directory, in the place of what is there."""
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Put it into the directory, in the place of what is there.
+
+        Nobody can set a ``ctime``: meanwhile ``os.stat`` and ``os.fstat`` tell that of
+        the state, until the file is changed.
+        """
         recorder = self.crash.recorder
         for entry in os.scandir(recorder.directory):
             os.unlink(entry.path)
-        for name, (number, content) in self.files.items():
+        ctimes = {}
+        for name, (number, content, (mtime, ctime)) in self.files.items():
             path = recorder.directory / name
-            kept = recorder.files[number].kept
-            if kept is not None:
-                os.link(kept, path)
+            os.link(recorder.files[number].kept, path)
             path.write_bytes(content)
+            os.utime(path, ns=(mtime, mtime))
+            status = path.stat()
+            ctimes[status.st_ino] = status.st_ctime_ns, ctime
+
+        def changed(status: os.stat_result) -> dict[str, int]:
+            now, then = ctimes.get(status.st_ino, (0, 0))
+            return {'st_ctime_ns': then} if status.st_ctime_ns == now else {}
+
+        with _statuses(ctimes, changed):
+            yield
 
     def smallest(self, fails: Callable[[State], object]) -> State:
         """Return a state that fails, too, and from which no choice can be left out."""
@@ -374,6 +418,7 @@ class Crash:
         self.questions: Choices = {}
         self._changes = [one for one in recorder.changes if one.moment <= moment]
         self._names: dict[int, set[str]] = {}  # that each file may have
+        self._times: dict[int, list[tuple[int, int]]] = {}
         self._sizes: dict[int, list[int]] = {}
         self._blocks: dict[int, list[list[bytes]]] = {}
         synced = set().union(*(at for ended, at in recorder.named if ended <= moment))
@@ -388,12 +433,15 @@ class Crash:
                     self._names.setdefault(number, set()).add(name)
         self._names = {number: names for number, names in self._names.items() if names}
         for number in self._names:
-            contents = recorder.files[number].contents(moment)
+            file = recorder.files[number]
+            contents = file.contents(moment)
             sizes = dict.fromkeys(map(len, contents))
             offsets = range(0, max(sizes), block)
             blocks = [_versions(contents, offset, block) for offset in offsets]
-            sizes = list(sizes | dict.fromkeys(at for at in offsets if at > min(sizes)))
-            self._sizes[number], self._blocks[number] = sizes, blocks
+            sizes |= dict.fromkeys(at for at in offsets if at > min(sizes))
+            self._times[number] = list(dict.fromkeys(file.times(moment)))
+            self._sizes[number], self._blocks[number] = list(sizes), blocks
+            self.questions['times', number] = len(self._times[number])
             self.questions['size', number] = len(sizes)
             for at, versions in enumerate(blocks):
                 self.questions['block', number, at] = len(versions)
@@ -416,7 +464,8 @@ class Crash:
                     versions[choices.get(('block', number, at), 0)]
                     for at, versions in enumerate(self._blocks[number])
                 )
-                files[name] = number, content[:size]
+                times = self._times[number][choices.get(('times', number), 0)]
+                files[name] = number, content[:size], times
         return State(self, choices, files)
 
     def all(self, chance: Random, mixtures: int) -> Iterator[State]:
@@ -449,6 +498,8 @@ class Crash:
         names = ' or '.join(sorted(self._names[number]))
         if kind == 'size':
             return f'{names} has {self._sizes[number][choice]} bytes'
+        if kind == 'times':
+            return f'{names} has its times of {choice} versions ago'
         content = self._blocks[number][at[0]][choice]
         which = f'as it was {choice} versions ago' if any(content) else 'zeros'
         return f'block {at[0]} of {names} is {which}'
@@ -457,7 +508,8 @@ class Crash:
         kind, number, *_ = question
         if kind == 'directory':
             return self.recorder.is_index(*self._changes[number].names)
-        return self.recorder.is_index(*self._names[number])
+        # Of the plant file only the index looks at the times.
+        return kind == 'times' or self.recorder.is_index(*self._names[number])
 
     def _mixture(self, questions: Iterable[Question], chance: Random) -> Choices:
         # All new, mostly new, half of each, mostly old and all old are as likely.

@@ -2,16 +2,13 @@
 
 import json
 import os
-import sqlite3
 import tempfile
-from contextlib import closing
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from random import SystemRandom
 
 import pytest
-from crash_states import INDEX
 from crash_states import Crash
 from crash_states import Recorder
 
@@ -225,10 +222,8 @@ def repair_damage(recorder):
         repair(path)
 
 
-def check(state):
-    """Open a state, and find what was acknowledged and nothing that nobody sent."""
-    state.place()
-    crash = state.crash
+def check(crash):
+    """Open what a crash left; find what was acknowledged, nothing that nobody sent."""
     recorder, path = crash.recorder, crash.recorder.path
     repair_damage(recorder)
     left = path.read_bytes() if path.exists() else b''
@@ -260,7 +255,8 @@ def by_then(moments, crash):
 def fault(state):
     """Return what is wrong with a state, or ``None``."""
     try:
-        check(state)
+        with state.placed():
+            check(state.crash)
     except Exception as ex:
         return f'{type(ex).__name__}: {ex}'[:500]
     return None
@@ -315,12 +311,11 @@ def test_second_crash(directory, scenario, block):
     first = record(directory, scenario)
     chance = Random(f'{SEED} {scenario.__name__} {block}')
     for state in states(first, block, chance, FIRST_CRASHES):
-        state.place()
         again = Recorder(first.directory, Path(tempfile.mkdtemp(dir=directory)))
         again.sent = dict.fromkeys(by_then(first.sent, state.crash), 0)
         again.acknowledged = dict.fromkeys(by_then(first.acknowledged, state.crash), 0)
         again.damage = first.damage
-        with again.recording():
+        with state.placed(), again.recording():
             repair_damage(again)
             with JSONLinesStore(again.path) as store:
                 again.add(store, Plant(99, 'Elm'))
@@ -366,60 +361,3 @@ def test_forgotten_sync(directory, system, found):
     recorder = record(directory, first_add, system)
     _, text = first_fault(recorder, 512, Random(SEED), 1000)
     assert found in text
-
-
-def in_sqlite(recorder, database, numbers):
-    """Insert numbers, and note how many there are in the same transaction."""
-    for number in numbers:
-        with database:
-            database.execute('BEGIN')
-            database.execute(
-                'INSERT INTO rows VALUES (?, ?)', (number * 7 % 101, 'x' * 50)
-            )
-            database.execute('UPDATE count SET rows = ?', (number,))
-        recorder.note('committed')
-
-
-def connected(path):
-    """Return a connection to an index, as any process makes one."""
-    database = sqlite3.connect(path, isolation_level=None)
-    database.execute('PRAGMA journal_mode = WAL')
-    database.execute('PRAGMA synchronous = NORMAL')
-    return closing(database)
-
-
-@pytest.mark.parametrize('block', BLOCKS)
-def test_sqlite(directory, block):
-    """SQLite syncs what the recorder takes for synced: its states are consistent."""
-    (directory / 'store').mkdir()
-    (directory / 'kept').mkdir()
-    recorder = Recorder(directory / 'store', directory / 'kept')
-    index = f'{recorder.path}{INDEX}'
-    with connected(index) as one:
-        one.execute('CREATE TABLE rows (id INTEGER PRIMARY KEY, text TEXT)')
-        one.execute('CREATE TABLE count (rows INTEGER)')
-        one.execute('INSERT INTO count VALUES (0)')
-        with recorder.recording():
-            recorder.note('begin')
-            in_sqlite(recorder, one, range(1, 4))
-            one.execute('PRAGMA wal_checkpoint(PASSIVE)')
-            recorder.note('checkpoint')
-            with connected(index) as other:
-                in_sqlite(recorder, other, range(4, 8))
-                one.execute('PRAGMA wal_checkpoint(PASSIVE)')
-                recorder.note('checkpoint')
-                in_sqlite(recorder, one, range(8, 10))
-                one.execute('PRAGMA wal_checkpoint(TRUNCATE)')
-                recorder.note('checkpoint')
-                in_sqlite(recorder, one, range(10, 12))
-            one.close()
-            recorder.note('closed')
-            with connected(index) as one:
-                in_sqlite(recorder, one, range(12, 14))
-            recorder.note('closed')
-    for state in states(recorder, block, Random(SEED), LIMIT or 10_000):
-        state.place()
-        with connected(index) as database:
-            assert database.execute('PRAGMA integrity_check').fetchall() == [('ok',)]
-            found = database.execute('SELECT count(*) FROM rows').fetchall()
-            assert found == database.execute('SELECT rows FROM count').fetchall(), state
