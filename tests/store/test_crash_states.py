@@ -1,5 +1,6 @@
 """Every state that a crash may leave of a plant file opens, and has what it must."""
 
+import errno
 import json
 import os
 import tempfile
@@ -15,6 +16,7 @@ from crash_states import Recorder
 from store import IdTaken
 from store import Plant
 from store import StoreCorrupt
+from store import StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.record import encode
 from store.repair import repair
@@ -39,14 +41,15 @@ class Killed(BaseException):
 
 
 class Process:
-    """The system calls of a process that is killed when it has made one of them.
+    """The system calls of a process that may be killed, or whose disk may be full.
 
-    Args:
-        last: The name of that call.
+    Attributes:
+        last: The name of a call that is its last, once it was made.
+        full_after: How many bytes of a write find room, or ``None``.
     """
 
-    def __init__(self, last):
-        self._last = last
+    def __init__(self):
+        self.last = self.full_after = None
         self._killed = False
 
     def __getattr__(self, name):
@@ -56,12 +59,20 @@ class Process:
             if self._killed:
                 raise Killed
             result = function(*arguments, **options)
-            if name == self._last:
+            if name == self.last:
                 self._killed = True
                 raise Killed
             return result
 
         return call if callable(function) else function
+
+    def pwrite(self, fd, data, offset):
+        if self.full_after is None or offset + len(data) <= os.fstat(fd).st_size:
+            return self.__getattr__('pwrite')(fd, data, offset)
+        room, self.full_after = self.full_after, 0
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.pwrite(fd, data[:room], offset)
 
 
 def lines(*plants):
@@ -96,13 +107,14 @@ def large_batch(disk, opened):
 def killed_process(disk, opened):
     """A process dies when it has written, and another one hears the same plants."""
     for last in 'pwrite', 'fdatasync':
-        process = opened(Process(None))
+        process = Process()
+        killed = opened(process)
         with opened() as store:
-            disk.add(process, FERN)
+            disk.add(killed, FERN)
             disk.add(store, MOSS)
-            process._system._last = last
+            process.last = last
             with suppress(Killed):
-                disk.add(process, *LONG)
+                disk.add(killed, *LONG)
             disk.add(store, LONG[1])
             disk.add(store, *OTHERS, *LONG)
 
@@ -119,13 +131,14 @@ def torn_tail(disk, opened):
         disk.add(store, *OTHERS)
 
 
-def gap(disk, opened):
+def lost_block(disk, opened):
     """A torn tail that is a lost block and sound records of its batch."""
     with opened() as store:
         disk.add(store, FERN, *LONG)
     disk.send(*LONGER, IVY)
     batch = lines(*LONGER, IVY)
-    disk.append(bytes(600) + batch[600:])
+    lost = 4096 - disk.path.stat().st_size
+    disk.append(bytes(lost) + batch[lost:])
     disk.settle()
     with opened() as store:
         disk.add(store, MOSS)
@@ -133,13 +146,28 @@ def gap(disk, opened):
 
 
 def torn_tail_while_open(disk, opened):
-    """A process finds what another one has left behind."""
-    with opened() as store:
+    """A process finds what another one has left behind, and writes over it."""
+    for plants in OTHERS, [MOSS]:
+        with opened() as store:
+            disk.add(store, FERN, *LONG)
+            disk.send(*LONGER)
+            disk.append(lines(*LONGER)[:5000])
+            disk.add(store, *plants)
+            disk.add(store, IVY)
+
+
+def full_disk(disk, opened):
+    """A write that fails in the middle, and another one in its place."""
+    process = Process()
+    with opened(process) as store:
         disk.add(store, FERN, *LONG)
+        process.full_after = 3000
         disk.send(*LONGER)
-        disk.append(lines(*LONGER)[:5000])
-        disk.add(store, MOSS)
+        with pytest.raises(StoreUnavailable):
+            disk.add(store, *LONGER)
+        process.full_after = None
         disk.add(store, *OTHERS)
+        disk.add(store, IVY)
 
 
 def index_built(disk, opened):
@@ -173,7 +201,8 @@ SCENARIOS = [
     large_batch,
     killed_process,
     torn_tail,
-    gap,
+    lost_block,
+    full_disk,
     torn_tail_while_open,
     index_built,
     repaired,
