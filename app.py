@@ -55,7 +55,6 @@ from store import PlantStore
 from store import StoreError
 from store import StoreUnavailable
 from store import open_store
-from store import waiting
 
 log = logging.getLogger('plants')
 
@@ -551,7 +550,7 @@ class RequestLog:
             'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
             'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
         }
-        waiting.current.later(log.info, self.LINE, members)
+        log.info(self.LINE, members)
 
 
 class Metrics:
@@ -600,7 +599,7 @@ class Metrics:
             buckets=[2**power for power in range(9)],
             registry=self._registry,
         )
-        store.observe = self._observe_sync
+        store.observe_syncs(self._observe_sync)
 
     def process_response(
         self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool

@@ -19,7 +19,7 @@ from bench.serving import serving
 from store import Plant
 from store import PlantStore
 from store import open_store
-from store import record
+from store.jsonl import record
 
 ADDS = 2_000
 ROUNDS = 7

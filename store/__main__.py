@@ -20,7 +20,7 @@ from store import Plant
 from store import PlantStore
 from store import StoreError
 from store import open_store
-from store import record
+from store.jsonl import record
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -159,8 +159,8 @@ def _check(url: str, move: bool) -> int:
             _print(f'{sum(1 for _ in store)} plants, no damage')
         return 0
     # Imported here: it needs what only a file of JSON lines needs.
-    from store.repair import find_damage
-    from store.repair import repair
+    from store.jsonl.repair import find_damage
+    from store.jsonl.repair import repair
 
     side, damaged = repair(path) if move else (None, find_damage(path))
     for damage in damaged:

@@ -50,13 +50,7 @@ class PlantStore(abc.ABC):
     7. After ``close`` every method but ``close`` raises ``StoreClosed``.
     8. Making a store touches nothing; it opens in the process that first uses it. So
        a store that was made before a fork works after it.
-
-    Attributes:
-        observe: Set before the first use, it is called after each sync of a store that
-            syncs batches, with the number of adds and the time in seconds.
     """
-
-    observe: Callable[[int, float], None] | None = None
 
     @abc.abstractmethod
     def add(self, plant: Plant) -> bool:
@@ -109,9 +103,32 @@ class PlantStore(abc.ABC):
         """
         self.ping()
 
+    def observe_syncs(  # noqa: B027 - not every store syncs batches
+        self, observer: Callable[[int, float], None]
+    ) -> None:
+        """Have an observer called after each sync of a batch; there may be several.
+
+        A store that syncs no batches never calls it.
+
+        Args:
+            observer: Called with the number of plants and the time in seconds; it must
+                not raise.
+        """
+
+    def pin(self) -> None:  # noqa: B027 - most stores have nothing to fix
+        """Fix which file, or other place, this store is, from now on.
+
+        It holds in this process and in processes forked later. A pinned store never
+        makes a missing file, and refuses another one in its place. Nothing is opened,
+        and no lock is waited for.
+
+        Raises:
+            StoreUnavailable: There is no such place.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what the store holds; it may be called twice."""
+        """Release what the store holds; it may be called twice."""
 
     def __enter__(self) -> Self:
         return self

@@ -31,11 +31,12 @@ from typing import Any
 from typing import Generic
 from typing import TypeVar
 
-from store import waiting
 from store.errors import StoreUnavailable
-from store.waiting import Waiter
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
+from store.scheduler import Waiter
 
-Record = TypeVar('Record')
+Item = TypeVar('Item')
 Written = TypeVar('Written')
 
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
@@ -43,20 +44,20 @@ SLOW_SYNC = 0.000_5
 SLOW_SYNCS_IN_FLIGHT = 4
 
 
-class Entry(Generic[Record]):
+class Entry(Generic[Item]):
     """A record on its way to the disk.
 
     Attributes:
-        record: What the caller submitted.
+        item: What the caller submitted.
         size: Its length in bytes.
         new: Set by the append or the sync: what the caller is told of this record.
         error: Set by the append or the sync when this record's caller must raise it.
     """
 
-    __slots__ = ('_leads', '_waiter', 'error', 'new', 'record', 'size')
+    __slots__ = ('_leads', '_waiter', 'error', 'item', 'new', 'size')
 
-    def __init__(self, record: Record, size: int) -> None:
-        self.record = record
+    def __init__(self, item: Item, size: int) -> None:
+        self.item = item
         self.size = size
         self.new = False
         self.error: BaseException | None = None
@@ -69,7 +70,7 @@ def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
     return [entry.error or entry.new for entry in batch]
 
 
-class GroupCommit(Generic[Record, Written]):
+class GroupCommit(Generic[Item, Written]):
     """Turn concurrent calls of ``submit`` into batches.
 
     Args:
@@ -83,36 +84,39 @@ class GroupCommit(Generic[Record, Written]):
         max_batch_bytes: A batch takes no further record once it has reached this
             size, so that a small record is not made slow by a crowd of large ones.
         slow_syncs_in_flight: How many syncs may overlap where they are slow.
+        scheduler: How the callers wait.
         observe: Called after each sync with the number of records in the batch and the
             time that the sync took, in seconds; it must not raise.
     """
 
     def __init__(
         self,
-        append: Callable[[Sequence[Entry[Record]]], Written],
+        append: Callable[[Sequence[Entry[Item]]], Written],
         sync: Callable[[Written], None],
         *,
         max_batch_bytes: int = 1024 * 1024,
         slow_syncs_in_flight: int = SLOW_SYNCS_IN_FLIGHT,
+        scheduler: Scheduler = THREADS,
         observe: Callable[[int, float], None] | None = None,
     ) -> None:
+        self._scheduler = scheduler
         self._append = append
         self._sync = sync
         self._max_batch_bytes = max_batch_bytes
         self._slow_syncs_in_flight = slow_syncs_in_flight
         self._observe = observe
         self._lock = threading.Lock()  # guards what follows; never held across I/O
-        self._waiting: deque[Entry[Record]] = deque()
+        self._waiting: deque[Entry[Item]] = deque()
         self._waiting_bytes = 0
         self._appending = False
         self._syncing = 0
         self._sync_limit = 1
 
-    def submit(self, record: Record, size: int) -> bool:
+    def submit(self, item: Item, size: int) -> bool:
         """Return when the record is durable.
 
         Args:
-            record: Handed to ``append`` as it is.
+            item: Handed to ``append`` as it is.
             size: Its length in bytes.
 
         Returns:
@@ -122,12 +126,12 @@ class GroupCommit(Generic[Record, Written]):
             StoreUnavailable: The leader was interrupted; the record may be there.
             Exception: Whatever the append or the sync raised for this record.
         """
-        entry = Entry(record, size)
+        entry = Entry(item, size)
         with self._lock:
             self._waiting.append(entry)
             self._waiting_bytes += size
             if self._appending or self._syncing >= self._sync_limit:
-                entry._waiter = waiting.current.waiter()
+                entry._waiter = self._scheduler.waiter()
             else:
                 self._appending = entry._leads = True
         if entry._waiter is not None:
@@ -149,7 +153,7 @@ class GroupCommit(Generic[Record, Written]):
 
     def _lead(self) -> None:
         """Take a batch through both stages. REQUIRES: this thread set _appending."""
-        batch: list[Entry[Record]] = []
+        batch: list[Entry[Item]] = []
         written: Written | None = None
         try:
             try:
@@ -169,7 +173,7 @@ class GroupCommit(Generic[Record, Written]):
         if written:
             began = perf_counter()
             try:
-                waiting.current.call(partial(self._sync, written))
+                self._scheduler.call(partial(self._sync, written))
             except BaseException as ex:
                 _fail(batch, ex)
             took = perf_counter() - began
@@ -197,9 +201,9 @@ class GroupCommit(Generic[Record, Written]):
             and self._waiting_bytes < self._max_batch_bytes
         ):
             gathered = len(self._waiting)
-            more = waiting.current.give_way()
+            more = self._scheduler.give_way()
 
-    def _take_batch(self) -> list[Entry[Record]]:
+    def _take_batch(self) -> list[Entry[Item]]:
         batch = []
         size = 0
         with self._lock:
@@ -210,7 +214,7 @@ class GroupCommit(Generic[Record, Written]):
             self._waiting_bytes -= size
         return batch
 
-    def _choose_leader(self) -> Entry[Record] | None:
+    def _choose_leader(self) -> Entry[Item] | None:
         """Name the next leader, if there is work for it. REQUIRES: lock held."""
         if self._waiting and not self._appending and self._syncing < self._sync_limit:
             self._appending = True
@@ -219,16 +223,16 @@ class GroupCommit(Generic[Record, Written]):
         return None
 
 
-def _fail(batch: Sequence[Entry[Record]], error: BaseException) -> None:
+def _fail(batch: Sequence[Entry[Item]], error: BaseException) -> None:
     # Also where the append set an error: it may have held against a record of this
     # very batch, which is now not there.
     for entry in batch:
         if entry._leads or isinstance(error, Exception):
             entry.error = error
         else:  # Ctrl-C, or the end of a thread, is meant for the leader alone
-            entry.error = StoreUnavailable('what it was written with was interrupted')
+            entry.error = StoreUnavailable('the write was interrupted')
 
 
-def _wake(entry: Entry[Record] | None) -> None:
+def _wake(entry: Entry[Item] | None) -> None:
     if entry is not None and entry._waiter is not None:
         entry._waiter.wake()

@@ -1,100 +1,138 @@
-"""What opens in the process that first uses it, and again in a child of a fork."""
+"""A store that opens in the process that first uses it, and again in a forked child."""
 
 from __future__ import annotations
 
 import abc
 import os
-import threading
-import weakref
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 from typing import Generic
 from typing import Protocol
 from typing import TypeVar
 
-from store import waiting
 from store.base import PlantStore
 from store.errors import StoreClosed
-from store.group_commit import GroupCommit
+from store.errors import StoreUnavailable
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
 
 
-class Opened(Protocol):
-    """What a store holds while it is in use."""
+class Backend(Protocol):
+    """What a store holds open while it is in use: files, or connections."""
 
     def ping(self) -> None:
         """Raise what an add would raise now."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Release everything."""
 
     def abandon(self) -> None:
-        """Let go of it in a child of a fork: the parent goes on with it."""
+        """Release the descriptors in a forked child; the parent still uses its own."""
 
 
-OpenedT = TypeVar('OpenedT', bound=Opened)
+BackendT = TypeVar('BackendT', bound=Backend)
 
 
-class LazyStore(PlantStore, Generic[OpenedT]):
+class _Process(Generic[BackendT]):
+    """What a store keeps for one process.
+
+    Attributes:
+        backend: Open, or ``None`` before the first use and after ``close``.
+        opening: Held while the backend is opened or taken away.
+        pinging: Held while a ping runs, so that there is one at a time.
+        pings: How many pings have begun.
+        error: What the last ping raised.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.backend: BackendT | None = None
+        self.opening = scheduler.lock()
+        self.pinging = scheduler.lock()
+        self.pings = 0
+        self.error: Exception | None = None
+
+
+class LazyStore(PlantStore, Generic[BackendT]):
     """A store that touches nothing until it is used.
 
     Nothing opened before a fork is used after it. Parent and child would share one
-    ``flock`` and exclude neither, or one connection and mix their words, and a lock
-    that is held at the fork stays held.
+    ``flock`` and exclude neither, or share one connection and mix their messages, and a
+    lock that is held at the fork stays held. So everything open belongs to one process
+    id, which is compared at each use: a callback of ``os.register_at_fork`` can never
+    be removed, and would keep the code of before a reload in memory.
+
+    Args:
+        scheduler: How the callers wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, scheduler: Scheduler = THREADS) -> None:
+        self._scheduler = scheduler
         self._closed = False
-        self._start()
-        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
-
-    def _start(self) -> None:
-        self._lock = threading.Lock()
-        self._in_use: OpenedT | None = None
-        # Many ask at once whether a store is ready; those that wait share an answer.
-        # One at a time: a database has no more connections than that to spare.
-        self._pings = GroupCommit[None, bool](
-            lambda batch: True, self._ping, slow_syncs_in_flight=1
-        )
+        self._processes: dict[int, _Process[BackendT]] = {}
+        self._sync_observers: list[Callable[[int, float], None]] = []
 
     @abc.abstractmethod
-    def _open(self) -> OpenedT:
-        """Open it; called again at the next use if it raises."""
+    def _open_backend(self) -> BackendT:
+        """Open the backend; called again at the next use if it raises."""
+
+    def observe_syncs(self, observer: Callable[[int, float], None]) -> None:
+        self._sync_observers.append(observer)
+
+    def _report_sync(self, plants: int, seconds: float) -> None:
+        for observer in self._sync_observers:
+            observer(plants, seconds)
 
     def ping(self) -> None:
-        self._pings.submit(None, 0)
+        """Share one answer among all callers that wait together.
 
-    def _ping(self, asked: bool) -> None:
-        self._opened().ping()
+        However many strangers ask, one ping at a time runs, in one thread. A caller
+        takes no answer of a ping that began before the caller came.
+        """
+        process = self._process()
+        pings_before = process.pings
+        with process.pinging:
+            if process.pings == pings_before:
+                process.pings += 1
+                process.error = StoreUnavailable('the check was interrupted')
+                try:
+                    self._scheduler.call(self._backend().ping)
+                    process.error = None
+                except Exception as ex:
+                    process.error = ex
+            if process.error is not None:
+                raise process.error
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            in_use, self._in_use = self._in_use, None
-        if in_use is not None:
-            in_use.close()
+        self._closed = True
+        process = self._process()
+        with process.opening:
+            backend, process.backend = process.backend, None
+        if backend is not None:
+            backend.close()
 
-    def _opened(self) -> OpenedT:
-        in_use = self._in_use
-        if in_use is not None:
-            return in_use
-        return waiting.current.call(self._open_now)
-
-    def _open_now(self) -> OpenedT:
-        with self._lock:
+    def _backend(self) -> BackendT:
+        process = self._process()
+        backend = process.backend
+        if backend is not None:
+            return backend
+        with process.opening:
             self._check_open()
-            if self._in_use is None:
-                self._in_use = self._open()
-            return self._in_use
+            if process.backend is None:
+                process.backend = self._scheduler.call(self._open_backend)
+            return process.backend
+
+    def _process(self) -> _Process[BackendT]:
+        pid = os.getpid()
+        process = self._processes.get(pid)
+        if process is None:
+            # NOTE: setdefault() and pop() are atomic, where a lock could not be: it may
+            # have been held at the fork.
+            process = self._processes.setdefault(pid, _Process(self._scheduler))
+            for other in list(self._processes):
+                inherited = self._processes.pop(other, None) if other != pid else None
+                if inherited is not None and inherited.backend is not None:
+                    inherited.backend.abandon()
+        return process
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed
-
-
-# Not covered: it runs in a child of a fork, where coverage is not measured.
-def _forget(reference: weakref.ref[LazyStore[Any]]) -> None:  # pragma: no cover
-    store = reference()
-    if store is not None:
-        if store._in_use is not None:
-            store._in_use.abandon()
-        store._start()

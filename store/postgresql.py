@@ -52,6 +52,8 @@ from store.group_commit import Entry
 from store.group_commit import GroupCommit
 from store.group_commit import outcomes
 from store.lazy import LazyStore
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
 from store.url import masked
 
 # What psycopg has to say of a connection that was lost, the store says itself.
@@ -159,23 +161,29 @@ class PostgreSQLStore(LazyStore['_Database']):
         create: With ``never``, a table that is missing is not made.
     """
 
-    def __init__(self, url: str, *, create: Create = 'first') -> None:
-        super().__init__()
+    def __init__(
+        self,
+        url: str,
+        *,
+        create: Create = 'first',
+        scheduler: Scheduler = THREADS,
+    ) -> None:
+        super().__init__(scheduler=scheduler)
         check_url(url)
         self._url = url
         self._create = create
 
     def add(self, plant: Plant) -> bool:
-        return self._opened().add(plant)
+        return self._backend().add(plant)
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        return self._opened().add_many(plants)
+        return self._backend().add_many(plants)
 
     def __iter__(self) -> Iterator[Plant]:
-        return self._opened().plants()
+        return self._backend().plants()
 
     def size_hint(self) -> int:
-        return self._opened().count()
+        return self._backend().count()
 
     def check_opening(self) -> None:
         try:
@@ -184,8 +192,8 @@ class PostgreSQLStore(LazyStore['_Database']):
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
 
-    def _open(self) -> _Database:
-        return _Database(self._url, self._create, self.observe)
+    def _open_backend(self) -> _Database:
+        return _Database(self._url, self._create, self._scheduler, self._report_sync)
 
 
 class _Connection(psycopg.Connection[Any]):
@@ -338,7 +346,11 @@ class _Database:
     """A database that is in use by this process."""
 
     def __init__(
-        self, url: str, create: Create, observe: Callable[[int, float], None] | None
+        self,
+        url: str,
+        create: Create,
+        scheduler: Scheduler,
+        observe: Callable[[int, float], None],
     ) -> None:
         self._shown = masked(url)
         self._create = create
@@ -351,7 +363,7 @@ class _Database:
             'autocommit': True,
         }
         self._commit = GroupCommit[Plant, Batch](
-            lambda batch: batch, self._insert, observe=observe
+            lambda batch: batch, self._insert, scheduler=scheduler, observe=observe
         )
         self._pool = _Pool(self._connect)
         self._checked = False
@@ -459,7 +471,7 @@ class _Database:
         """Insert the new plants of a batch, and compare the others."""
         first: dict[int, Plant] = {}
         for entry in batch:
-            first.setdefault(entry.record.id, entry.record)
+            first.setdefault(entry.item.id, entry.item)
         # In one order everywhere, so that two batches never wait for each other.
         plants = [first[id] for id in sorted(first)]
         new: set[int] = set()
@@ -473,11 +485,11 @@ class _Database:
                 self._insert_alone(entry)
             return
         for entry in batch:
-            id = entry.record.id
+            id = entry.item.id
             entry.new = id in new
             new.discard(id)  # the same plant later in this batch is not
             known = stored.get(id, first[id])
-            entry.error = None if entry.record == known else IdTaken(id)
+            entry.error = None if entry.item == known else IdTaken(id)
 
     def _insert_alone(self, entry: Entry[Plant]) -> None:
         try:

@@ -12,9 +12,9 @@ from store_contract import wait_until
 
 from store import StoreUnavailable
 from store import group_commit
-from store import waiting
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT
 from store.group_commit import GroupCommit
+from store.scheduler import Threads
 
 
 class Failure(Exception):
@@ -66,11 +66,11 @@ class Disk:
     def _append(self, batch):
         assert self._appending.acquire(blocking=False), 'two appends at once'
         try:
-            self.batches.append([entry.record for entry in batch])
+            self.batches.append([entry.item for entry in batch])
             self.before_append()
             needs_sync = self.choose(batch)
             for entry in batch:
-                self.appended[entry.record] = next(self.clock)
+                self.appended[entry.item] = next(self.clock)
             return needs_sync
         finally:
             self._appending.release()
@@ -155,8 +155,8 @@ def test_record_is_handed_over():
     record = object()
     commit = GroupCommit(lambda batch: not seen.extend(batch), bool)
     commit.submit(record, 12)
-    assert [(entry.record, entry.size) for entry in seen] == [(record, 12)]
-    assert seen[0].record is record
+    assert [(entry.item, entry.size) for entry in seen] == [(record, 12)]
+    assert seen[0].item is record
 
 
 @pytest.mark.parametrize('where', ['before_append', 'before_sync'])
@@ -171,7 +171,7 @@ def test_waiters_share_a_batch(quick, where):
     assert len(disk.syncs) == 2
 
 
-class OneByOne(waiting.Threads):
+class OneByOne(Threads):
     """Whoever gives way lets one more caller in, which comes to wait."""
 
     def __init__(self, disk, records, *, more=True):
@@ -192,34 +192,34 @@ class OneByOne(waiting.Threads):
         return self._more
 
 
-def test_batch_grows_while_records_come(monkeypatch):
+def test_batch_grows_while_records_come():
     """A leader closes its batch when nobody comes any more, not before."""
     disk = Disk()
     callers = OneByOne(disk, ['a', 'b', 'c'])
-    monkeypatch.setattr(waiting, 'current', callers)
+    disk.commit._scheduler = callers
     disk.submit('first')
     for thread in callers.threads:
         thread.join()
     assert disk.batches == [['first', 'a', 'b', 'c']]
 
 
-def test_batch_grows_once(monkeypatch):
+def test_batch_grows_once():
     """Where giving way is dear, as with threads, a leader does so once."""
     disk = Disk()
-    callers = OneByOne(disk, ['a', 'b'], more=waiting.Threads().give_way())
-    monkeypatch.setattr(waiting, 'current', callers)
+    callers = OneByOne(disk, ['a', 'b'], more=Threads().give_way())
+    disk.commit._scheduler = callers
     disk.submit('first')
     for thread in callers.threads:
         thread.join()
     assert disk.batches[0] == ['first', 'a']
 
 
-def test_full_batch_is_closed(monkeypatch):
+def test_full_batch_is_closed():
     """A leader closes its batch when it is full, however many come."""
     disk = Disk(max_batch_bytes=3)
     to_come = ['a', 'b', 'c', 'd']
     callers = OneByOne(disk, to_come)
-    monkeypatch.setattr(waiting, 'current', callers)
+    disk.commit._scheduler = callers
     disk.submit('first')
     for thread in callers.threads:
         thread.join()
@@ -378,7 +378,7 @@ def test_error_of_one_record(quick, needs_sync):
 
     def choose(batch):
         for entry in batch:
-            entry.error = errors.get(entry.record)
+            entry.error = errors.get(entry.item)
         return needs_sync
 
     disk.choose = choose
@@ -462,7 +462,7 @@ def test_stress(request, seed, speed, failing):
     outcomes = {}  # from a record to what its batch, or itself, was made to raise
 
     def choose(batch):
-        local.batch = [entry.record for entry in batch]
+        local.batch = [entry.item for entry in batch]
         for record in local.batch:
             assert record not in outcomes, 'appended twice'
             outcomes[record] = None
@@ -470,7 +470,7 @@ def test_stress(request, seed, speed, failing):
             raise fail(local.batch)
         for entry in batch:
             if failing and chance.random() < 0.1:
-                entry.error = fail([entry.record])
+                entry.error = fail([entry.item])
         return chance.random() < 0.9 or not all(entry.error for entry in batch)
 
     def fail(records):

@@ -24,8 +24,8 @@ from store import Plant
 from store import StoreUnavailable
 from store import group_commit
 from store import jsonl
-from store import record
 from store.jsonl import JSONLinesStore
+from store.jsonl import record
 
 FERN, MOSS, IVY, REED, OAK, ASH = (
     Plant(number, name, 'shade' if number % 2 else None)

@@ -20,9 +20,9 @@ from store import StoreCorrupt
 from store import StoreUnavailable
 from store import index as id_index
 from store import jsonl
-from store import record
-from store import recovery
 from store.jsonl import JSONLinesStore
+from store.jsonl import record
+from store.jsonl import recovery
 
 PLANTS = [
     Plant(1, 'Fern'),

@@ -1,81 +1,187 @@
-"""A store opens when it is first used, once."""
+"""A store opens when it is first used, once in each process, and shares its pings."""
 
+import os
 import threading
 import time
 
+import pytest
+from store_contract import in_child
 from store_contract import in_threads
+from store_contract import wait_until
 
+from store import StoreClosed
+from store import StoreUnavailable
 from store.lazy import LazyStore
 
 
-class SlowStore(LazyStore):
-    """A store that others find opening when they come."""
+class Backend:
+    """What a store of these tests holds open, and notes what is done with it.
 
-    opened = 0
+    Attributes:
+        process: The process that opened it.
+        pings: How many pings have ended.
+        most: How many pings ran at once.
+    """
 
-    def add(self, plant):
-        return self._opened()
-
-    __iter__ = None
-
-    def _open(self):
-        self.opened += 1
-        # They come now, and find it neither open nor theirs to open.
-        barrier.wait()
-        time.sleep(0.05)
-        return object()
-
-
-barrier = threading.Barrier(4)
-
-
-def test_opened_once():
-    """Of many who use a store first, one opens it, and all use what that one opened."""
-    store = SlowStore()
-    used = []
-
-    def use(comes_later):
-        if comes_later:
-            barrier.wait()
-        used.append(store.add(None))
-
-    in_threads(*(lambda later=later: use(later) for later in (False, True, True, True)))
-    assert store.opened == 1
-    assert len(used) == 4
-    assert len(set(used)) == 1
-
-
-class Probe:
-    """What is in use by a store, and takes long to say whether it works."""
-
-    now = most = asked = 0
+    def __init__(self):
+        self.process = os.getpid()
+        self.pings = self.now = self.most = 0
+        self.abandoned = self.closed = False
+        self.before_ping = lambda: None
 
     def ping(self):
         self.now += 1
         self.most = max(self.most, self.now)
-        time.sleep(0.01)
-        self.asked += 1
-        self.now -= 1
+        try:
+            self.before_ping()
+        finally:
+            self.now -= 1
+            self.pings += 1
+
+    def abandon(self):
+        self.abandoned = True
+
+    def close(self):
+        self.closed = True
 
 
-class ProbedStore(SlowStore):
-    """A store that is asked whether it is ready more often than it can say."""
+class Store(LazyStore):
+    """A store that opens backends of these tests, each in 50 ms."""
 
-    probe = Probe()
+    __iter__ = None
 
-    def _open(self):
-        return self.probe
+    def __init__(self):
+        super().__init__()
+        self.opened = []
+
+    def add(self, plant):
+        return self._backend()
+
+    def _open_backend(self):
+        time.sleep(0.05)
+        self.opened.append(Backend())
+        return self.opened[-1]
 
 
-def test_one_ping_at_a_time():
-    """However many ask whether a store is ready, and however slow it is, one does."""
-    store = ProbedStore()
+@pytest.fixture
+def store():
+    """A store that nobody has used yet."""
+    return Store()
 
-    def ask(place):
-        for _ in range(5):
+
+def test_opened_once(store):
+    """Of many who use a store first, one opens it, and all use what that one opened."""
+    used = []
+    in_threads(*[lambda: used.append(store.add(None))] * 4)
+    assert used == store.opened * 4
+
+
+def test_opened_again_after_a_failure(store):
+    """A store that could not open is opened again by the next who uses it."""
+    store._open_backend = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        store.add(None)
+    del store._open_backend
+    assert store.add(None) is store.opened[0]
+
+
+def test_opened_again_in_a_child(store):
+    """A child of a fork uses nothing that its parent opened, and closes its copies."""
+    inherited = store.add(None)
+
+    def child():
+        assert store.add(None).process == os.getpid()
+        assert store.add(None) is store.add(None)
+        assert inherited.abandoned
+        assert not inherited.closed
+
+    in_child(child)
+    assert store.add(None) is inherited
+    assert not inherited.abandoned
+
+
+def test_fork_while_another_thread_opens(store):
+    """A lock that somebody holds at a fork holds nobody up in the child."""
+    thread = threading.Thread(target=store.add, args=[None])
+    with store._process().opening:
+        thread.start()
+        in_child(lambda: store.add(None))
+    thread.join()
+
+
+def test_closed(store):
+    """A closed store has closed what it had opened, and opens nothing any more."""
+    backend = store.add(None)
+    store.close()
+    store.close()
+    assert backend.closed
+    with pytest.raises(StoreClosed):
+        store.add(None)
+    with pytest.raises(StoreClosed):
+        store.ping()
+
+
+def test_one_ping_at_a_time(store):
+    """However many ask whether a store is ready, and however slow it is, one ping runs.
+
+    Those who wait share the answer of a ping that began after they came.
+    """
+    backend = store.add(None)
+    held = threading.Event()
+    backend.before_ping = held.wait
+    threads = [threading.Thread(target=store.ping) for _ in range(8)]
+    threads[0].start()
+    wait_until(lambda: backend.now)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.05)  # the others come to wait, which nothing shows
+    held.set()
+    for thread in threads:
+        thread.join()
+    assert backend.most == 1
+    assert backend.pings == 2
+
+
+@pytest.mark.parametrize('error', [StoreUnavailable('full'), KeyboardInterrupt()])
+def test_failed_ping(store, error):
+    """Whoever shares a ping that failed fails, and the next ping tries again."""
+    backend = store.add(None)
+    held = threading.Event()
+    raised = []
+
+    def fail():
+        held.wait()
+        raise error
+
+    def ask():
+        try:
             store.ping()
-            time.sleep(0.002 * place)  # so that they do not all come together
+        except BaseException as ex:
+            raised.append(ex)
 
-    in_threads(*(lambda place=place: ask(place) for place in range(8)))
-    assert store.probe.most == 1
-    assert 5 <= store.probe.asked < 5 * 8
+    backend.before_ping = held.wait
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads[0].start()
+    wait_until(lambda: backend.now)
+    backend.before_ping = fail
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.05)  # the others come to wait, which nothing shows
+    held.set()
+    for thread in threads:
+        thread.join()
+    assert backend.pings == 2
+    assert len(raised) == 2
+    assert raised[0] is error
+    assert isinstance(raised[1], StoreUnavailable)
+    backend.before_ping = lambda: None
+    store.ping()
+
+
+def test_observers(store):
+    """Every observer of a store is told of each sync."""
+    seen = []
+    store.observe_syncs(lambda *sync: seen.append(('one', *sync)))
+    store.observe_syncs(lambda *sync: seen.append(('two', *sync)))
+    store._report_sync(3, 0.5)
+    assert seen == [('one', 3, 0.5), ('two', 3, 0.5)]

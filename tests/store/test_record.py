@@ -9,10 +9,10 @@ from store_contract import TEXTS
 from store_contract import plane
 
 from store import Plant
-from store.record import DamagedRecord
-from store.record import decode
-from store.record import encode
-from store.record import scan_ids
+from store.jsonl.record import DamagedRecord
+from store.jsonl.record import decode
+from store.jsonl.record import encode
+from store.jsonl.record import scan_ids
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 PLANTS = st.builds(Plant, INT64 | st.sampled_from(IDS), TEXTS, st.none() | TEXTS)

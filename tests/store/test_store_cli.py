@@ -18,11 +18,11 @@ from store import IdTaken
 from store import Plant
 from store import StoreUnavailable
 from store import open_store
-from store import record
 from store.__main__ import main
-from store.repair import _find_damage
-from store.repair import find_damage
-from store.repair import repair
+from store.jsonl import record
+from store.jsonl.repair import _find_damage
+from store.jsonl.repair import find_damage
+from store.jsonl.repair import repair
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

@@ -39,9 +39,9 @@ from store_contract import plane
 from store import Plant
 from store import StoreUnavailable
 from store import open_store
-from store import record
 from store.__main__ import main
 from store.jsonl import JSONLinesStore
+from store.jsonl import record
 
 KINDS = ['memory', 'jsonl', 'postgresql']
 DURABLE = KINDS[1:]

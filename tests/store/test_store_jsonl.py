@@ -25,7 +25,7 @@ from store import jsonl
 from store import open_store
 from store.group_commit import Entry
 from store.jsonl import JSONLinesStore
-from store.record import encode
+from store.jsonl.record import encode
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -256,7 +256,7 @@ class TestFile:
         """Whoever observes a store is told of each sync of its adds."""
         seen = []
         with JSONLinesStore(path) as store:
-            store.observe = lambda plants, seconds: seen.append((plants, seconds > 0))
+            store.observe_syncs(lambda *sync: seen.append((sync[0], sync[1] > 0)))
             store.add(Plant(1, 'Fern'))
             store.add(Plant(1, 'Fern'))
             with pytest.raises(IdTaken):
@@ -744,7 +744,7 @@ class TestThreadsAndForks:
             store.add(Plant(id, 'Moss'))
 
         def release():
-            wait_until(lambda: len(store._in_use._commit._waiting) == 8)
+            wait_until(lambda: len(store._backend()._commit._waiting) == 8)
             go.set()
 
         system = RecordingSystem(fdatasync=sync)

@@ -1,13 +1,18 @@
 """Reading a plant file that may be damaged, and telling a torn tail from damage.
 
-A crash can leave two things behind. A *torn tail* is everything from the first line
-that is not a record to the end of the file, when no record follows. It was never
-acknowledged: a sync covers the whole file, so what was written after bytes that a
-crash has lost was not synced either. It is cut off, and kept in a side file.
+A crash can leave two things behind, both of them above the end that the latest sync
+covered. A sync covers the whole file, so whatever was written after bytes that a crash
+has lost was not synced either, and never acknowledged:
 
-Anything else that is not a record has records after it, and some of those may have
-been acknowledged. No program can know what happened there, so nothing is touched until
-somebody asks for it (``repair``).
+* a *torn tail*: everything from the first line that is not a record to the end of the
+  file, when no record follows;
+* a *lost block*: zeros up to the end of a block of the disk, where a later block of the
+  same unsynced batch did reach the disk, so that records follow.
+
+Both are cut off, and kept in a side file.
+
+Anything else that is not a record was acknowledged, or may have been. No program can
+know what happened there, so nothing is touched until somebody asks for it (``repair``).
 """
 
 from __future__ import annotations
@@ -19,18 +24,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from typing import BinaryIO
 from typing import NamedTuple
 from typing import NoReturn
 
-from store import record
 from store.base import Plant
 from store.errors import StoreCorrupt
 from store.errors import StoreUnavailable
+from store.jsonl import record
+from store.jsonl.index import index_path
+from store.jsonl.index import new_file
+from store.jsonl.index import read_synced
+from store.jsonl.index import sync_directory
+from store.jsonl.lock import LOCK_WITHIN
+from store.jsonl.lock import wait_for_flock
 
 log = logging.getLogger(__name__)
 
-CHUNK = 4 * 1024 * 1024  # bytes read at a time
+CHUNK = 1024 * 1024  # bytes read at a time
+BLOCK = 512  # bytes; the smallest that a disk loses
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 
 
@@ -51,7 +62,7 @@ class Line(NamedTuple):
 
 
 class TornTail(Exception):
-    """No record follows an offset; what does was never acknowledged."""
+    """What follows an offset was never acknowledged."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(reason)
@@ -59,9 +70,9 @@ class TornTail(Exception):
         self.reason = reason
 
 
-def read_lines(file: BinaryIO, start: int, end: int) -> Iterator[Line]:
+def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
-    for base, chunk in _chunks(file, start, end):
+    for base, chunk in _chunks(fd, start, end):
         at = 0
         while at < len(chunk):
             stop = chunk.find(b'\n', at) + 1 or len(chunk)
@@ -78,28 +89,41 @@ def read_plants(path: Path) -> Iterator[Plant]:
 
     Raises:
         StoreUnavailable: The file cannot be read.
-        StoreCorrupt: A line is damaged, and records follow it.
+        StoreCorrupt: A line is damaged, and it is not a torn tail.
     """
     try:
         with path.open('rb') as file:
-            yield from _read_plants(path, file, 0)
+            fd = file.fileno()
+            synced = read_synced(index_path(path), os.fstat(fd))
+            yield from _read_plants(path, fd, 0, synced)
     except TornTail as ex:
         log.warning('%s: a torn tail at byte %d is left out', path, ex.offset)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def _read_plants(path: Path, file: BinaryIO, start: int) -> Iterator[Plant]:
-    end = whole_size(file)
-    for line in read_lines(file, start, end):
+def _read_plants(path: Path, fd: int, start: int, synced: int) -> Iterator[Plant]:
+    end = whole_size(path, fd)
+    for line in read_lines(fd, start, end):
         if line.plant is None:
-            damage = _damage(path, file, line.offset, whole_size(file))
+            damage = _damage(path, fd, line.offset, whole_size(path, fd), synced)
             if damage is not None and damage.offset == line.offset:
                 raise damage
-            # Whoever uses the file has cut a torn tail off meanwhile, and goes on.
-            yield from _read_plants(path, file, line.offset)
+            # A process that uses the file has cut a torn tail off, and goes on.
+            yield from _read_plants(path, fd, line.offset, synced)
             return
         yield line.plant
+
+
+def read_line(fd: int, offset: int) -> bytes:
+    """Return the line that begins at an offset, or less at the end of the file."""
+    line = b''
+    while not line.endswith(b'\n'):
+        piece = os.pread(fd, 512 + 15 * len(line), offset + len(line))
+        line += piece[: piece.find(b'\n') + 1] or piece
+        if not piece:
+            break
+    return line
 
 
 def expected_records(fd: int) -> int:
@@ -109,30 +133,31 @@ def expected_records(fd: int) -> int:
 
 
 def scan_ids(
-    path: Path, file: BinaryIO, start: int, end: int
+    path: Path, fd: int, start: int, end: int, synced: int
 ) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record; progress goes to the log.
 
     Args:
         path: For messages.
-        file: The plant file.
+        fd: Of the plant file.
         start: Where a record begins, in bytes.
         end: Where to stop, in bytes.
+        synced: An end that is known to have been synced.
 
     Raises:
         TornTail: There is one, at the end.
-        StoreCorrupt: A line is damaged, and records follow it.
+        StoreCorrupt: A line is damaged, and it is not a torn tail.
     """
     began = reported = time.monotonic()
-    for base, chunk in _chunks(file, start, end):
+    for base, chunk in _chunks(fd, start, end):
         size = chunk.rfind(b'\n') + 1
         try:
             for id, at in record.scan_ids(chunk[:size]):
                 yield id, base + at
         except record.DamagedRecord:
-            _raise_damage(path, file, base, end)
+            _raise_damage(path, fd, base, end, synced)
         if size < len(chunk):
-            _raise_damage(path, file, base + size, end)
+            _raise_damage(path, fd, base + size, end, synced)
         now = time.monotonic()
         if now - reported > PROGRESS_EVERY:
             reported = now
@@ -162,36 +187,50 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
     Raises:
         OSError: Something failed; if the cut was not made, nothing is lost.
     """
-    end = os.fstat(fd).st_size
+    status = os.fstat(fd)
+    end = status.st_size
     side = side_file(path, 'torn')
-    kept = system.open(side, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    kept = new_file(side, status, system)
     try:
         position = offset
         while position < end and (data := os.pread(fd, CHUNK, position)):
-            position += os.write(kept, data)
+            position += system.pwrite(kept, data, position - offset)
         system.fsync(kept)
         sync_directory(path, system)
         # The point of no return: the bytes exist twice, durably; now once. A crash may
         # bring them back, to be cut again, until the next sync of the file.
         system.ftruncate(fd, offset)
     except BaseException:
-        side.unlink()
+        # An interrupt may come after the cut: then this is the only copy.
+        if os.fstat(fd).st_size == end:
+            system.unlink(side)
         raise
     finally:
         os.close(kept)
     return side
 
 
-def whole_size(file: BinaryIO) -> int:
+def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends, not in the middle of one.
 
     It takes the lock for a moment; the caller must not have it.
     """
-    fcntl.flock(file, fcntl.LOCK_SH)
+    lock_for(path, fd, fcntl.LOCK_SH)
     try:
-        return os.fstat(file.fileno()).st_size
+        return os.fstat(fd).st_size
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def lock_for(path: Path, fd: int, operation: int) -> None:
+    """Take the lock of a plant file for a command.
+
+    Raises:
+        StoreUnavailable: It was not free in time.
+    """
+    if not wait_for_flock(fd, operation, time.monotonic() + LOCK_WITHIN):
+        reason = 'somebody else holds the lock of the file'
+        raise StoreUnavailable(reason, store=str(path))
 
 
 def side_file(path: Path, kind: str) -> Path:
@@ -202,64 +241,63 @@ def side_file(path: Path, kind: str) -> Path:
     return side
 
 
-def sync_directory(path: Path, system: Any = os) -> None:
-    """Make a new name durable: a file's own sync does not cover it."""
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        system.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def line_number(file: BinaryIO, offset: int) -> int:
+def line_number(fd: int, offset: int) -> int:
     """Return the number, counted from 1, of the line that begins at an offset."""
-    return 1 + count_lines(file, 0, offset)
+    return 1 + count_lines(fd, 0, offset)
 
 
-def count_lines(file: BinaryIO, start: int, end: int) -> int:
+def count_lines(fd: int, start: int, end: int) -> int:
     """Return how many lines end between two offsets."""
-    return sum(chunk.count(b'\n') for _, chunk in _chunks(file, start, end))
+    return sum(chunk.count(b'\n') for _, chunk in _chunks(fd, start, end))
 
 
-def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
     """Yield a file in pieces of whole lines, each with its offset.
 
     Only the last piece may end without a line feed.
     """
     offset = start
-    carried = b''
-    file.seek(start)
-    while start < end and (data := file.read(min(CHUNK, end - start))):
+    pieces: list[bytes] = []  # of a line; joined once, however long it is
+    while start < end and (data := os.pread(fd, min(CHUNK, end - start), start)):
         start += len(data)
-        whole, feed, rest = data.rpartition(b'\n')
-        if feed:
-            piece = carried + whole + feed
-            yield offset, piece
-            # The consumer may have moved the file's position, to look elsewhere.
-            file.seek(start)
-            offset += len(piece)
-            carried = rest
-        else:
-            carried += rest
-    if carried:
-        yield offset, carried
+        cut = data.rfind(b'\n') + 1
+        if cut:
+            whole = b''.join((*pieces, data[:cut]))
+            pieces.clear()
+            yield offset, whole
+            offset += len(whole)
+        pieces.append(data[cut:])
+    if any(pieces):
+        yield offset, b''.join(pieces)
 
 
 def _damage(
-    path: Path, file: BinaryIO, start: int, end: int
+    path: Path, fd: int, start: int, end: int, synced: int
 ) -> StoreCorrupt | TornTail | None:
     """Return what the damage is that lies at or after an offset, if there still is."""
-    lines = read_lines(file, start, end)
+    lines = read_lines(fd, start, end)
     damaged = next((line for line in lines if line.plant is None), None)
     if damaged is None:
         return None
-    if any(line.plant is not None for line in lines):
-        number = line_number(file, damaged.offset)
-        return StoreCorrupt(str(path), number, damaged.offset, damaged.reason)
-    return TornTail(damaged.offset, damaged.reason)
+    reason = damaged.reason
+    if damaged.offset < synced:
+        reason = f'{reason}, and it was acknowledged'
+    elif _is_lost_block(damaged) or all(line.plant is None for line in lines):
+        return TornTail(damaged.offset, reason)
+    number = line_number(fd, damaged.offset)
+    return StoreCorrupt(str(path), number, damaged.offset, reason)
 
 
-def _raise_damage(path: Path, file: BinaryIO, start: int, end: int) -> NoReturn:
+def _is_lost_block(line: Line) -> bool:
+    """Whether a line has zeros up to the end of a block."""
+    zeros = line.text.find(b'\0')
+    if zeros < 0:
+        return False
+    rest = line.text[zeros:].lstrip(b'\0')
+    return (line.offset + len(line.text) - len(rest)) % BLOCK == 0
+
+
+def _raise_damage(path: Path, fd: int, start: int, end: int, synced: int) -> NoReturn:
     # Under the lock only somebody who does not know of it can have changed it back.
     changed = StoreUnavailable('somebody else changes the file', store=str(path))
-    raise _damage(path, file, start, end) or changed
+    raise _damage(path, fd, start, end, synced) or changed

@@ -5,19 +5,23 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from collections.abc import Iterable
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 from typing import NamedTuple
 
-from store import index as id_index
-from store import record
 from store.errors import StoreUnavailable
-from store.recovery import count_lines
-from store.recovery import read_lines
-from store.recovery import side_file
-from store.recovery import sync_directory
-from store.recovery import whole_size
+from store.jsonl import record
+from store.jsonl.index import Draft
+from store.jsonl.index import new_file
+from store.jsonl.index import sync_directory
+from store.jsonl.recovery import count_lines
+from store.jsonl.recovery import lock_for
+from store.jsonl.recovery import read_line
+from store.jsonl.recovery import read_lines
+from store.jsonl.recovery import side_file
+from store.jsonl.recovery import whole_size
 
 
 class Damage(NamedTuple):
@@ -44,16 +48,20 @@ def find_damage(path: Path) -> list[Damage]:
     """
     try:
         with path.open('rb') as file:
-            return _find_damage(file, whole_size(file))
+            return _find_damage(file.fileno(), whole_size(path, file.fileno()))
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def repair(path: Path) -> tuple[Path | None, list[Damage]]:
+def repair(path: Path, system: Any = os) -> tuple[Path | None, list[Damage]]:
     """Move every damaged line of a plant file to a side file; nothing is lost.
 
     The file is replaced in one step. A server that has it open refuses plants from
     then on, until it is reloaded.
+
+    Args:
+        path: Of the plant file.
+        system: The system calls.
 
     Returns:
         The side file, if there was damage, and the damaged lines.
@@ -65,43 +73,44 @@ def repair(path: Path) -> tuple[Path | None, list[Damage]]:
     path = path.resolve()  # a link stays a link
     try:
         with path.open('r+b') as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            status = os.fstat(file.fileno())
+            fd = file.fileno()
+            lock_for(path, fd, fcntl.LOCK_EX)
+            status = os.fstat(fd)
             if not os.path.samestat(status, path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-            damaged = _find_damage(file, status.st_size)
+            damaged = _find_damage(fd, status.st_size)
             if not damaged:
                 return None, []
             side = side_file(path, 'damaged')
-            _write_file(side, status, (damage.text for damage in damaged))
+            _write_file(side, status, (damage.text for damage in damaged), system)
             offsets = {damage.offset for damage in damaged}
             repaired = side_file(path, 'repaired')
-            end = status.st_size
             sound = (
                 line.text
-                for line in read_lines(file, 0, end)
+                for line in read_lines(fd, 0, status.st_size)
                 if line.offset not in offsets
             )
             try:
-                _write_file(repaired, status, sound)
+                _write_file(repaired, status, sound, system)
                 # The point of no return: both files are durable, and so is every line.
-                repaired.replace(path)
+                system.replace(repaired, path)
             except BaseException:
                 if os.path.samestat(status, path.stat()):
-                    side.unlink()  # nothing was moved
+                    system.unlink(side)  # nothing was moved
                     repaired.unlink(missing_ok=True)
                 raise
-            sync_directory(path)
+            sync_directory(path, system)
             return side, damaged
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
+def _find_damage(fd: int, end: int) -> list[Damage]:
     damaged = []
+    repeated = []
 
     def sound() -> Iterator[tuple[int, int]]:
-        for number, line in enumerate(read_lines(file, 0, end), 1):
+        for number, line in enumerate(read_lines(fd, 0, end), 1):
             if line.plant is None:
                 damaged.append(Damage(number, line.offset, line.text, line.reason))
             else:
@@ -109,41 +118,34 @@ def _find_damage(file: BinaryIO, end: int) -> list[Damage]:
 
     # An index on disk finds ids that come twice without holding all ids in memory.
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / 'index'
-        identity = id_index.Identity(0, 0, bytes(16))
-        repeated = id_index.build(path, identity, sound())
-        with path.open('r+b') as index_file:
-            index = id_index.Index(index_file.fileno())
-            number, counted = 1, 0
-            for offset, id in sorted((offset, id) for id, offset in repeated):
-                first = _read_line(file, index.get(id) or 0)
-                again = _read_line(file, offset)
-                if record.decode(first) != record.decode(again):
-                    number += count_lines(file, counted, offset)
-                    counted = offset
-                    reason = f'its id is that of a different plant, {id}'
-                    damaged.append(Damage(number, offset, again, reason))
-            index.close()
+        draft = Draft(Path(directory) / 'index', os.fstat(fd))
+        try:
+            draft.extend(sound(), lambda *offsets: repeated.append(offsets))
+        finally:
+            draft.discard()
+    number, counted = 1, 0
+    for again, first in sorted((again, first) for first, again in repeated):
+        plant, line = record.decode(read_line(fd, first)), read_line(fd, again)
+        if record.decode(line) != plant:
+            number += count_lines(fd, counted, again)
+            counted = again
+            reason = f'its id is that of a different plant, {plant.id}'
+            damaged.append(Damage(number, again, line, reason))
     return sorted(damaged)
 
 
-def _read_line(file: BinaryIO, offset: int) -> bytes:
-    file.seek(offset)
-    return file.readline()
-
-
-def _write_file(path: Path, like: os.stat_result, lines: Iterator[bytes]) -> None:
+def _write_file(
+    path: Path, like: os.stat_result, lines: Iterable[bytes], system: Any
+) -> None:
     """Make a durable file, with the mode and the owner of another."""
-    with open(
-        path, 'xb', opener=lambda name, flags: os.open(name, flags, 0o600)
-    ) as new:
-        try:
-            os.chown(new.fileno(), like.st_uid, like.st_gid)
-            os.chmod(new.fileno(), like.st_mode & 0o7777)
+    fd = new_file(path, like, system)
+    try:
+        with open(fd, 'wb', closefd=False) as new:
             new.writelines(lines)
-            new.flush()
-            os.fsync(new.fileno())
-            sync_directory(path)
-        except BaseException:
-            path.unlink()
-            raise
+        system.fsync(fd)
+        sync_directory(path, system)
+    except BaseException:
+        system.unlink(path)
+        raise
+    finally:
+        os.close(fd)

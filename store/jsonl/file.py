@@ -1,0 +1,596 @@
+"""The life of a plant file: it is opened, written, synced, found changed, and closed.
+
+``record.py`` says what a line is, ``index.py`` how an id is found, ``recovery.py`` what
+a crash leaves, and ``store/group_commit.py`` how plants that wait together share one
+write and one sync. Three facts carry the store:
+
+* The *lock* is an ``flock`` on the plant file itself. The kernel gives it back when its
+  owner dies. Whoever holds it may write the file and the index, nobody else does. It
+  belongs to an inode, so whoever gets it first looks whether that is the file still.
+* The *end* is the size of the file up to which this process knows its ids. Under the
+  lock, what follows the end was written by another process, and is read first.
+* A plant is *acknowledged* after a sync that began after it was written.
+
+**After a failed sync** the kernel may hold pages as clean that are not on the disk:
+reading shows them, and another sync skips them. So a store that sees a sync fail
+refuses until it is opened again, and whoever opens a file first writes again what is
+not known to have been synced, since a page that is written is dirty, and then a sync
+tells the truth about it. Other processes need not be told: the kernel reports a failed
+write-back once to each descriptor that was open then, at its next sync, and one that is
+opened later writes again first.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import contextmanager
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from store.base import Create
+from store.base import Plant
+from store.errors import IdTaken
+from store.errors import StoreClosed
+from store.errors import StoreCorrupt
+from store.errors import StoreError
+from store.errors import StoreUnavailable
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT
+from store.group_commit import Entry
+from store.group_commit import GroupCommit
+from store.group_commit import outcomes
+from store.jsonl import record
+from store.jsonl.index import Index
+from store.jsonl.index import IndexDamaged
+from store.jsonl.index import draft_from
+from store.jsonl.index import index_path
+from store.jsonl.index import sync_directory
+from store.jsonl.index import tail_of
+from store.jsonl.lock import FileLock
+from store.jsonl.recovery import CHUNK
+from store.jsonl.recovery import TornTail
+from store.jsonl.recovery import cut_tail
+from store.jsonl.recovery import expected_records
+from store.jsonl.recovery import line_number
+from store.jsonl.recovery import read_line
+from store.jsonl.recovery import read_plants
+from store.jsonl.recovery import scan_ids
+from store.lazy import LazyStore
+from store.scheduler import THREADS
+from store.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+Batch = Sequence[Entry[tuple[Plant, bytes]]]
+
+CLOSE_WITHIN = 2.0  # seconds that closing waits for whoever has the lock
+# Seconds between two attempts to merge; another process may be at it.
+MERGE_EVERY = 0.2
+# Bytes of other processes that the thread of a server reads itself.
+LITTLE = 64 * 1024
+# Bytes that are entered one by one; more is a case for opening the index again.
+MUCH = 4 * 1024 * 1024
+
+
+class JSONLinesStore(LazyStore['PlantFile']):
+    """Keep plants in a file of JSON lines; durable when the disk says so.
+
+    An add returns after ``fdatasync``. A new file has mode 0600. A line that somebody
+    has written twice is accepted, and yielded twice.
+
+    Args:
+        path: Of the plant file. The index is beside it, with ``.index`` added.
+        create: Whether a file that is missing is made: ``always``, ``never``, or
+            ``first``, only if its index is missing too. A new file forgets every id.
+        scheduler: How the callers wait.
+        system: The system calls, so that tests can make them fail; the ``os`` module.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        create: Create = 'first',
+        scheduler: Scheduler = THREADS,
+        system: Any = os,
+    ) -> None:
+        super().__init__(scheduler=scheduler)
+        # Resolved, so that a file has one index whatever name it is called by.
+        # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
+        self.path = Path(os.path.realpath(path))
+        self._create = create
+        self._system = system
+        self._pinned: tuple[int, int] | None = None
+
+    def add(self, plant: Plant) -> bool:
+        return self._backend().add(plant)
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        return self._backend().add_many(plants)
+
+    def __iter__(self) -> Iterator[Plant]:
+        self._check_open()
+        return read_plants(self.path)
+
+    def size_hint(self) -> int:
+        self._check_open()
+        with suppress(OSError), self.path.open('rb') as file:
+            return expected_records(file.fileno())
+        return 0
+
+    def check_opening(self) -> None:
+        """Return if the file could be opened or made; its lines are not read."""
+        self._check_open()
+        with _unavailable(self.path):
+            if self.path.exists():
+                os.close(self._system.open(self.path, os.O_RDWR | os.O_CLOEXEC))
+            # Where the index is, or will be.
+            if not os.access(self.path.parent, os.W_OK | os.X_OK):
+                reason = 'its directory does not exist, or cannot be written to'
+                raise StoreUnavailable(reason, store=str(self.path))
+
+    def pin(self) -> None:
+        self._check_open()
+        with _unavailable(self.path):
+            status = self.path.stat()
+        self._pinned = status.st_dev, status.st_ino
+
+    def _open_backend(self) -> PlantFile:
+        return PlantFile(
+            self.path,
+            'never' if self._pinned else self._create,
+            pinned=self._pinned,
+            scheduler=self._scheduler,
+            observe=self._report_sync,
+            system=self._system,
+        )
+
+
+class PlantFile:
+    """A plant file that is open in this process.
+
+    Args:
+        path: Of the plant file.
+        create: As for the store.
+        pinned: Device and inode that it must have, or ``None``.
+        scheduler: How the callers wait.
+        observe: Called after each sync.
+        system: The system calls.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        create: Create,
+        *,
+        pinned: tuple[int, int] | None,
+        scheduler: Scheduler,
+        observe: Callable[[int, float], None],
+        system: Any,
+    ) -> None:
+        self._path = path
+        self._system = system
+        self._call = scheduler.call
+        self._closing = False
+        self._failed_sync: OSError | None = None
+        self._failed_write = 0  # the length of the latest write, if it failed
+        self._merging: threading.Thread | None = None
+        self._merge_at = 0.0
+        self._commit = GroupCommit(
+            self._append, self._sync, scheduler=scheduler, observe=observe
+        )
+        with _unavailable(path), ExitStack() as opened:
+            self._fd = self._open(create)
+            opened.callback(os.close, self._fd)
+            status = os.fstat(self._fd)
+            self._identity = status.st_dev, status.st_ino
+            if pinned not in (None, self._identity):
+                raise self._replaced()
+            self._lock = FileLock(self._fd, path)
+            # NOTE: the kernel reports a failed write-back once to each open file, at
+            # its next sync. Syncs that overlap on one descriptor would share that one
+            # report: the first would fail, and the second lie. So each has its own,
+            # opened now, since an open forgets what was reported before it.
+            self._sync_fds = SimpleQueue[int]()
+            for _ in range(SLOW_SYNCS_IN_FLIGHT):
+                fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                if not os.path.sameopenfile(fd, self._fd):
+                    raise self._replaced()
+                self._sync_fds.put(fd)
+            with self._lock.held():
+                self._check_file()
+                self._index = self._open_index()
+            opened.callback(lambda: self._index.close())
+            self._opened = opened.pop_all()
+
+    def add(self, plant: Plant) -> bool:
+        line = record.encode(plant)
+        return self._commit.submit((plant, line), len(line))
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
+        if written := self._append(batch):
+            self._sync(written)
+        return outcomes(batch)
+
+    def ping(self) -> None:
+        with _unavailable(self._path), self._lock.held():
+            end = self._catch_up(_directly)
+            if not os.fstatvfs(self._fd).f_bavail:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._failed_write:
+                # Nothing tells why a write would fail (a quota, a limit, the disk) but
+                # a write. Zeros without a line feed are a torn tail.
+                self._write(bytes(self._failed_write), end)
+                self._system.ftruncate(self._fd, end)
+                self._index.seal()
+
+    def close(self) -> None:
+        # On time-out the lock holder is stuck, another process or a thread that was
+        # interrupted for good. Leave the files open: the end of the process closes
+        # them.
+        with suppress(StoreUnavailable):
+            with self._lock.held(CLOSE_WITHIN):
+                self._closing = True  # no append begins after this
+            if self._merging is not None:
+                self._merging.join()
+            # A thread that syncs has one of these: with all in hand nobody does.
+            for _ in range(SLOW_SYNCS_IN_FLIGHT):
+                self._sync_fds.get()
+            self._sync_fds.put(-1)
+            with self._lock.held(CLOSE_WITHIN):
+                opened = self._opened.pop_all()
+            opened.close()
+
+    def abandon(self) -> None:
+        self._opened.close()
+
+    def _open(self, create: Create) -> int:
+        """Open the file; make it, durably, if it may be made."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        index = index_path(self._path)
+        if create == 'always' or (create == 'first' and not index.exists()):
+            flags |= os.O_CREAT
+        try:
+            fd: int = self._system.open(self._path, flags, 0o600)
+        except FileNotFoundError as ex:
+            if flags & os.O_CREAT:
+                raise self._unavailable('its directory does not exist') from ex
+            remedy = (
+                'reload the server' if create == 'never' else f'remove {index.name}'
+            )
+            raise self._unavailable(
+                f'the file is gone: put it back, or {remedy} to start with an empty one'
+            ) from ex
+        try:
+            # Also if it was there: whoever made it may have died before this.
+            if not os.fstat(fd).st_size:
+                sync_directory(self._path, self._system)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    # The life of a plant: buffered, written, durable, acknowledged.
+
+    def _append(self, batch: Batch) -> tuple[Index, int] | None:
+        """Write the new plants of a batch.
+
+        Returns:
+            The index and the end of the file that are to be synced, if any plant needs
+            a sync.
+        """
+        with _unavailable(self._path), self._lock.held(call=self._call):
+            end = self._catch_up(self._call)
+            try:
+                return self._append_locked(batch, end)
+            except IndexDamaged as ex:
+                end = self._reopen(self._call, ex)
+                return self._append_locked(batch, end)
+
+    def _append_locked(self, batch: Batch, end: int) -> tuple[Index, int] | None:
+        # Buffered. A repeat is an acknowledgement too: its first write, perhaps by
+        # another process, may not be synced yet, so it waits for a sync like the rest.
+        stored = self._find({entry.item[0].id for entry in batch}, end)
+        offsets: dict[int, int] = {}
+        lines: list[bytes] = []
+        position = end
+        needs_sync = False
+        for entry in batch:
+            plant, line = entry.item
+            entry.new = plant.id not in stored
+            first = stored.setdefault(plant.id, plant)
+            entry.error = None if first == plant else IdTaken(plant.id)
+            needs_sync |= entry.error is None
+            if entry.new:
+                offsets[plant.id] = position
+                lines.append(line)
+                position += len(line)
+        if lines:
+            self._write(b''.join(lines), end)
+            # Written. A process that dies from here on, before the index knows,
+            # leaves a file that is longer than the index says: _catch_up.
+            self._index.enter(offsets, position)
+            if self._index.wants_merge():
+                self._start_merge()
+        return (self._index, position) if needs_sync else None
+
+    def _write(self, data: bytes, end: int) -> None:
+        written = 0
+        self._failed_write = len(data)
+        try:
+            while written < len(data):
+                count = self._system.pwrite(self._fd, data[written:], end + written)
+                if not count:
+                    raise OSError(errno.EIO, 'nothing could be written')
+                written += count
+        except BaseException:
+            # Back to the last good end. If that fails too, the file is longer than
+            # the index says, and whoever holds the lock next deals with it.
+            with suppress(OSError):
+                self._system.ftruncate(self._fd, end)
+                self._index.seal()
+            raise
+        self._failed_write = 0
+
+    def _sync(self, written: tuple[Index, int] | None) -> None:
+        assert written is not None
+        index, end = written
+        fd = self._sync_fds.get()
+        try:
+            if fd < 0:
+                raise StoreClosed
+            self._system.fdatasync(fd)
+            index.note_synced(end)
+        except OSError as ex:
+            self._latch(ex)
+            raise self._latched() from ex
+        finally:
+            self._sync_fds.put(fd)
+        # Durable, and acknowledged when the caller returns; unless another sync, which
+        # may have covered the same bytes, has failed meanwhile.
+        if self._failed_sync is not None:
+            raise self._latched()
+
+    def _latch(self, error: OSError) -> None:
+        """Take nothing any more: the kernel may have dropped what was not synced."""
+        self._failed_sync = error
+        log.critical(
+            '%s: a sync failed (%s): what it covered may be lost, and no plant is '
+            'taken until the store is opened again (reload the server)',
+            self._path,
+            error.strerror,
+        )
+
+    def _unavailable(self, reason: str) -> StoreUnavailable:
+        return StoreUnavailable(reason, store=str(self._path))
+
+    def _latched(self) -> StoreUnavailable:
+        return self._unavailable('a sync failed: the server must be reloaded')
+
+    def _replaced(self) -> StoreUnavailable:
+        return self._unavailable(
+            'the file was replaced by another: put the old one back, or reload the '
+            'server'
+        )
+
+    # What follows REQUIRES the lock.
+
+    def _check_file(self) -> os.stat_result:
+        """Return the status of the file, if it still is the one that was opened."""
+        if self._closing:
+            raise StoreClosed
+        if self._failed_sync is not None:
+            raise self._latched()
+        status = os.stat(self._path)
+        if (status.st_dev, status.st_ino) != self._identity:
+            raise self._replaced()
+        return status
+
+    def _catch_up(self, call: Callable[[Callable[[], int]], int]) -> int:
+        """Return the end of the file, with the index up to it.
+
+        Other processes may have written, or one may have died in the middle of a line:
+        that is dealt with here, before each append, not only when a store opens.
+
+        Args:
+            call: Called with a function that takes a while.
+        """
+        status = self._check_file()
+        try:
+            if not self._index.refresh(status):
+                raise self._unavailable(
+                    'somebody has cut the file short: the server must be reloaded'
+                )
+            more = status.st_size - self._index.end
+            if not more:
+                return status.st_size
+            if more <= LITTLE:
+                return self._enter_records()
+            if more <= MUCH:
+                return call(self._enter_records)
+        except IndexDamaged as ex:
+            return self._reopen(call, ex)
+        return self._reopen(call, None)
+
+    def _enter_records(self) -> int:
+        """Enter the records that follow the end; return the new end."""
+        index = self._index
+        index.enter_records(self._records(index.end, index), self._check_repeat)
+        end = os.fstat(self._fd).st_size
+        index.enter({}, end)
+        return end
+
+    def _reopen(
+        self, call: Callable[[Callable[[], int]], int], damage: IndexDamaged | None
+    ) -> int:
+        """Open the index again, since it is damaged, or has much to catch up."""
+        if damage is not None:
+            log.warning('%s: the index is not used any more: %s', self._path, damage)
+
+        def reopen() -> int:
+            old, self._index = self._index, self._open_index()
+            old.close()
+            return self._index.end
+
+        return call(reopen)
+
+    def _open_index(self) -> Index:
+        """Return the index, which knows all ids of the file; the file is synced."""
+        index = Index(index_path(self._path), self._fd, self._system)
+        try:
+            status = os.fstat(self._fd)
+            reason = index.load(status)
+            if reason and status.st_size:
+                log.info('%s: building the index: %s', self._path, reason)
+            records = self._records(index.end, index)
+            draft = index.build(records, self._check_repeat)
+            try:
+                self._write_again(index.synced)
+                index.install(draft, os.fstat(self._fd))
+            except BaseException:
+                if draft is not None:
+                    draft.discard()
+                raise
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def _write_again(self, start: int) -> None:
+        """Make the file durable, whatever became of earlier syncs.
+
+        What another process wrote may not be on the disk, and a repeat of it would be
+        acknowledged by this one. See the top of this file for why it is written again.
+        """
+        if start < os.fstat(self._fd).st_size:
+            while data := os.pread(self._fd, CHUNK, start):
+                start += self._system.pwrite(self._fd, data, start)
+        # NOTE: not fdatasync, for the mtime's sake: the index remembers it.
+        self._system.fsync(self._fd)
+
+    def _records(self, start: int, index: Index) -> Iterator[tuple[int, int]]:
+        """Yield the id and the offset of each record; cut a torn tail off."""
+        end = os.fstat(self._fd).st_size
+        try:
+            yield from scan_ids(self._path, self._fd, start, end, index.synced)
+        except TornTail as torn:
+            side = cut_tail(self._path, self._fd, torn.offset, self._system)
+            log.warning(
+                '%s: a torn tail of %d bytes at byte %d, which was never '
+                'acknowledged (%s), is cut off and kept in %s',
+                self._path,
+                end - torn.offset,
+                torn.offset,
+                torn.reason,
+                side.name,
+            )
+
+    def _check_repeat(self, first: int, again: int) -> None:
+        """Accept a plant that is in the file twice, but not two with one id."""
+        plant = self._read(first)
+        other = self._read(again)
+        if plant.id != other.id:
+            raise IndexDamaged('an entry is not of this file')
+        if plant != other:
+            raise StoreCorrupt(
+                str(self._path),
+                line_number(self._fd, again),
+                again,
+                f'its id is that of a different plant, {plant.id}',
+            )
+
+    def _find(self, ids: set[int], end: int) -> dict[int, Plant]:
+        """Return the plants that have these ids."""
+        found = {}
+        for id, offset in self._index.find(list(ids)).items():
+            try:
+                plant = self._read(offset)
+            except (StoreCorrupt, OSError) as ex:
+                raise IndexDamaged('an entry is not of this file') from ex
+            if plant.id != id or offset >= end:
+                # The index or the file: building it again tells.
+                raise IndexDamaged('an entry is not of this file')
+            found[id] = plant
+        return found
+
+    def _read(self, offset: int) -> Plant:
+        """Return the plant at an offset."""
+        try:
+            return record.decode(read_line(self._fd, offset))
+        except record.DamagedRecord as ex:
+            number = line_number(self._fd, offset)
+            raise StoreCorrupt(str(self._path), number, offset, str(ex)) from ex
+
+    # ---- merging: recent ids go to a generation of the index, in a thread of its own
+
+    def _start_merge(self) -> None:
+        now = time.monotonic()
+        if now < self._merge_at or (self._merging and self._merging.is_alive()):
+            return
+        self._merge_at = now + MERGE_EVERY
+        self._merging = threading.Thread(target=self._merge, daemon=True)
+        self._merging.start()
+
+    def _merge(self) -> None:
+        """Merge the recent ids; what fails is tried again after the next append."""
+        try:
+            with self._lock.held():
+                status = self._check_file()
+                self._index.refresh(status)
+                index, end = self._index, self._index.end
+                stamps = index.begin_merge()
+            if stamps is None:
+                return  # another process is at it
+            try:
+                self._sync((index, end))
+                base = index_path(self._path)
+                draft, start = draft_from(base, status, stamps, self._system)
+                try:
+                    draft.extend(self._merged(start, end), self._check_repeat)
+                    stamp = draft.finish(end, tail_of(self._fd, end))
+                    with self._lock.held():
+                        self._index.refresh(self._check_file())
+                        if self._index is not index:
+                            raise IndexDamaged('it was built again meanwhile')
+                        index.end_merge(draft, stamp)
+                except BaseException:
+                    draft.discard()
+                    raise
+                draft.release()
+            finally:
+                index.unlock_merge()
+        except (StoreError, OSError, IndexDamaged) as ex:
+            log.info('%s: the index is not merged now: %s', self._path, ex)
+
+    def _merged(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        for entry in scan_ids(self._path, self._fd, start, end, end):
+            if self._closing:
+                raise StoreClosed
+            yield entry
+
+
+def _directly(function: Callable[[], int]) -> int:
+    return function()
+
+
+@contextmanager
+def _unavailable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as ex:
+        raise StoreUnavailable('the file is gone', store=str(path)) from ex
+    except OSError as ex:
+        raise StoreUnavailable.refused(ex, path) from ex
+    except IndexDamaged as ex:  # twice in a row
+        raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex

@@ -1,0 +1,685 @@
+"""The index of a plant file: from an id to the offset of its line.
+
+So that a start costs the same with ten plants and ten million, and no worker holds a
+copy, the ids are on disk, in SQLite files beside the plant file. They are disposable:
+only the plant file is truth. There are three parts:
+
+* ``recent``, a dictionary in each process: the latest ids, at most some 20,000. Each
+  process reads them from the end of the plant file, which is quick, so that an add
+  writes nothing to SQLite.
+* *Generations*, ``plants.jsonl.index-<random>``: SQLite files with all ids up to an
+  offset of the plant file, the generation's *end*. **A generation is never changed once
+  it is in use.** When there are many recent ids, a background thread brings the
+  generation before the current one (the *spare*) up to date and makes it the current
+  one; each is written in turn.
+* The *manifest*, ``plants.jsonl.index``, names the generations. It has three sectors of
+  512 bytes, each of them a line with a CRC-32, written in place::
+
+      0     the plant file (device, inode), the current generation, the spare
+      512   size and mtime of the plant file after its latest append
+      1024  an end of the plant file that is known to have been synced
+
+**A wrong answer must be impossible, whatever happens to these files.** A hit is
+verified: its user reads the line and compares the id. A miss is what lets a second
+plant in, so a miss must be certain too:
+
+* A generation is believed only if its inode, size and ctime are those of when it was
+  finished, and this is looked at *after* each lookup. So nobody can have changed a byte
+  of it, and old pages, put back in any mixture, are not believed either.
+* A generation is synced before the manifest names it, and what it knows of the plant
+  file was synced before that. A crash leaves the one before or this one.
+* If the plant file has the size of its latest append but another mtime, it was edited
+  in place. Bytes before the end of a generation are compared, too.
+
+NOTE: not the WAL mode of SQLite. Its ``-shm`` file is a memory map: emptied, it ends
+every process that looks at it (SIGBUS). Pages in the WAL are read without a look at
+their checksums, and pages of the main file have none, so that old pages give a sound
+looking miss. Here no file is mapped, and none changes while it is read.
+
+Every method REQUIRES the lock of the plant file, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import closing
+from contextlib import contextmanager
+from contextlib import suppress
+from itertools import chain
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from typing import NamedTuple
+from urllib.parse import quote
+
+from store.jsonl.lock import try_flock
+
+MERGE_AT = 16_384  # recent ids
+MERGE_BYTES = 32 * 1024 * 1024  # of the plant file that are not in a generation
+FLUSH_AT = 250_000  # ids of a catch-up that are held in memory
+SLICE = 500  # ids that are inserted in a row
+LOOKUP = 256  # ids of a SELECT
+# Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
+# change within the same tick does not show in the ctime.
+TICK = 0.02
+
+SECTOR = 512
+TAIL = 256  # bytes before the end of a generation that are compared
+
+_SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)'
+
+# NOTE: one SELECT of both would read the whole table.
+_RANGE = 'SELECT (SELECT min(id) FROM plants), (SELECT max(id) FROM plants)'
+
+Repeat = Callable[[int, int], None]
+
+
+class IndexDamaged(Exception):
+    """The index cannot be believed and must be built again."""
+
+
+class Stamp(NamedTuple):
+    """A generation, as the manifest names it.
+
+    Attributes:
+        name: The random part of its name.
+        end: Of the plant file, up to which it knows the ids.
+        tail: The CRC-32 of the bytes before the end.
+        inode, size, ctime: Of the finished file.
+    """
+
+    name: str
+    end: int
+    tail: int
+    inode: int
+    size: int
+    ctime: int
+
+
+def tail_of(fd: int, end: int) -> int:
+    """Return the CRC-32 of the bytes of a file before an offset."""
+    start = max(0, end - TAIL)
+    return zlib.crc32(os.pread(fd, end - start, start))
+
+
+class Generation:
+    """A finished SQLite file, which never changes.
+
+    Raises:
+        IndexDamaged: It is not the file that was finished.
+    """
+
+    def __init__(self, base: Path, stamp: Stamp) -> None:
+        self.stamp = stamp
+        path = generation_path(base, stamp.name)
+        with ExitStack() as opened:
+            try:
+                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                opened.callback(os.close, self.fd)
+                # NOTE: immutable: no locks, and no look at a journal; there is none.
+                self._connection = sqlite3.connect(
+                    f'file:{quote(os.fsencode(path))}?mode=ro&immutable=1',
+                    uri=True,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+                opened.callback(self._connection.close)
+                self._connection.execute('PRAGMA mmap_size = 0')
+                self._least, self._greatest = self._connection.execute(
+                    _RANGE
+                ).fetchone()
+            except FileNotFoundError as ex:
+                raise IndexDamaged('a file of it is gone') from ex
+            except sqlite3.Error as ex:
+                raise IndexDamaged(str(ex)) from ex
+            self.check()
+            self._opened = opened.pop_all()
+
+    def check(self) -> None:
+        """Raise ``IndexDamaged`` if somebody has changed the file."""
+        status = os.fstat(self.fd)
+        if (status.st_ino, status.st_size, status.st_ctime_ns) != self.stamp[3:]:
+            raise IndexDamaged('a file of it was changed')
+
+    def find(self, ids: Sequence[int]) -> dict[int, int]:
+        """Return the offsets of the ids that it knows."""
+        least, greatest = self._least, self._greatest
+        wanted = [id for id in ids if least <= id <= greatest]
+        found: dict[int, int] = {}
+        if not wanted:
+            return found
+        try:
+            for start in range(0, len(wanted), LOOKUP):
+                some = wanted[start : start + LOOKUP]
+                marks = '?,' * (len(some) - 1)
+                query = f'SELECT id, offset FROM plants WHERE id IN ({marks}?)'
+                found.update(self._connection.execute(query, some))
+        except (sqlite3.Error, ValueError) as ex:
+            raise IndexDamaged(str(ex)) from ex
+        self.check()
+        return found
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Report what SQLite cannot write as what it is."""
+    try:
+        yield
+    except sqlite3.Error as ex:
+        raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
+
+
+class Draft:
+    """A generation that is being written; no other process looks at it.
+
+    Until it is finished it holds a lock of its own, so that nobody takes it for one
+    that a dead process has left behind. It needs no lock of the plant file.
+
+    Args:
+        base: The path of the manifest.
+        like: The status of the plant file, for mode and owner.
+        source: A finished generation to start with, or ``None``.
+        consume: Whether the source is renamed; or else it is copied.
+        system: The system calls.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        like: os.stat_result,
+        source: Generation | None = None,
+        *,
+        consume: bool = False,
+        system: Any = os,
+    ) -> None:
+        self.name = secrets.token_hex(8)
+        self._path = generation_path(base, self.name)
+        self._system = system
+        if source is not None and consume:
+            # Before the first change nobody can take it for finished any more, also
+            # after a power cut: its ctime on the disk may be the old one then.
+            system.rename(generation_path(base, source.stamp.name), self._path)
+            sync_directory(base, system)
+            self._fd = system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        else:
+            self._fd = new_file(self._path, like, system)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            with _disk_errors():
+                self._open(None if consume else source, source is None)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _open(self, copied: Generation | None, is_new: bool) -> None:
+        if copied is not None:
+            position = 0
+            size = copied.stamp.size
+            while sent := os.sendfile(self._fd, copied.fd, position, size - position):
+                position += sent
+        # There is nothing to roll back to: a draft that was not finished is thrown
+        # away. So it needs no journal, and no sync before the last.
+        self._connection = sqlite3.connect(
+            self._path, isolation_level=None, check_same_thread=False
+        )
+        for pragma in (
+            'journal_mode = OFF',
+            'synchronous = OFF',
+            'locking_mode = EXCLUSIVE',
+            'mmap_size = 0',
+            'cache_size = -4000',
+        ):
+            self._connection.execute(f'PRAGMA {pragma}')
+        if is_new:
+            self._connection.execute(_SCHEMA)
+
+    def extend(self, entries: Iterable[tuple[int, int]], repeat: Repeat) -> None:
+        """Add ids and their offsets.
+
+        Args:
+            entries: In the order of the file.
+            repeat: Called with the offset that an id has already, and another one.
+        """
+        entries = iter(entries)
+        with _disk_errors():
+            # In the order of ids, so that each page is changed once in a batch.
+            while batch := sorted(islice(entries, FLUSH_AT)):
+                self._connection.execute('BEGIN')
+                for start in range(0, len(batch), SLICE):
+                    self._insert(batch[start : start + SLICE], repeat)
+                    time.sleep(0)  # let a thread that serves have its turn
+                self._connection.execute('COMMIT')
+
+    def _insert(self, entries: Sequence[tuple[int, int]], repeat: Repeat) -> None:
+        changes = self._connection.total_changes
+        query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
+        self._connection.executemany(query, entries)
+        if self._connection.total_changes - changes < len(entries):
+            for id, offset in entries:
+                query = 'SELECT offset FROM plants WHERE id = ?'
+                (first,) = self._connection.execute(query, [id]).fetchone()
+                if first != offset:
+                    repeat(first, offset)
+
+    def finish(self, end: int, tail: int) -> Stamp:
+        """Return the stamp of the finished file, which is durable."""
+        self._connection.close()
+        self._system.fsync(self._fd)
+        time.sleep(TICK)
+        status = os.fstat(self._fd)
+        return Stamp(
+            self.name, end, tail, status.st_ino, status.st_size, status.st_ctime_ns
+        )
+
+    def release(self) -> None:
+        """Give up the lock, after the manifest names the file."""
+        os.close(self._fd)
+
+    def discard(self) -> None:
+        """Remove the file again."""
+        with suppress(AttributeError):
+            self._connection.close()
+        with suppress(OSError):
+            self._system.unlink(self._path)
+        os.close(self._fd)
+
+
+class Index:
+    """What a process knows of the ids of a plant file.
+
+    Args:
+        path: Of the manifest.
+        plants: A descriptor of the plant file.
+        system: The system calls.
+
+    Attributes:
+        end: Of the plant file, up to which the ids are known.
+        synced: An end of the plant file that is known to have been synced.
+    """
+
+    def __init__(self, path: Path, plants: int, system: Any = os) -> None:
+        self._path = path
+        self._plants = plants
+        self._system = system
+        self._fd = -1
+        self._guard = threading.Lock()  # of the descriptor, while the lock is not held
+        self._head = b''
+        self._current: Generation | None = None
+        self._spare: Stamp | None = None
+        self._recent: dict[int, int] = {}
+        self.end = self.synced = 0
+
+    # ---- opening
+
+    def load(self, status: os.stat_result) -> str | None:
+        """Read the manifest.
+
+        Args:
+            status: Of the plant file.
+
+        Returns:
+            Why it is not believed, and the index is empty; or ``None``.
+        """
+        try:
+            self._load(status)
+        except FileNotFoundError:
+            reason = 'there is none'
+        except (IndexDamaged, OSError, ValueError, TypeError) as ex:
+            reason = str(ex)
+        else:
+            return None
+        self.close()
+        self._head = b''
+        return reason
+
+    def _load(self, status: os.stat_result) -> None:
+        self._fd = self._system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        head, seal, synced = self._read()
+        identity, *stamps = json.loads(_open_sector(head))
+        if tuple(identity) != (status.st_dev, status.st_ino):
+            raise IndexDamaged('it is of another file')
+        self.synced = int(_open_sector(synced))
+        if status.st_size < self.synced:
+            raise IndexDamaged('the plant file was cut short')
+        size = self._check_seal(seal, status)
+        self._use(stamps)
+        # After a crash the seal may be of an append that is not there any more. Then
+        # the manifest is written anew, without it.
+        self._head = b'' if status.st_size < size else head
+
+    def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
+        """Return how long the plant file was after its latest append."""
+        size, mtime = map(int, _open_sector(seal).split())
+        if size == status.st_size and mtime != status.st_mtime_ns:
+            raise IndexDamaged('the plant file was changed in place')
+        return size
+
+    def _use(self, stamps: Sequence[Any]) -> None:
+        """Take up the generations that the manifest names."""
+        current, spare = (stamp and Stamp(*stamp) for stamp in stamps)
+        if current is not None and current != self._current_stamp():
+            if current.tail != tail_of(self._plants, current.end):
+                raise IndexDamaged('it is of another file')
+            generation = Generation(self._path, current)
+            if self._current is not None:
+                self._current.close()
+            self._current = generation
+            self.end = max(self.end, current.end)
+            self._recent = {
+                id: offset
+                for id, offset in self._recent.items()
+                if offset >= current.end
+            }
+        self._spare = spare
+
+    def _current_stamp(self) -> Stamp | None:
+        return None if self._current is None else self._current.stamp
+
+    def build(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> Draft | None:
+        """Enter the records from ``end`` on when the index is opened.
+
+        Args:
+            records: Ids and offsets, in the order of the file.
+            repeat: Called with the offset that an id has already, and another one.
+
+        Returns:
+            A generation for ``install``, if they are many.
+        """
+        records = iter(records)
+        first = list(islice(records, MERGE_AT))
+        if len(first) < MERGE_AT:
+            self.enter_records(first, repeat)
+            return None
+        like = os.fstat(self._plants)
+        draft = Draft(self._path, like, self._current, system=self._system)
+        try:
+            draft.extend(chain(first, records), repeat)
+        except BaseException:
+            draft.discard()
+            raise
+        return draft
+
+    def enter_records(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> None:
+        """Enter the records from ``end`` on; none, if anything is raised."""
+        new: dict[int, int] = {}
+        for id, offset in records:
+            first = self._recent.get(id)
+            if first is None:
+                first = new.setdefault(id, offset)
+            if first != offset:
+                repeat(first, offset)
+        for id, first in self._find_old(list(new)).items():
+            repeat(first, new.pop(id))
+        self._recent.update(new)
+
+    def install(self, draft: Draft | None, status: os.stat_result) -> None:
+        """Make the manifest say what the index knows; REQUIRES: the file is synced.
+
+        A manifest that is not to be believed is replaced by another file: whoever has
+        the old one open sees that it has no name any more.
+
+        Args:
+            draft: What ``catch_up`` returned.
+            status: Of the plant file.
+        """
+        end = status.st_size
+        new = self._path.with_name(f'{self._path.name}-{secrets.token_hex(8)}.new')
+        stamps = [self._current_stamp(), self._spare]
+        if draft is not None:
+            stamps = [draft.finish(end, tail_of(self._plants, end)), None]
+        fresh = draft is not None or not self._head
+        if fresh:
+            self._drop_manifest()
+            self._fd = new_file(new, status, self._system)
+            identity = status.st_dev, status.st_ino
+            self._head = _sector(json.dumps([identity, *stamps]))
+        try:
+            self.synced = end
+            seal = _sector(f'{status.st_size} {status.st_mtime_ns}')
+            self._pwrite(seal, SECTOR)
+            self._pwrite(_sector(str(end)), 2 * SECTOR)
+            if fresh:
+                self._pwrite(self._head, 0)
+                self._system.fsync(self._fd)
+                self._system.rename(new, self._path)
+        except BaseException:
+            if fresh:
+                with suppress(OSError):
+                    self._system.unlink(new)
+            raise
+        self.end = end
+        self._use(stamps)
+        self._sweep()
+        if draft is not None:
+            draft.release()
+
+    # ---- use
+
+    def refresh(self, status: os.stat_result) -> bool:
+        """Take up what other processes did; call it after taking the lock.
+
+        Args:
+            status: Of the plant file.
+
+        Returns:
+            Whether the file is as long as it should be; false if it was cut short.
+
+        Raises:
+            IndexDamaged: The index is of no use any more.
+        """
+        # Whoever has removed or replaced it cannot tell those who have it open.
+        if not os.fstat(self._fd).st_nlink:
+            raise IndexDamaged('it was removed')
+        head, seal, synced = self._read()
+        try:
+            size = self._check_seal(seal, status)
+            self.synced = max(self.synced, int(_open_sector(synced)))
+            if head != self._head:
+                self._use(json.loads(_open_sector(head))[1:])
+                self._head = head
+        except (ValueError, TypeError) as ex:
+            raise IndexDamaged('its manifest is damaged') from ex
+        return status.st_size >= max(size, self.end)
+
+    def find(self, ids: Sequence[int]) -> dict[int, int]:
+        """Return the offsets of the ids that are known.
+
+        Raises:
+            IndexDamaged: A generation is not to be believed.
+        """
+        recent = self._recent
+        found = {id: recent[id] for id in ids if id in recent}
+        if len(found) < len(ids):
+            found.update(self._find_old([id for id in ids if id not in found]))
+        return found
+
+    def _find_old(self, ids: Sequence[int]) -> dict[int, int]:
+        return {} if self._current is None else self._current.find(ids)
+
+    def enter(self, offsets: dict[int, int], end: int) -> None:
+        """Enter the ids of an append, which ends at an offset."""
+        self.seal()
+        self._recent.update(offsets)
+        self.end = end
+
+    def seal(self) -> None:
+        """Note what the plant file looks like after a change of ours."""
+        status = os.fstat(self._plants)
+        self._pwrite(_sector(f'{status.st_size} {status.st_mtime_ns}'), SECTOR)
+
+    def note_synced(self, end: int) -> None:
+        """Note that a sync has covered everything up to an end; it needs no lock.
+
+        Of two processes the slower one may write the lower end, which is also true.
+        """
+        with self._guard:
+            if self._fd >= 0 and end > self.synced:
+                self.synced = end
+                self._pwrite(_sector(str(end)), 2 * SECTOR)
+
+    def close(self) -> None:
+        """Close the files; it needs no lock."""
+        self._drop_manifest()
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    # ---- generations
+
+    def wants_merge(self) -> bool:
+        """Whether so many ids are recent that a generation should take them up."""
+        start = 0 if self._current is None else self._current.stamp.end
+        return len(self._recent) >= MERGE_AT or self.end - start >= MERGE_BYTES
+
+    def begin_merge(self) -> tuple[Stamp | None, Stamp | None] | None:
+        """Return the current generation and the spare, if nobody else merges."""
+        if not self.wants_merge() or not try_flock(self._fd):
+            return None
+        # The spare is changed next: a manifest that names it must not come back.
+        self._system.fsync(self._fd)
+        return self._current_stamp(), self._spare
+
+    def end_merge(self, draft: Draft, stamp: Stamp) -> None:
+        """Make a generation the current one, and the current one the spare."""
+        identity = json.loads(_open_sector(self._head))[0]
+        stamps = [stamp, self._current_stamp()]
+        head = _sector(json.dumps([identity, *stamps]))
+        self._pwrite(head, 0)
+        self._head = head
+        self._use(stamps)
+        self._sweep()
+
+    def unlock_merge(self) -> None:
+        """Let others merge; it needs no lock."""
+        with self._guard:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    # ---- the manifest
+
+    def _read(self) -> tuple[bytes, bytes, bytes]:
+        data = os.pread(self._fd, 3 * SECTOR, 0)
+        return data[:SECTOR], data[SECTOR : 2 * SECTOR], data[2 * SECTOR :]
+
+    def _pwrite(self, data: bytes, offset: int) -> None:
+        if self._system.pwrite(self._fd, data, offset) != len(data):
+            raise OSError(errno.EIO, 'the manifest of the index was written in part')
+
+    def _drop_manifest(self) -> None:
+        with self._guard:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+    def _sweep(self) -> None:
+        """Remove the generations that dead processes have left behind."""
+        used = {stamp and stamp.name for stamp in (self._current_stamp(), self._spare)}
+        prefix = f'{self._path.name}-'
+        for name in os.listdir(self._path.parent):
+            if not name.startswith(prefix) or name.removeprefix(prefix) in used:
+                continue
+            path = self._path.with_name(name)
+            with suppress(OSError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    if try_flock(fd):
+                        self._system.unlink(path)
+                finally:
+                    os.close(fd)
+
+
+def draft_from(
+    base: Path,
+    like: os.stat_result,
+    stamps: tuple[Stamp | None, Stamp | None],
+    system: Any,
+) -> tuple[Draft, int]:
+    """Return a draft for a merge and the end that it knows; no lock is needed.
+
+    Args:
+        base: The path of the manifest.
+        like: The status of the plant file.
+        stamps: Of the current generation and the spare.
+        system: The system calls.
+    """
+    for stamp, consume in zip(reversed(stamps), (True, False), strict=True):
+        with suppress(IndexDamaged):
+            if stamp is not None:
+                with closing(Generation(base, stamp)) as source:
+                    return Draft(
+                        base, like, source, consume=consume, system=system
+                    ), stamp.end
+    return Draft(base, like, system=system), 0
+
+
+def read_synced(path: Path, status: os.stat_result) -> int:
+    """Return an end of a plant file that is known to have been synced, 0 for none.
+
+    Args:
+        path: Of the manifest.
+        status: Of the plant file.
+    """
+    try:
+        data = path.read_bytes()
+        identity = json.loads(_open_sector(data[:SECTOR]))[0]
+        is_same = tuple(identity) == (status.st_dev, status.st_ino)
+        return int(_open_sector(data[2 * SECTOR :])) if is_same else 0
+    except (IndexDamaged, OSError, ValueError, TypeError):
+        return 0
+
+
+def index_path(path: Path) -> Path:
+    """Return where the manifest of a plant file is."""
+    return path.with_name(f'{path.name}.index')
+
+
+def generation_path(base: Path, name: str) -> Path:
+    """Return where a generation is."""
+    return base.with_name(f'{base.name}-{name}')
+
+
+def new_file(path: Path, like: os.stat_result, system: Any = os) -> int:
+    """Make a file with the mode and the owner of the plant file."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd: int = system.open(path, flags, 0o600)
+    with suppress(PermissionError):  # only root may give a file away
+        os.fchown(fd, like.st_uid, like.st_gid)
+    os.fchmod(fd, like.st_mode & 0o666)
+    return fd
+
+
+def sync_directory(path: Path, system: Any = os) -> None:
+    """Make a new name durable: a file's own sync does not cover it."""
+    fd = system.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        system.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sector(text: str) -> bytes:
+    return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode()
+
+
+def _open_sector(data: bytes) -> str:
+    """Return the text of a sector, or raise ``IndexDamaged``."""
+    crc, _, text = data.partition(b'\n')[0].partition(b' ')
+    if crc != b'%08x' % zlib.crc32(text):
+        raise IndexDamaged('its manifest is damaged')
+    return text.decode()

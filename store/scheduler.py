@@ -1,0 +1,89 @@
+"""How the callers of a store wait: for each other, and for calls that block.
+
+A store is called by many threads at once, so by default they wait as threads do. A
+server that serves many requests in one thread passes a scheduler of its own to
+``open_store``, which serves other requests meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import sleep
+from typing import Final
+from typing import Protocol
+from typing import TypeVar
+
+Result = TypeVar('Result')
+
+
+class Waiter(Protocol):
+    """One caller that waits for another, once."""
+
+    def wait(self) -> None:
+        """Return after ``wake``, also if ``wake`` came first."""
+
+    def wake(self) -> None:
+        """Let the caller go on; called once, by any thread."""
+
+
+class Scheduler(Protocol):
+    """How the callers of a store wait."""
+
+    def give_way(self) -> bool:
+        """Let callers run that are ready; return whether more may follow."""
+
+    def waiter(self) -> Waiter:
+        """Return a waiter for the current caller."""
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Call a function that blocks, and return its result."""
+
+    def lock(self) -> AbstractContextManager[object]:
+        """Return a mutex among the callers.
+
+        It is for callers of the store only: a function that is given to ``call`` must
+        not take it.
+        """
+
+
+class ThreadWaiter:
+    """A thread that waits.
+
+    NOTE: a bare lock that is taken at once: the cheapest way to park a thread. An Event
+    costs four times as much.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        self._lock.release()
+
+
+class Threads:
+    """Each caller is a thread of its own."""
+
+    def give_way(self) -> bool:
+        # For threads that only wait for the GIL. This sleep takes about 60 us (timer
+        # slack), enough for them to come in; a shorter release of the GIL is seldom
+        # enough. A second sleep costs as much as it brings.
+        sleep(0)
+        return False
+
+    def waiter(self) -> Waiter:
+        return ThreadWaiter()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        return function()
+
+    def lock(self) -> AbstractContextManager[object]:
+        return threading.Lock()
+
+
+THREADS: Final[Scheduler] = Threads()
