@@ -18,8 +18,8 @@ from store import Plant
 from store import StoreCorrupt
 from store import StoreUnavailable
 from store.jsonl import JSONLinesStore
-from store.record import encode
-from store.repair import repair
+from store.jsonl.record import encode
+from store.jsonl.repair import repair
 
 # How many states of each scenario are tried, or all.
 STATES = os.environ.get('CRASH_STATES', '300')
