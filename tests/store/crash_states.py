@@ -42,7 +42,7 @@ from store import PlantStore
 BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
-STATUS = [name for name in dir(os.stat_result) if name.startswith('st_')]
+TIMES = [f'st_{kind}time{unit}' for kind in 'amc' for unit in ('', '_ns')]
 UNSEEN = 'something was written past os'
 INDEX = '.index'  # what follows the name of the plant file in the names of the index
 
@@ -325,10 +325,10 @@ def _statuses(
             status = function(*arguments, **options)
             if status.st_ino not in kept:
                 return status
-            members = {name: getattr(status, name) for name in STATUS}
+            times = {name: getattr(status, name) for name in TIMES}
             links = status.st_nlink - 1
             return os.stat_result(
-                (*status[:3], links, *status[4:]), members | changed(status)
+                (*status[:3], links, *status[4:]), times | changed(status)
             )
 
         return tell
