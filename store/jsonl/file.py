@@ -339,6 +339,7 @@ class PlantFile:
             # the index says, and whoever holds the lock next deals with it.
             with suppress(OSError):
                 self._system.ftruncate(self._fd, end)
+                self._system.fdatasync(self._fd)  # see cut_tail
                 self._index.seal()
             raise
         self._failed_write = 0
