@@ -1,13 +1,16 @@
 """Every state that a crash may leave of a plant file opens, and has what it must."""
 
 import errno
+import itertools
 import json
 import os
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from random import SystemRandom
+from unittest import mock
 
 import pytest
 from crash_states import Crash
@@ -18,6 +21,8 @@ from store import Plant
 from store import StoreCorrupt
 from store import StoreUnavailable
 from store.jsonl import JSONLinesStore
+from store.jsonl import file
+from store.jsonl import index
 from store.jsonl.record import encode
 from store.jsonl.repair import repair
 
@@ -174,12 +179,29 @@ def index_built(disk, opened):
     """A file without an index."""
     with opened() as store:
         disk.add(store, FERN, *LONG, *OTHERS)
-    for index in disk.directory.glob('*.index*'):
-        os.unlink(index)
+    for path in disk.directory.glob('*.index*'):
+        os.unlink(path)
     disk.settle()
     with opened() as store:
         store.ping()
         disk.add(store, MOSS)
+
+
+def merges(disk, opened):
+    """Two processes whose recent ids go to the index on disk again and again."""
+    numbers = itertools.count(41)
+    threads = set(threading.enumerate())
+    with (
+        mock.patch.multiple(index, MERGE_AT=3),
+        mock.patch.multiple(file, MERGE_EVERY=0),
+        opened() as store,
+        opened() as other,
+    ):
+        for _ in range(4):
+            for process in store, other:
+                disk.add(process, *(Plant(next(numbers), 'Fir') for _ in range(3)))
+                for merge in set(threading.enumerate()) - threads:
+                    merge.join()
 
 
 def repaired(disk, opened):
@@ -205,6 +227,7 @@ SCENARIOS = [
     full_disk,
     torn_tail_while_open,
     index_built,
+    merges,
     repaired,
 ]
 
