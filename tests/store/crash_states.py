@@ -149,7 +149,7 @@ class Recorder:
         sent: The moment when each plant was sent.
         acknowledged: The moment when each plant was acknowledged.
         damage: What a person has put into the plant file, if one has.
-        before_sync: Called, once, when the next sync has begun.
+        before_sync: Called when a sync has begun, before it is made.
     """
 
     def __init__(self, directory: Path, kept: Path) -> None:
@@ -250,9 +250,8 @@ class Recorder:
             number = self._numbers.get(os.fstat(fd).st_ino)
             version = len(self.files[number].versions) - 1 if number is not None else 0
             changes = set(range(len(self.changes)))
-            before, self.before_sync = self.before_sync, None
-            if before is not None:
-                before()
+            if self.before_sync is not None:
+                self.before_sync()
             function(fd)
             self.note(f'{name} {self._called(fd)} has ended')
             if number is not None:

@@ -48,28 +48,38 @@ class Killed(BaseException):
 class Process:
     """The system calls of a process that may be killed, or whose disk may be full.
 
+    Args:
+        path: Of the plant file.
+
     Attributes:
-        last: The name of a call that is its last, once it was made.
+        last: The name of the call that is its last one for the plant file.
         full_after: How many bytes of a write find room, or ``None``.
     """
 
-    def __init__(self):
+    def __init__(self, path):
         self.last = self.full_after = None
+        self._path = path
         self._killed = False
 
     def __getattr__(self, name):
         function = getattr(os, name)
 
-        def call(*arguments, **options):
+        def call(target, *arguments, **options):
             if self._killed:
                 raise Killed
-            result = function(*arguments, **options)
-            if name == self.last:
+            result = function(target, *arguments, **options)
+            if name == self.last and os.path.sameopenfile(target, self._fd):
                 self._killed = True
                 raise Killed
             return result
 
         return call if callable(function) else function
+
+    def open(self, path, *arguments, **options):
+        fd = self.__getattr__('open')(path, *arguments, **options)
+        if path == self._path:
+            self._fd = fd
+        return fd
 
     def pwrite(self, fd, data, offset):
         if self.full_after is None or offset + len(data) <= os.fstat(fd).st_size:
@@ -97,7 +107,12 @@ def batches(disk, opened):
     with opened() as store, opened() as other:
         disk.add(store, FERN)
         other.ping()
-        disk.before_sync = lambda: disk.add(other, *OTHERS)
+
+        def meanwhile():
+            disk.before_sync = None
+            disk.add(other, *OTHERS)
+
+        disk.before_sync = meanwhile
         disk.add(store, *LONG)
         disk.add(other, *LONG, IVY)
 
@@ -111,17 +126,17 @@ def large_batch(disk, opened):
 
 def killed_process(disk, opened):
     """A process dies when it has written, and another one hears the same plants."""
-    for last in 'pwrite', 'fdatasync':
-        process = Process()
+    for last, plants in ('pwrite', LONG), ('fdatasync', OTHERS):
+        process = Process(disk.path)
         killed = opened(process)
         with opened() as store:
             disk.add(killed, FERN)
             disk.add(store, MOSS)
             process.last = last
             with suppress(Killed):
-                disk.add(killed, *LONG)
-            disk.add(store, LONG[1])
-            disk.add(store, *OTHERS, *LONG)
+                disk.add(killed, *plants)
+            disk.add(store, plants[1])
+            disk.add(store, IVY, *plants)
 
 
 def torn_tail(disk, opened):
@@ -163,7 +178,7 @@ def torn_tail_while_open(disk, opened):
 
 def full_disk(disk, opened):
     """A write that fails in the middle, and another one in its place."""
-    process = Process()
+    process = Process(disk.path)
     with opened(process) as store:
         disk.add(store, FERN, *LONG)
         process.full_after = 3000
@@ -188,20 +203,27 @@ def index_built(disk, opened):
 
 
 def merges(disk, opened):
-    """Two processes whose recent ids go to the index on disk again and again."""
+    """Recent ids of two processes go to the index on disk, before a sync of the plants.
+
+    The first two merges make a file, the others change the one before the last.
+    """
     numbers = itertools.count(41)
     threads = set(threading.enumerate())
+
+    def merged():
+        if threading.current_thread() in threads:
+            for merge in set(threading.enumerate()) - threads:
+                merge.join()
+
     with (
         mock.patch.multiple(index, MERGE_AT=3),
         mock.patch.multiple(file, MERGE_EVERY=0),
         opened() as store,
         opened() as other,
     ):
-        for _ in range(4):
-            for process in store, other:
-                disk.add(process, *(Plant(next(numbers), 'Fir') for _ in range(3)))
-                for merge in set(threading.enumerate()) - threads:
-                    merge.join()
+        disk.before_sync = merged
+        for process in store, other, store, store, other:
+            disk.add(process, *(Plant(next(numbers), 'Fir' * 99) for _ in range(3)))
 
 
 def repaired(disk, opened):
