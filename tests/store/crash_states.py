@@ -149,6 +149,7 @@ class Recorder:
         sent: The moment when each plant was sent.
         acknowledged: The moment when each plant was acknowledged.
         damage: What a person has put into the plant file, if one has.
+        continued: Called with a store that has opened a state.
         before_sync: Called when a sync has begun, before it is made.
     """
 
@@ -162,6 +163,7 @@ class Recorder:
         self.sent: dict[Plant, int] = {}
         self.acknowledged: dict[Plant, int] = {}
         self.damage = b''
+        self.continued: Callable[[PlantStore], object] = lambda store: None
         self.before_sync: Callable[[], object] | None = None
         self._kept = kept
         self._begun = 0
