@@ -86,16 +86,16 @@ class File:
         versions: After each change.
         synced: For each sync the moment when it had ended, the version that it covers,
             and whether it covers the times.
-        kept: Where the file has a second name.
+        link: Where the file has a second name.
     """
 
-    def __init__(self, path: Path, kept: Path) -> None:
+    def __init__(self, path: Path, link: Path) -> None:
         self.versions = [Version(0, b'', (0, 0))]
         self.synced = [(0, 0, True)]
-        self.kept = kept
-        _link(path, kept)
+        self.link = link
+        _link(path, link)
         # Open, so that the inode is not given to another file.
-        self.fd = _open(kept, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = _open(link, os.O_RDONLY | os.O_CLOEXEC)
 
     def look(self, moment: int) -> bool:
         """Note what the file is now; return whether it has changed."""
@@ -138,7 +138,7 @@ class Recorder:
 
     Args:
         directory: Where the plant file is, with all that is beside it.
-        kept: An empty directory, where files are kept under a second name. So in a
+        links: An empty directory, where files are kept under a second name. So in a
             state they have the inodes that they had: an index says which one it is of.
 
     Attributes:
@@ -149,11 +149,12 @@ class Recorder:
         sent: The moment when each plant was sent.
         acknowledged: The moment when each plant was acknowledged.
         damage: What a person has put into the plant file, if one has.
+        kept: What some file must have, since the moment that is given.
         continued: Called with a store that has opened a state.
         before_sync: Called when a sync has begun, before it is made.
     """
 
-    def __init__(self, directory: Path, kept: Path) -> None:
+    def __init__(self, directory: Path, links: Path) -> None:
         self.directory = directory
         self.path = directory / 'plants.jsonl'
         self.files: list[File] = []
@@ -163,9 +164,10 @@ class Recorder:
         self.sent: dict[Plant, int] = {}
         self.acknowledged: dict[Plant, int] = {}
         self.damage = b''
+        self.kept = 0, b''
         self.continued: Callable[[PlantStore], object] = lambda store: None
         self.before_sync: Callable[[], object] | None = None
-        self._kept = kept
+        self._links = links
         self._begun = 0
         self._mutex = threading.RLock()
         self._numbers: dict[int, int] = {}  # of a file, by its inode
@@ -214,6 +216,11 @@ class Recorder:
         with self.path.open('ab') as file:
             file.write(data)
         self.note('somebody appended')
+
+    def keep(self, data: bytes) -> None:
+        """Note that the end of the plant file must not vanish, once it is durable."""
+        self.settle()
+        self.kept = self.now, data
 
     def settle(self) -> None:
         """Make everything durable, as time does."""
@@ -285,7 +292,7 @@ class Recorder:
                 number = self._numbers.get(entry.inode())
                 if number is None:
                     number = self._numbers[entry.inode()] = len(self.files)
-                    file = File(Path(entry.path), self._kept / f'{number}')
+                    file = File(Path(entry.path), self._links / f'{number}')
                     self.files.append(file)
                 self._names[entry.name] = number
         changes = list(_changes(moment, before, self._names))
@@ -364,7 +371,7 @@ class State(NamedTuple):
         ctimes = {}
         for name, (number, content, (mtime, ctime)) in self.files.items():
             path = recorder.directory / name
-            os.link(recorder.files[number].kept, path)
+            os.link(recorder.files[number].link, path)
             path.write_bytes(content)
             os.utime(path, ns=(mtime, mtime))
             status = path.stat()

@@ -159,8 +159,9 @@ def torn_tail(disk, opened):
     with opened() as store:
         disk.add(store, FERN, *LONG)
     disk.send(*LONGER)
-    disk.append(lines(*LONGER)[:5000])
-    disk.settle()
+    torn = lines(*LONGER)[:5000]
+    disk.append(torn)
+    disk.keep(torn)
     with opened() as store:
         disk.add(store, MOSS)
         disk.add(store, *OTHERS)
@@ -173,8 +174,9 @@ def lost_block(disk, opened):
     disk.send(*LONGER, IVY)
     batch = lines(*LONGER, IVY)
     lost = 4096 - disk.path.stat().st_size
-    disk.append(bytes(lost) + batch[lost:])
-    disk.settle()
+    torn = bytes(lost) + batch[lost:]
+    disk.append(torn)
+    disk.keep(torn)
     with opened() as store:
         disk.add(store, MOSS)
         disk.add(store, *OTHERS)
@@ -262,7 +264,7 @@ def repaired(disk, opened):
     disk.damage = b'{"id":7,"name":"Pe\n'
     disk.send(*OTHERS)
     disk.append(disk.damage + lines(*OTHERS))
-    disk.settle()
+    disk.keep(disk.damage)
     repair(disk.path)
     with opened() as store:
         disk.add(store, MOSS)
@@ -335,8 +337,11 @@ def check(crash):
         store.add_many([])  # it opens
         found = raw_plants(path)
         whole = path.read_bytes()
-        sides = [side.read_bytes() for side in path.parent.glob('*.torn-*')]
+        sides = [side.read_bytes() for side in path.parent.glob('plants.jsonl.*-[0-9]')]
         assert whole == left or left.removeprefix(whole) in sides, 'bytes are gone'
+        moment, kept = recorder.kept
+        if crash.moment >= moment:
+            assert any(kept in data for data in [whole, *sides]), 'bytes are gone'
         recorder.continued(store)
         acknowledged = by_then(recorder.acknowledged, crash)
         assert found >= acknowledged, f'lost: {acknowledged - found}'
@@ -421,6 +426,8 @@ def test_second_crash(directory, scenario, block):
         again.sent = dict.fromkeys(by_then(first.sent, state.crash), 0)
         again.acknowledged = dict.fromkeys(by_then(first.acknowledged, state.crash), 0)
         again.damage, again.continued = first.damage, first.continued
+        if state.crash.moment >= first.kept[0]:
+            again.kept = 0, first.kept[1]
         with state.placed(), again.recording():
             repair_damage(again)
             with JSONLinesStore(again.path) as store:
