@@ -329,6 +329,8 @@ class Index:
         self._fd = -1
         self._guard = threading.Lock()  # of the descriptor, while the lock is not held
         self._head = b''
+        self._seal_line = b'?'  # as it was read or written last, and what it says
+        self._seal: tuple[int, ...] = ()
         self._current: Generation | None = None
         self._spare: Stamp | None = None
         self._recent: dict[int, int] = {}
@@ -375,12 +377,15 @@ class Index:
 
     def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
         """Return how long the plant file was after its latest append."""
-        size, mtime, tail = map(int, _open_sector(seal).split())
-        if (
-            mtime != status.st_mtime_ns
-            if size == status.st_size
-            else size < status.st_size and tail != tail_of(self._plants, size)
-        ):
+        if not seal.startswith(self._seal_line):  # another process has written it
+            self._seal = tuple(map(int, _open_sector(seal).split()))
+            self._seal_line = seal.partition(b'\n')[0] + b'\n'
+        size, mtime, tail = self._seal
+        if size == status.st_size:
+            is_ours = mtime == status.st_mtime_ns
+        else:
+            is_ours = size > status.st_size or tail == tail_of(self._plants, size)
+        if not is_ours:
             raise IndexDamaged('the plant file was changed in place')
         return size
 
@@ -506,7 +511,8 @@ class Index:
         head, seal, synced = self._read()
         try:
             size = self._check_seal(seal, status)
-            self.synced = max(self.synced, int(_open_sector(synced)))
+            if size != self.end:  # what follows may be damaged
+                self.synced = max(self.synced, int(_open_sector(synced)))
             if head != self._head:
                 self._use(json.loads(_open_sector(head))[1:])
                 self._head = head
@@ -539,8 +545,9 @@ class Index:
         """Note what the plant file looks like after a change of ours."""
         status = os.fstat(self._plants)
         tail = tail_of(self._plants, status.st_size)
-        text = f'{status.st_size} {status.st_mtime_ns} {tail}'
-        self._pwrite(_sector(text), SECTOR)
+        self._seal = status.st_size, status.st_mtime_ns, tail
+        self._seal_line = _sector(' '.join(map(str, self._seal)))
+        self._pwrite(self._seal_line, SECTOR)
 
     def note_synced(self, end: int) -> None:
         """Note that a sync has covered everything up to an end; it needs no lock.

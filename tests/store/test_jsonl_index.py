@@ -14,6 +14,7 @@ from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
+from store import StoreCorrupt
 from store import StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
@@ -120,6 +121,23 @@ class TestMerge:
             assert_knows(store, plants)
             assert not store._backend()._index._recent
         assert rebuilt()
+
+    @pytest.mark.parametrize('first', [0, 30, 250])
+    def test_built_with_repeats(self, path, first):
+        """A plant that is in the file twice is accepted, another one is not."""
+        plants = ferns(300)
+        plants.append(plants[first])
+        path.write_bytes(b''.join(map(record.encode, plants)))
+        with JSONLinesStore(path) as store:
+            assert_knows(store, plants[:300])
+        with path.open('ab') as file:
+            file.write(record.encode(plants[first]._replace(tag='another')))
+        for file in index_files(path):
+            file.unlink()
+        with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt) as caught:
+            store.ping()
+        assert caught.value.line == 302
+        assert not generations(path)
 
     def test_two_stores(self, path):
         """Stores that share an index see each other's ids, whichever of them merges."""
@@ -253,13 +271,16 @@ class Spoiled:
 
     def __init__(self, path, running):
         self.path = path
-        self.plants = ferns(400)
+        self.plants = ferns(4000)  # in some twenty pages
         self.store = JSONLinesStore(path)
-        fill(self.store, self.plants[:200])
+        fill(self.store, self.plants[:2000], 250)
         self.old = {file.stat().st_ino: file.read_bytes() for file in index_files(path)}
-        fill(self.store, self.plants[200:])
-        if not running:
-            self.store.close()
+        fill(self.store, self.plants[2000:], 250)
+        self.store.close()
+        if running:
+            # Opened again, so that it has read hardly a page yet.
+            self.store = JSONLinesStore(path)
+            self.store.ping()
 
     def check(self):
         """Check that no id is given twice; the store is opened if it is closed."""
@@ -267,8 +288,8 @@ class Spoiled:
             self.store = JSONLinesStore(self.path)
         with self.store as store:
             assert_knows(store, self.plants)
-            fill(store, ferns(1000, 1100))
-            assert_knows(store, [*self.plants, *ferns(1000, 1100)])
+            fill(store, ferns(9000, 9100))
+            assert_knows(store, [*self.plants, *ferns(9000, 9100)])
 
 
 class TestSpoiled:
@@ -280,7 +301,7 @@ class TestSpoiled:
         case = Spoiled(path, running)
         for file in index_files(path):
             old = case.old.get(file.stat().st_ino)
-            if old is None or not choose.randrange(4):
+            if old is None or (file.suffix == '.index' and seed % 2):
                 continue
             share = choose.choice([0.1, 0.5, 0.9, 1])
             size = 512 if file.suffix == '.index' else PAGE
@@ -324,8 +345,8 @@ class TestSpoiled:
             shutil.copy2(file, copies)
         if not running:
             case.store = JSONLinesStore(path)
-        fill(case.store, ferns(400, 600))
-        case.plants = ferns(600)
+        fill(case.store, ferns(4000, 5000), 250)
+        case.plants = ferns(5000)
         for file in copies.iterdir():
             shutil.copy2(file, path.parent)
         case.check()
@@ -355,6 +376,22 @@ class TestSpoiled:
         recent[case.plants[0].id] = 1
         recent[case.plants[1].id] = 0
         case.check()
+
+    def test_removed_while_running(self, path):
+        """An index that is removed is made again by the next add, for all users."""
+        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
+            fill(one, ferns(100))
+            other.ping()
+            index_files(path)[0].unlink()
+            fill(one, ferns(100, 120))
+            assert index_files(path)[0].suffix == '.index'
+            fill(other, ferns(120, 140))
+            files = index_files(path)
+            assert len(files) > 1
+            fill(one, ferns(140, 150))
+            assert index_files(path) == files
+            assert_knows(one, ferns(150))
+            assert_knows(other, ferns(150))
 
     def test_edited_in_place(self, path):
         """A plant file that was edited in place is indexed again, also while in use."""
