@@ -351,6 +351,7 @@ class PlantFile:
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
                     self._system.ftruncate(self._fd, end)
+                    self._system.fdatasync(self._fd)  # see cut_tail
                     self._index.seal()
             raise
         self._failed_write = 0

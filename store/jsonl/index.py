@@ -709,7 +709,9 @@ def sync_directory(path: Path, system: Any = os) -> None:
 
 
 def _sector(text: str) -> bytes:
-    return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode()
+    # Whole, so that the manifest never grows: after a crash a file may be as short as
+    # before, and a number that was cut off is not known.
+    return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode().ljust(SECTOR, b'\0')
 
 
 def _open_sector(data: bytes) -> str:

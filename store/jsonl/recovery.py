@@ -203,8 +203,11 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
         system.fsync(kept)
         sync_directory(path, system)
         # The point of no return: the bytes exist twice, durably; now once. A crash may
-        # bring them back, to be cut again, until the next sync of the file.
+        # bring them back, to be cut again, until the next sync of the file. It comes
+        # before the next append: a crash could leave blocks of both, and the beginning
+        # of a new record with the end of an old one may be a record that nobody sent.
         system.ftruncate(fd, offset)
+        system.fdatasync(fd)
     except BaseException:
         # An interrupt may come after the cut: then this is the only copy.
         if os.fstat(fd).st_size == end:
