@@ -382,7 +382,8 @@ def _metrics(server: Arbiter, settings: Settings) -> bool | Processes:
 
 def _name(server: Arbiter, worker: Worker) -> str:
     """Return the name of a worker, which is free again when it has ended."""
-    number = worker.number if isinstance(worker, PlantsWorker) else worker.age
+    # NOTE: not isinstance: a reload makes the class anew, and old workers end later.
+    number = getattr(worker, 'number', worker.age)
     return f'{server.pid}-{number}'
 
 

@@ -147,3 +147,20 @@ def test_metrics_of_another_server(tmp_path):
     with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
         add(server, 1, 3)
         assert counted(server, route='/plants') == 3
+
+
+def test_metrics_know_the_workers_of_a_reload(tmp_path):
+    """What an old worker leaves behind is not what a new one needs."""
+    with Server(tmp_path, workers=2, PLANTS_METRICS='1') as server:
+        add(server, 1, 1)
+        directory = directory_of(next(iter(server.worker_pids())))
+
+        def are_known():
+            pids = {int(path.read_text()) for path in directory.glob('*.pid')}
+            return pids == server.worker_pids() and len(pids) == 2
+
+        for _ in range(3):
+            old = server.worker_pids()
+            server.signal(signal.SIGHUP)
+            wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
+            wait_until(are_known, 'just those are known', 5)

@@ -263,7 +263,8 @@ def pipelining(server, opened, number, seconds):
 @pytest.mark.parametrize('strangers', [300, 900])
 def test_strangers_that_pipeline_slow_nobody_down(tmp_path, strangers):
     """Adds of a healthy client are answered meanwhile, and no heartbeat stops."""
-    with Server(tmp_path, '--timeout=3') as server, ExitStack() as opened:
+    unmeasured = {'COVERAGE_PROCESS_CONFIG': None}
+    with Server(tmp_path, '--timeout=3', **unmeasured) as server, ExitStack() as opened:
         pid = worker_of(server)
         with ThreadPoolExecutor(1) as pool, server.connect() as healthy:
             crowd = pool.submit(pipelining, server, opened, strangers, 5)

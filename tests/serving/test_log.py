@@ -2,13 +2,18 @@
 
 import re
 import signal
+import socket
+from contextlib import suppress
 from datetime import UTC
 from datetime import datetime
 
 import pytest
 from exchange import objects
+from server import PATIENCE
 from server import TOKEN
+from server import RawClient
 from server import Server
+from server import free_port
 from server import request
 from server import wait_until
 
@@ -165,3 +170,35 @@ def test_log_file_is_rotated(tmp_path, log):
         assert 'Handling signal: usr1' in moved.read_text()
         if log == 'json':
             objects(moved.read_text() + path.read_text())
+
+
+def test_log_that_cannot_be_written_costs_no_plant(tmp_path):
+    """With the disk of the log full, requests are answered as ever."""
+    port = free_port()
+    arguments = ('--error-logfile', '/dev/full', '--bind', f'127.0.0.1:{port}')
+    server = Server(tmp_path, *arguments)
+    server.start()
+    try:
+        wait_until(lambda: (tmp_path / 'plants.jsonl').exists(), 'it starts')
+
+        def connected():
+            with suppress(ConnectionError):
+                return RawClient(port)
+
+        with wait_until(connected, 'it listens') as client:
+            for _ in range(3):
+                assert client.ask(request(body=FERN)).status == 200
+    finally:
+        server.stop()
+
+
+def test_syslog_has_the_lines_of_requests(tmp_path):
+    """What gunicorn sends to syslog has the lines of the service in it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as syslog:
+        syslog.bind(('127.0.0.1', 0))
+        syslog.settimeout(PATIENCE)
+        place = f'udp://127.0.0.1:{syslog.getsockname()[1]}'
+        with Server(tmp_path, '--log-syslog', '--log-syslog-to', place) as server:
+            server.ask(request(body=FERN, x_request_id='my-id'))
+            while b'my-id' not in syslog.recv(4096):
+                pass

@@ -15,6 +15,7 @@ from exchange import SHORT
 from exchange import ask_in_step
 from exchange import assert_error
 from exchange import fern
+from exchange import head
 from server import PATIENCE
 from server import RawClient
 from server import Server
@@ -121,6 +122,10 @@ from pathlib import Path
 
 def app(environ, start_response):
     size = Path(__file__).stat().st_size
+    if environ['PATH_INFO'] == '/header':
+        start_response('200 OK', [('a b', 'c')])
+    if environ['PATH_INFO'] == '/raised':
+        raise ValueError('raised')
     start_response('200 OK', [('Content-Length', str(size))])
     if environ['PATH_INFO'] == '/broken':
         return broken()
@@ -142,8 +147,21 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
             with pytest.raises(ConnectionError, match='after 5 of'):
                 server.ask(request('GET', '/broken'))
             assert kept.ask(request('GET')).body == path.read_bytes()
+        for path in ('/header', '/raised'):
+            answer = server.ask(request('GET', path))
+            assert_error(answer, 50000)
+            assert f'{answer.headers["x-request-id"]}: request failed' in server.log
         assert server.log.count('ValueError: broken') == 1
-        assert server.log.count('Traceback') == 1
+        assert server.log.count('Traceback') == 3
+
+
+def test_fault_of_the_worker_ends_only_its_connection(tmp_path):
+    """Whatever goes wrong with a connection, others are served, and it is logged."""
+    lines = 'PlantsWorker.handle_error = None'
+    with Server(tmp_path, *configured(tmp_path, lines)) as server:
+        assert server.ask(head('GET / HTTP/9.9')) is None
+        assert server.ask(request(body=fern())).status == 200
+        assert 'a connection was lost' in server.log
 
 
 # ---- spreading
