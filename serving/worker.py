@@ -366,10 +366,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.cfg.is_ssl:
             monkey.patch_ssl()
         self.sockets = [
-            GeventSocket(
-                listener.FAMILY, socket.SOCK_STREAM, fileno=listener.sock.detach()
-            )
-            for listener in self.sockets
+            GeventSocket(family, socket.SOCK_STREAM, fileno=number)
+            for family, number in internals.listening_sockets(self)
         ]
 
     def run(self) -> None:
@@ -492,9 +490,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def _sleep(self, seconds: float) -> None:
         """Sleep until a signal comes; its handler has run then."""
         with suppress(TimeoutError):
-            wait_read(self.PIPE[0], seconds)
+            wait_read(internals.signal_pipe(self), seconds)
             with suppress(BlockingIOError):
-                os.read(self.PIPE[0], 4096)
+                os.read(internals.signal_pipe(self), 4096)
 
 
 class Acceptor(StreamServer):  # type: ignore[misc]
