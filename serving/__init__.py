@@ -1,8 +1,8 @@
 """What gunicorn needs to serve the plant store; ``gunicorn.conf.py`` names it.
 
 ``worker.py`` serves connections, ``log.py`` writes the log, ``lifecycle.py`` checks,
-starts and reloads, and ``internals.py`` has every touch of what gunicorn keeps to
-itself.
+starts and reloads, ``counters.py`` shares what workers count, and ``internals.py`` has
+every touch of what gunicorn keeps to itself.
 """
 
 from __future__ import annotations

@@ -18,12 +18,10 @@ import gc
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +38,7 @@ from gunicorn.config import Config
 from gunicorn.workers.base import Worker
 
 import app
+from serving import counters
 from serving import internals
 from serving.log import JSONFormatter
 from serving.log import PlantsLogger
@@ -64,9 +63,6 @@ REHEARSAL = (
     'import sys; sys.path.insert(0, sys.argv.pop(1)); '
     'from serving import lifecycle; lifecycle.rehearse()'
 )
-# Where Prometheus's client looks for the counters that processes share.
-COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
-COUNTERS_PREFIX = 'plants-counters-'
 
 
 def default_workers(environ: Mapping[str, str]) -> int:
@@ -94,7 +90,6 @@ class Served:
 # Of this process; a worker has it from its master.
 _served: Served | None = None
 _made_token: str | None = None
-_process_name = ''  # for the counters
 
 
 # ---- before the server runs
@@ -267,11 +262,8 @@ def pre_fork(server: Arbiter, worker: Worker) -> None:
 
 def post_fork(server: Arbiter, worker: Worker) -> None:
     """Begin a worker's life."""
-    global _process_name
     internals.reset_signals(server)
-    # Not by process id, as is usual: files would grow in number with each reload.
-    number = worker.number if isinstance(worker, PlantsWorker) else worker.age
-    _process_name = f'{server.pid}-{number}'
+    counters.join(_name(server, worker))
 
 
 def worker_exit(server: Arbiter, worker: Worker) -> None:
@@ -284,10 +276,7 @@ def child_exit(server: Arbiter, worker: Worker) -> None:
     """Forget what a worker has left behind."""
     if isinstance(worker, PlantsWorker):
         worker.forget_connections()
-        if _served is not None and _served.settings.metrics:
-            from prometheus_client.multiprocess import mark_process_dead
-
-            mark_process_dead(f'{server.pid}-{worker.number}')  # type: ignore[no-untyped-call]
+    counters.leave(_name(server, worker))
 
 
 def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
@@ -316,18 +305,15 @@ def on_reload(server: Arbiter) -> None:
 def pre_exec(server: Arbiter) -> None:
     """Let the master of an upgrade (SIGUSR2) go on with what this one has made."""
     internals.use_same_command(server)
-    for name in ('PLANTS_TOKENS', COUNTERS):
+    for name in ('PLANTS_TOKENS', counters.VARIABLE):
         if name in os.environ:
             server.cfg.env_orig[name] = os.environ[name]
 
 
 def on_exit(server: Arbiter) -> None:
     """Remove the counters, unless another master of an upgrade goes on with them."""
-    directory = Path(os.environ.get(COUNTERS, ''))
-    if directory.name.startswith(COUNTERS_PREFIX) and not internals.is_upgrading(
-        server
-    ):
-        shutil.rmtree(directory, ignore_errors=True)
+    if not internals.is_upgrading(server):
+        counters.remove()
 
 
 # ---- what the hooks share
@@ -376,31 +362,13 @@ def _preload(server: Arbiter, served: Served) -> None:
 
 
 def _metrics(server: Arbiter, settings: Settings) -> bool | Processes:
-    """Give the workers a directory for their counters, in memory and for us alone.
+    return settings.metrics and counters.share(server.cfg, str(server.pid))
 
-    Both masters of an upgrade use one, so that each of their workers knows all.
-    """
-    if not settings.metrics:
-        return False
-    from prometheus_client import values
 
-    directory = os.environ.get(COUNTERS, '')
-    if COUNTERS_PREFIX not in directory or not os.path.isdir(directory):
-        where = server.cfg.worker_tmp_dir
-        directory = tempfile.mkdtemp(prefix=COUNTERS_PREFIX, dir=where)
-        os.chown(directory, server.cfg.uid, server.cfg.gid)
-        os.environ[COUNTERS] = directory
-    global _process_name
-    _process_name = str(server.pid)
-    value_class = values.MultiProcessValue(lambda: _process_name)  # type: ignore[no-untyped-call]
-    values.ValueClass = value_class
-    children = Path(f'/proc/{server.pid}/task/{server.pid}/children')
-
-    def pids() -> dict[str, int]:
-        workers = sorted(map(int, children.read_text().split()))
-        return {'master': server.pid} | {str(n): p for n, p in enumerate(workers, 1)}
-
-    return Processes(directory, pids)
+def _name(server: Arbiter, worker: Worker) -> str:
+    """Return the name of a worker, which is free again when it has ended."""
+    number = worker.number if isinstance(worker, PlantsWorker) else worker.age
+    return f'{server.pid}-{number}'
 
 
 class Rehearsal:
@@ -439,7 +407,9 @@ class Rehearsal:
 
     def _try(self) -> str | None:
         """Return why a start would not work now, or ``None``."""
-        environ = {name: text for name, text in os.environ.items() if name != COUNTERS}
+        environ = {
+            name: text for name, text in os.environ.items() if name != counters.VARIABLE
+        }
         with subprocess.Popen(
             self._command,
             cwd=self._directory,
