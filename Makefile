@@ -13,6 +13,10 @@ run: .venv/run
 test: .venv/test
 	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov
 
+# Every state that a crash may leave; make test tries a sample.
+crash: .venv/test
+	CRASH_STATES=all $(BIN)/pytest --numprocesses 3 tests/store/test_crash_states.py
+
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,4 +62,4 @@ $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 bench-scale bench-hostile: bench-%: .venv/test
 	$(BIN)/python -m bench.$* $(BENCH)
 
-.PHONY: all run test lint venv constraints bench bench-scale bench-hostile
+.PHONY: all run test crash lint venv constraints bench bench-scale bench-hostile

@@ -29,7 +29,8 @@ from store import Plant
 from store import open_store
 
 Result = TypeVar('Result')
-ADDS = 5_000
+ADDS = 3_000
+ADDS_BEFORE_KILL = 300
 ROUNDS = 5
 
 
@@ -120,7 +121,7 @@ def kill_while_adding(url: str) -> None:
     ours, its = context.Pipe()
     child = context.Process(target=add_forever, args=(url, its), daemon=True)
     child.start()
-    for _ in range(ADDS):
+    for _ in range(ADDS_BEFORE_KILL):
         ours.recv()
     child.kill()
     child.join()

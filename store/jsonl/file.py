@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from contextlib import contextmanager
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -57,6 +58,7 @@ from store.jsonl.index import draft_from
 from store.jsonl.index import index_path
 from store.jsonl.index import sync_directory
 from store.jsonl.index import tail_of
+from store.jsonl.index import write
 from store.jsonl.lock import FileLock
 from store.jsonl.recovery import CHUNK
 from store.jsonl.recovery import TornTail
@@ -220,7 +222,7 @@ class PlantFile:
                 self._sync_fds.put(fd)
             with self._lock.held():
                 self._check_file()
-                self._index = self._open_index()
+                self._index = self._open_index(crashed=True)
             opened.callback(lambda: self._index.close())
             self._opened = opened.pop_all()
 
@@ -260,8 +262,8 @@ class PlantFile:
                 self._sync_fds.get()
             self._sync_fds.put(-1)
             with self._lock.held(CLOSE_WITHIN):
-                opened = self._opened.pop_all()
-            opened.close()
+                self._lock.closed = True
+            self._opened.close()
 
     def abandon(self) -> None:
         self._opened.close()
@@ -292,6 +294,9 @@ class PlantFile:
             raise
         return fd
 
+    def _sleep(self, seconds: float) -> None:
+        self._call(partial(time.sleep, seconds))
+
     # The life of a plant: buffered, written, durable, acknowledged.
 
     def _append(self, batch: Batch) -> tuple[Index, int] | None:
@@ -301,7 +306,7 @@ class PlantFile:
             The index and the end of the file that are to be synced, if any plant needs
             a sync.
         """
-        with _unavailable(self._path), self._lock.held(call=self._call):
+        with _unavailable(self._path), self._lock.held(sleep=self._sleep):
             end = self._catch_up(self._call)
             try:
                 return self._append_locked(batch, end)
@@ -337,20 +342,17 @@ class PlantFile:
         return (self._index, position) if needs_sync else None
 
     def _write(self, data: bytes, end: int) -> None:
-        written = 0
         self._failed_write = len(data)
         try:
-            while written < len(data):
-                count = self._system.pwrite(self._fd, data[written:], end + written)
-                if not count:
-                    raise OSError(errno.EIO, 'nothing could be written')
-                written += count
+            write(self._fd, data, end, self._system)
         except BaseException:
             # Back to the last good end. If that fails too, the file is longer than
             # the index says, and whoever holds the lock next deals with it.
             with suppress(OSError):
-                self._system.ftruncate(self._fd, end)
-                self._index.seal()
+                if os.fstat(self._fd).st_size > end:
+                    self._system.ftruncate(self._fd, end)
+                    self._system.fdatasync(self._fd)  # see cut_tail
+                    self._index.seal()
             raise
         self._failed_write = 0
 
@@ -437,7 +439,8 @@ class PlantFile:
     def _enter_records(self) -> int:
         """Enter the records that follow the end; return the new end."""
         index = self._index
-        index.enter_records(self._records(index.end, index), self._check_repeat)
+        records = self._records(index, crashed=False)
+        index.enter_records(records, self._check_repeat)
         end = os.fstat(self._fd).st_size
         index.enter({}, end)
         return end
@@ -450,24 +453,28 @@ class PlantFile:
             log.warning('%s: the index is not used any more: %s', self._path, damage)
 
         def reopen() -> int:
-            old, self._index = self._index, self._open_index()
+            old, self._index = self._index, self._open_index(crashed=False)
             old.close()
             return self._index.end
 
         return call(reopen)
 
-    def _open_index(self) -> Index:
-        """Return the index, which knows all ids of the file; the file is synced."""
+    def _open_index(self, *, crashed: bool) -> Index:
+        """Return the index, which knows all ids of the file; the file is synced.
+
+        Args:
+            crashed: Whether the machine may have crashed before.
+        """
         index = Index(index_path(self._path), self._fd, self._system)
         try:
             status = os.fstat(self._fd)
             reason = index.load(status)
             if reason and status.st_size:
                 log.info('%s: building the index: %s', self._path, reason)
-            records = self._records(index.end, index)
+            records = self._records(index, crashed=crashed)
             draft = index.build(records, self._check_repeat)
             try:
-                self._write_again(index.synced)
+                self._write_again(max(0, index.synced))
                 index.install(draft, os.fstat(self._fd))
             except BaseException:
                 if draft is not None:
@@ -490,11 +497,13 @@ class PlantFile:
         # NOTE: not fdatasync, for the mtime's sake: the index remembers it.
         self._system.fsync(self._fd)
 
-    def _records(self, start: int, index: Index) -> Iterator[tuple[int, int]]:
-        """Yield the id and the offset of each record; cut a torn tail off."""
+    def _records(self, index: Index, *, crashed: bool) -> Iterator[tuple[int, int]]:
+        """Yield the records that an index does not know; cut a torn tail off."""
         end = os.fstat(self._fd).st_size
         try:
-            yield from scan_ids(self._path, self._fd, start, end, index.synced)
+            yield from scan_ids(
+                self._path, self._fd, index.end, end, index.synced, crashed=crashed
+            )
         except TornTail as torn:
             side = cut_tail(self._path, self._fd, torn.offset, self._system)
             log.warning(

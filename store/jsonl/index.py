@@ -16,7 +16,8 @@ only the plant file is truth. There are three parts:
   512 bytes, each of them a line with a CRC-32, written in place::
 
       0     the plant file (device, inode), the current generation, the spare
-      512   size and mtime of the plant file after its latest append
+      512   size and mtime of the plant file after its latest append, and the CRC-32 of
+            its last 256 bytes
       1024  an end of the plant file that is known to have been synced
 
 **A wrong answer must be impossible, whatever happens to these files.** A hit is
@@ -70,12 +71,17 @@ from store.jsonl.lock import try_flock
 MERGE_AT = 16_384  # recent ids
 MERGE_BYTES = 32 * 1024 * 1024  # of the plant file that are not in a generation
 FLUSH_AT = 250_000  # ids of a catch-up that are held in memory
+# KiB. Ids that are scattered change nearly every page again and again while an index is
+# built: with little memory each is written a hundred times.
+BUILD_CACHE = 256 * 1024
+MERGE_CACHE = 4 * 1024
 SLICE = 500  # ids that are inserted in a row
 LOOKUP = 256  # ids of a SELECT
 # Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
 # change within the same tick does not show in the ctime.
 TICK = 0.02
 
+UNKNOWN = -1
 SECTOR = 512
 TAIL = 256  # bytes before the end of a generation that are compared
 
@@ -196,6 +202,7 @@ class Draft:
         like: The status of the plant file, for mode and owner.
         source: A finished generation to start with, or ``None``.
         consume: Whether the source is renamed; or else it is copied.
+        cache: Memory for pages while it is written, in KiB.
         system: The system calls.
     """
 
@@ -206,6 +213,7 @@ class Draft:
         source: Generation | None = None,
         *,
         consume: bool = False,
+        cache: int = MERGE_CACHE,
         system: Any = os,
     ) -> None:
         self.name = secrets.token_hex(8)
@@ -222,12 +230,12 @@ class Draft:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             with _disk_errors():
-                self._open(None if consume else source, source is None)
+                self._open(None if consume else source, source is None, cache)
         except BaseException:
             self.discard()
             raise
 
-    def _open(self, copied: Generation | None, is_new: bool) -> None:
+    def _open(self, copied: Generation | None, is_new: bool, cache: int) -> None:
         if copied is not None:
             position = 0
             size = copied.stamp.size
@@ -243,7 +251,7 @@ class Draft:
             'synchronous = OFF',
             'locking_mode = EXCLUSIVE',
             'mmap_size = 0',
-            'cache_size = -4000',
+            f'cache_size = -{cache}',
         ):
             self._connection.execute(f'PRAGMA {pragma}')
         if is_new:
@@ -310,7 +318,8 @@ class Index:
 
     Attributes:
         end: Of the plant file, up to which the ids are known.
-        synced: An end of the plant file that is known to have been synced.
+        synced: An end of the plant file that is known to have been synced, or
+            ``UNKNOWN``.
     """
 
     def __init__(self, path: Path, plants: int, system: Any = os) -> None:
@@ -320,10 +329,13 @@ class Index:
         self._fd = -1
         self._guard = threading.Lock()  # of the descriptor, while the lock is not held
         self._head = b''
+        self._seal_line = b'?'  # as it was read or written last, and what it says
+        self._seal: tuple[int, ...] = ()
         self._current: Generation | None = None
         self._spare: Stamp | None = None
         self._recent: dict[int, int] = {}
-        self.end = self.synced = 0
+        self.end = 0
+        self.synced = UNKNOWN
 
     # ---- opening
 
@@ -365,8 +377,15 @@ class Index:
 
     def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
         """Return how long the plant file was after its latest append."""
-        size, mtime = map(int, _open_sector(seal).split())
-        if size == status.st_size and mtime != status.st_mtime_ns:
+        if not seal.startswith(self._seal_line):  # another process has written it
+            self._seal = tuple(map(int, _open_sector(seal).split()))
+            self._seal_line = seal.partition(b'\n')[0] + b'\n'
+        size, mtime, tail = self._seal
+        if size == status.st_size:
+            is_ours = mtime == status.st_mtime_ns
+        else:
+            is_ours = size > status.st_size or tail == tail_of(self._plants, size)
+        if not is_ours:
             raise IndexDamaged('the plant file was changed in place')
         return size
 
@@ -407,7 +426,9 @@ class Index:
             self.enter_records(first, repeat)
             return None
         like = os.fstat(self._plants)
-        draft = Draft(self._path, like, self._current, system=self._system)
+        draft = Draft(
+            self._path, like, self._current, cache=BUILD_CACHE, system=self._system
+        )
         try:
             draft.extend(chain(first, records), repeat)
         except BaseException:
@@ -451,13 +472,14 @@ class Index:
             self._head = _sector(json.dumps([identity, *stamps]))
         try:
             self.synced = end
-            seal = _sector(f'{status.st_size} {status.st_mtime_ns}')
-            self._pwrite(seal, SECTOR)
+            self.seal()
             self._pwrite(_sector(str(end)), 2 * SECTOR)
             if fresh:
                 self._pwrite(self._head, 0)
                 self._system.fsync(self._fd)
                 self._system.rename(new, self._path)
+                # A manifest that is lost tells nothing of what was synced.
+                sync_directory(self._path, self._system)
         except BaseException:
             if fresh:
                 with suppress(OSError):
@@ -489,7 +511,8 @@ class Index:
         head, seal, synced = self._read()
         try:
             size = self._check_seal(seal, status)
-            self.synced = max(self.synced, int(_open_sector(synced)))
+            if size != self.end:  # what follows may be damaged
+                self.synced = max(self.synced, int(_open_sector(synced)))
             if head != self._head:
                 self._use(json.loads(_open_sector(head))[1:])
                 self._head = head
@@ -521,17 +544,20 @@ class Index:
     def seal(self) -> None:
         """Note what the plant file looks like after a change of ours."""
         status = os.fstat(self._plants)
-        self._pwrite(_sector(f'{status.st_size} {status.st_mtime_ns}'), SECTOR)
+        tail = tail_of(self._plants, status.st_size)
+        self._seal = status.st_size, status.st_mtime_ns, tail
+        self._seal_line = _sector(' '.join(map(str, self._seal)))
+        self._pwrite(self._seal_line, SECTOR)
 
     def note_synced(self, end: int) -> None:
         """Note that a sync has covered everything up to an end; it needs no lock.
 
         Of two processes the slower one may write the lower end, which is also true.
         """
-        with self._guard:
+        with self._guard, suppress(OSError):
             if self._fd >= 0 and end > self.synced:
-                self.synced = end
                 self._pwrite(_sector(str(end)), 2 * SECTOR)
+                self.synced = end
 
     def close(self) -> None:
         """Close the files; it needs no lock."""
@@ -578,8 +604,7 @@ class Index:
         return data[:SECTOR], data[SECTOR : 2 * SECTOR], data[2 * SECTOR :]
 
     def _pwrite(self, data: bytes, offset: int) -> None:
-        if self._system.pwrite(self._fd, data, offset) != len(data):
-            raise OSError(errno.EIO, 'the manifest of the index was written in part')
+        write(self._fd, data, offset, self._system)
 
     def _drop_manifest(self) -> None:
         with self._guard:
@@ -629,7 +654,7 @@ def draft_from(
 
 
 def read_synced(path: Path, status: os.stat_result) -> int:
-    """Return an end of a plant file that is known to have been synced, 0 for none.
+    """Return an end of a plant file that is known to have been synced, or UNKNOWN.
 
     Args:
         path: Of the manifest.
@@ -639,9 +664,9 @@ def read_synced(path: Path, status: os.stat_result) -> int:
         data = path.read_bytes()
         identity = json.loads(_open_sector(data[:SECTOR]))[0]
         is_same = tuple(identity) == (status.st_dev, status.st_ino)
-        return int(_open_sector(data[2 * SECTOR :])) if is_same else 0
+        return int(_open_sector(data[2 * SECTOR :])) if is_same else UNKNOWN
     except (IndexDamaged, OSError, ValueError, TypeError):
-        return 0
+        return UNKNOWN
 
 
 def index_path(path: Path) -> Path:
@@ -664,6 +689,16 @@ def new_file(path: Path, like: os.stat_result, system: Any = os) -> int:
     return fd
 
 
+def write(fd: int, data: bytes, offset: int, system: Any = os) -> None:
+    """Write all bytes, though the kernel may write them in pieces."""
+    written = 0
+    while written < len(data):
+        count = system.pwrite(fd, data[written:], offset + written)
+        if not count:
+            raise OSError(errno.EIO, 'nothing could be written')
+        written += count
+
+
 def sync_directory(path: Path, system: Any = os) -> None:
     """Make a new name durable: a file's own sync does not cover it."""
     fd = system.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -674,7 +709,9 @@ def sync_directory(path: Path, system: Any = os) -> None:
 
 
 def _sector(text: str) -> bytes:
-    return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode()
+    # Whole, so that the manifest never grows: after a crash a file may be as short as
+    # before, and a number that was cut off is not known.
+    return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode().ljust(SECTOR, b'\0')
 
 
 def _open_sector(data: bytes) -> str:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
+from store.errors import StoreClosed
 from store.errors import StoreUnavailable
 
 LOCK_WITHIN = 5.0  # seconds
@@ -20,8 +20,7 @@ FIRST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01
 
 
-def _directly(function: Callable[[], bool]) -> bool:
-    return function()
+Sleep = Callable[[float], object]
 
 
 class FileLock:
@@ -30,37 +29,40 @@ class FileLock:
     Args:
         fd: Of the plant file.
         path: For messages.
+
+    Attributes:
+        closed: Set by its holder before the descriptor is closed.
     """
 
     def __init__(self, fd: int, path: object) -> None:
         self._fd = fd
         self._path = path
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
+        self.closed = False
 
     @contextmanager
     def held(
-        self,
-        within: float = LOCK_WITHIN,
-        call: Callable[[Callable[[], bool]], bool] = _directly,
+        self, within: float | None = None, sleep: Sleep = time.sleep
     ) -> Iterator[None]:
         """Hold the lock.
 
         Args:
-            within: How long to wait, in seconds.
-            call: Called with a function that waits; the scheduler's, in a server.
+            within: How long to wait, in seconds; ``LOCK_WITHIN`` by default.
+            sleep: How to wait for a moment. It takes nothing, so that a caller that is
+                interrupted leaves nothing taken behind.
 
         Raises:
-            StoreUnavailable: It was not free in time.
+            StoreClosed: The file was closed.
+            StoreUnavailable: The lock was not free in time.
         """
-        deadline = time.monotonic() + within
-        if not (
-            self._mutex.acquire(blocking=False)
-            or call(partial(self._mutex.acquire, timeout=within))
-        ):
-            raise self._busy()
+        deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
+        if not _until(lambda: self._mutex.acquire(blocking=False), deadline, sleep):
+            raise busy(self._path)
         try:
-            if not (try_flock(self._fd) or call(partial(self._wait, deadline))):
-                raise self._busy()
+            if self.closed:
+                raise StoreClosed
+            if not _until(lambda: try_flock(self._fd), deadline, sleep):
+                raise busy(self._path)
             try:
                 yield
             finally:
@@ -68,13 +70,22 @@ class FileLock:
         finally:
             self._mutex.release()
 
-    def _wait(self, deadline: float) -> bool:
-        return wait_for_flock(self._fd, fcntl.LOCK_EX, deadline)
 
-    def _busy(self) -> StoreUnavailable:
-        return StoreUnavailable(
-            'somebody else holds the lock of the file', store=str(self._path)
-        )
+def busy(path: object) -> StoreUnavailable:
+    """Return what is raised if the lock of a plant file was not free in time."""
+    reason = 'somebody else holds the lock of the file'
+    return StoreUnavailable(reason, store=str(path))
+
+
+def take_flock(path: object, fd: int, operation: int) -> None:
+    """Take the lock of a plant file for a command.
+
+    Raises:
+        StoreUnavailable: It was not free in time.
+    """
+    deadline = time.monotonic() + LOCK_WITHIN
+    if not _until(lambda: try_flock(fd, operation), deadline, time.sleep):
+        raise busy(path)
 
 
 def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
@@ -86,12 +97,12 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def wait_for_flock(fd: int, operation: int, deadline: float) -> bool:
-    """Return whether the lock could be had until a time of the monotonic clock."""
+def _until(attempt: Callable[[], bool], deadline: float, sleep: Sleep) -> bool:
+    """Return whether an attempt had success before a time of the monotonic clock."""
     pause = FIRST_PAUSE
-    while not try_flock(fd, operation):
+    while not attempt():
         if time.monotonic() > deadline:
             return False
-        time.sleep(pause)
+        sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
     return True

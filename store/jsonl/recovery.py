@@ -7,7 +7,8 @@ has lost was not synced either, and never acknowledged:
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
 * a *lost block*: zeros up to the end of a block of the disk, where a later block of the
-  same unsynced batch did reach the disk, so that records follow.
+  same unsynced batch did reach the disk, so that records follow. It is believed only
+  when a store opens, and only above an end that is known to have been synced.
 
 Both are cut off, and kept in a side file.
 
@@ -31,12 +32,13 @@ from store.base import Plant
 from store.errors import StoreCorrupt
 from store.errors import StoreUnavailable
 from store.jsonl import record
+from store.jsonl.index import UNKNOWN
 from store.jsonl.index import index_path
 from store.jsonl.index import new_file
 from store.jsonl.index import read_synced
 from store.jsonl.index import sync_directory
-from store.jsonl.lock import LOCK_WITHIN
-from store.jsonl.lock import wait_for_flock
+from store.jsonl.index import write
+from store.jsonl.lock import take_flock
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ def _read_plants(path: Path, fd: int, start: int, synced: int) -> Iterator[Plant
     end = whole_size(path, fd)
     for line in read_lines(fd, start, end):
         if line.plant is None:
-            damage = _damage(path, fd, line.offset, whole_size(path, fd), synced)
+            damage = _damage(path, fd, line.offset, whole_size(path, fd), synced, False)
             if damage is not None and damage.offset == line.offset:
                 raise damage
             # A process that uses the file has cut a torn tail off, and goes on.
@@ -133,7 +135,7 @@ def expected_records(fd: int) -> int:
 
 
 def scan_ids(
-    path: Path, fd: int, start: int, end: int, synced: int
+    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool = False
 ) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record; progress goes to the log.
 
@@ -142,7 +144,9 @@ def scan_ids(
         fd: Of the plant file.
         start: Where a record begins, in bytes.
         end: Where to stop, in bytes.
-        synced: An end that is known to have been synced.
+        synced: An end that is known to have been synced, or ``UNKNOWN``.
+        crashed: Whether the machine may have crashed since the file was written, so
+            that there may be lost blocks.
 
     Raises:
         TornTail: There is one, at the end.
@@ -155,9 +159,9 @@ def scan_ids(
             for id, at in record.scan_ids(chunk[:size]):
                 yield id, base + at
         except record.DamagedRecord:
-            _raise_damage(path, fd, base, end, synced)
+            _raise_damage(path, fd, base, end, synced, crashed)
         if size < len(chunk):
-            _raise_damage(path, fd, base + size, end, synced)
+            _raise_damage(path, fd, base + size, end, synced, crashed)
         now = time.monotonic()
         if now - reported > PROGRESS_EVERY:
             reported = now
@@ -194,12 +198,16 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
     try:
         position = offset
         while position < end and (data := os.pread(fd, CHUNK, position)):
-            position += system.pwrite(kept, data, position - offset)
+            write(kept, data, position - offset, system)
+            position += len(data)
         system.fsync(kept)
         sync_directory(path, system)
         # The point of no return: the bytes exist twice, durably; now once. A crash may
-        # bring them back, to be cut again, until the next sync of the file.
+        # bring them back, to be cut again, until the next sync of the file. It comes
+        # before the next append: a crash could leave blocks of both, and the beginning
+        # of a new record with the end of an old one may be a record that nobody sent.
         system.ftruncate(fd, offset)
+        system.fdatasync(fd)
     except BaseException:
         # An interrupt may come after the cut: then this is the only copy.
         if os.fstat(fd).st_size == end:
@@ -215,22 +223,11 @@ def whole_size(path: Path, fd: int) -> int:
 
     It takes the lock for a moment; the caller must not have it.
     """
-    lock_for(path, fd, fcntl.LOCK_SH)
+    take_flock(path, fd, fcntl.LOCK_SH)
     try:
         return os.fstat(fd).st_size
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def lock_for(path: Path, fd: int, operation: int) -> None:
-    """Take the lock of a plant file for a command.
-
-    Raises:
-        StoreUnavailable: It was not free in time.
-    """
-    if not wait_for_flock(fd, operation, time.monotonic() + LOCK_WITHIN):
-        reason = 'somebody else holds the lock of the file'
-        raise StoreUnavailable(reason, store=str(path))
 
 
 def side_file(path: Path, kind: str) -> Path:
@@ -272,7 +269,7 @@ def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _damage(
-    path: Path, fd: int, start: int, end: int, synced: int
+    path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
 ) -> StoreCorrupt | TornTail | None:
     """Return what the damage is that lies at or after an offset, if there still is."""
     lines = read_lines(fd, start, end)
@@ -282,7 +279,9 @@ def _damage(
     reason = damaged.reason
     if damaged.offset < synced:
         reason = f'{reason}, and it was acknowledged'
-    elif _is_lost_block(damaged) or all(line.plant is None for line in lines):
+    elif (crashed and synced != UNKNOWN and _is_lost_block(damaged)) or all(
+        line.plant is None for line in lines
+    ):
         return TornTail(damaged.offset, reason)
     number = line_number(fd, damaged.offset)
     return StoreCorrupt(str(path), number, damaged.offset, reason)
@@ -297,7 +296,9 @@ def _is_lost_block(line: Line) -> bool:
     return (line.offset + len(line.text) - len(rest)) % BLOCK == 0
 
 
-def _raise_damage(path: Path, fd: int, start: int, end: int, synced: int) -> NoReturn:
+def _raise_damage(
+    path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
+) -> NoReturn:
     # Under the lock only somebody who does not know of it can have changed it back.
     changed = StoreUnavailable('somebody else changes the file', store=str(path))
-    raise _damage(path, fd, start, end, synced) or changed
+    raise _damage(path, fd, start, end, synced, crashed) or changed

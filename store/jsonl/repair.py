@@ -16,11 +16,12 @@ from store.base import Progress
 from store.base import Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record
+from store.jsonl.index import BUILD_CACHE
 from store.jsonl.index import Draft
 from store.jsonl.index import new_file
 from store.jsonl.index import sync_directory
+from store.jsonl.lock import take_flock
 from store.jsonl.recovery import count_lines
-from store.jsonl.recovery import lock_for
 from store.jsonl.recovery import read_line
 from store.jsonl.recovery import read_lines
 from store.jsonl.recovery import side_file
@@ -102,7 +103,7 @@ def repair(
     try:
         with path.open('r+b') as file:
             fd = file.fileno()
-            lock_for(path, fd, fcntl.LOCK_EX)
+            take_flock(path, fd, fcntl.LOCK_EX)
             status = os.fstat(fd)
             if not os.path.samestat(status, path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
@@ -147,7 +148,7 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
 
     # An index on disk finds ids that come twice without holding all ids in memory.
     with tempfile.TemporaryDirectory() as directory:
-        draft = Draft(Path(directory) / 'index', os.fstat(fd))
+        draft = Draft(Path(directory) / 'index', os.fstat(fd), cache=BUILD_CACHE)
         try:
             draft.extend(sound(), lambda *offsets: repeated.append(offsets))
         finally:

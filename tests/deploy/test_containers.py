@@ -191,7 +191,8 @@ def test_composition_serves(services, image, url, tmp_path):
             assert client.ask(data).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         assert image.health(server.port) == 0
-        assert not image.plants.with_name('plants.jsonl.index').exists()
+    listed = image.run(['python', '-m', 'store', 'list', url])
+    assert json.loads(listed.stdout) == {'id': 1, 'name': 'Fern'}
 
 
 def test_composition_is_checked_at_the_port_of_the_service(services, image):

@@ -1,3 +1,5 @@
+"""Group commit: who waits together is written and synced together."""
+
 import bisect
 import itertools
 import random

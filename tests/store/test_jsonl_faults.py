@@ -1,3 +1,5 @@
+"""The store in a file, over a disk that fails and loses what is not synced."""
+
 import contextlib
 import errno
 import itertools
@@ -23,7 +25,6 @@ from store import IdTaken
 from store import Plant
 from store import StoreUnavailable
 from store import group_commit
-from store import jsonl
 from store.jsonl import JSONLinesStore
 from store.jsonl import record
 
@@ -99,9 +100,13 @@ class Disk:
         os.ftruncate(fd, size)
         self._changes.append((size, None))
 
-    def posix_fallocate(self, fd, offset, length):
-        self._enter('posix_fallocate', fd, offset, length)
-        os.posix_fallocate(fd, offset, length)
+    def rename(self, path, target):
+        self._enter('rename', path, target)
+        os.rename(path, target)
+
+    def unlink(self, path):
+        self._enter('unlink', path)
+        os.unlink(path)
 
     def fdatasync(self, fd):
         self._sync('fdatasync', fd)
@@ -180,7 +185,8 @@ class Disk:
 
     def _write(self, fd, data, offset):
         with self._lock:
-            self._changes.append((offset, data))
+            if self._is_plant_file(fd):
+                self._changes.append((offset, data))
             return os.pwrite(fd, data, offset)
 
     def _sync(self, name, fd):
@@ -227,23 +233,6 @@ def failure(number):
     return OSError(number, os.strerror(number))
 
 
-class Boot:
-    """The boot of the machine, as the store sees it."""
-
-    number = 1
-
-    def __call__(self):
-        return self.number.to_bytes(16)
-
-
-@pytest.fixture
-def boot(monkeypatch):
-    """Return the boot of the machine; another number makes it another one."""
-    boot = Boot()
-    monkeypatch.setattr(jsonl, '_boot_id', boot)
-    return boot
-
-
 @pytest.fixture
 def path(tmp_path):
     """Where the plant file of a test is; it does not exist yet."""
@@ -282,18 +271,6 @@ def raw_plants(content):
 def lines(*plants):
     """Return the records of plants."""
     return b''.join(map(record.encode, plants))
-
-
-def die(store):
-    """Let a store end as its process does when it is killed.
-
-    Its files stay as they are: what closing it writes into the index is undone.
-    """
-    index = index_of(store.path)
-    left = index.read_bytes() if index.exists() else None
-    store.close()
-    if left is not None:
-        index.write_bytes(left)
 
 
 def offer(store, plant, times=1):
@@ -377,7 +354,7 @@ class Lives(RuleBasedStateMachine):
         pending: The plant whose add was cut off, if one was.
     """
 
-    directory = boot = None  # given by the test
+    directory = None  # given by the test
 
     @initialize()
     def begin(self):
@@ -443,7 +420,7 @@ class Lives(RuleBasedStateMachine):
             assert self.plants[plant.id] != plant
         else:
             assert self.plants.setdefault(plant.id, plant) == plant
-        die(self.store)
+        self.store.close()
         self.disk.resume()
         self.open()
 
@@ -454,13 +431,12 @@ class Lives(RuleBasedStateMachine):
         with_name=st.booleans(),
     )
     def cut_power(self, keep, zeroed, with_index, with_name):
-        die(self.store)
+        self.store.close()
         with_name |= self.disk.named
         image = self.disk.image(keep, zeroed) if with_name else None
         self.disk.restart(image)
         if not (with_index and with_name):
             index_of(self.disk.path).unlink(missing_ok=True)
-        self.boot.number += 1
         self.open()
 
     def wake(self):
@@ -482,16 +458,16 @@ class Lives(RuleBasedStateMachine):
 
 
 class TestPowerCut:
-    def test_lives(self, tmp_path, boot):
+    def test_lives(self, tmp_path):
         """Whenever the process or the machine ends, what was acknowledged is there."""
-        Lives.directory, Lives.boot = tmp_path, boot
+        Lives.directory = tmp_path
         run_state_machine_as_test(
             Lives,
             settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
         )
 
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
-    def test_every_file(self, path, disk, boot, slow_syncs, pool, with_index):
+    def test_every_file(self, path, disk, slow_syncs, pool, with_index):
         """Of plants that wait for a sync a power cut leaves whole lines, in order."""
         waiting = [IVY, REED, OAK]
         with JSONLinesStore(path, system=disk) as store:
@@ -509,7 +485,6 @@ class TestPowerCut:
             index_of(path).write_bytes(index)
             if not with_index:
                 index_of(path).unlink()
-            boot.number += 1
             survivors = plants[: image.count(b'\n')]
             torn = image.removeprefix(lines(*survivors))
             with JSONLinesStore(path, system=disk) as store:
@@ -563,8 +538,18 @@ def short(fd, data, offset):
     return max(1, len(data) // 2)
 
 
+def failing_at_open(path):
+    """Return an effect: an fsync of the plant file fails, as at the end of opening."""
+
+    def effect(fd):
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            raise failure(errno.EIO)
+
+    return Fault('fsync', 1, effect, lasting=True)
+
+
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EINTR]
-CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'posix_fallocate']
+CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
 EFFECTS = {
     f'{call}-{errno.errorcode[number]}': (call, failing(number))
     for call in CALLS
@@ -581,7 +566,7 @@ def unsynced_line(disk, torn=b'', with_index=False):
     """Leave what a process leaves that was killed before its sync."""
     store = JSONLinesStore(disk.path, system=disk)
     store.add(FERN)
-    die(store)
+    store.close()
     if not with_index:
         index_of(disk.path).unlink()
     fd = disk.open(disk.path, os.O_WRONLY)
@@ -606,7 +591,7 @@ class TestEveryCall:
     @pytest.mark.parametrize(
         'before', [nothing_yet, unsynced_line, torn_line, torn_line_and_index]
     )
-    def test_fails(self, tmp_path, boot, before, call, effect, lasting):
+    def test_fails(self, tmp_path, before, call, effect, lasting):
         """Whatever call fails, nothing false is acknowledged and the file is sound."""
         plants = [FERN, MOSS, IVY, REED, OAK, ASH]
         for nth in itertools.count(1):
@@ -620,12 +605,12 @@ class TestEveryCall:
                         plant for plant in plants if offer(store, plant, times=2)
                     )
             disk.resume()
-            self.check(disk, acknowledged, set(plants), boot)
+            self.check(disk, acknowledged, set(plants))
             if not fault.reached:
                 break
         assert acknowledged == set(plants)
 
-    def check(self, disk, acknowledged, offered, boot):
+    def check(self, disk, acknowledged, offered):
         """Check the file as it is, and some files that a power cut could leave."""
         unsynced = disk.unsynced()
         contents = {disk.image(), disk.image(unsynced // 2), disk.image(zeroed=True)}
@@ -633,9 +618,13 @@ class TestEveryCall:
             contents.add(disk.path.read_bytes())
         if not disk.named:
             assert not acknowledged
+        index = index_of(disk.path)
+        manifest = index.read_bytes() if index.exists() else None
         for content in contents:
             disk.restart(content)
-            boot.number += 1
+            index.unlink(missing_ok=True)
+            if manifest is not None:
+                index.write_bytes(manifest)
             with JSONLinesStore(disk.path, system=disk) as store:
                 store.ping()
             stored = raw_plants(disk.path.read_bytes())
@@ -668,6 +657,30 @@ class TestFullDisk:
         disk.resume()
         store.add(MOSS)
         assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+
+    @pytest.mark.parametrize('number', [errno.EIO, errno.EDQUOT])
+    @pytest.mark.parametrize('written', [0, 5])
+    def test_not_ready_until_a_write_works(self, path, disk, store, number, written):
+        """After a write that failed a store is not ready until one would not."""
+
+        def effect(fd, data, offset):
+            if offset > len(lines(FERN)) or not written:
+                raise failure(number)
+            return written
+
+        disk.before = Fault('pwrite', 1, effect, lasting=True)
+        with pytest.raises(StoreUnavailable):
+            store.add(MOSS)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable):
+                store.ping()
+            assert path.read_bytes() == lines(FERN)
+        disk.resume()
+        for _ in range(2):
+            store.ping()
+            assert path.read_bytes() == lines(FERN)
+        store.add(MOSS)
+        assert disk.durable == lines(FERN, MOSS)
 
     def test_half_a_write(self, path, disk, store):
         """A write that is cut short and then fails is rolled back to the last byte."""
@@ -785,33 +798,35 @@ class TestFailedSync:
             disk.before = Fault('fdatasync', 1, failing(number))
             assert not offer(store, FERN, times=3)
 
-    @pytest.mark.parametrize('end', [JSONLinesStore.close, die])
-    def test_written_again(self, path, disk, doubtful, end):
+    def test_written_again(self, path, disk, doubtful):
         """A store that opens after a failed sync first writes what is in doubt."""
-        end(doubtful)
+        doubtful.close()
         del disk.calls[:]
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
             (fd, data, offset), *others = (
-                arguments for name, *arguments in disk.calls if name == 'pwrite'
+                arguments
+                for name, *arguments in disk.calls
+                if name == 'pwrite' and arguments[1].startswith(b'{')
             )
             assert not others
             assert lines(FERN, MOSS)[offset:] == data
             assert offset <= len(lines(FERN))
             written = disk.calls.index(('pwrite', fd, data, offset))
-            assert 'fdatasync' in [name for name, *_ in disk.calls[written:]]
+            assert 'fsync' in [name for name, *_ in disk.calls[written:]]
         assert disk.durable == lines(FERN, MOSS)
 
     def test_fails_again(self, path, disk, doubtful):
         """What is in doubt stays in doubt while the syncs of each opening fail."""
         doubtful.close()
         with JSONLinesStore(path, system=disk) as store:
-            for nth in (1, 1, 1, 2, 2):
-                disk.before = fault = Fault('fdatasync', nth, failing(errno.EIO))
-                if not offer(store, MOSS):
-                    assert fault.reached
+            disk.before = failing_at_open(path)
+            for _ in range(3):
+                assert not offer(store, MOSS)
             disk.resume()
-            store.close()
+            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+            assert not offer(store, MOSS)
+            disk.resume()
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
@@ -825,7 +840,7 @@ class TestFailedSync:
     @pytest.mark.parametrize('lose', [Path.unlink, spoil])
     def test_without_its_index(self, path, disk, doubtful, lose):
         """What is in doubt is not forgotten with the index, which is disposable."""
-        die(doubtful)
+        doubtful.close()
         lose(index_of(path))
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
@@ -850,10 +865,11 @@ class TestFailedSync:
     def test_at_open(self, path, disk, torn, with_index, reuse):
         """A sync that fails when a store opens leaves in doubt what others wrote."""
         unsynced_line(disk, torn, with_index)
-        disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+        disk.before = failing_at_open(path)
         with JSONLinesStore(path, system=disk) as store:
             with pytest.raises(StoreUnavailable):
                 store.ping()
+            disk.resume()
             if reuse:
                 offer(store, MOSS)
         with JSONLinesStore(path, system=disk) as store:

@@ -1,10 +1,11 @@
+"""The store in a file keeps the contract, and its file is what it should be."""
+
 import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
-import resource
 import threading
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,10 @@ from store import IdTaken
 from store import Plant
 from store import StoreCorrupt
 from store import StoreUnavailable
-from store import jsonl
 from store import open_store
 from store.group_commit import Entry
 from store.jsonl import JSONLinesStore
+from store.jsonl import file as plant_file
 from store.jsonl.record import encode
 
 FERN = b'{"id":1,"name":"Fern"}\n'
@@ -80,7 +81,7 @@ class TestJSONLinesStore(StoreContract):
 class RecordingSystem:
     """The system calls, noting those that change a file and what they change."""
 
-    NOTED = ('open', 'pwrite', 'ftruncate', 'fsync', 'fdatasync', 'posix_fallocate')
+    NOTED = ('open', 'pwrite', 'ftruncate', 'fsync', 'fdatasync')
 
     def __init__(self, **replaced):
         self.calls = []
@@ -186,18 +187,22 @@ class TestFile:
     def test_add_is_synced(self, path):
         """An add returns after a write and then a sync; a repeat after a sync."""
         system = RecordingSystem()
+
+        def calls():
+            noted = [name for name, target in system.calls if target == str(path)]
+            del system.calls[:]
+            return noted
+
         with JSONLinesStore(path, system=system) as store:
             store.ping()
-            del system.calls[:]
+            calls()
             store.add(Plant(1, 'Fern'))
-            assert system.calls == [('pwrite', str(path)), ('fdatasync', str(path))]
-            del system.calls[:]
+            assert calls() == ['pwrite', 'fdatasync']
             store.add(Plant(1, 'Fern'))
-            assert system.calls == [('fdatasync', str(path))]
-            del system.calls[:]
+            assert calls() == ['fdatasync']
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
-            assert not system.calls
+            assert not calls()
 
     def test_opening_is_synced(self, path):
         """A store that opens syncs what others wrote: a repeat would acknowledge it."""
@@ -205,7 +210,7 @@ class TestFile:
         system = RecordingSystem()
         with JSONLinesStore(path, system=system) as store:
             store.ping()
-            assert ('fdatasync', str(path)) in system.calls
+            assert ('fsync', str(path)) in system.calls
 
     def test_no_directory(self, path):
         """A directory is never made, and the reason says that it is missing."""
@@ -426,7 +431,7 @@ class TestTornTail:
         cut = system.calls.index(('ftruncate', str(path)))
         assert ('fsync', f'{path}.torn-1') in system.calls[:cut]
         assert ('fsync', str(path.parent)) in system.calls[:cut]
-        assert ('fdatasync', str(path)) in system.calls[cut:]
+        assert ('fsync', str(path)) in system.calls[cut:]
 
     def test_not_kept(self, path):
         """A torn tail that cannot be kept is not cut off either."""
@@ -571,19 +576,6 @@ class TestIndex:
             store.add(Plant(3, 'Ivy'))
         assert path.read_bytes() == FERN + MOSS + b'{"id":3,"name":"Ivy"}\n'
 
-    def test_damaged_while_running(self, path):
-        """An index that is damaged under a running store is built again."""
-        with JSONLinesStore(path) as store:
-            for plant in PLANTS:
-                store.add(plant)
-            with index_of(path).open('r+b') as file:
-                file.seek(512)
-                file.write(bytes(2**15))
-            with pytest.raises(IdTaken):
-                store.add(Plant(1, 'Reed'))
-            store.add(Plant(3, 'Ivy'))
-            assert len(list(store)) == 3
-
     @pytest.mark.parametrize('open_before', [True, False], ids=['running', 'at-open'])
     def test_damaged_and_behind(self, path, open_before):
         """An index that is damaged and behind the file is built again, not believed."""
@@ -649,7 +641,7 @@ class TestIndex:
         refusing = []
 
         def refuse_index(name, *arguments):
-            if refusing and os.fspath(name).endswith('.index'):
+            if refusing and '.index' in os.fspath(name):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return os.open(name, *arguments)
 
@@ -666,29 +658,6 @@ class TestIndex:
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Reed'))
 
-    def test_growth_that_fails(self, path):
-        """A store goes on by itself after its index could not be mapped again."""
-        with JSONLinesStore(path, system=UNSYNCED) as store:
-            store.add(Plant(-1, 'Fern'))
-            size = index_of(path).stat().st_size
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            # A map holds a descriptor of its own, and no further one is to be had.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-            number = 0
-            try:
-                while index_of(path).stat().st_size == size and number < 10_000:
-                    store.add(Plant(number, 'Fern'))
-                    number += 1
-            except StoreUnavailable:
-                pass
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert number < 10_000
-            store.add(Plant(number, 'Fern'))
-            with pytest.raises(IdTaken):
-                store.add(Plant(number, 'Reed'))
-        assert path.read_bytes().count(b'\n') == number + 2
-
     def test_large_batch(self, path):
         """A batch of plants finds room in the index, however many they are."""
         plants = [Plant(id, 'Fern') for id in range(8000)]
@@ -696,35 +665,11 @@ class TestIndex:
             store.ping()
             batch = [Entry((plant, encode(plant)), 24) for plant in plants]
             # As if all of them had come to wait at once.
-            assert store._in_use._append(batch)
+            assert store._backend()._append(batch)
             assert not any(entry.error for entry in batch)
             assert list(store) == plants
             with pytest.raises(IdTaken):
                 store.add(Plant(7999, 'Reed'))
-
-    def test_index_cannot_grow(self, path):
-        """A plant whose id finds no room in the index is not written to the file."""
-        full = []
-
-        def allocate(fd, offset, length):
-            if full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(fd, offset, length)
-
-        system = RecordingSystem(posix_fallocate=allocate, fdatasync=lambda fd: None)
-        with JSONLinesStore(path, system=system) as store:
-            store.ping()
-            full.append(True)
-            number = 0
-            with contextlib.suppress(StoreUnavailable):
-                while number < 10_000:
-                    store.add(Plant(number, 'Fern'))
-                    number += 1
-            assert number < 10_000
-            assert path.read_bytes().count(b'\n') == number
-            full.clear()
-            store.add(Plant(number, 'Fern'))
-        assert path.read_bytes().count(b'\n') == number + 1
 
 
 class TestThreadsAndForks:
@@ -843,20 +788,18 @@ def test_size_of_no_file(path):
 
 def test_close_while_the_lock_is_lost(path, monkeypatch):
     """Closing does not wait for ever for who has the lock and will not give it back."""
-    monkeypatch.setattr(jsonl, 'CLOSE_WITHIN', 0.05)
+    monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
-    lock = store._in_use._lock
-    lock.__enter__()
-    store.close()
-    lock.__exit__()
+    with store._backend()._lock.held():
+        store.close()
     with JSONLinesStore(path) as again:
         assert again.add(Plant(1, 'Fern')) is False
 
 
 def test_close_while_another_process_is_stuck(path, monkeypatch):
     """Closing does not wait for ever for another process that has the lock either."""
-    monkeypatch.setattr(jsonl, 'CLOSE_WITHIN', 0.05)
+    monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
     # A lock of another description of the file is that of another process.

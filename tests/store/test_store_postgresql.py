@@ -118,26 +118,21 @@ def test_no_connection_is_free(url, monkeypatch):
             store.ping()
 
 
-def test_all_connections_are_in_use(url, monkeypatch):
-    """Who finds all connections in use waits for one, but not for ever."""
-    monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.1)
-    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
+def test_close_ends_the_wait_for_a_connection(url, monkeypatch):
+    """Whoever waits for a connection when the store is closed learns that."""
+    monkeypatch.setattr(limits, 'CONNECT_WITHIN', PATIENCE)
     with open_store(url) as store:
-        store.ping()
         database = store._backend()
+        refused = []
+
+        def wait():
+            with pytest.raises(StoreClosed):
+                database.ping()
+            refused.append(True)
+
         with ExitStack() as lent:
             for _ in range(limits.MOST_CONNECTIONS):
                 lent.enter_context(database._pool.lend())
-            with pytest.raises(StoreUnavailable, match='are in use'):
-                store.ping()
-            monkeypatch.setattr(limits, 'CONNECT_WITHIN', PATIENCE)
-            refused = []
-
-            def wait():
-                with pytest.raises(StoreClosed):
-                    database.ping()
-                refused.append(True)
-
             waiting = threading.Thread(target=wait)
             waiting.start()
             wait_until(lambda: database._pool._changed._waiters)

@@ -1,0 +1,438 @@
+"""The index of a plant file gives no wrong answer, whatever happens to its files."""
+
+import logging
+import os
+import random
+import shutil
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from store_contract import in_child
+from store_contract import wait_until
+
+from store import IdTaken
+from store import Plant
+from store import StoreCorrupt
+from store import StoreUnavailable
+from store.jsonl import JSONLinesStore
+from store.jsonl import file as plant_file
+from store.jsonl import index as plant_index
+from store.jsonl import record
+
+PAGE = 4096
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the plant file of a test is; it does not exist yet."""
+    return tmp_path / 'plants.jsonl'
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Merge after a few ids, and as soon as the merge before has ended."""
+    monkeypatch.setattr(plant_index, 'MERGE_AT', 40)
+    monkeypatch.setattr(plant_file, 'MERGE_EVERY', 0)
+
+
+@pytest.fixture
+def rebuilt(caplog):
+    """Return a function that tells whether the log spoke of a new index since."""
+    caplog.set_level(logging.INFO, logger='store')
+
+    def rebuilt():
+        spoke = 'building the index' in caplog.text
+        caplog.clear()
+        return spoke
+
+    return rebuilt
+
+
+def ferns(*span):
+    """Return plants whose ids are scattered, the same for the same numbers."""
+    return [Plant(hash((number, 7)) >> 1, f'Fern {number}') for number in range(*span)]
+
+
+def index_files(path):
+    """Return the files of the index by name, the manifest among them."""
+    return sorted(path.parent.glob(f'{path.name}.index*'))
+
+
+def generations(path):
+    """Return the SQLite files of the index."""
+    return [file for file in index_files(path) if '.index-' in file.name]
+
+
+def settle(store):
+    """Wait until a merge that is under way has ended."""
+    merging = store._backend()._merging
+    if merging is not None:
+        merging.join()
+
+
+def fill(store, plants, at_once=20):
+    """Add plants in batches, with every merge that is due."""
+    for start in range(0, len(plants), at_once):
+        assert all(store.add_many(plants[start : start + at_once]))
+        settle(store)
+
+
+def assert_knows(store, plants):
+    """Check that no id of these plants is given to another one."""
+    outcomes = store.add_many([plant._replace(tag='another') for plant in plants])
+    assert all(isinstance(outcome, IdTaken) for outcome in outcomes)
+    assert store.add_many(plants) == [False] * len(plants)
+
+
+class TestMerge:
+    def test_merged(self, path):
+        """Recent ids go to a generation of the index, and each in turn is current."""
+        plants = ferns(300)
+        with JSONLinesStore(path) as store:
+            fill(store, plants)
+            index = store._backend()._index
+            assert len(index._recent) < 40
+            with sqlite3.connect(generations(path)[0]) as connection:
+                (count,) = connection.execute('SELECT count(*) FROM plants').fetchone()
+            connection.close()
+            assert count > 200
+            assert_knows(store, plants)
+        assert len(generations(path)) == 2
+
+    def test_opened_again(self, path, rebuilt):
+        """A store that opens reads only what no generation has."""
+        plants = ferns(300)
+        with JSONLinesStore(path) as store:
+            fill(store, plants)
+        rebuilt()
+        with JSONLinesStore(path) as store:
+            store.ping()
+            assert len(store._backend()._index._recent) < 80
+            assert_knows(store, plants)
+        assert not rebuilt()
+
+    def test_built(self, path, rebuilt):
+        """A file without an index gets one, in batches of any size."""
+        plants = ferns(300)
+        path.write_bytes(b''.join(map(record.encode, plants)))
+        with JSONLinesStore(path) as store:
+            assert_knows(store, plants)
+            assert not store._backend()._index._recent
+        assert rebuilt()
+
+    @pytest.mark.parametrize('first', [0, 30, 250])
+    def test_built_with_repeats(self, path, first):
+        """A plant that is in the file twice is accepted, another one is not."""
+        plants = ferns(300)
+        plants.append(plants[first])
+        path.write_bytes(b''.join(map(record.encode, plants)))
+        with JSONLinesStore(path) as store:
+            assert_knows(store, plants[:300])
+        with path.open('ab') as file:
+            file.write(record.encode(plants[first]._replace(tag='another')))
+        for file in index_files(path):
+            file.unlink()
+        with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt) as caught:
+            store.ping()
+        assert caught.value.line == 302
+        assert not generations(path)
+
+    def test_two_stores(self, path):
+        """Stores that share an index see each other's ids, whichever of them merges."""
+        plants = ferns(400)
+        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
+            for start in range(0, 400, 20):
+                fill(one if start % 60 else other, plants[start : start + 20])
+            assert_knows(one, plants)
+            assert_knows(other, plants)
+
+    def test_sequential_ids(self, path):
+        """Ids beyond those of a generation are not looked up in it."""
+        with JSONLinesStore(path) as store:
+            fill(store, [Plant(number, 'Fern') for number in range(200)])
+            current = store._backend()._index._current
+            current._connection.close()
+            assert store.add(Plant(1000, 'Moss'))
+
+    def test_many_of_another_process(self, path, monkeypatch):
+        """Many lines that somebody appends are entered by another thread, in parts."""
+        monkeypatch.setattr(plant_file, 'LITTLE', 100)
+        monkeypatch.setattr(plant_file, 'MUCH', 2000)
+        plants = ferns(300)
+        calls = []
+        with JSONLinesStore(path) as store:
+            store.ping()
+            backend = store._backend()
+            call = backend._call
+            backend._call = lambda function: calls.append(function) or call(function)
+            for start, stop, called in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
+                with path.open('ab') as file:
+                    file.write(b''.join(map(record.encode, plants[start:stop])))
+                del calls[:]
+                with pytest.raises(IdTaken):
+                    store.add(plants[stop - 1]._replace(tag='another'))
+                assert len(calls) == called
+            assert_knows(store, plants)
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    @pytest.mark.parametrize('call', ['rename', 'fsync', 'pwrite'])
+    def test_killed(self, path, call):
+        """A process that is killed while it merges leaves an index that is right."""
+        plants = ferns(200)
+        with JSONLinesStore(path) as store:
+            fill(store, plants)
+
+        class Mortal:
+            """System calls that end the process at the first of a merge."""
+
+            def __getattr__(self, name):
+                def end(*arguments):
+                    if threading.current_thread() is not threading.main_thread():
+                        os._exit(0)
+                    return getattr(os, name)(*arguments)
+
+                return end if name == call else getattr(os, name)
+
+        more = ferns(200, 250)
+
+        def add():
+            with JSONLinesStore(path, system=Mortal()) as mortal:
+                fill(mortal, more)
+
+        in_child(add)
+        with JSONLinesStore(path) as store:
+            store.add_many(more)
+            settle(store)
+            assert_knows(store, [*plants, *more])
+            fill(store, ferns(250, 350))
+        assert len(generations(path)) == 2
+
+    def test_fails(self, path, caplog):
+        """A merge that fails is tried again, and costs no add."""
+        caplog.set_level(logging.INFO)
+
+        class Full:
+            """System calls that have no room for another generation."""
+
+            full = True
+
+            def __getattr__(self, name):
+                return getattr(os, name)
+
+            def open(self, name, *arguments):
+                if self.full and '.index-' in str(name):
+                    raise OSError(28, os.strerror(28))
+                return os.open(name, *arguments)
+
+        plants = ferns(200)
+        system = Full()
+        system.full = False
+        with JSONLinesStore(path, system=system) as store:
+            store.ping()
+            system.full = True
+            fill(store, plants)
+            assert not generations(path)
+            assert 'the index is not merged now' in caplog.text
+            system.full = False
+            fill(store, ferns(200, 220))
+            assert generations(path)
+            assert_knows(store, plants)
+
+    def test_modes(self, path):
+        """The files of the index have the mode and the owner of the plant file."""
+        path.touch()
+        path.chmod(0o640)
+        if not os.geteuid():
+            os.chown(path, 12, 34)
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(200))
+        of_plants = path.stat()
+        for file in index_files(path):
+            status = file.stat()
+            assert status.st_mode == of_plants.st_mode
+            assert (status.st_uid, status.st_gid) == (
+                of_plants.st_uid,
+                of_plants.st_gid,
+            )
+
+
+RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
+
+
+class Spoiled:
+    """A store with some generations, of which files can be spoiled.
+
+    Attributes:
+        plants: What it has.
+        old: The bytes of each file of its index some time ago, by inode.
+    """
+
+    def __init__(self, path, running):
+        self.path = path
+        self.plants = ferns(4000)  # in some twenty pages
+        self.store = JSONLinesStore(path)
+        fill(self.store, self.plants[:2000], 250)
+        self.old = {file.stat().st_ino: file.read_bytes() for file in index_files(path)}
+        fill(self.store, self.plants[2000:], 250)
+        self.store.close()
+        if running:
+            # Opened again, so that it has read hardly a page yet.
+            self.store = JSONLinesStore(path)
+            self.store.ping()
+
+    def check(self):
+        """Check that no id is given twice; the store is opened if it is closed."""
+        if self.store._closed:
+            self.store = JSONLinesStore(self.path)
+        with self.store as store:
+            assert_knows(store, self.plants)
+            fill(store, ferns(9000, 9100))
+            assert_knows(store, [*self.plants, *ferns(9000, 9100)])
+
+
+class TestSpoiled:
+    @RUNNING
+    @pytest.mark.parametrize('seed', range(12))
+    def test_old_pages(self, path, running, seed):
+        """Old pages of the index that come back, in any mixture, are not believed."""
+        choose = random.Random(seed)
+        case = Spoiled(path, running)
+        for file in index_files(path):
+            old = case.old.get(file.stat().st_ino)
+            if old is None or (file.suffix == '.index' and seed % 2):
+                continue
+            share = choose.choice([0.1, 0.5, 0.9, 1])
+            size = 512 if file.suffix == '.index' else PAGE
+            with file.open('r+b') as spoiled:
+                for offset in range(0, len(old), size):
+                    if choose.random() < share:
+                        spoiled.seek(offset)
+                        spoiled.write(old[offset : offset + size])
+        case.check()
+
+    @RUNNING
+    @pytest.mark.parametrize('which', [0, 1, 2, slice(None)], ids=str)
+    @pytest.mark.parametrize(
+        'spoil',
+        [
+            lambda file: file.write_bytes(b''),
+            lambda file: os.truncate(file, file.stat().st_size // 2),
+            lambda file: file.write_bytes(b'plants' * 20_000),
+            lambda file: file.write_bytes(bytes(file.stat().st_size)),
+            Path.unlink,
+            lambda file: shutil.copy(__file__, file),
+            lambda file: file.unlink() or file.touch(),
+        ],
+        ids=['emptied', 'cut', 'overwritten', 'zeroed', 'removed', 'copied', 'other'],
+    )
+    def test_file(self, path, running, which, spoil):
+        """A file of the index that is spoiled ends nobody, and no id is given twice."""
+        case = Spoiled(path, running)
+        files = index_files(path)[which]
+        for file in files if isinstance(files, list) else [files]:
+            spoil(file)
+        case.check()
+
+    @RUNNING
+    def test_old_copy(self, path, running, tmp_path):
+        """An index that is put back from a copy is not believed."""
+        case = Spoiled(path, running)
+        copies = tmp_path / 'copies'
+        copies.mkdir()
+        for file in index_files(path):
+            shutil.copy2(file, copies)
+        if not running:
+            case.store = JSONLinesStore(path)
+        fill(case.store, ferns(4000, 5000), 250)
+        case.plants = ferns(5000)
+        for file in copies.iterdir():
+            shutil.copy2(file, path.parent)
+        case.check()
+
+    @RUNNING
+    @pytest.mark.parametrize('seed', range(8))
+    def test_bytes_of_the_manifest(self, path, running, seed):
+        """A byte of the manifest may change: no answer becomes wrong."""
+        choose = random.Random(seed)
+        case = Spoiled(path, running)
+        manifest = index_files(path)[0]
+        content = bytearray(manifest.read_bytes())
+        for sector in range(3):
+            place = 512 * sector + choose.randrange(12)
+            content[place] ^= choose.randrange(1, 256)
+        manifest.write_bytes(content)
+        case.check()
+
+    @RUNNING
+    def test_offsets(self, path, running):
+        """An offset is a hint: the line is read there, and its id compared."""
+        case = Spoiled(path, running)
+        if not running:
+            case.store = JSONLinesStore(path)
+            case.store.ping()
+        recent = case.store._backend()._index._recent
+        recent[case.plants[0].id] = 1
+        recent[case.plants[1].id] = 0
+        case.check()
+
+    def test_removed_while_running(self, path):
+        """An index that is removed is made again by the next add, for all users."""
+        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
+            fill(one, ferns(100))
+            other.ping()
+            index_files(path)[0].unlink()
+            fill(one, ferns(100, 120))
+            assert index_files(path)[0].suffix == '.index'
+            fill(other, ferns(120, 140))
+            files = index_files(path)
+            assert len(files) > 1
+            fill(one, ferns(140, 150))
+            assert index_files(path) == files
+            assert_knows(one, ferns(150))
+            assert_knows(other, ferns(150))
+
+    def test_edited_in_place(self, path):
+        """A plant file that was edited in place is indexed again, also while in use."""
+        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
+        with JSONLinesStore(path) as store:
+            fill(store, plants)
+            text = path.read_bytes()
+            with path.open('r+b') as file:
+                file.write(text.replace(b'"id":100,', b'"id":999,', 1))
+            os.utime(path, ns=(1, -1))  # a clock may be too coarse to show it
+            assert_knows(store, [Plant(999, 'Fern', 'x' * 40), *plants[1:]])
+            assert store.add(plants[0])
+
+    def test_index_of_another_file(self, path):
+        """A damaged index is reported as unavailable if building it does not help."""
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(100))
+            store._backend()._find = lambda ids, end: next(damaged())
+            with pytest.raises(StoreUnavailable, match='the index: it is damaged'):
+                store.add(Plant(1, 'Moss'))
+
+
+def damaged():
+    """Raise what an index raises that is damaged."""
+    raise plant_index.IndexDamaged('it is damaged')
+    yield
+
+
+def test_other_process_merges(path):
+    """While one process merges no other does."""
+    with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
+        fill(one, ferns(200))
+        other.ping()
+        index = other._backend()._index
+        with other._backend()._lock.held():
+            assert plant_index.try_flock(index._fd)
+            fill_later = threading.Thread(target=fill, args=[one, ferns(200, 300)])
+        fill_later.start()
+        fill_later.join()
+        wait_until(lambda: len(one._backend()._index._recent) >= 100)
+        index.unlock_merge()
+        fill(one, ferns(300, 320))
+        assert len(one._backend()._index._recent) < 40
+        assert_knows(other, ferns(320))

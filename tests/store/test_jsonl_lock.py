@@ -1,0 +1,217 @@
+"""Nobody waits for the lock of a plant file without limit; it is of one file only."""
+
+import fcntl
+import os
+import threading
+import time
+
+import pytest
+from store_contract import in_child
+from store_contract import wait_until
+
+from store import IdTaken
+from store import Plant
+from store import StoreClosed
+from store import StoreUnavailable
+from store.jsonl import JSONLinesStore
+from store.jsonl import lock as plant_lock
+from store.jsonl.repair import repair
+from store.scheduler import Threads
+
+FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
+FERN_LINE = b'{"id":1,"name":"Fern"}\n'
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the plant file of a test is; it does not exist yet."""
+    return tmp_path / 'plants.jsonl'
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Give the lock up after a moment."""
+    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
+
+
+class Scheduler(Threads):
+    """Threads that note what they were asked to call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def call(self, function):
+        self.calls += 1
+        return function()
+
+
+@pytest.mark.usefixtures('impatient')
+@pytest.mark.parametrize('operation', [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_held_by_another_process(path, operation):
+    """While somebody else has the lock adds and pings fail; then they work again."""
+    scheduler = Scheduler()
+    with JSONLinesStore(path, scheduler=scheduler) as store:
+        store.add(FERN)
+        with path.open('rb') as other:
+            fcntl.flock(other, operation)
+            scheduler.calls = 0
+            for attempt in (lambda: store.add(MOSS), store.ping):
+                with pytest.raises(StoreUnavailable, match='holds the lock'):
+                    attempt()
+            # The thread of a server waits nowhere but in calls.
+            assert scheduler.calls > 3
+        store.ping()
+        assert store.add(MOSS)
+    assert path.read_bytes().count(b'\n') == 2
+
+
+@pytest.mark.usefixtures('impatient')
+def test_held_while_a_store_opens(path):
+    """A store cannot open while somebody else has the lock, and opens afterwards."""
+    path.touch()
+    with JSONLinesStore(path) as store:
+        with path.open('rb') as other:
+            fcntl.flock(other, fcntl.LOCK_SH)
+            with pytest.raises(StoreUnavailable, match='holds the lock'):
+                store.add(FERN)
+        assert store.add(FERN)
+
+
+@pytest.mark.usefixtures('impatient')
+def test_held_by_another_thread(path):
+    """A thread that has the lock keeps the others for a moment only."""
+    with JSONLinesStore(path) as store:
+        store.add(FERN)
+        with (
+            store._backend()._lock.held(),
+            pytest.raises(StoreUnavailable, match='holds the lock'),
+        ):
+            store.add(MOSS)
+        assert store.add(MOSS)
+
+
+@pytest.mark.usefixtures('impatient')
+def test_held_for_commands(path):
+    """Reading and repairing a file wait no longer than adding to it."""
+    path.write_bytes(FERN_LINE)
+    with path.open('rb') as other, JSONLinesStore(path) as store:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for attempt in (lambda: list(store), lambda: repair(path)):
+            with pytest.raises(StoreUnavailable, match='holds the lock'):
+                attempt()
+
+
+def test_closed(path):
+    """Whoever comes to the lock after the file was closed is told so."""
+    store = JSONLinesStore(path)
+    store.add(FERN)
+    lock = store._backend()._lock
+    store.close()
+    for _ in range(2):
+        with pytest.raises(StoreClosed), lock.held():
+            pytest.fail('it was entered')
+
+
+def test_interrupted(path):
+    """A caller that is interrupted while it waits leaves nothing locked behind."""
+
+    class Interrupted(Scheduler):
+        armed = False
+
+        def call(self, function):
+            if self.armed:
+                raise KeyboardInterrupt
+            return function()
+
+    scheduler = Interrupted()
+    with JSONLinesStore(path, scheduler=scheduler) as store:
+        store.add(FERN)
+        with path.open('rb') as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            scheduler.armed = True
+            with pytest.raises(KeyboardInterrupt):
+                store.add(MOSS)
+            scheduler.armed = False
+        assert store.add(MOSS)
+
+
+@pytest.mark.parametrize('opened_before', [True, False], ids=['opened', 'not-yet'])
+def test_file_replaced_while_waiting(path, opened_before):
+    """Whoever waited for the lock of a replaced file leaves the new one alone."""
+    path.write_bytes(FERN_LINE)
+    new = path.with_name('new')
+    new.write_bytes(b''.join(b'{"id":%d,"name":"Moss"}\n' % id for id in range(9)))
+    raised = []
+
+    def add():
+        try:
+            waiting.add(MOSS)
+        except StoreUnavailable as ex:
+            raised.append(ex)
+
+    with JSONLinesStore(path) as waiting, path.open('rb') as other:
+        if opened_before:
+            waiting.ping()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        thread = threading.Thread(target=add)
+        thread.start()
+        fds = '/proc/self/fd'
+
+        def has_opened():
+            paths = (os.path.join(fds, fd) for fd in os.listdir(fds))
+            same = (os.path.exists(fd) and os.path.samefile(fd, path) for fd in paths)
+            return sum(same) > 2
+
+        wait_until(has_opened)
+        new.replace(path)
+        with JSONLinesStore(path, create='always') as current:
+            current.ping()
+            manifest = path.with_name('plants.jsonl.index').read_bytes()
+            fcntl.flock(other, fcntl.LOCK_UN)
+            thread.join()
+            (error,) = raised
+            assert 'replaced by another' in error.reason
+            assert path.with_name('plants.jsonl.index').read_bytes() == manifest
+            for id in range(9):
+                with pytest.raises(IdTaken):
+                    current.add(Plant(id, 'Oak'))
+
+
+class TestPin:
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    @pytest.mark.parametrize('in_process', [lambda job: job(), in_child])
+    def test_replaced(self, path, in_process):
+        """A pinned store refuses another file, in every process that opens it later."""
+        path.write_bytes(FERN_LINE)
+        with JSONLinesStore(path, create='always') as store:
+            store.pin()
+            old = path.rename(path.with_name('old'))
+
+            def refuse():
+                for make in (lambda: None, path.touch):
+                    make()
+                    for attempt in (store.ping, lambda: store.add(MOSS)):
+                        with pytest.raises(StoreUnavailable):
+                            attempt()
+                assert path.read_bytes() == b''
+                path.unlink()
+
+            in_process(refuse)
+            old.rename(path)
+            in_process(lambda: store.add(MOSS))
+        assert path.read_bytes().count(b'\n') == 2
+
+    def test_missing(self, path):
+        """A file that is not there cannot be pinned, and is not made."""
+        with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable):
+            store.pin()
+        assert not path.exists()
+
+    def test_waits_for_no_lock(self, path):
+        """A file is pinned while somebody else has its lock."""
+        path.touch()
+        with path.open('rb') as other, JSONLinesStore(path) as store:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            began = time.monotonic()
+            store.pin()
+            assert time.monotonic() - began < plant_lock.LOCK_WITHIN / 2
