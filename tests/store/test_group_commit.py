@@ -8,15 +8,15 @@ import threading
 from collections import Counter
 
 import pytest
-from store_contract import PATIENCE
-from store_contract import in_threads
-from store_contract import wait_until
 
 from store import StoreUnavailable
 from store import group_commit
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT
 from store.group_commit import GroupCommit
 from store.scheduler import Threads
+from store.testing import PATIENCE
+from store.testing import in_threads
+from store.testing import wait_until
 
 
 class Failure(Exception):

@@ -18,8 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine
 from hypothesis.stateful import initialize
 from hypothesis.stateful import rule
 from hypothesis.stateful import run_state_machine_as_test
-from store_contract import PATIENCE
-from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
@@ -27,6 +25,8 @@ from store import StoreUnavailable
 from store import group_commit
 from store.jsonl import JSONLinesStore
 from store.jsonl import record
+from store.testing import PATIENCE
+from store.testing import wait_until
 
 FERN, MOSS, IVY, REED, OAK, ASH = (
     Plant(number, name, 'shade' if number % 2 else None)

@@ -9,8 +9,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from store_contract import in_child
-from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
@@ -20,6 +18,8 @@ from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.jsonl import index as plant_index
 from store.jsonl import record
+from store.testing import in_child
+from store.testing import wait_until
 
 PAGE = 4096
 

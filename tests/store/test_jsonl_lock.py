@@ -6,8 +6,6 @@ import threading
 import time
 
 import pytest
-from store_contract import in_child
-from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
@@ -17,6 +15,8 @@ from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import repair
 from store.scheduler import Threads
+from store.testing import in_child
+from store.testing import wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 FERN_LINE = b'{"id":1,"name":"Fern"}\n'

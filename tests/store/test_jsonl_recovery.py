@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from store_contract import in_child
-from store_contract import in_threads
 
 from store import IdTaken
 from store import Plant
@@ -23,6 +21,8 @@ from store import StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import record
 from store.jsonl import recovery
+from store.testing import in_child
+from store.testing import in_threads
 
 PLANTS = [
     Plant(1, 'Fern'),

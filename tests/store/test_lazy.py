@@ -5,13 +5,13 @@ import threading
 import time
 
 import pytest
-from store_contract import in_child
-from store_contract import in_threads
-from store_contract import wait_until
 
 from store import StoreClosed
 from store import StoreUnavailable
 from store.lazy import LazyStore
+from store.testing import in_child
+from store.testing import in_threads
+from store.testing import wait_until
 
 
 class Backend:

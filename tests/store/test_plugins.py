@@ -16,11 +16,11 @@ from server import PATIENCE
 from server import RawClient
 from server import Server
 from server import request
-from store_contract import StoreContract
 
 from store import Plant
 from store import check_url
 from store import open_store
+from store.testing import StoreContract
 
 KNOWN = 'is not a store: use memory:, jsonl:PATH, or postgresql://...; installed '
 

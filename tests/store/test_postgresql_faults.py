@@ -16,10 +16,6 @@ import psycopg
 import pytest
 from postgresql import refused
 from proxy import Proxy
-from store_contract import in_child
-from store_contract import in_threads
-from store_contract import processes
-from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
@@ -27,6 +23,10 @@ from store import StoreClosed
 from store import StoreUnavailable
 from store import open_store
 from store.postgresql import limits
+from store.testing import in_child
+from store.testing import in_threads
+from store.testing import processes
+from store.testing import wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

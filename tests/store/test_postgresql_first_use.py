@@ -13,10 +13,6 @@ import pytest
 from conftest import TOKEN
 from postgresql import PostgreSQL
 from postgresql import refused
-from store_contract import PATIENCE
-from store_contract import in_threads
-from store_contract import processes
-from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
@@ -25,6 +21,10 @@ from store import masked
 from store import open_store
 from store.postgresql import limits
 from store.postgresql.limits import RETRY_AFTER
+from store.testing import PATIENCE
+from store.testing import in_threads
+from store.testing import processes
+from store.testing import wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

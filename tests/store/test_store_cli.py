@@ -15,8 +15,6 @@ from cli import without_reader
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from store_contract import PATIENCE
-from store_contract import TOP
 
 import store
 from store import IdTaken
@@ -27,6 +25,8 @@ from store.__main__ import main
 from store.jsonl import record
 from store.jsonl.repair import find_damage
 from store.jsonl.repair import repair
+from store.testing import PATIENCE
+from store.testing import TOP
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

@@ -31,10 +31,6 @@ from server import RawClient
 from server import Server
 from server import request
 from server import wait_until
-from store_contract import HOSTILE
-from store_contract import IDS
-from store_contract import TEXTS
-from store_contract import plane
 
 from store import Plant
 from store import StoreUnavailable
@@ -42,6 +38,10 @@ from store import open_store
 from store.__main__ import main
 from store.jsonl import JSONLinesStore
 from store.jsonl import record
+from store.testing import HOSTILE
+from store.testing import IDS
+from store.testing import TEXTS
+from store.testing import plane
 
 KINDS = ['memory', 'jsonl', 'postgresql']
 DURABLE = KINDS[1:]

@@ -11,12 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from store_contract import HOSTILE
-from store_contract import PATIENCE
-from store_contract import StoreContract
-from store_contract import in_child
-from store_contract import in_threads
-from store_contract import wait_until
 
 from store import IdTaken
 from store import Plant
@@ -27,6 +21,12 @@ from store.group_commit import Entry
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.jsonl.record import encode
+from store.testing import HOSTILE
+from store.testing import PATIENCE
+from store.testing import StoreContract
+from store.testing import in_child
+from store.testing import in_threads
+from store.testing import wait_until
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

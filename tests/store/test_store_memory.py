@@ -1,9 +1,9 @@
 import pytest
-from store_contract import StoreContract
 
 from store import PlantStore
 from store import open_store
 from store.memory import MemoryStore
+from store.testing import StoreContract
 
 
 class TestMemoryStore(StoreContract):

@@ -13,15 +13,15 @@ from postgresql import PostgreSQL
 from postgresql import programs
 from postgresql import run
 from psycopg.errors import UndefinedTable
-from store_contract import PATIENCE
-from store_contract import StoreContract
-from store_contract import wait_until
 
 from store import Plant
 from store import StoreClosed
 from store import StoreUnavailable
 from store import open_store
 from store.postgresql import limits
+from store.testing import PATIENCE
+from store.testing import StoreContract
+from store.testing import wait_until
 
 
 class TestPostgreSQLStore(StoreContract):
