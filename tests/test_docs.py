@@ -455,6 +455,8 @@ def python(code, directory, *path):
 
 USE_HOST = """
 import io
+import sys
+from pathlib import Path
 from wsgiref.util import setup_testing_defaults
 from host import application
 
@@ -472,18 +474,26 @@ print(ask('GET', '/'))
 print(ask('POST', '/garden/plants', b'{"id": 1, "name": "Fern"}'))
 print(ask('GET', '/garden/plants'))
 print('status' in ask('GET', '/livez'))
+top = Path(sys.modules['app'].__file__).parent
+ours = {str(file) for file in [*top.glob('*.py'), *top.glob('*/__init__.py')]}
+modules = sys.modules.items()
+print(*sorted(name for name, m in modules if getattr(m, '__file__', None) in ours))
 """
 
 
 @pytest.mark.parametrize('host', ['a WSGI program', 'Flask', 'Django'])
 def test_host_serves_plants(tmp_path, host):
-    """Each host serves its own page, and plants under the prefix."""
+    """Each host serves its own page and plants, and no other module names are taken."""
     code = block('docs/embedding.md', f'## In {host}', 'python')
     (tmp_path / 'host.py').write_text(code)
     printed = python(USE_HOST, tmp_path, tmp_path)
-    home, plant, error, is_ours = printed.splitlines()
+    home, plant, error, is_ours, names = printed.splitlines()
     assert (home, plant, is_ours) == ('home', '{"name": "Fern"}', 'False')
     assert '40500' in error
+    taken = section('docs/embedding.md', '## What you need').partition(
+        '**The names.**'
+    )[2]
+    assert names.split() == quoted(taken)[:4]
     assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
 
 
