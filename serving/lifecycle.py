@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -60,8 +61,10 @@ OURS = 'app:app'
 REHEARSAL_TIMEOUT = 300
 REHEARSAL_PASSED = 'a start would work'
 REHEARSAL = (
-    'import sys; sys.path.insert(0, sys.argv.pop(1)); '
-    'from serving import lifecycle; lifecycle.rehearse()'
+    'import signal, sys; directory, seconds, bound = sys.argv[1:4]; del sys.argv[1:4]; '
+    'signal.alarm(int(seconds)); '  # also without a master that waits for the end
+    'sys.path.insert(0, directory); '
+    'from serving import lifecycle; lifecycle.rehearse(bound.split())'
 )
 
 
@@ -99,7 +102,7 @@ def before_run(application: WSGIApplication) -> None:
     """Answer ``--check-config``, and refuse what cannot be refused later."""
     cfg = application.cfg
     # Before gunicorn has a logger, and loads (preload_app) or leaves the terminal.
-    makes_token_unseen = cfg.daemon or cfg.settings['preload_app'].get()
+    makes_token_unseen = cfg.daemon or cfg.preload_app
     is_check = cfg.check_config or cfg.print_config
     if not _is_ours(application) or not (is_check or makes_token_unseen):
         return
@@ -126,13 +129,17 @@ def _check(cfg: Config, settings: Settings) -> NoReturn:
     sys.exit()
 
 
-def rehearse() -> None:
+def rehearse(bound: Sequence[str]) -> None:
     """Do everything that a start with the arguments of this process would do but serve.
 
     That is, create or recover the store too, as a start does.
+
+    Args:
+        bound: The addresses that the server has already.
     """
     application = WSGIApplication('%(prog)s [OPTIONS] [APP_MODULE]')
     try:
+        _check_addresses(application.cfg, bound)
         settings = _settings(application.cfg, os.environ | application.cfg.env)
         served = _build(settings, application.cfg, metrics=False)
         _open_store_once(settings, application.cfg)
@@ -159,7 +166,7 @@ def _settings(cfg: Config, environ: Mapping[str, str]) -> Settings:
             f'each would hold its own plants'
         )
     # gunicorn would go on without a word.
-    if cfg.statsd_host and cfg.settings['logger_class'].get() is PlantsLogger:
+    if cfg.statsd_host and cfg.logger_class is PlantsLogger:
         raise ValueError(
             'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
         )
@@ -253,7 +260,9 @@ def when_ready(server: Arbiter) -> None:
 def pre_fork(server: Arbiter, worker: Worker) -> None:
     """Give a worker the smallest number that no other one has."""
     if isinstance(worker, PlantsWorker):
-        taken = {sibling.number for sibling in internals.siblings(server)}
+        # Before a reload they may have been workers of another kind.
+        siblings = internals.siblings(server)
+        taken = {getattr(sibling, 'number', None) for sibling in siblings}
         worker.number = next(number for number in count() if number not in taken)
     # Otherwise the garbage collector of a worker would write to every object that the
     # master has made, and so unshare the memory that it is in.
@@ -319,16 +328,22 @@ def on_exit(server: Arbiter) -> None:
 # ---- what the hooks share
 
 
-def _check_addresses(cfg: Config) -> None:
+def _check_addresses(cfg: Config, bound: Sequence[str] = ()) -> None:
     """See whether the addresses are free: gunicorn tries five times, with many words.
+
+    And at a reload it ends the server, which has given up its old addresses by then.
+
+    Args:
+        cfg: gunicorn's settings.
+        bound: The addresses that the server has already, as in ``cfg.bind``.
 
     Raises:
         ValueError: One is not.
     """
     if cfg.reuse_port or os.environ.keys() & {'GUNICORN_FD', 'LISTEN_FDS'}:
         return  # the sockets may be shared, or are there already
-    for address in cfg.address:
-        if not isinstance(address, tuple):
+    for name, address in zip(cfg.bind, cfg.address, strict=True):
+        if name in bound or not isinstance(address, tuple):
             continue
         family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -367,7 +382,8 @@ def _metrics(server: Arbiter, settings: Settings) -> bool | Processes:
 
 def _name(server: Arbiter, worker: Worker) -> str:
     """Return the name of a worker, which is free again when it has ended."""
-    number = worker.number if isinstance(worker, PlantsWorker) else worker.age
+    # NOTE: not isinstance: a reload makes the class anew, and old workers end later.
+    number = getattr(worker, 'number', worker.age)
     return f'{server.pid}-{number}'
 
 
@@ -386,19 +402,20 @@ class Rehearsal:
         self._reload = partial(server.signal, signal.SIGHUP, None)
         arguments, self._directory = internals.start_command(server)
         place = str(Path(__file__).absolute().parent.parent)
-        self._command = [sys.executable, '-c', REHEARSAL, place, *arguments]
+        own = [place, str(REHEARSAL_TIMEOUT + 1), ' '.join(server.cfg.bind)]
+        self._command = [sys.executable, '-c', REHEARSAL, *own, *arguments]
         self._lock = threading.Lock()  # one at a time
-        self._latest = 0
+        self._is_next = False  # whether another one waits for the lock
 
     def on_hangup(self, number: int, frame: object) -> None:
         """Handle SIGHUP."""
-        self._latest += 1
-        threading.Thread(target=self._run, args=[self._latest], daemon=True).start()
+        if not self._is_next:
+            self._is_next = True
+            threading.Thread(target=self._run, daemon=True).start()
 
-    def _run(self, number: int) -> None:
+    def _run(self) -> None:
         with self._lock:
-            if number < self._latest:
-                return  # a later one tries the files as they are then
+            self._is_next = False  # it takes up the files as they are from now on
             failure = self._try()
         if failure:
             log.error('Not reloaded, and served as before: %s', failure)

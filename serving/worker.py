@@ -222,8 +222,12 @@ class Client:
         Raises:
             OSError: It failed.
         """
-        self._sock = context.wrap_socket(self._sock, server_side=True)
+        # NOTE: in two steps, so that expire() finds the socket during the handshake.
+        self._sock = context.wrap_socket(
+            self._sock, server_side=True, do_handshake_on_connect=False
+        )
         self._waits_before_read = False  # the rest of a record may be in the socket
+        self._sock.do_handshake()
 
     def expect_request(self, seconds: float) -> None:
         """Give the client time to begin a request."""

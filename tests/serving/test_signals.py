@@ -1,21 +1,20 @@
-"""What an operator does to a server at work, and what hostile clients do to it."""
+"""Signals: to end, to stop workers, to start others; with requests at work."""
 
-import itertools
 import os
 import re
 import signal
-import socket
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from contextlib import contextmanager
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from exchange import TAKEN
+from exchange import assert_error
+from exchange import fern
 from server import GUNICORN
-from server import PATIENCE
 from server import SCRIPTS
 from server import RawClient
 from server import Server
@@ -24,15 +23,103 @@ from server import is_alive
 from server import request
 from server import wait_until
 
-ids = itertools.count(1)
+
+@pytest.fixture
+def busy(tmp_path):
+    """A server with connections that are kept, half sent and silent."""
+    with Server(tmp_path, workers=2) as server, ExitStack() as connections:
+        clients = [connections.enter_context(server.connect()) for _ in range(8)]
+        for client in clients[:2]:
+            assert client.ask(request(body=TAKEN)).status == 200
+        for client in clients[2:4]:
+            client.send(b'POST /plants HTTP/1.1\r\nHost: lo')
+        for client in clients[4:6]:
+            client.send(request(body=b'{"id"', content_length='100'))
+        yield server
 
 
-def fern():
-    """Return a plant that no other test adds."""
-    return {'id': next(ids), 'name': 'Fern'}
+def assert_clean_end(server, seconds):
+    """The server and its workers end in time, and report nothing unusual."""
+    workers = server.worker_pids()
+    assert server.wait(seconds) == 0
+    assert not [pid for pid in workers if is_alive(pid)]
+    assert 'Traceback' not in server.log
+    assert 'ERROR' not in server.log
 
 
-# ---- signals under load
+def test_interrupt_ends_all_at_once(busy):
+    """Ctrl-C ends the server at once, whatever its connections are doing."""
+    busy.interrupt()
+    assert_clean_end(busy, seconds=3)
+
+
+def test_interrupt_of_the_master_ends_all_at_once(busy):
+    """SIGINT to the master alone does the same."""
+    busy.signal(signal.SIGINT)
+    assert_clean_end(busy, seconds=3)
+
+
+def test_interrupts_without_number_end_all(busy):
+    """Who presses Ctrl-C again and again does not stop the server from ending."""
+    for _ in range(2_000):
+        busy.interrupt()
+    assert_clean_end(busy, seconds=3)
+
+
+def test_interrupt_under_load_ends_all(tmp_path):
+    """Ctrl-C ends the server at once also while requests pour in."""
+    done = threading.Event()
+
+    def pour():
+        with suppress(OSError):  # cut off and then refused, as it ends
+            while not done.is_set():
+                with server.connect(timeout=5) as client:
+                    for _ in range(10):
+                        client.ask(request('GET', '/livez'))
+
+    with Server(tmp_path, workers=2) as server, ThreadPoolExecutor(8) as pool:
+        try:
+            loads = [pool.submit(pour) for _ in range(8)]
+            wait_until(lambda: server.log.count('/livez 200') > 200, 'there is load')
+            server.interrupt()
+            assert_clean_end(server, seconds=3)
+        finally:
+            done.set()
+        for load in loads:
+            load.result()
+
+
+def test_terminate_lets_a_request_be_answered(tmp_path):
+    """SIGTERM lets a request that has begun be answered, and then ends the server."""
+    plant = fern()
+    data = request(body=plant)
+    with Server(tmp_path, workers=2) as server, server.connect() as client:
+        client.send(data[:-5])
+        # NOTE: a worker takes connections in their order, so that one is taken now.
+        assert server.ask(request('GET', '/livez')).status == 200
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: 'Handling signal: term' in server.log, 'SIGTERM is seen')
+        answer = client.ask(data[-5:])
+        assert answer.status == 200
+        assert_clean_end(server, seconds=5)
+        assert plant in server.plants()
+
+
+def test_killed_worker_is_replaced_and_no_plant_lost(tmp_path):
+    """After kill -9 of the only worker another one takes over, with every plant."""
+    plant = fern()
+    with Server(tmp_path) as server:
+        assert server.ask(request(body=plant)).status == 200
+        [pid] = server.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(pid), 'it is dead')
+        assert server.ask(request(body=plant)).status == 200
+        assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
+        assert server.plants() == [plant]
+        assert len(server.worker_pids()) == 1
+
+
+SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
 class Load:
@@ -171,7 +258,7 @@ OPERATIONS = {
 @pytest.mark.parametrize(
     ('operate', 'arguments'), OPERATIONS.values(), ids=OPERATIONS.keys()
 )
-def test_no_request_fails(tmp_path, operate, arguments):
+def test_no_request_fails_while_workers_come_and_go(tmp_path, operate, arguments):
     """Workers come and go, and every request is answered, on whatever connection."""
     with Server(tmp_path, *arguments, workers=2) as server:
         load = Load(server)
@@ -183,14 +270,8 @@ def test_no_request_fails(tmp_path, operate, arguments):
         assert len(server.plants()) == len(load.added)
 
 
-COMMANDS = {
-    'gunicorn': [SCRIPTS / 'gunicorn', *GUNICORN[3:]],
-    'python -m gunicorn': GUNICORN,
-}
-
-
-@pytest.mark.parametrize('command', COMMANDS.values(), ids=COMMANDS)
-def test_upgrade(tmp_path, command):
+@pytest.mark.parametrize('command', [GUNICORN, SCRIPT], ids=['module', 'script'])
+def test_upgrade_loses_no_request(tmp_path, command):
     """SIGUSR2, then SIGTERM to the old master: every request is answered."""
     with Server(tmp_path, command=command, workers=2) as server:
         load = Load(server)
@@ -205,7 +286,7 @@ def test_upgrade(tmp_path, command):
             assert len(server.plants()) == len(load.added)
 
 
-def test_upgrade_at_once(tmp_path):
+def test_upgrade_at_once_cuts_off_and_no_more(tmp_path):
     """SIGQUIT to the old master cuts off what it does, and nothing after that."""
     with Server(tmp_path, workers=2) as server:
         load = Load(server)
@@ -220,7 +301,7 @@ def test_upgrade_at_once(tmp_path):
             assert_all_stored(server, load)
 
 
-def test_stop(tmp_path):
+def test_stop_answers_what_was_taken(tmp_path):
     """SIGTERM: what a worker has taken is answered, what none has taken is refused."""
     with Server(tmp_path, workers=2) as server:
         load = Load(server)
@@ -232,7 +313,7 @@ def test_stop(tmp_path):
         assert len(server.plants()) == len(load.added)
 
 
-def test_idle_connections_at_a_reload(tmp_path):
+def test_idle_connections_outlive_a_reload(tmp_path):
     """A kept connection that idles is answered once more, or is seen to be closed."""
     with Server(tmp_path, workers=2) as server, ExitStack() as connections:
         clients = [connections.enter_context(server.connect()) for _ in range(20)]
@@ -259,7 +340,7 @@ def post_fork(server, worker):
 """
 
 
-def test_stop_while_a_worker_starts(tmp_path):
+def test_worker_that_starts_stops_with_the_others(tmp_path):
     """A worker that has no signal handlers yet stops with the others, at once."""
     server = Server(tmp_path, *configured(tmp_path, EARLY))
     server.start()
@@ -271,98 +352,14 @@ def test_stop_while_a_worker_starts(tmp_path):
         server.stop()
 
 
-# ---- hostile clients
-
-
-@pytest.fixture
-def server(tmp_path):
-    """The service with two workers."""
-    with Server(tmp_path, workers=2) as server:
-        yield server
-
-
-def test_hanging_clients(server):
-    """With 200 heads and 200 bodies that do not end, others are answered as before."""
-    before = server.memory()
-    with ExitStack() as connections:
-        slow = [connections.enter_context(server.connect()) for _ in range(400)]
-        for client in slow[::2]:
-            client.send(b'POST /plants HTTP/1.1\r\nX-Slow: ')
-        for client in slow[1::2]:
-            client.send(request(body=b' ', content_length='1000'))
-        for _ in range(20):
-            for client in slow:
-                client.send(b' ')
-            assert server.ask(request(body=fern())).status == 200
-        assert not any(client.is_readable() for client in slow)
-        assert server.memory() - before < 64
-    workers = server.worker_pids()
-    assert server.ask(request(body=fern())).status == 200
-    assert server.worker_pids() == workers
-
-
-def test_connections_are_bounded(tmp_path):
-    """Above --worker-connections a connection waits until another one ends."""
-    with Server(tmp_path, '--worker-connections=20') as server:
-        with ExitStack() as connections:
-            for _ in range(20):
-                client = connections.enter_context(server.connect())
-                client.send(b'POST /plants HTTP/1.1\r\nX-Slow: ')
-            waiting = server.connect()
-            waiting.send(request(body=fern()))
-            assert not waiting.is_readable(0.3)
-        with waiting:
-            assert waiting.receive().status == 200
-
-
-def test_more_connections_than_files(tmp_path):
-    """A worker that may open no more files lives on, and serves when it may again."""
-    command = ['bash', '-c', 'ulimit -n 64; exec "$@"', 'limited', *GUNICORN]
-    with Server(tmp_path, command=command) as server:
-        [worker] = server.worker_pids()
-        with ExitStack() as connections:
-            for _ in range(100):
-                client = connections.enter_context(server.connect())
-                client.send(b'POST /plants HTTP/1.1\r\nX-Slow: ')
-            open_files = Path(f'/proc/{worker}/fd')
-            wait_until(lambda: len(list(open_files.iterdir())) >= 60, 'all are open')
-            assert not client.is_readable(0.3)
-        assert server.ask(request(body=fern())).status == 200
-        assert server.worker_pids() == {worker}
-
-
-def test_files_are_not_short(server):
-    """Workers may have as many files open as the system lets them."""
-    for pid in server.worker_pids():
-        limits = Path(f'/proc/{pid}/limits').read_text()
-        [(soft, hard)] = re.findall(
-            r'^Max open files +(\d+) +(\d+)', limits, re.MULTILINE
-        )
-        assert soft == hard
-
-
-ENDLESS = {
-    'length': (request(body=b' ', content_length=str(10**10)), b' ' * 65_536),
-    'chunks': (
-        request(body=b'', content_type='application/json', transfer_encoding='chunked'),
-        b'10000\r\n' + b' ' * 65_536 + b'\r\n',
-    ),
-}
-
-
-@pytest.mark.parametrize(('head', 'piece'), ENDLESS.values(), ids=ENDLESS.keys())
-def test_endless_body(server, head, piece):
-    """A body of 10 GB, or without end, is refused at once and not read."""
-    connected = socket.create_connection(('127.0.0.1', server.port), PATIENCE)
-    with RawClient(over=connected) as client:
-        client.send(head + piece + piece)
-        answer = client.receive()
-        assert (answer.status, answer.json['error']) == (400, 40003)
-        assert answer.announces_close
-        sent = 0
-        with suppress(BrokenPipeError, ConnectionResetError):
-            while sent < 2**28:
-                connected.sendall(piece)
-                sent += len(piece)
-    # What fits into the buffers between the two.
-    assert sent < 2**24
+def test_upgrade_keeps_the_token_that_was_made(tmp_path):
+    """The new master of SIGUSR2 accepts the token that the old one has printed."""
+    with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
+        [token] = re.findall("'Authorization: Bearer (.+?)'", server.log)
+        with upgraded(server):
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+            data = request(body=fern(), authorization=f'Bearer {token}')
+            assert server.ask(data).status == 200
+            assert_error(server.ask(request(body=fern())), 40101)
+        assert server.log.count('No token is configured') == 1

@@ -1,0 +1,184 @@
+"""Where a request ends: whatever a body is, the connection stays in step or ends."""
+
+import json
+
+import pytest
+from exchange import TAKEN
+from exchange import ask_in_step
+from exchange import assert_error
+from exchange import chunked
+from exchange import fern
+from exchange import table
+from server import Server
+from server import request
+
+
+@pytest.fixture(scope='module')
+def narrow(tmp_path_factory):
+    """The service with a limit that most bodies of these tests exceed."""
+    directory = tmp_path_factory.mktemp('narrow')
+    with Server(directory, PLANTS_MAX_BODY='100') as server:
+        yield server
+
+
+CHUNKED = {
+    'one chunk': '{size:x}\r\n{body}\r\n0\r\n\r\n',
+    'trailers': '{size:x}\r\n{body}\r\n0\r\nX-Sum: 1\r\nX-Day: 2\r\n\r\n',
+    'extensions': '{size:x};a;b=c;d="e f"\r\n{body}\r\n0;g\r\n\r\n',
+    'leading zeros': '000{size:X}\r\n{body}\r\n00\r\n\r\n',
+}
+
+
+@pytest.mark.parametrize('template', CHUNKED.values(), ids=CHUNKED)
+def test_chunked_body_is_read(service, client, template):
+    """A chunked body is as good as one with a length."""
+    plant = fern()
+    body = json.dumps(plant)
+    data = chunked(end=template.format(size=len(body), body=body).encode())
+    assert ask_in_step(client, data).status == 200
+    assert plant in service.plants()
+
+
+def test_chunk_of_each_byte_is_read(service, client):
+    """A body may come in any number of chunks."""
+    plant = fern()
+    data = chunked(*(bytes([byte]) for byte in json.dumps(plant).encode()))
+    assert ask_in_step(client, data).status == 200
+    assert plant in service.plants()
+
+
+BROKEN_CHUNKS = {
+    'size not hexadecimal': b'xyz\r\n{}\r\n0\r\n\r\n',
+    'size negative': b'-2\r\n{}\r\n0\r\n\r\n',
+    'size missing': b'\r\n{}\r\n0\r\n\r\n',
+    'size with a prefix': b'0x2\r\n{}\r\n0\r\n\r\n',
+    'no end of chunk': b'2\r\n{}XX0\r\n\r\n',
+    'chunk longer than its size': b'2\r\n{}}}\r\n0\r\n\r\n',
+    'extension broken': b'2;=\r\n{}\r\n0\r\n\r\n',
+    'trailer broken': b'2\r\n{}\r\n0\r\nno colon\r\n\r\n',
+    'trailer not allowed': b'2\r\n{}\r\n0\r\nContent-Length: 2\r\n\r\n',
+}
+
+
+@pytest.mark.parametrize('end', BROKEN_CHUNKS.values(), ids=BROKEN_CHUNKS)
+def test_broken_chunks_end_the_connection(client, end):
+    """Broken chunks are 40000 and end the connection."""
+    answer = ask_in_step(client, chunked(end=end))
+    assert_error(answer, 40000)
+    assert answer.announces_close
+
+
+CUT_OFF = {
+    'in a chunk size': chunked(end=b'2'),
+    'in a chunk': chunked(end=b'20\r\n{"id'),
+    'before the last chunk': chunked(b'{"id":1,"name":"x"}', end=b''),
+    'in the trailers': chunked(b'{"id":1,"name":"x"}', end=b'0\r\nX-Su'),
+    'in a body with a length': request(body=fern(), content_length='1000'),
+}
+
+
+@pytest.mark.parametrize('data', CUT_OFF.values(), ids=CUT_OFF)
+def test_body_that_ends_early_is_refused(service, client, data):
+    """A body that ends too early is 40000, is not stored and ends the connection."""
+    before = service.lines()
+    client.send(data)
+    client.finish_sending()
+    answer = client.receive()
+    assert_error(answer, 40000)
+    assert client.receive() is None
+    assert service.lines() == before
+    assert answer.announces_close
+
+
+@pytest.mark.parametrize('data', CUT_OFF.values(), ids=CUT_OFF)
+def test_client_that_goes_away_leaves_nothing(service, data):
+    """A client that goes away in the middle of a body leaves nothing behind."""
+    before = service.lines()
+    with service.connect() as client:
+        client.send(data)
+    assert service.ask(request(body=TAKEN)).status == 200
+    assert service.lines() == before
+
+
+LYING_LENGTHS = {
+    'negative': {'content_length': '-1'},
+    'signed': {'content_length': '+30'},
+    'not a number': {'content_length': 'ten'},
+    'not ASCII digits': {'content_length': '\xb2'},
+    'two': {'content_length': ['30', '31']},
+    'two alike': {'content_length': ['30', '30']},
+    'a list': {'content_length': '30, 30'},
+    'thousands of digits': {'content_length': '9' * 5_000},
+    'with chunks': {'content_length': '30', 'transfer_encoding': 'chunked'},
+}
+
+
+@pytest.mark.parametrize('headers', LYING_LENGTHS.values(), ids=LYING_LENGTHS)
+def test_length_that_lies_is_refused(client, headers):
+    """A length that cannot be trusted is 40000 and ends the connection."""
+    answer = ask_in_step(client, request(body=fern(), **headers))
+    assert_error(answer, 40000)
+    assert answer.announces_close
+
+
+def test_rest_of_a_longer_body_is_no_plant(service, client):
+    """What is left of a body that is longer than it says is never taken for a plant."""
+    before = service.lines()
+    smuggled = request(body=fern())
+    client.send(request(body=b'{"id":1' + smuggled, content_length='5'))
+    assert_error(client.receive(), 40004)
+    assert_error(client.receive(), 40000)
+    assert client.receive() is None
+    assert service.lines() == before
+
+
+def test_client_that_waits_is_told_to_go_on(service, client):
+    """A client that asks before it sends its body is told to go on."""
+    plant = fern()
+    head, _, body = request(body=plant, expect='100-continue').partition(b'\r\n\r\n')
+    assert client.ask(head + b'\r\n\r\n').status == 100
+    assert ask_in_step(client, body).status == 200
+    assert plant in service.plants()
+
+
+def test_pipelined_requests_are_answered_in_order(service, client):
+    """Requests that are sent together are answered in their order, faults included."""
+    plants = [fern(name=f'Fern {number}') for number in range(50)]
+    bad = request(body=b'{}')
+    client.send(b''.join(request(body=plant) + bad for plant in plants))
+    for plant in plants:
+        assert client.receive().json == {'name': plant['name']}
+        assert_error(client.receive(), 40005)
+    assert [plant for plant in service.plants() if plant in plants] == plants
+
+
+UNREAD = {
+    '40100': (40100, {'authorization': None}),
+    '40400': (40400, {'target': '/none'}),
+    '40500': (40500, {'method': 'PUT'}),
+    '40002': (40002, {'content_type': 'text/plain'}),
+    '40003': (40003, {}),
+}
+
+
+@pytest.mark.parametrize('pipelined', [True, False], ids=['pipelined', 'in turn'])
+@pytest.mark.parametrize('framing', [request, chunked], ids=['length', 'chunked'])
+@pytest.mark.parametrize('size', [1_000, 65_535, 65_536, 100_000, 1_000_000])
+@table('value, how', UNREAD)
+def test_refused_body_leaves_the_connection_in_step(
+    narrow, value, how, size, framing, pipelined
+):
+    """A refused body of any size leaves the connection in step."""
+    body = b'a' * size
+    data = request(body=body, **how) if framing is request else chunked(body, **how)
+    with narrow.connect() as client:
+        assert_error(ask_in_step(client, data, pipelined=pipelined), value)
+
+
+def test_length_with_leading_zeros_is_a_length(client):
+    """A body is as long as its length says, in however many digits."""
+    body = b'a' * 100_000
+    data = request(body=body, content_length=f'{len(body):030}', authorization=None)
+    answer = ask_in_step(client, data)
+    assert_error(answer, 40100)
+    assert answer.announces_close

@@ -1,0 +1,215 @@
+"""Heads that mean nothing, or more than one thing: refused, never guessed."""
+
+import socket
+import ssl
+import time
+from contextlib import closing
+from contextlib import suppress
+from email.utils import format_datetime
+from email.utils import parsedate_to_datetime
+
+import pytest
+from exchange import SECRET
+from exchange import ask_in_step
+from exchange import assert_error
+from exchange import chunked
+from exchange import fern
+from exchange import head
+from exchange import table
+from server import PATIENCE
+from server import RawClient
+from server import Server
+from server import request
+from server import wait_until
+
+
+def client_hello():
+    """Return what a client that expects TLS sends first."""
+    outgoing = ssl.MemoryBIO()
+    tls = ssl.create_default_context().wrap_bio(
+        ssl.MemoryBIO(), outgoing, server_hostname='localhost'
+    )
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+def heads(**more):
+    """Return a request with a plant, and header lines put in behind its first line."""
+    return {
+        name.replace('_', ' '): request(body=fern()).replace(
+            b'\r\n', b'\r\n' + lines.encode() + b'\r\n', 1
+        )
+        for name, lines in more.items()
+    }
+
+
+TOO_MUCH = {
+    'request line too long': (41400, request(target='/' + SECRET * 400)),
+    'line without an end': (41400, SECRET.encode() * 8_000),
+    'header too large': (43100, request(x=SECRET * 400)),
+    'token too large': (43100, request(authorization=f'Bearer {SECRET * 400}')),
+    'too many headers': (43100, request(**{f'x{n}': SECRET for n in range(200)})),
+    'head without an end': (43100, request('GET', x=SECRET * 80_000)[:-4]),
+    'header without an end': (
+        43100,
+        head('GET / HTTP/1.1', 'X: ' + 'a' * 200_000)[:-4],
+    ),
+    'expects something else': (41700, request(body=fern(), expect='200-ok')),
+}
+
+# What a proxy in front might read otherwise (RFC 9112, sections 2.2, 3, 5.2, 6.1).
+SMUGGLED = {
+    'bare line feeds': request(body=fern()).replace(b'\r\n', b'\n'),
+    'one bare line feed': request(body=fern()).replace(b'\r\n', b'\n', 1),
+    'bare line feed in a header': request(body=fern(), x='a\nContent-Length: 0'),
+    'bare line feeds at the end': request('GET', '/livez')[:-4] + b'\n\n',
+    'two spaces': head('GET  /livez HTTP/1.1', 'Host: x'),
+    'two spaces before the version': head('GET /livez  HTTP/1.1', 'Host: x'),
+    'tab in the request line': head('GET\t/livez\tHTTP/1.1', 'Host: x'),
+    'space before the method': head(' GET /livez HTTP/1.1', 'Host: x'),
+    'no host': request(body=fern(), host=None),
+    'two hosts': request(body=fern(), host=['localhost', 'localhost']),
+    'two content types': request(body=fern(), content_type=['application/json'] * 2),
+    'coding before chunked': chunked(b'{}').replace(b'chunked', b'gzip, chunked'),
+    'coding behind chunked': chunked(b'{}').replace(b'chunked', b'chunked, gzip'),
+    'coding without chunks': request(body=fern(), transfer_encoding='gzip'),
+    'coding identity': request(body=fern(), transfer_encoding='identity'),
+    'coding identity, chunked': chunked(b'{}').replace(
+        b'chunked', b'identity, chunked'
+    ),
+    'coding unknown': request(body=fern(), transfer_encoding=SECRET),
+    'coding empty': request(body=fern(), transfer_encoding=''),
+    'coding twice': request(body=b'0\r\n\r\n', transfer_encoding=['chunked'] * 2),
+    'chunked twice': chunked(b'{}').replace(b'chunked', b'chunked, chunked'),
+    'chunked in HTTP/1.0': chunked(b'{}', version='1.0'),
+    **heads(
+        folded='X: a\r\n b',
+        folded_length='Content-Length:\r\n 3',
+        folded_first=' X: a',
+        name_with_a_space='Transfer-Encoding : chunked',
+        name_with_a_line_feed='Transfer\n-Encoding: chunked',
+        carriage_return_in_a_value='X: a\rContent-Length: 0',
+        carriage_return_before_the_end='X: a\r',
+        NUL='X: a\0',
+        vertical_tab_before_chunked='Transfer-Encoding: \x0bchunked',
+    ),
+}
+
+NOT_HTTP = {
+    'empty lines': b'\r\n\r\n\r\n',
+    'one word': head(SECRET),
+    'no version': head(f'GET /{SECRET}'),
+    'version unknown': head(f'GET /{SECRET} HTTP/9.9'),
+    'version of FTP': head('GET / FTP/1.1'),
+    'method in small letters': head('get / HTTP/1.1', f'A: {SECRET}'),
+    'method of symbols': head('G@T / HTTP/1.1', f'A: {SECRET}'),
+    'target with a space': head(f'GET /{SECRET} {SECRET} HTTP/1.1'),
+    'target relative': head('GET plants HTTP/1.1'),
+    'target * for GET': head('GET * HTTP/1.1'),
+    'target of NUL': head('GET /\0 HTTP/1.1'),
+    'target not ASCII': head(f'GET /plants?access_token={SECRET}\xff HTTP/1.1'),
+    'target with half an address': head(f'GET http://[?token={SECRET} HTTP/1.1'),
+    'header without colon': head('GET / HTTP/1.1', f'Authorization {SECRET}'),
+    'header name missing': head('GET / HTTP/1.1', f': Bearer {SECRET}'),
+    'zeros': b'\0' * 100 + b'\r\n',
+    'HTTP/2': b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0',
+    'TLS': client_hello(),
+}
+
+REFUSED = (
+    TOO_MUCH
+    | {name: (40000, data) for name, data in SMUGGLED.items()}
+    | {name: (40000, data) for name, data in NOT_HTTP.items()}
+)
+
+
+@table('value, data', REFUSED)
+def test_bad_head_is_refused_and_ends_the_connection(service, client, value, data):
+    """It is an Error at once, with an id and a date; the log has the id, no secret."""
+    before = service.lines()
+    client.send(data + request(body=fern()))
+    answer = client.receive()
+    assert_error(answer, value)
+    assert answer.announces_close
+    assert client.receive() is None, 'something behind it was answered'
+    assert service.lines() == before
+    made = parsedate_to_datetime(answer.headers['date'])
+    assert answer.headers['date'] == format_datetime(made, usegmt=True)
+    assert abs(time.time() - made.timestamp()) < PATIENCE
+    id = answer.headers['x-request-id']
+    wait_until(lambda: f'{id}: request refused' in service.log, 'it is logged')
+    assert SECRET not in service.log
+
+
+def test_head_that_breaks_off_is_not_answered(client):
+    """The end of the connection in the middle of a head is no request."""
+    client.send(request(body=fern())[:40])
+    client.finish_sending()
+    assert client.receive() is None
+
+
+def test_empty_line_before_a_request_is_ignored(client):
+    """One line end behind a body, which old clients send, does no harm."""
+    assert ask_in_step(client, b'\r\n' + request(body=fern())).status == 200
+
+
+CONNECTIONS = {
+    'close': ['close'],
+    'close first': ['close', 'keep-alive'],
+    'close second': ['keep-alive', 'close'],
+    'close in a list': ['keep-alive, Close'],
+    'close behind another word': ['x', 'y , close ,z'],
+}
+
+
+@pytest.mark.parametrize('connection', CONNECTIONS.values(), ids=CONNECTIONS)
+def test_close_is_seen_wherever_it_stands(client, connection):
+    """A client that wants the connection to end after its request gets that."""
+    answer = ask_in_step(client, request(body=fern(), connection=connection))
+    assert answer.status == 200
+    assert answer.announces_close
+
+
+HTTP_1_0 = {
+    'no host': {'host': None},
+    'expects': {'expect': '100-continue'},
+    'close': {'connection': 'close'},
+}
+
+
+@pytest.mark.parametrize('headers', HTTP_1_0.values(), ids=HTTP_1_0)
+def test_http_1_0_connection_ends_after_one_answer(client, headers):
+    """HTTP/1.0 needs no host, never gets an interim answer, and ends as announced."""
+    answer = ask_in_step(client, request(body=fern(), version='1.0', **headers))
+    assert answer.status == 200
+    assert answer.announces_close
+
+
+def test_http_1_0_connection_is_kept_for_who_asks(client):
+    """An HTTP/1.0 client that asks for it keeps its connection."""
+    data = request(body=fern(), version='1.0', connection='keep-alive')
+    answer = ask_in_step(client, data)
+    assert answer.status == 200
+    assert answer.headers['connection'] == 'keep-alive'
+
+
+@pytest.mark.parametrize('where', ['loopback', 'unix socket'])
+def test_variables_of_wsgi_are_no_headers(tmp_path, where):
+    """A header that would become a variable is dropped, from whatever neighbour."""
+    bound = ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s')
+    with Server(tmp_path, *bound) as server:
+        connected = socket.socket(socket.AF_UNIX)
+        with closing(connected):
+            if where == 'loopback':
+                client = server.connect()
+            else:
+                connected.connect(f'{tmp_path}/s')
+                connected.settimeout(PATIENCE)
+                client = RawClient(over=connected)
+            with client:
+                for name in ('SCRIPT_NAME', 'PATH_INFO', 'CONTENT_LENGTH'):
+                    data = request(body=fern())
+                    head, rest = data.split(b'\r\n', 1)
+                    line = f'\r\n{name}: /x\r\n'.encode()
+                    assert ask_in_step(client, head + line + rest).status == 200

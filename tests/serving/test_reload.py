@@ -1,0 +1,306 @@
+"""Reloads: new files are taken up, bad ones refused, and the master never waits."""
+
+import fcntl
+import os
+import re
+import signal
+import socket
+from contextlib import ExitStack
+from contextlib import contextmanager
+from pathlib import Path
+
+from exchange import assert_error
+from exchange import edit
+from exchange import fern
+from exchange import table
+from server import SCRIPTS
+from server import TOKEN
+from server import RawClient
+from server import Server
+from server import configured
+from server import is_alive
+from server import request
+from server import wait_until
+
+SCRIPT = [SCRIPTS / 'gunicorn']
+HALF = '{"type": "obj'
+
+
+def reload(server):
+    """Reload, and wait until every worker is a new one."""
+    old = server.worker_pids()
+    server.signal(signal.SIGHUP)
+    wait_until(lambda: server.worker_pids() and not old & server.worker_pids(), 'new')
+
+
+def replaced(server):
+    """Kill a worker, and return when there is another one."""
+    (victim, *others) = server.worker_pids()
+    os.kill(victim, signal.SIGKILL)
+
+    def is_another():
+        pids = server.worker_pids() - {victim}
+        return len(pids) > len(others)
+
+    wait_until(is_another, 'there is another', 5)
+    wait_until(lambda: not Path(f'/proc/{victim}').exists(), 'it is no zombie', 5)
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    tasks = Path(f'/proc/{pid}/task').iterdir()  # a thread has children of its own
+    return {int(n) for task in tasks for n in (task / 'children').read_text().split()}
+
+
+def statuses(server, **members):
+    """Add plants, each on a connection of its own; return how they were answered."""
+    with ExitStack() as opened:
+        clients = [opened.enter_context(server.connect()) for _ in range(10)]
+        return {client.ask(request(body=fern(**members))).status for client in clients}
+
+
+def test_reload_takes_up_all_files(copy):
+    """New workers run the code, the schemas and the configuration as they are now."""
+    with Server(copy, command=SCRIPT) as server:
+        edit(copy / 'app.py', "{'status': 'live'}", "{'status': 'still alive'}")
+        edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
+        edit(copy / 'gunicorn.conf.py', 'keepalive = 15', 'keepalive = 0')
+        reload(server)
+        answer = server.ask(request('GET', '/livez'))
+        assert answer.json == {'status': 'still alive'}
+        assert answer.announces_close
+        assert_error(server.ask(request(body=fern() | {'name': 'Ferns'})), 40005)
+
+
+def test_new_code_judges_new_files(copy):
+    """New code alone says whether new files will do."""
+    with Server(copy, command=SCRIPT) as server:
+        edit(copy / 'schemas' / '__init__.py', "glob('*.json')", "glob('[NPE]*.json')")
+        (copy / 'schemas' / 'other.json').write_text('true')
+        reload(server)
+        assert server.ask(request(body=fern())).status == 200
+
+
+BROKEN = {
+    'code': ('app.py', 'class LiveResource:', 'class LiveResource(:', 'SyntaxError'),
+    'schema': ('schemas/Plant.json', '"type": "object"', '"type": 1', 'Plant.json'),
+    'configuration': ('gunicorn.conf.py', 'keepalive = 15', 'keepalive =', 'keepalive'),
+}
+
+
+@table('file, old, new, word', BROKEN)
+def test_reload_that_would_fail_changes_nothing(copy, file, old, new, word):
+    """What new workers could not start with changes nothing."""
+    with Server(copy, command=SCRIPT) as server:
+        workers = server.worker_pids()
+        edit(copy / file, old, new)
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+        assert word in server.log
+        assert server.ask(request(body=fern())).status == 200
+        assert server.worker_pids() == workers
+        edit(copy / file, new, old)
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not workers & server.worker_pids(), 'it is reloaded')
+        assert server.ask(request(body=fern())).status == 200
+
+
+def test_made_token_survives_a_reload(tmp_path):
+    """The token that was made is printed once and still good after SIGHUP."""
+    with Server(tmp_path, PLANTS_TOKENS=None) as server:
+        [header] = re.findall("'(Authorization: .+?)'", server.log)
+        token = header.rpartition(' ')[2]
+        reload(server)
+        data = request(body=fern(), authorization=f'Bearer {token}')
+        assert server.ask(data).status == 200
+        assert server.log.count('No token is configured') == 1
+
+
+def test_broken_tokens_file_keeps_the_old_tokens(tmp_path):
+    """A broken tokens file refuses a reload; a new worker accepts the old tokens."""
+    tokens = tmp_path / 'tokens'
+    tokens.write_text(f'garden {TOKEN}\n')
+    settings = {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': str(tokens)}
+    with Server(tmp_path, **settings) as server:
+        [before] = server.worker_pids()
+        tokens.write_text('more than two words\n')
+        server.signal(signal.SIGHUP)
+        refusal = 'line 1: it is not TOKEN or NAME TOKEN'
+        wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+        assert refusal in server.log
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: not is_alive(before), 'the old worker ends')
+        wait_until(lambda: server.worker_pids(), 'a new worker starts')
+        assert server.ask(request(body=fern())).status == 200
+
+
+def test_half_edited_files_do_not_matter_before_a_reload(copy):
+    """A worker that starts anew serves what the master has read, and nobody ends."""
+    with Server(copy, command=SCRIPT, workers=2) as server:
+        for path in (
+            'schemas/NewPlant.json',
+            'app.py',
+            'gunicorn.conf.py',
+            'web/body.py',
+        ):
+            (copy / path).write_text(HALF)
+        for _ in range(3):
+            replaced(server)
+        assert statuses(server) == {200}
+        answer = server.ask(request(body={'id': 'x'}))
+        assert_error(answer, 40005)
+        assert 'ERROR] Exception' not in server.log
+
+
+def test_edit_counts_in_no_worker_or_in_all(copy):
+    """A valid edit of a schema counts after a reload, in old and new workers alike."""
+    with Server(copy, command=SCRIPT, workers=2) as server:
+        edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
+        replaced(server)
+        assert statuses(server, name='Ferns') == {200}
+        reload(server)
+        assert statuses(server, name='Ferns') == {400}
+        assert statuses(server, name='Moss') == {200}
+
+
+@contextmanager
+def locked(directory):
+    """Hold the lock of the plant file, as anybody may who can read it."""
+    with (directory / 'plants.jsonl').open('rb') as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def test_master_does_not_wait_for_the_lock(tmp_path):
+    """While somebody has the plant file, workers are replaced and the server ends."""
+    with Server(tmp_path, workers=2) as server:
+        with locked(tmp_path):
+            workers = server.worker_pids()
+            server.signal(signal.SIGHUP)
+            wait_until(lambda: children(server.pid) > workers, 'it is rehearsed')
+            replaced(server)
+            wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+            assert 'plants.jsonl' in server.log
+            assert server.ask(request('GET', '/livez')).status == 200
+            server.signal(signal.SIGHUP)
+            workers = server.worker_pids()
+            wait_until(lambda: children(server.pid) > workers, 'it is rehearsed')
+            rehearsal = children(server.pid) - workers
+            server.signal(signal.SIGTERM)
+            assert server.wait(5) == 0
+        wait_until(lambda: not any(map(is_alive, rehearsal)), 'nothing is left')
+
+
+HANGING = [
+    'import sys, time',
+    'lifecycle.REHEARSAL_TIMEOUT = 5',
+    "if sys.argv[0] == '-c' and Path('hang').exists(): time.sleep(1000)",
+]
+
+
+def test_rehearsal_that_hangs_is_given_up(tmp_path):
+    """Code that does not come to an end refuses a reload, and hinders nothing."""
+    hang = tmp_path / 'hang'
+    with Server(tmp_path, *configured(tmp_path, *HANGING)) as server:
+        for ends in ('in time', 'with the server'):
+            workers = server.worker_pids()
+            hang.touch()
+            server.signal(signal.SIGHUP)
+            wait_until(lambda old=workers: children(server.pid) > old, 'it hangs')
+            rehearsal = children(server.pid) - workers
+            if ends == 'in time':
+                replaced(server)
+                wait_until(lambda: 'within 5 s' in server.log, 'it is given up')
+                hang.unlink()
+                reload(server)
+                assert statuses(server) == {200}
+        server.signal(signal.SIGTERM)
+        assert server.wait(5) == 0
+        wait_until(lambda: not any(map(is_alive, rehearsal)), 'nothing is left')
+
+
+def test_reload_that_fails_after_all_serves_as_before(tmp_path):
+    """A file that changes between the rehearsal and the reload ends nothing."""
+    lines = [
+        'import sys',
+        "if sys.argv[0] != '-c' and Path('broken').exists(): statsd_host = 'x:1'",
+    ]
+    with Server(tmp_path, *configured(tmp_path, *lines)) as server:
+        (tmp_path / 'broken').touch()
+        reload(server)
+        assert 'Served as before, but for gunicorn.conf.py: statsd_host' in server.log
+        assert statuses(server) == {200}
+        (tmp_path / 'broken').unlink()
+        reload(server)
+        assert statuses(server) == {200}
+
+
+def test_many_reloads_at_once_are_few(tmp_path):
+    """However many SIGHUPs come, files are rehearsed once or twice, not in parallel."""
+    with Server(tmp_path) as server:
+        (old,) = server.worker_pids()
+        for _ in range(500):
+            server.signal(signal.SIGHUP)
+        most = 0
+
+        def is_over():
+            nonlocal most
+            most = max(most, len(list(Path(f'/proc/{server.pid}/task').iterdir())))
+            return old not in server.worker_pids()
+
+        wait_until(is_over, 'it is reloaded')
+        wait_until(lambda: len(children(server.pid)) == 1, 'it is over')
+        assert most < 8
+        assert server.log.count('Handling signal: hup') <= 3
+        assert statuses(server) == {200}
+
+
+def test_master_does_not_grow_with_reloads(tmp_path):
+    """Nothing of what a reload replaces stays in memory."""
+
+    def size():
+        text = Path(f'/proc/{server.pid}/smaps_rollup').read_text()
+        return int(re.search(r'^Rss: +(\d+)', text, re.MULTILINE)[1]) / 1024
+
+    with Server(tmp_path, COVERAGE_PROCESS_CONFIG=None) as server:
+        reload(server)
+        before = size()
+        for _ in range(4):
+            reload(server)
+        assert size() - before < 2
+
+
+def test_reload_to_an_address_in_use_is_refused(copy):
+    """An address that cannot be had is found out before the old one is given up."""
+    settings = copy / 'gunicorn.conf.py'
+    text = settings.read_text()
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(('127.0.0.1', 0)))]
+        for _ in range(2):
+            sockets.append(opened.enter_context(socket.create_server(('127.0.0.1', 0))))
+        taken, first, second = (one.getsockname()[1] for one in sockets)
+        sockets[1].close()
+        settings.write_text(f"{text}\nbind = '127.0.0.1:{first}'\n")
+        with Server(copy, command=SCRIPT, GUNICORN_CMD_ARGS=None) as server:
+            settings.write_text(f"{text}\nbind = '127.0.0.1:{taken}'\n")
+            server.signal(signal.SIGHUP)
+            wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+            assert f'127.0.0.1:{taken}: Address already in use' in server.log
+            assert statuses(server) == {200}
+            sockets[2].close()
+            settings.write_text(f"{text}\nbind = '127.0.0.1:{second}'\n")
+            reload(server)
+            with RawClient(second) as client:
+                assert client.ask(request('GET', '/livez')).status == 200
+
+
+def test_reload_may_change_the_kind_of_worker(copy):
+    """A reload from gunicorn's threads to our worker and back is a reload like any."""
+    settings = copy / 'gunicorn.conf.py'
+    ours = settings.read_text()
+    threads = ours.replace('worker_class = PlantsWorker', "worker_class = 'gthread'")
+    with Server(copy, command=SCRIPT, workers=2) as server:
+        for text in (threads, ours):
+            settings.write_text(text)
+            reload(server)
+            assert statuses(server) == {200}

@@ -1,0 +1,404 @@
+"""The start: commands, refusals, checks, tokens, users, what is told."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from pwd import getpwnam
+
+import pytest
+from exchange import SECRET
+from exchange import assert_error
+from exchange import fern
+from exchange import objects
+from exchange import table
+from server import PATIENCE
+from server import SCRIPTS
+from server import TOKEN
+from server import RawClient
+from server import Server
+from server import free_port
+from server import is_alive
+from server import request
+from server import wait_until
+
+COMMANDS = {
+    'gunicorn': [SCRIPTS / 'gunicorn'],
+    'gunicorn app:app': [SCRIPTS / 'gunicorn', 'app:app'],
+    'waitress-serve app:app': [
+        *(SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app'),
+    ],
+    'python app.py': [sys.executable, 'app.py'],
+}
+
+
+@pytest.mark.parametrize('command', COMMANDS.values(), ids=COMMANDS)
+def test_command_serves(checkout, command):
+    """Every command that people type in a checkout serves."""
+    plant = fern()
+    with Server(checkout, command=command, workers=None) as server:
+        assert server.ask(request(body=plant)).status == 200
+        assert server.plants() == [plant]
+
+
+def test_printed_curl_line_works(tmp_path):
+    """With no token configured one is made, and the line that is printed can be run."""
+    with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
+        [line] = re.findall('^ *(curl .+)$', server.log, re.MULTILINE)
+        for _ in range(4):
+            command = ['bash', '-c', line]
+            done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+            assert (done.returncode, done.stdout) == (0, b'{"name": "Fern"}')
+        assert server.plants() == [{'id': 1, 'name': 'Fern'}]
+        assert_error(server.ask(request(body=fern(), authorization=None)), 40100)
+        assert_error(server.ask(request(body=fern())), 40101)
+
+
+def assert_start_refused(server, *words):
+    """It ends with a sentence that has these words, and with nothing else."""
+    assert server.run() == 1
+    [sentence] = [line for line in server.log.splitlines() if '[INFO]' not in line]
+    for word in words:
+        assert word in sentence
+    assert SECRET not in sentence
+
+
+# tests/http has all that a setting may be; these are one of each kind.
+BAD_STARTS = {
+    'memory: and two workers': (
+        {'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'},
+        ['PLANTS_STORE', 'memory:', 'one worker', '2'],
+    ),
+    'store of no kind': (
+        {'PLANTS_STORE': f'nosql://me:{SECRET}@host/db'},
+        ["'nosql://***@host/db' is not a store"],
+    ),
+    'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
+    'token of symbols': ({'PLANTS_TOKENS': f'{SECRET}!'}, ['PLANTS_TOKENS', '1']),
+    'no tokens file': (
+        {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': 'absent'},
+        ['PLANTS_TOKENS_FILE', 'absent'],
+    ),
+    'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
+    'statsd': (
+        {'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0 --statsd-host localhost:8125'},
+        ['statsd_host', 'logger-class'],
+    ),
+}
+
+
+@table('environment, words', BAD_STARTS)
+def test_bad_setting_stops_a_start_and_a_check(tmp_path, environment, words):
+    """Both end with one sentence that names it, and leave nothing behind."""
+    for arguments in (['-p', 'pid'], ['--check-config']):
+        assert_start_refused(Server(tmp_path, *arguments, **environment), *words)
+        assert [path.name for path in tmp_path.iterdir()] == ['server.log']
+
+
+def test_damaged_file_stops_the_start(tmp_path):
+    """A damaged line with sound ones behind it stops the start and stays as it is."""
+    damaged = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
+    (tmp_path / 'plants.jsonl').write_bytes(damaged)
+    assert_start_refused(Server(tmp_path, workers=2), 'plants.jsonl', 'line 2', 'check')
+    assert (tmp_path / 'plants.jsonl').read_bytes() == damaged
+
+
+@table(
+    'schema, words',
+    {
+        'no object': ('true', ['Plant.json', 'true is not an object']),
+        'reference to no file': (
+            '{"properties": {"tag": {"$ref": "Tag.json"}}}',
+            ['Plant.json', '"Tag.json" leads nowhere'],
+        ),
+    },
+)
+def test_broken_schema_stops_a_start_and_a_check(copy, schema, words):
+    """A schema that cannot be used stops the start with a sentence that names it."""
+    (copy / 'schemas' / 'Plant.json').write_text(schema)
+    for option in ('--check-config', '--bind=127.0.0.1:0'):
+        command = [SCRIPTS / 'gunicorn', option]
+        assert_start_refused(Server(copy, command=command), *words)
+    assert not (copy / 'plants.jsonl').exists()
+
+
+def test_memory_store_has_one_worker(tmp_path):
+    """Plants in memory are served by one worker, however many cores there are."""
+    plant = fern()
+    with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
+        assert len(server.worker_pids()) == 1
+        assert server.ask(request(body=plant)).status == 200
+        assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
+
+
+def test_memory_store_keeps_one_worker(tmp_path):
+    """A worker asked for by SIGTTIN would have its own plants: there is none."""
+    with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
+        before = server.worker_pids()
+        server.signal(signal.SIGTTIN)
+        refusal = 'memory: needs one worker, not 2'
+        wait_until(lambda: refusal in server.log, refusal)
+        assert server.ask(request(body=fern())).status == 200
+        assert server.worker_pids() == before
+
+
+def test_start_is_told_once(tmp_path):
+    """A start tells address, store, tokens and workers, and workers do not."""
+    with Server(tmp_path, workers=2) as server:
+        port = server.port
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: server.log.count('Booting') == 4, 'there are new workers')
+    [block] = re.findall(r'ready\n((?:    .*\n)+)', server.log)
+    assert [line.split() for line in block.splitlines()] == [
+        ['address', f'http://127.0.0.1:{port}'],
+        ['store', 'jsonl:plants.jsonl'],
+        ['tokens', '1'],
+        ['workers', '2'],
+        ['page', f'http://127.0.0.1:{port}/docs'],
+    ]
+
+
+def test_start_is_told_in_json(tmp_path):
+    """With JSON lines the start is one, and so is the token that was made."""
+    listed = f'{TOKEN},sha256:{"a" * 64}'
+    with Server(tmp_path, PLANTS_LOG='json', PLANTS_TOKENS=listed) as server:
+        port = server.port
+    [line] = [x for x in objects(server.log) if x['message'].endswith('is ready')]
+    assert (
+        line
+        | {
+            'address': f'http://127.0.0.1:{port}',
+            'store': 'jsonl:plants.jsonl',
+            'tokens': 2,
+            'workers': 1,
+        }
+        == line
+    )
+    with Server(tmp_path, PLANTS_LOG='json', PLANTS_TOKENS=None) as server:
+        pass
+    [line] = [x for x in objects(server.log) if 'No token' in x['message']]
+    assert 'curl http://127.0.0.1' in line['message']
+
+
+@pytest.mark.parametrize('log', ['text', 'json'])
+def test_refused_start(tmp_path, log):
+    """A start that is refused is one line of the log."""
+    server = Server(tmp_path, PLANTS_LOG=log, PLANTS_MAX_BODY='0')
+    assert server.run() == 1
+    *_, last = server.log.splitlines()
+    if log == 'json':
+        assert objects(server.log)[-1]['level'] == 'CRITICAL'
+    assert "PLANTS_MAX_BODY: '0' is not a positive number" in last
+
+
+def test_refused_start_with_a_log_file(tmp_path):
+    """Who keeps the log in a file is told at the terminal, too."""
+    server = Server(tmp_path, '--error-logfile', 'error.log', PLANTS_LOG='xml')
+    assert server.run() == 1
+    assert server.log == "Error: PLANTS_LOG: 'xml' is not text or json\n"
+    assert "PLANTS_LOG: 'xml'" in (tmp_path / 'error.log').read_text()
+
+
+def check(directory, *arguments, option='--check-config', **environment):
+    """Check without a start; return the exit code and what is printed."""
+    server = Server(directory, option, *arguments, **environment)
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    code = server.run()
+    after = {path: path.read_bytes() for path in directory.iterdir()}
+    after.pop(directory / 'server.log')
+    before.pop(directory / 'server.log', None)
+    assert after == before, 'a check changes nothing'
+    return code, server.log
+
+
+@pytest.mark.parametrize('option', ['--check', '--check-config'])
+def test_check(tmp_path, option):
+    """A check says what a start would, makes nothing and prints no token."""
+    told = {None: 'none configured, one will be made', TOKEN: '1'}
+    for tokens, words in told.items():
+        code, printed = check(tmp_path, option=option, PLANTS_TOKENS=tokens)
+        assert code == 0
+        assert [line.strip() for line in printed.splitlines()] == [
+            'the plant store would start',
+            'store    jsonl:plants.jsonl',
+            f'tokens   {words}',
+            'workers  1',
+        ]
+
+
+def test_check_in_json(tmp_path):
+    """A check is told in JSON where the log is; settings may come with --env."""
+    code, printed = check(tmp_path, '--env', 'PLANTS_LOG=json')
+    assert code == 0
+    [line] = objects(printed)
+    assert (line['store'], line['workers']) == ('jsonl:plants.jsonl', 1)
+
+
+def test_passwords_are_not_shown(tmp_path):
+    """A check and a start show the store's URL without what may be a password."""
+    settings = {'PLANTS_STORE': f'jsonl:.//me:{SECRET}@host'}
+    assert 'store    jsonl:.//***@host' in check(tmp_path, **settings)[1]
+    with Server(tmp_path, **settings) as server:
+        pass
+    assert 'store    jsonl:.//***@host' in server.log
+    assert SECRET not in server.log
+
+
+def test_print_config(tmp_path):
+    """The server prints its settings, and makes no token for it."""
+    code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
+    assert code == 0
+    assert 'worker_class' in printed
+    assert 'No token' not in printed
+
+
+def test_check_leaves_a_torn_file_as_it_is(tmp_path):
+    """A check of a store with plants, and a torn tail, changes nothing."""
+    (tmp_path / 'plants.jsonl').write_bytes(b'{"id":1,"name":"Fern"}\n{"id":')
+    assert check(tmp_path)[0] == 0
+
+
+def test_port_in_use_is_one_sentence(service, tmp_path):
+    """A second server on the same port does not start, and the first goes on."""
+    second = Server(tmp_path, '--bind', f'127.0.0.1:{service.port}')
+    words = (f'127.0.0.1:{service.port}', 'Address already in use')
+    assert_start_refused(second, *words)
+    assert 'Booting worker' not in second.log
+    assert service.ask(request(body=fern())).status == 200
+
+
+@pytest.mark.parametrize('address', ['[::1]:0', 'localhost:0'])
+def test_address_may_be_any_that_gunicorn_takes(tmp_path, address):
+    """The addresses are looked at before the start, not misunderstood."""
+    bound = ('--bind', '127.0.0.1:0', '--bind', address)
+    with Server(tmp_path, *bound) as server:
+        assert server.ask(request(body=fern())).status == 200
+
+
+@pytest.mark.parametrize('option', ['--daemon', '--preload'])
+def test_token_that_nobody_would_see_is_not_made(tmp_path, option):
+    """Without a terminal, or with a second application, there must be a token."""
+    server = Server(tmp_path, option, PLANTS_TOKENS=None)
+    words = ('nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE')
+    assert_start_refused(server, *words)
+    assert not (tmp_path / 'plants.jsonl').exists()
+
+
+def test_preload_serves(tmp_path):
+    """--preload with a token serves like any other start."""
+    with Server(tmp_path, '--preload', workers=2) as server:
+        assert server.ask(request(body=fern())).status == 200
+        assert 'No token' not in server.log
+
+
+def test_daemon_serves_until_it_is_told_to_stop(tmp_path):
+    """--daemon leaves the terminal, logs to its file and ends at SIGTERM."""
+    arguments = ('--daemon', '-p', 'pid', '--error-logfile', 'error.log')
+    server = Server(tmp_path, *arguments)
+    assert server.run() == 0
+    assert server.log == ''
+    log, pid = tmp_path / 'error.log', tmp_path / 'pid'
+    wait_until(lambda: log.exists() and 'Booting worker' in log.read_text(), 'it runs')
+    number = int(pid.read_text())
+    try:
+        port = int(re.search(r'http://127.0.0.1:(\d+)', log.read_text())[1])
+        with RawClient(port) as client:
+            assert client.ask(request(body=fern())).status == 200
+    finally:
+        os.kill(number, signal.SIGTERM)
+        wait_until(lambda: not is_alive(number), 'it ends')
+
+
+def test_reuse_port_serves_with_a_token_that_was_made(tmp_path):
+    """With a socket for each worker, the address is told and the curl line works."""
+    port = free_port()
+    arguments = ('--reuse-port', '--bind', f'127.0.0.1:{port}')
+    server = Server(tmp_path, *arguments, workers=2, PLANTS_TOKENS=None)
+    server.start()
+    try:
+        wait_until(lambda: server.log.count('Booting worker') == 2, 'it starts')
+        [line] = re.findall('^ *(curl .+)$', server.log, re.MULTILINE)
+        assert f'127.0.0.1:{port}/' in line
+        retrying = ['bash', '-c', f'{line} --retry 9 --retry-connrefused']
+        done = subprocess.run(retrying, capture_output=True, timeout=PATIENCE)
+        assert done.stdout == b'{"name": "Fern"}'
+        assert server.worker_pids()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def public():
+    """A directory that every user may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as somebody else')
+def test_user_that_serves_owns_the_files(public):
+    """With --user the plants, and all that lies beside them, belong to that user."""
+    nobody = getpwnam('nobody')
+    os.chown(public, nobody.pw_uid, nobody.pw_gid)
+    torn = public / 'plants.jsonl'
+    torn.write_bytes(b'{"id":-1,"name":"Fern"}\n{"id":')
+    os.chown(torn, nobody.pw_uid, nobody.pw_gid)
+    user = ('--user', 'nobody', '--group', str(nobody.pw_gid))
+    with Server(public, *user, workers=2, PLANTS_METRICS='1') as server:
+        assert server.ask(request(body=fern())).status == 200
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: server.log.count('Booting worker') == 4, 'it reloads')
+        assert server.ask(request('GET', '/readyz')).status == 200
+        assert server.ask(request(body=fern())).status == 200
+        assert server.ask(request('GET', '/metrics')).status == 200
+        files = [path for path in public.iterdir() if path.name != 'server.log']
+        assert len(files) >= 3
+        assert {path.owner() for path in files} == {'nobody'}
+
+
+OTHER = """
+def application(environ, start_response):
+    start_response('200 OK', [('Content-Length', '5')])
+    return [b'other']
+"""
+
+
+@pytest.mark.parametrize('option', ['--preload', '--keep-alive=5'])
+def test_other_application_is_not_told_of_plants(tmp_path, option):
+    """An application of somebody else's is served without a word, token or file."""
+    (tmp_path / 'other.py').write_text(OTHER)
+    arguments = ('other:application', option)
+    with Server(tmp_path, *arguments, workers=None, PLANTS_TOKENS=None) as server:
+        assert server.ask(request('GET')).body == b'other'
+        old = server.worker_pids()
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not old & server.worker_pids(), 'it is reloaded')
+        assert server.ask(request('GET')).body == b'other'
+        for word in ('plant', 'oken', 'curl'):
+            assert word not in server.log
+    names = {path.name for path in tmp_path.iterdir()} - {'__pycache__'}
+    assert names == {'other.py', 'server.log'}
+
+
+def test_server_at_a_unix_socket_has_no_page(tmp_path):
+    """A start without an address for a browser names none."""
+    server = Server(tmp_path, '--bind', f'unix:{tmp_path}/s', PLANTS_TOKENS=None)
+    server.start()
+    try:
+        wait_until(lambda: 'Booting worker' in server.log, 'it starts')
+        assert 'http://HOST:PORT/plants' in server.log
+        assert '/docs' not in server.log
+    finally:
+        server.stop()
+
+
+def test_no_variable_of_ours_is_planted(tmp_path):
+    """Master and workers share what the fork carries, not the environment."""
+    with Server(tmp_path, workers=2) as server:
+        for pid in {server.pid, *server.worker_pids()}:
+            environment = Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
+            planted = [text for text in environment if text.startswith(b'_PLANTS')]
+            assert not planted

@@ -1,0 +1,196 @@
+"""Kinds of workers: ours over TLS and with two, and gunicorn's own."""
+
+import re
+import signal
+import socket
+import ssl
+import subprocess
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from exchange import PAGE
+from exchange import SHORT
+from exchange import ask_in_step
+from exchange import assert_error
+from exchange import fern
+from exchange import head
+from server import PATIENCE
+from server import RawClient
+from server import Server
+from server import configured
+from server import installed
+from server import request
+from server import wait_until
+
+
+@pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
+def test_other_kind_of_worker_serves_plants(tmp_path, kind):
+    """Gunicorn's own workers serve the same application, adds in a crowd too."""
+    with Server(tmp_path, '-k', kind, workers=2) as server:
+        with ThreadPoolExecutor(8) as pool:
+            plants = [fern() for _ in range(40)]
+            answers = pool.map(lambda plant: server.ask(request(body=plant)), plants)
+            assert {answer.status for answer in answers} == {200}
+        assert_error(server.ask(request(body=plants[0] | {'name': 'Moss'})), 40006)
+        assert_error(server.ask(request(body=b'{')), 40004)
+        old = server.worker_pids()
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not old & server.worker_pids(), 'it is reloaded')
+        assert server.ask(request(body=plants[0])).status == 200
+        assert len(server.plants()) == len(plants)
+
+
+# ---- TLS
+
+
+@pytest.fixture(scope='module')
+def certificate(tmp_path_factory):
+    """A self-made certificate of localhost, with its key."""
+    directory = tmp_path_factory.mktemp('tls')
+    command = [installed('openssl', 'openssl'), 'req', '-x509', '-nodes']
+    command += ['-newkey', 'rsa:2048', '-subj', '/CN=localhost', '-days', '2']
+    command += ['-addext', 'subjectAltName=DNS:localhost']
+    command += ['-keyout', directory / 'key', '-out', directory / 'certificate']
+    subprocess.run(command, check=True, capture_output=True)
+    return directory
+
+
+class TLSServer(Server):
+    """A server that is asked over TLS."""
+
+    def __init__(self, directory, *arguments, certificate, **how):
+        files = ('--certfile', certificate / 'certificate')
+        files += ('--keyfile', certificate / 'key')
+        super().__init__(directory, *map(str, files), *arguments, **how)
+        self.context = ssl.create_default_context(cafile=certificate / 'certificate')
+
+    @property
+    def port(self):
+        found = re.search(r'Listening at: https://\S+?:(\d+)', self.log)
+        return found and int(found[1])
+
+    def connect(self, timeout=PATIENCE):
+        connected = socket.create_connection(('127.0.0.1', self.port), timeout)
+        over = self.context.wrap_socket(connected, server_hostname='localhost')
+        return RawClient(over=over)
+
+
+def test_tls_is_served(tmp_path, certificate):
+    """Requests, pipelines, refusals and large bodies are as they are without TLS."""
+    more = configured(tmp_path, *SHORT)
+    with TLSServer(tmp_path, *more, certificate=certificate, workers=2) as server:
+        with server.connect() as client:
+            for _ in range(3):
+                assert ask_in_step(client, request(body=fern())).status == 200
+            client.send(request(body=fern()) * 20)
+            assert {client.receive().status for _ in range(20)} == {200}
+            assert len(client.ask(request('GET', PAGE)).body) > 2**20
+            assert_error(ask_in_step(client, request(body=b' ' * 5 * 2**20)), 40003)
+        with server.connect() as client:
+            client.send(b'GET / HTTP/9.9\r\n\r\n')
+            assert_error(client.receive(), 40000)
+        assert 'Traceback' not in server.log
+
+
+def test_handshake_that_never_comes_is_ended(tmp_path, certificate):
+    """A client of TLS that says nothing, or something else, holds up nobody."""
+    more = configured(tmp_path, *SHORT)
+    with TLSServer(tmp_path, *more, certificate=certificate) as server:
+        with ExitStack() as opened:
+            silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
+            for client in silent[:3]:
+                client.send(b'\x16\x03\x01')
+            for client in silent[3:6]:
+                client.send(request(body=fern()))
+            assert server.ask(request(body=fern())).status == 200
+            for client in silent:
+                assert client.is_readable(8)
+            with server.connect() as client:
+                client.send(request()[:30])
+                assert client.is_readable(5)
+        assert server.ask(request(body=fern())).status == 200
+        assert 'Traceback' not in server.log
+
+
+# ---- other applications
+
+
+OTHER_APP = """
+from pathlib import Path
+
+def app(environ, start_response):
+    size = Path(__file__).stat().st_size
+    if environ['PATH_INFO'] == '/header':
+        start_response('200 OK', [('a b', 'c')])
+    if environ['PATH_INFO'] == '/raised':
+        raise ValueError('raised')
+    start_response('200 OK', [('Content-Length', str(size))])
+    if environ['PATH_INFO'] == '/broken':
+        return broken()
+    return environ['wsgi.file_wrapper'](open(__file__, 'rb'))
+
+def broken():
+    yield b'begun'
+    raise ValueError('broken')
+"""
+
+
+def test_application_that_fails_ends_only_its_connection(tmp_path):
+    """Whatever an application does with its answer, its worker goes on."""
+    path = tmp_path / 'other.py'
+    path.write_text(OTHER_APP)
+    with Server(tmp_path, 'other:app', workers=None) as server:
+        with server.connect() as kept:
+            assert kept.ask(request('GET')).body == path.read_bytes()
+            with pytest.raises(ConnectionError, match='after 5 of'):
+                server.ask(request('GET', '/broken'))
+            assert kept.ask(request('GET')).body == path.read_bytes()
+        for path in ('/header', '/raised'):
+            answer = server.ask(request('GET', path))
+            assert_error(answer, 50000)
+            assert f'{answer.headers["x-request-id"]}: request failed' in server.log
+        assert server.log.count('ValueError: broken') == 1
+        assert server.log.count('Traceback') == 3
+
+
+def test_fault_of_the_worker_ends_only_its_connection(tmp_path):
+    """Whatever goes wrong with a connection, others are served, and it is logged."""
+    lines = 'PlantsWorker.handle_error = None'
+    with Server(tmp_path, *configured(tmp_path, lines)) as server:
+        assert server.ask(head('GET / HTTP/9.9')) is None
+        assert server.ask(request(body=fern())).status == 200
+        assert 'a connection was lost' in server.log
+
+
+# ---- spreading
+
+
+@pytest.mark.parametrize('at_once', [False, True], ids=['one by one', 'at once'])
+def test_connections_are_spread(service, at_once):
+    """Kept connections are spread evenly over the workers."""
+
+    def is_even():
+        held = connections_of_workers(service, at_once)
+        return len(held) == 2 and min(held.values()) >= 6
+
+    # Not always: a worker that the machine holds up for some milliseconds gets fewer.
+    assert sum(is_even() for _ in range(10)) >= 8
+
+
+def connections_of_workers(server, at_once):
+    """Connect 16 clients; return how many of them each worker has."""
+    held = Counter()
+    with ExitStack() as connections:
+        clients = []
+        for _ in range(16):
+            client = connections.enter_context(server.connect())
+            clients.append(client)
+            if not at_once:
+                client.ask(request('GET', '/livez'))
+        for client in clients:
+            client.send(request('GET', '/livez'))
+        for client in clients:
+            held[server.worker_of(client.receive())] += 1
+    return held
