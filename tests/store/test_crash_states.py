@@ -32,7 +32,7 @@ from store.jsonl.repair import repair
 STATES = os.environ.get('CRASH_STATES', '300')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
-FIRST_CRASHES = 10  # that are followed by a second one, of each scenario
+FIRST_CRASHES = 10 if LIMIT else 50  # that are followed by a second one, of each scenario
 MIXTURES = 3  # of the index, with each state of the plant file
 BLOCKS = 512, 4096
 # Of a small batch, of one that fills blocks of 512 bytes, and of one of 4 KiB blocks.
@@ -148,7 +148,7 @@ def killed_last_process(disk, opened):
     disk.add(killed, FERN)
     process.last = 'pwrite'
     with suppress(Killed):
-        disk.add(killed, *LONG, *LONGER)
+        disk.add(killed, *LONG, LONGER[0])
     with opened() as store:
         store.ping()
         disk.add(store, LONG[1])
@@ -160,7 +160,7 @@ def torn_tail(disk, opened):
     with opened() as store:
         disk.add(store, FERN, *LONG)
     disk.send(*LONGER)
-    torn = lines(*LONGER)[:5000]  # two whole lines, and a part of one
+    torn = lines(*LONGER)[:3000]  # a whole line, and a part of one
     disk.append(torn)
     disk.keep(torn.rpartition(b'\n')[2])
     with opened() as store:
@@ -189,7 +189,7 @@ def torn_tail_while_open(disk, opened):
         with opened() as store:
             disk.add(store, FERN, *LONG)
             disk.send(*LONGER)
-            disk.append(lines(*LONGER)[:5000])
+            disk.append(lines(*LONGER)[:3000])
             disk.add(store, *plants)
             disk.add(store, IVY)
 
