@@ -35,8 +35,8 @@ SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
 FIRST_CRASHES = 10 if LIMIT else 50  # that are followed by a second one, of each scenario
 MIXTURES = 3  # of the index, with each state of the plant file
 BLOCKS = 512, 4096
-# Of a small batch, of one that fills blocks of 512 bytes, and of one of 4 KiB blocks.
 NEW = Plant(0, 'New')
+# Plants for small batches, for some blocks of 512 bytes, and for blocks of 4 KiB.
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 LONG = [Plant(number, 'Oak' * 110) for number in range(11, 14)]
 LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
