@@ -484,7 +484,7 @@ class Crash:
         """
         counts = [self.questions[key] for key in self._others]
         oldest = {key: self.questions[key] - 1 for key in self._index}
-        mixtures = max(mixtures, 100 // math.prod(counts))
+        mixtures = max(mixtures, 20 // math.prod(counts))
         for numbers in itertools.product(*map(range, counts)):
             choices = dict(zip(self._others, numbers, strict=True))
             yield self.state(choices)

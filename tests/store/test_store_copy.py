@@ -787,7 +787,7 @@ class Clients:
 
 
 def test_from_a_file_to_a_cluster(tmp_path, url):
-    """The way that the README describes loses no plant, under load."""
+    """The way that docs/migrating.md describes loses no plant, under load."""
     copy = ['copy', f'jsonl:{tmp_path}/plants.jsonl', url]
     with Clients() as clients:
         with Server(tmp_path, workers=2) as server:
