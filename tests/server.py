@@ -240,7 +240,7 @@ class Server:
         self._environment = {
             name: text
             for name, text in os.environ.items()
-            if not name.startswith(('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY', 'COV_'))
+            if not name.startswith(('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY'))
         }
         settings = {
             'PLANTS_TOKENS': TOKEN,

@@ -82,7 +82,8 @@ def test_request_that_drips_is_ended_in_time(impatient, before, data, value):
         began = time.monotonic()
 
         def ended():
-            client.send(b' ')
+            if not before:  # what came with another request has its time from there on
+                client.send(b' ')
             return client.is_readable(0.02)
 
         wait_until(ended, 'it is ended', 5)
@@ -363,6 +364,7 @@ def test_more_connections_than_files_wait(tmp_path):
             assert not client.is_readable(0.3)
         assert server.ask(request(body=fern())).status == 200
         assert worker_of(server) == pid
+        assert 'Traceback' not in server.log
 
 
 def test_files_are_not_short(service):
