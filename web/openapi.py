@@ -124,7 +124,7 @@ def describe(
             | {
                 'default': {
                     'description': f'{_UNEXPECTED}: any other status. The HTTP server '
-                    'itself may answer 414, 417, 431 or 501.',
+                    'itself may answer 414, 417 or 431.',
                     'headers': _headers('Allow'),
                     'content': _errors(others),
                 }
