@@ -10,7 +10,7 @@ from store.errors import StoreClosed
 from store.errors import StoreCorrupt
 from store.errors import StoreError
 from store.errors import StoreUnavailable
-from store.plugins import check_plugin
+from store.plugins import find_plugin
 from store.plugins import open_plugin
 from store.scheduler import THREADS
 from store.scheduler import Scheduler
@@ -84,7 +84,7 @@ def check_url(url: str) -> None:
     if url == 'memory:' or (scheme == 'jsonl' and rest):
         return
     if scheme not in POSTGRESQL or not rest.startswith('//'):
-        check_plugin(url)
+        find_plugin(url)
         return
     try:
         from store import postgresql

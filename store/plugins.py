@@ -17,14 +17,12 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points
-from typing import Any
 
 from store.base import Create
 from store.base import PlantStore
 from store.scheduler import Scheduler
 from store.url import masked
 
-GROUP = 'plant_store.stores'
 BUILT_IN = ('memory', 'jsonl', 'postgresql', 'postgres')
 
 
@@ -34,57 +32,45 @@ def open_plugin(url: str, *, create: Create, scheduler: Scheduler) -> PlantStore
     Raises:
         ValueError: There is none, or it does not work; the message says which.
     """
-    plugin = _find(url)
-    function = _load(plugin, url)
+    plugin, where = find_plugin(url)
     try:
-        store = function(url, create=create, scheduler=scheduler)
+        store = plugin.load()(url, create=create, scheduler=scheduler)
     except (TypeError, ValueError) as ex:
-        raise ValueError(f'{masked(url)!r}: {_package(plugin)}: {ex}') from ex
+        raise ValueError(f'{where}: {ex}') from ex
     if not isinstance(store, PlantStore):
         kind = type(store).__name__
-        raise ValueError(
-            f'{masked(url)!r}: {_package(plugin)}: {plugin.value} returned a {kind}, '
-            f'not a PlantStore'
-        )
+        raise ValueError(f'{where}: {plugin.value} returned a {kind}, not a PlantStore')
     return store
 
 
-def check_plugin(url: str) -> None:
-    """Check that an installed package offers a store for a URL, and that it loads.
+def find_plugin(url: str) -> tuple[EntryPoint, str]:
+    """Return what an installed package offers for a URL, and how messages call it.
 
     Raises:
         ValueError: None does, or it does not load; the message says which.
     """
-    _load(_find(url), url)
-
-
-def _find(url: str) -> EntryPoint:
     scheme, colon, _ = url.partition(':')
     installed = [
-        plugin for plugin in entry_points(group=GROUP) if plugin.name not in BUILT_IN
+        plugin
+        for plugin in entry_points(group='plant_store.stores')
+        if plugin.name not in BUILT_IN
     ]
     found = [plugin for plugin in installed if colon and plugin.name == scheme]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        packages = ' and '.join(sorted(map(_package, found)))
-        raise ValueError(f'{masked(url)!r}: {packages} offer this scheme: remove one')
-    names = ', '.join(f'{plugin.name}:' for plugin in installed)
-    raise ValueError(
-        f'{masked(url)!r} is not a store: use memory:, jsonl:PATH, or '
-        f'postgresql://...; installed packages offer {names or "no other"}'
-    )
-
-
-def _load(plugin: EntryPoint, url: str) -> Any:
-    try:
-        return plugin.load()
-    except Exception as ex:  # whatever importing the package raises
+    if not found:
+        names = ', '.join(f'{plugin.name}:' for plugin in installed)
         raise ValueError(
-            f'{masked(url)!r}: {_package(plugin)}: {plugin.value} does not load: '
-            f'{type(ex).__name__}: {ex}'
-        ) from ex
-
-
-def _package(plugin: EntryPoint) -> str:
-    return f'package {plugin.dist.name if plugin.dist else "of unknown name"}'
+            f'{masked(url)!r} is not a store: use memory:, jsonl:PATH, or '
+            f'postgresql://...; installed packages offer {names or "no other"}'
+        )
+    packages = [
+        f'package {p.dist.name if p.dist else "of unknown name"}' for p in found
+    ]
+    where = f'{masked(url)!r}: {" and ".join(sorted(packages))}'
+    if len(found) > 1:
+        raise ValueError(f'{where} offer this scheme: remove one')
+    try:
+        found[0].load()
+    except Exception as ex:  # whatever importing the package raises
+        reason = f'{type(ex).__name__}: {ex}'
+        raise ValueError(f'{where}: {found[0].value} does not load: {reason}') from ex
+    return found[0], where
