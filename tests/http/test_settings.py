@@ -122,15 +122,6 @@ def test_metrics_without_their_package_are_refused(monkeypatch):
         Settings.from_environ({'PLANTS_METRICS': '1'})
 
 
-def test_store_without_its_package_is_refused(monkeypatch):
-    """The sentence names the package that the store needs."""
-    monkeypatch.setitem(sys.modules, 'psycopg', None)
-    for module in ('store.postgresql', 'psycopg.conninfo'):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(ValueError, match=r'^PLANTS_STORE: .*psycopg'):
-        Settings.from_environ({'PLANTS_STORE': 'postgresql://localhost/plants'})
-
-
 @pytest.mark.parametrize(
     'url',
     [
