@@ -32,7 +32,7 @@ from store.__main__ import _parser
 from store.jsonl import lock
 from store.jsonl.record import encode
 from store.postgresql import limits
-from store.postgresql.refusals import REASONS
+from store.postgresql.connection import REASONS
 from web import openapi
 from web.errors import ErrorValue
 from web.settings import VARIABLES
