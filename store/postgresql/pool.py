@@ -61,7 +61,11 @@ class Pool:
 
     def _take(self, new: bool) -> Connection:
         with self._changed:
-            if not self._changed.wait_for(self._has_one, limits.CONNECT_WITHIN):
+            most = limits.MOST_CONNECTIONS
+            if not self._changed.wait_for(
+                lambda: self._closed or self._idle or self._in_use < most,
+                limits.CONNECT_WITHIN,
+            ):
                 raise TimeoutError
             if self._closed:
                 raise StoreClosed
@@ -84,12 +88,6 @@ class Pool:
                     raise
                 self._in_use += 1
                 return self._idle.pop()
-
-    def _has_one(self) -> bool:
-        """Whether a caller need not wait. REQUIRES: lock held."""
-        return (
-            self._closed or bool(self._idle) or self._in_use < limits.MOST_CONNECTIONS
-        )
 
     def _give_back(self, connection: Connection) -> None:
         with self._changed:
@@ -135,7 +133,12 @@ class Outage:
             StoreUnavailable: There is an outage, and it is not yet time to ask, or
                 somebody asks already.
         """
-        reason = self._admit()
+        with self._lock:
+            reason = self._reason
+            if self._reason is not None:
+                if self._is_asking or time.monotonic() < self._next_attempt:
+                    raise StoreUnavailable(self._reason, store=self._store)
+                self._is_asking = True
         try:
             yield
             reason = None
@@ -150,11 +153,3 @@ class Outage:
                 self._reason = reason
                 self._next_attempt = time.monotonic() + limits.RETRY_AFTER
                 self._is_asking = False
-
-    def _admit(self) -> str | None:
-        with self._lock:
-            if self._reason is not None:
-                if self._is_asking or time.monotonic() < self._next_attempt:
-                    raise StoreUnavailable(self._reason, store=self._store)
-                self._is_asking = True
-            return self._reason
