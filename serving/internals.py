@@ -6,6 +6,7 @@ was, and whether gunicorn has a setting or a hook for it by now.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -234,6 +235,28 @@ def use_same_command(server: Arbiter) -> None:
     server.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
 
 
+def remove_pidfile(server: Arbiter) -> None:
+    """Remove the file with the process id: gunicorn makes it before it starts."""
+    if server.pidfile is not None:
+        server.pidfile.unlink()
+
+
+def bound_addresses(server: Arbiter) -> list[str]:
+    """Return where a master listens, with ports that the system has chosen."""
+    return [str(listener) for listener in server.LISTENERS]
+
+
+def hand_over(server: Arbiter, *names: str) -> None:
+    """Give variables to the master of an upgrade, which has those of before the start.
+
+    Args:
+        server: The master.
+        names: Those that are set.
+    """
+    for name in os.environ.keys() & names:
+        server.cfg.env_orig[name] = os.environ[name]
+
+
 def siblings(server: Arbiter) -> list[Worker]:
     """Return the workers that are running."""
     return list(server.WORKERS.values())
@@ -242,6 +265,17 @@ def siblings(server: Arbiter) -> list[Worker]:
 def is_upgrading(server: Arbiter) -> bool:
     """Whether another master of an upgrade runs beside this one."""
     return not server.reexec_pid == server.master_pid == 0
+
+
+def listening_sockets(worker: Worker) -> list[tuple[int, int]]:
+    """Take over the sockets of a worker; return their families and descriptors."""
+    return [(listener.FAMILY, listener.sock.detach()) for listener in worker.sockets]
+
+
+def signal_pipe(worker: Worker) -> int:
+    """Return a descriptor with something to read when a worker has got a signal."""
+    number: int = worker.PIPE[0]
+    return number
 
 
 def reset_signals(server: Arbiter) -> None:

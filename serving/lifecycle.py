@@ -231,8 +231,7 @@ def on_starting(server: Arbiter) -> None:
         _preload(server, served)
     except (ValueError, StoreError, OSError) as ex:
         server.log.critical('%s', ex)
-        if server.pidfile is not None:
-            server.pidfile.unlink()
+        internals.remove_pidfile(server)
         # With the log in a file, the operator may look at the terminal first.
         sys.exit(1 if server.cfg.errorlog == '-' else f'Error: {ex}')
 
@@ -243,7 +242,7 @@ def when_ready(server: Arbiter) -> None:
         return
     signal.signal(signal.SIGHUP, Rehearsal(server).on_hangup)
     settings = _served.settings
-    addresses = [str(listener) for listener in server.LISTENERS]
+    addresses = internals.bound_addresses(server)
     if not addresses:  # each worker binds its own (reuse_port)
         addresses = [f'http://{host}:{port}' for host, port in server.cfg.address]
     urls = [url.replace('0.0.0.0', '127.0.0.1') for url in addresses if url[0] == 'h']
@@ -314,9 +313,7 @@ def on_reload(server: Arbiter) -> None:
 def pre_exec(server: Arbiter) -> None:
     """Let the master of an upgrade (SIGUSR2) go on with what this one has made."""
     internals.use_same_command(server)
-    for name in ('PLANTS_TOKENS', counters.VARIABLE):
-        if name in os.environ:
-            server.cfg.env_orig[name] = os.environ[name]
+    internals.hand_over(server, 'PLANTS_TOKENS', counters.VARIABLE)
 
 
 def on_exit(server: Arbiter) -> None:

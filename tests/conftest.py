@@ -17,6 +17,9 @@ with warnings.catch_warnings():
 
 pytest.register_assert_rewrite('errors')
 
+# Fixtures with real servers.
+pytest_plugins = ['exchange']
+
 TOKEN = 'correct-horse.battery~staple'
 
 

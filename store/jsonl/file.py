@@ -196,10 +196,14 @@ class PlantFile:
         self._closing = False
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
+        self._synced: tuple[Index, int] | None = None  # by the latest sync
         self._merging: threading.Thread | None = None
         self._merge_at = 0.0
         self._commit = GroupCommit(
-            self._append, self._sync, scheduler=scheduler, observe=observe
+            self._append,
+            self._sync,
+            scheduler=scheduler,
+            observe=partial(self._report_sync, observe),
         )
         with _unavailable(path), ExitStack() as opened:
             self._fd = self._open(create)
@@ -234,6 +238,7 @@ class PlantFile:
         batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
         if written := self._append(batch):
             self._sync(written)
+            self._note_synced()
         return outcomes(batch)
 
     def ping(self) -> None:
@@ -364,7 +369,7 @@ class PlantFile:
             if fd < 0:
                 raise StoreClosed
             self._system.fdatasync(fd)
-            index.note_synced(end)
+            self._synced = index, end
         except OSError as ex:
             self._latch(ex)
             raise self._latched() from ex
@@ -374,6 +379,21 @@ class PlantFile:
         # may have covered the same bytes, has failed meanwhile.
         if self._failed_sync is not None:
             raise self._latched()
+
+    def _report_sync(
+        self, observe: Callable[[int, float], None], plants: int, seconds: float
+    ) -> None:
+        self._note_synced()
+        observe(plants, seconds)
+
+    def _note_synced(self) -> None:
+        """Note a sync in the index.
+
+        Not in the thread of the sync, which would wait for the GIL once more.
+        """
+        if self._synced is not None:
+            index, end = self._synced
+            index.note_synced(end)
 
     def _latch(self, error: OSError) -> None:
         """Take nothing any more: the kernel may have dropped what was not synced."""

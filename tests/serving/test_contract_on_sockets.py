@@ -28,12 +28,12 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize('text', ACCEPTED.values(), ids=ACCEPTED)
-def test_plant_is_stored_and_answered(service, client, text):
+def test_plant_is_stored_and_answered(service, connection, text):
     """A NewPlant is stored and answered as a Plant, without its id."""
     body = text.replace('ID', str(next(ids))).encode()
     sent = json.loads(body)
     expected = {name: sent[name] for name in ('name', 'tag') if name in sent}
-    answer = ask_in_step(client, request(body=body))
+    answer = ask_in_step(connection, request(body=body))
     assert (answer.status, answer.json) == (200, expected)
     assert {'id': sent['id']} | expected in service.plants()
 
@@ -69,18 +69,18 @@ REFUSED = {
 
 
 @table('value, data', REFUSED)
-def test_refusal_has_its_value_and_stores_nothing(service, client, value, data):
+def test_refusal_has_its_value_and_stores_nothing(service, connection, value, data):
     """What is not allowed is told by its value, stores nothing and harms no other."""
     before = service.lines()
-    assert_error(ask_in_step(client, data), value)
+    assert_error(ask_in_step(connection, data), value)
     assert service.lines() == before
 
 
-def test_repeated_plant_is_stored_once(service, client):
+def test_repeated_plant_is_stored_once(service, connection):
     """A repeated plant is answered 200 and stored once."""
     plant = fern(tag='shade')
     for _ in range(3):
-        assert client.ask(request(body=plant)).status == 200
+        assert connection.ask(request(body=plant)).status == 200
     assert service.plants().count(plant) == 1
 
 
@@ -94,15 +94,15 @@ CHALLENGES = {
 
 
 @table('data, challenge', CHALLENGES)
-def test_challenge_tells_missing_from_wrong(client, data, challenge):
+def test_challenge_tells_missing_from_wrong(connection, data, challenge):
     """A 401 carries the challenge that tells a missing token from a wrong one."""
-    assert client.ask(data).headers['www-authenticate'] == challenge
+    assert connection.ask(data).headers['www-authenticate'] == challenge
 
 
 @pytest.mark.parametrize('path', ['/livez', '/readyz'])
-def test_probes_need_no_token(client, path):
+def test_probes_need_no_token(connection, path):
     """The probes need no token."""
-    answer = ask_in_step(client, request('GET', path, authorization=None))
+    answer = ask_in_step(connection, request('GET', path, authorization=None))
     assert answer.status == 200
 
 
@@ -160,19 +160,19 @@ AUTHORIZATIONS = {
 
 
 @table('authorization, value', AUTHORIZATIONS)
-def test_anything_but_one_good_token_is_401(service, client, authorization, value):
+def test_anything_but_one_good_token_is_401(service, connection, authorization, value):
     """Anything but exactly one good token is 401."""
     before = service.lines()
     data = request(body=fern(), authorization=authorization)
-    assert_error(ask_in_step(client, data), value)
+    assert_error(ask_in_step(connection, data), value)
     assert service.lines() == before
 
 
 @pytest.mark.parametrize('scheme', ['Bearer', 'bearer', 'BEARER', 'Bearer  '])
-def test_scheme_is_taken_in_any_case(client, scheme):
+def test_scheme_is_taken_in_any_case(connection, scheme):
     """The scheme is taken in any case, and with more than one space behind it."""
     data = request(body=fern(), authorization=f'{scheme} {TOKEN}')
-    assert ask_in_step(client, data).status == 200
+    assert ask_in_step(connection, data).status == 200
 
 
 METHODS = {
@@ -191,34 +191,34 @@ METHODS = {
 
 
 @table('data, value', METHODS)
-def test_other_method_is_405(client, data, value):
+def test_other_method_is_405(connection, data, value):
     """No method but POST does anything to /plants, and 405 tells which one does."""
-    answer = ask_in_step(client, data)
+    answer = ask_in_step(connection, data)
     assert_error(answer, value)
     assert answer.headers.get('allow') == ('POST' if value == 40500 else None)
 
 
 @pytest.mark.parametrize(('path', 'status'), [('/livez', 200), ('/plants', 405)])
-def test_head_has_no_body(client, path, status):
+def test_head_has_no_body(connection, path, status):
     """HEAD is answered without a body, also when it is an error."""
-    answer = ask_in_step(client, request('HEAD', path), head=True)
+    answer = ask_in_step(connection, request('HEAD', path), head=True)
     assert answer.status == status
     assert int(answer.headers['content-length']) > 0
 
 
 @pytest.mark.parametrize('target', ['http://localhost/plants', '/plants?a=b'])
-def test_target_may_be_absolute(service, client, target):
+def test_target_may_be_absolute(service, connection, target):
     """A target may be absolute, and a query means nothing."""
     plant = fern()
-    assert ask_in_step(client, request('POST', target, plant)).status == 200
+    assert ask_in_step(connection, request('POST', target, plant)).status == 200
     assert plant in service.plants()
 
 
-def test_log_names_tokens_and_never_shows_them(service, client):
+def test_log_names_tokens_and_never_shows_them(service, connection):
     """The log has the name of a token, its path and status, and never the token."""
     for authorization in (f'Bearer {TOKEN}', f'Bearer {SECRET}', SECRET):
         target = f'/plants?access_token={SECRET}'
-        client.ask(request('POST', target, fern(), authorization=authorization))
+        connection.ask(request('POST', target, fern(), authorization=authorization))
     assert 'token-1 POST /plants 200' in service.log
     assert TOKEN not in service.log
     assert SECRET not in service.log

@@ -30,20 +30,20 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize('template', CHUNKED.values(), ids=CHUNKED)
-def test_chunked_body_is_read(service, client, template):
+def test_chunked_body_is_read(service, connection, template):
     """A chunked body is as good as one with a length."""
     plant = fern()
     body = json.dumps(plant)
     data = chunked(end=template.format(size=len(body), body=body).encode())
-    assert ask_in_step(client, data).status == 200
+    assert ask_in_step(connection, data).status == 200
     assert plant in service.plants()
 
 
-def test_chunk_of_each_byte_is_read(service, client):
+def test_chunk_of_each_byte_is_read(service, connection):
     """A body may come in any number of chunks."""
     plant = fern()
     data = chunked(*(bytes([byte]) for byte in json.dumps(plant).encode()))
-    assert ask_in_step(client, data).status == 200
+    assert ask_in_step(connection, data).status == 200
     assert plant in service.plants()
 
 
@@ -61,9 +61,9 @@ BROKEN_CHUNKS = {
 
 
 @pytest.mark.parametrize('end', BROKEN_CHUNKS.values(), ids=BROKEN_CHUNKS)
-def test_broken_chunks_end_the_connection(client, end):
+def test_broken_chunks_end_the_connection(connection, end):
     """Broken chunks are 40000 and end the connection."""
-    answer = ask_in_step(client, chunked(end=end))
+    answer = ask_in_step(connection, chunked(end=end))
     assert_error(answer, 40000)
     assert answer.announces_close
 
@@ -78,14 +78,14 @@ CUT_OFF = {
 
 
 @pytest.mark.parametrize('data', CUT_OFF.values(), ids=CUT_OFF)
-def test_body_that_ends_early_is_refused(service, client, data):
+def test_body_that_ends_early_is_refused(service, connection, data):
     """A body that ends too early is 40000, is not stored and ends the connection."""
     before = service.lines()
-    client.send(data)
-    client.finish_sending()
-    answer = client.receive()
+    connection.send(data)
+    connection.finish_sending()
+    answer = connection.receive()
     assert_error(answer, 40000)
-    assert client.receive() is None
+    assert connection.receive() is None
     assert service.lines() == before
     assert answer.announces_close
 
@@ -114,41 +114,41 @@ LYING_LENGTHS = {
 
 
 @pytest.mark.parametrize('headers', LYING_LENGTHS.values(), ids=LYING_LENGTHS)
-def test_length_that_lies_is_refused(client, headers):
+def test_length_that_lies_is_refused(connection, headers):
     """A length that cannot be trusted is 40000 and ends the connection."""
-    answer = ask_in_step(client, request(body=fern(), **headers))
+    answer = ask_in_step(connection, request(body=fern(), **headers))
     assert_error(answer, 40000)
     assert answer.announces_close
 
 
-def test_rest_of_a_longer_body_is_no_plant(service, client):
+def test_rest_of_a_longer_body_is_no_plant(service, connection):
     """What is left of a body that is longer than it says is never taken for a plant."""
     before = service.lines()
     smuggled = request(body=fern())
-    client.send(request(body=b'{"id":1' + smuggled, content_length='5'))
-    assert_error(client.receive(), 40004)
-    assert_error(client.receive(), 40000)
-    assert client.receive() is None
+    connection.send(request(body=b'{"id":1' + smuggled, content_length='5'))
+    assert_error(connection.receive(), 40004)
+    assert_error(connection.receive(), 40000)
+    assert connection.receive() is None
     assert service.lines() == before
 
 
-def test_client_that_waits_is_told_to_go_on(service, client):
+def test_client_that_waits_is_told_to_go_on(service, connection):
     """A client that asks before it sends its body is told to go on."""
     plant = fern()
     head, _, body = request(body=plant, expect='100-continue').partition(b'\r\n\r\n')
-    assert client.ask(head + b'\r\n\r\n').status == 100
-    assert ask_in_step(client, body).status == 200
+    assert connection.ask(head + b'\r\n\r\n').status == 100
+    assert ask_in_step(connection, body).status == 200
     assert plant in service.plants()
 
 
-def test_pipelined_requests_are_answered_in_order(service, client):
+def test_pipelined_requests_are_answered_in_order(service, connection):
     """Requests that are sent together are answered in their order, faults included."""
     plants = [fern(name=f'Fern {number}') for number in range(50)]
     bad = request(body=b'{}')
-    client.send(b''.join(request(body=plant) + bad for plant in plants))
+    connection.send(b''.join(request(body=plant) + bad for plant in plants))
     for plant in plants:
-        assert client.receive().json == {'name': plant['name']}
-        assert_error(client.receive(), 40005)
+        assert connection.receive().json == {'name': plant['name']}
+        assert_error(connection.receive(), 40005)
     assert [plant for plant in service.plants() if plant in plants] == plants
 
 
@@ -175,10 +175,10 @@ def test_refused_body_leaves_the_connection_in_step(
         assert_error(ask_in_step(client, data, pipelined=pipelined), value)
 
 
-def test_length_with_leading_zeros_is_a_length(client):
+def test_length_with_leading_zeros_is_a_length(connection):
     """A body is as long as its length says, in however many digits."""
     body = b'a' * 100_000
     data = request(body=body, content_length=f'{len(body):030}', authorization=None)
-    answer = ask_in_step(client, data)
+    answer = ask_in_step(connection, data)
     assert_error(answer, 40100)
     assert answer.announces_close

@@ -125,14 +125,14 @@ REFUSED = (
 
 
 @table('value, data', REFUSED)
-def test_bad_head_is_refused_and_ends_the_connection(service, client, value, data):
+def test_bad_head_is_refused_and_ends_the_connection(service, connection, value, data):
     """It is an Error at once, with an id and a date; the log has the id, no secret."""
     before = service.lines()
-    client.send(data + request(body=fern()))
-    answer = client.receive()
+    connection.send(data + request(body=fern()))
+    answer = connection.receive()
     assert_error(answer, value)
     assert answer.announces_close
-    assert client.receive() is None, 'something behind it was answered'
+    assert connection.receive() is None, 'something behind it was answered'
     assert service.lines() == before
     made = parsedate_to_datetime(answer.headers['date'])
     assert answer.headers['date'] == format_datetime(made, usegmt=True)
@@ -142,16 +142,16 @@ def test_bad_head_is_refused_and_ends_the_connection(service, client, value, dat
     assert SECRET not in service.log
 
 
-def test_head_that_breaks_off_is_not_answered(client):
+def test_head_that_breaks_off_is_not_answered(connection):
     """The end of the connection in the middle of a head is no request."""
-    client.send(request(body=fern())[:40])
-    client.finish_sending()
-    assert client.receive() is None
+    connection.send(request(body=fern())[:40])
+    connection.finish_sending()
+    assert connection.receive() is None
 
 
-def test_empty_line_before_a_request_is_ignored(client):
+def test_empty_line_before_a_request_is_ignored(connection):
     """One line end behind a body, which old clients send, does no harm."""
-    assert ask_in_step(client, b'\r\n' + request(body=fern())).status == 200
+    assert ask_in_step(connection, b'\r\n' + request(body=fern())).status == 200
 
 
 CONNECTIONS = {
@@ -163,10 +163,10 @@ CONNECTIONS = {
 }
 
 
-@pytest.mark.parametrize('connection', CONNECTIONS.values(), ids=CONNECTIONS)
-def test_close_is_seen_wherever_it_stands(client, connection):
+@pytest.mark.parametrize('options', CONNECTIONS.values(), ids=CONNECTIONS)
+def test_close_is_seen_wherever_it_stands(connection, options):
     """A client that wants the connection to end after its request gets that."""
-    answer = ask_in_step(client, request(body=fern(), connection=connection))
+    answer = ask_in_step(connection, request(body=fern(), connection=options))
     assert answer.status == 200
     assert answer.announces_close
 
@@ -179,17 +179,17 @@ HTTP_1_0 = {
 
 
 @pytest.mark.parametrize('headers', HTTP_1_0.values(), ids=HTTP_1_0)
-def test_http_1_0_connection_ends_after_one_answer(client, headers):
+def test_http_1_0_connection_ends_after_one_answer(connection, headers):
     """HTTP/1.0 needs no host, never gets an interim answer, and ends as announced."""
-    answer = ask_in_step(client, request(body=fern(), version='1.0', **headers))
+    answer = ask_in_step(connection, request(body=fern(), version='1.0', **headers))
     assert answer.status == 200
     assert answer.announces_close
 
 
-def test_http_1_0_connection_is_kept_for_who_asks(client):
+def test_http_1_0_connection_is_kept_for_who_asks(connection):
     """An HTTP/1.0 client that asks for it keeps its connection."""
     data = request(body=fern(), version='1.0', connection='keep-alive')
-    answer = ask_in_step(client, data)
+    answer = ask_in_step(connection, data)
     assert answer.status == 200
     assert answer.headers['connection'] == 'keep-alive'
 

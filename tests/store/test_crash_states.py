@@ -32,9 +32,7 @@ from store.jsonl.repair import repair
 STATES = os.environ.get('CRASH_STATES', '300')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
-FIRST_CRASHES = (
-    10 if LIMIT else 50
-)  # that are followed by a second one, of each scenario
+FIRST_CRASHES = 10 if LIMIT else 50  # of a scenario, followed by a second one
 MIXTURES = 3  # of the index, with each state of the plant file
 BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
