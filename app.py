@@ -43,7 +43,6 @@ from schemas import encode
 from store import Plant
 from store import PlantStore
 from store import open_store
-from web.body import read_body
 from web.documents import documents
 from web.errors import ErrorValue
 from web.errors import Fault
@@ -54,6 +53,7 @@ from web.middleware import CrossOrigin
 from web.middleware import RequestLog
 from web.middleware import StrictRouting
 from web.request import PlantsRequest
+from web.request import read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES
 from web.settings import Settings
 from web.tokens import BearerAuth
@@ -148,11 +148,10 @@ def create_app(
     """
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of(tokens)
-    errors = {value.value: value.meaning for value in ErrorValue}
     public = {
         '/livez': LiveResource(),
         '/readyz': ReadyResource(store),
-        **documents(errors, max_body_bytes, metrics=bool(metrics)),
+        **documents(max_body_bytes, metrics=bool(metrics)),
     }
     routes: dict[str, object] = {'/plants': PlantsResource(store, max_body_bytes)}
     # In the order in which they see a request; they see its answer in reverse order.

@@ -41,18 +41,60 @@ class NotJSON(ValueError):
 
 
 class Invalid(ValueError):
-    """A value does not keep a schema.
-
-    Attributes:
-        faults: Everything that is wrong, in words for a person.
-    """
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__('; '.join(faults))
-        self.faults = faults
+    """A value does not keep a schema; the message says everything that is wrong."""
 
 
-def parse(text: bytes) -> Any:
+# NOTE: built once: json.dumps() with arguments builds one at every call.
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON text in UTF-8."""
+    return _encode(value).encode()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        seen: set[str] = set()
+        twice = next(n for n, _ in pairs if n in seen or seen.add(n))  # type: ignore[func-returns-value]
+        raise NotJSON(f'the member {show(twice)} is there twice')
+    return members
+
+
+def _bounded(literal: str) -> str:
+    if len(literal) > MAX_NUMBER:
+        raise NotJSON(f'a number has more than {MAX_NUMBER} characters')
+    return literal
+
+
+def _constant(literal: str) -> NoReturn:
+    raise NotJSON(f'{literal} is not JSON')
+
+
+class _FloatFound(Exception):
+    """There is a number literal with a fraction or an exponent."""
+
+
+def _no_float(literal: str) -> NoReturn:
+    raise _FloatFound
+
+
+def _decoder(parse_float: Callable[[str], Any]) -> Callable[[str], Any]:
+    # NOTE: built once: json.loads() with arguments builds one at every call.
+    return json.JSONDecoder(
+        object_pairs_hook=_object,
+        parse_int=lambda literal: int(_bounded(literal)),
+        parse_float=parse_float,
+        parse_constant=_constant,
+    ).decode
+
+
+_decode = _decoder(lambda literal: float(_bounded(literal)))
+_decode_without_floats = _decoder(_no_float)
+
+
+def parse(text: bytes, decode: Callable[[str], Any] = _decode) -> Any:
     """Return the value of JSON text, read strictly.
 
     On top of what ``json.loads`` demands: UTF-8 without a byte order mark, no NaN and
@@ -63,10 +105,6 @@ def parse(text: bytes) -> Any:
     Raises:
         NotJSON: It is not.
     """
-    return _parse(text, _decode)
-
-
-def _parse(text: bytes, decode: Callable[[str], Any]) -> Any:
     try:
         decoded = text.decode()
         if decoded.startswith('\ufeff'):
@@ -84,64 +122,6 @@ def _parse(text: bytes, decode: Callable[[str], Any]) -> Any:
         message = ex.msg.removesuffix(' at')
         raise NotJSON(f'{message} at character {ex.pos}') from ex
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        seen: set[str] = set()
-        twice = next(n for n, _ in pairs if n in seen or seen.add(n))  # type: ignore[func-returns-value]
-        raise NotJSON(f'the member {show(twice)} is there twice')
-    return members
-
-
-def _int(literal: str) -> int:
-    return int(_bounded(literal))
-
-
-def _float(literal: str) -> float:
-    return float(_bounded(literal))
-
-
-def _bounded(literal: str) -> str:
-    if len(literal) > MAX_NUMBER:
-        raise NotJSON(f'a number has more than {MAX_NUMBER} characters')
-    return literal
-
-
-def _constant(literal: str) -> NoReturn:
-    raise NotJSON(f'{literal} is not JSON')
-
-
-# NOTE: built once: json.dumps() with arguments builds one at every call.
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-def encode(value: Any) -> bytes:
-    """Return a value as JSON text in UTF-8."""
-    return _encode(value).encode()
-
-
-class _FloatFound(Exception):
-    """There is a number literal with a fraction or an exponent."""
-
-
-def _no_float(literal: str) -> NoReturn:
-    raise _FloatFound
-
-
-def _decoder(parse_float: Callable[[str], Any]) -> Callable[[str], Any]:
-    # NOTE: built once: json.loads() with arguments builds one at every call.
-    return json.JSONDecoder(
-        object_pairs_hook=_object,
-        parse_int=_int,
-        parse_float=parse_float,
-        parse_constant=_constant,
-    ).decode
-
-
-_decode = _decoder(_float)
-_decode_without_floats = _decoder(_no_float)
 
 
 # An integer is an integer literal, as in draft 4: later ones take 1.0 for one as well.
@@ -181,7 +161,7 @@ class Schema:
         }
         schema = files[f'{name}.json']
         self._validator = _Validator(schema, registry=_registry(files))
-        self._is_valid: Callable[[Any], bool] = _never
+        self._is_valid: Callable[[Any], bool] = lambda value: False
         if _is_agreed(list(files.values())):
             self._is_valid = jsonschema_rs.Draft202012Validator(
                 schema, registry=jsonschema_rs.Registry(list(files.items()))
@@ -195,7 +175,7 @@ class Schema:
             Invalid: Its value does not keep the schema.
         """
         try:
-            value = _parse(text, _decode_without_floats)
+            value = parse(text, _decode_without_floats)
             if self._is_valid(value):
                 return value
         except _FloatFound:
@@ -205,9 +185,9 @@ class Schema:
         except RecursionError as ex:
             raise NotJSON('it is nested too deeply') from ex
         except OverflowError as ex:  # of jsonschema, where a rule divides
-            raise Invalid(['body: a number is too large']) from ex
+            raise Invalid('body: a number is too large') from ex
         if faults:
-            raise Invalid(faults)
+            raise Invalid('; '.join(faults))
         return value
 
     def faults(self, value: Any) -> list[str]:
@@ -235,10 +215,9 @@ def load() -> dict[str, Any]:
             _Validator.check_schema(schema)
             for pattern in _patterns(schema):
                 re.compile(pattern)
-        except (ValueError, re.error) as ex:
-            raise ValueError(f'{path}: {ex}') from ex
-        except SchemaError as ex:
-            raise ValueError(f'{path}: {ex.message}') from ex
+        except (ValueError, re.error, SchemaError) as ex:
+            reason = ex.message if isinstance(ex, SchemaError) else ex
+            raise ValueError(f'{path}: {reason}') from ex
     registry = _registry(files)
     for file, schema in files.items():
         try:
@@ -282,18 +261,20 @@ def _patterns(schema: Any) -> Iterator[str]:
             yield from _patterns(part)
 
 
-def _is_agreed(schema: Any) -> bool:
-    """Say whether both validators read a schema in the same way."""
-    if isinstance(schema, dict):
-        agreed = _AGREED_PATTERNS.issuperset(_patterns(schema))
-        return agreed and all(map(_is_agreed, schema.values()))
-    if isinstance(schema, list):
-        return all(map(_is_agreed, schema))
-    return not isinstance(schema, float)
+def _is_agreed(schemas: list[Any]) -> bool:
+    """Say whether both validators read the schemas in the same way."""
+    try:
+        _decode_without_floats(json.dumps(schemas))
+    except (_FloatFound, NotJSON):  # a number that is not finite is none of JSON's
+        return False
+    return _AGREED_PATTERNS.issuperset(_patterns(schemas))
 
 
-def _never(value: Any) -> bool:
-    return False
+_BREAKS = {
+    'minimum': 'is less than',
+    'maximum': 'is greater than',
+    'pattern': 'does not match',
+}
 
 
 def _words(error: ValidationError) -> Iterator[str]:
@@ -309,14 +290,9 @@ def _words(error: ValidationError) -> Iterator[str]:
         case 'type' if isinstance(rule, str):
             article = 'an' if rule[0] in 'aio' else 'a'
             yield f'{where}: {show(instance)} is not {article} {rule}'
-        case 'minimum':
-            yield f'{where}: {show(instance)} is less than {rule}'
-        case 'maximum':
-            yield f'{where}: {show(instance)} is greater than {rule}'
-        case 'pattern':
-            yield f'{where}: {show(instance)} does not match {show(rule)}'
-        case _:
-            yield f'{where}: {show(instance)} breaks {error.validator} {show(rule)}'
+        case name:
+            breaks = _BREAKS.get(str(name), f'breaks {name}')
+            yield f'{where}: {show(instance)} {breaks} {show(rule)}'
 
 
 def show(value: Any) -> str:

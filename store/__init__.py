@@ -10,12 +10,12 @@ from store.errors import StoreClosed
 from store.errors import StoreCorrupt
 from store.errors import StoreError
 from store.errors import StoreUnavailable
-from store.plugins import check_plugin
-from store.plugins import open_plugin
 from store.scheduler import THREADS
 from store.scheduler import Scheduler
 from store.url import DEFAULT_URL
+from store.url import find_plugin
 from store.url import masked
+from store.url import open_plugin
 
 __version__ = '1.1.0'
 
@@ -47,7 +47,7 @@ def open_store(
 
     Args:
         url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
-            installed package offers: see ``store/plugins.py``.
+            installed package offers: see ``store/url.py``.
         create: Whether a store that is missing is made: ``always``, ``never``, or
             ``first``, only if nothing shows that it was there before. A new store
             forgets every id.
@@ -84,7 +84,7 @@ def check_url(url: str) -> None:
     if url == 'memory:' or (scheme == 'jsonl' and rest):
         return
     if scheme not in POSTGRESQL or not rest.startswith('//'):
-        check_plugin(url)
+        find_plugin(url)
         return
     try:
         from store import postgresql

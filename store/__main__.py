@@ -232,15 +232,10 @@ def _copy_plants(source: PlantStore, target: PlantStore) -> int:
                     outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
-                taken = [
-                    plant
-                    for plant, outcome in zip(batch, outcomes, strict=True)
-                    if isinstance(outcome, IdTaken)
-                ]
-                if taken:
-                    conflicting += len(taken)
-                    with bar_hidden():
-                        for plant in taken:
+                for plant, outcome in zip(batch, outcomes, strict=True):
+                    if isinstance(outcome, IdTaken):
+                        conflicting += 1
+                        with bar_hidden():
                             line = record.encode(plant).decode().strip()
                             print_line(f'conflicting: {line}')
                 if interrupts:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from types import TracebackType
 from typing import ClassVar
 from typing import Literal
 from typing import NamedTuple
@@ -108,13 +107,13 @@ class PlantStore(abc.ABC):
         Raises:
             StoreError: As ``add``, ``IdTaken`` excepted; any of them may be there then.
         """
-        return [self._added_or_taken(plant) for plant in plants]
-
-    def _added_or_taken(self, plant: Plant) -> bool | IdTaken:
-        try:
-            return self.add(plant)
-        except IdTaken as ex:
-            return ex
+        outcomes: list[bool | IdTaken] = []
+        for plant in plants:
+            try:
+                outcomes.append(self.add(plant))
+            except IdTaken as ex:
+                outcomes.append(ex)
+        return outcomes
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Plant]:
@@ -138,10 +137,9 @@ class PlantStore(abc.ABC):
         """Return if an ``add`` would work now; raises as ``add`` does if not."""
 
     def check_opening(self) -> None:
-        """Return if the store would open; raises as ``add`` does if not.
+        """Return if the store would open, changing nothing; raises as ``add`` does.
 
-        It changes nothing, and so does not see everything. Unless a store has a method
-        of its own it is opened: enough for one whose opening changes nothing.
+        This one opens the store: enough where opening changes nothing.
         """
         self.ping()
 
@@ -150,19 +148,16 @@ class PlantStore(abc.ABC):
     ) -> None:
         """Have an observer called after each sync of a batch; there may be several.
 
-        A store that syncs no batches never calls it.
-
         Args:
             observer: Called with the number of plants and the time in seconds; it must
                 not raise.
         """
 
     def pin(self) -> None:  # noqa: B027 - most stores have nothing to fix
-        """Fix which file, or other place, this store is, from now on.
+        """Fix which file, or place, this store is, also in processes forked later.
 
-        It holds in this process and in processes forked later. A pinned store never
-        makes a missing file, and refuses another one in its place. Nothing is opened,
-        and no lock is waited for.
+        A pinned store never makes a missing file, and refuses another in its place.
+        Nothing is opened, and no lock is waited for.
 
         Raises:
             StoreUnavailable: There is no such place.
@@ -175,10 +170,5 @@ class PlantStore(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

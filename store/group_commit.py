@@ -50,8 +50,8 @@ class Entry(Generic[Item]):
     Attributes:
         item: What the caller submitted.
         size: Its length in bytes.
-        new: Set by the append or the sync: what the caller is told of this record.
-        error: Set by the append or the sync when this record's caller must raise it.
+        new: Set by the append or the sync: what the caller is told.
+        error: Set by the append or the sync: what the caller must raise.
     """
 
     __slots__ = ('_leads', '_waiter', 'error', 'item', 'new', 'size')
@@ -113,14 +113,11 @@ class GroupCommit(Generic[Item, Written]):
         self._sync_limit = 1
 
     def submit(self, item: Item, size: int) -> bool:
-        """Return when the record is durable.
+        """Return the record's ``new`` when the record is durable.
 
         Args:
             item: Handed to ``append`` as it is.
             size: Its length in bytes.
-
-        Returns:
-            The ``new`` that the append or the sync set.
 
         Raises:
             StoreUnavailable: The leader was interrupted; the record may be there.
@@ -189,11 +186,7 @@ class GroupCommit(Generic[Item, Written]):
             self._observe(len(batch), took)
 
     def _gather(self) -> None:
-        """Let those come in who are about to bring a record.
-
-        What a batch costs is shared by all in it. So it is closed when nobody comes any
-        more, or when it is full.
-        """
+        """Let those come in who are about to bring a record, to share what it costs."""
         gathered, more = 0, True
         while (
             more

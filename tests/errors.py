@@ -1,9 +1,11 @@
-"""What every answer that is not 200 has to be."""
+"""What every answer that is not 200 has to be, and a store that makes some."""
 
 import json
 from pathlib import Path
 
 from jsonschema import Draft202012Validator
+
+from store.memory import MemoryStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -11,6 +13,19 @@ ROOT = Path(__file__).resolve().parent.parent
 ERROR = Draft202012Validator(json.loads((ROOT / 'schemas/Error.json').read_bytes()))
 
 CHALLENGES = {40100: 'Bearer', 40101: 'Bearer error="invalid_token"'}
+
+
+class FaultyStore(MemoryStore):
+    """A store whose every method raises the same exception."""
+
+    def __init__(self, exception):
+        super().__init__()
+        self._exception = exception
+
+    def add(self, plant):
+        raise self._exception
+
+    ping = __iter__ = lambda self: self.add(None)
 
 
 def assert_error(response, value):

@@ -32,7 +32,7 @@ from store.__main__ import _parser
 from store.jsonl import lock
 from store.jsonl.record import encode
 from store.postgresql import limits
-from store.postgresql.refusals import REASONS
+from store.postgresql.connection import REASONS
 from web import openapi
 from web.errors import ErrorValue
 from web.settings import VARIABLES
@@ -159,7 +159,7 @@ def test_error_values_are_listed():
 def test_paths_are_listed():
     """Each path that is described has a row, and each row is described."""
     listed = set(re.findall(r'^\| `([A-Z]+ /\S+)`', README, re.M))
-    paths = openapi.describe({}, 1, metrics=True)['paths']
+    paths = openapi.describe(1, metrics=True)['paths']
     described = {f'{m.upper()} {path}' for path, ms in paths.items() for m in ms}
     assert listed == described
 

@@ -26,9 +26,9 @@ def main() -> None:
     if sys.argv[1:] in (['--help'], ['-h']):
         print(help_text())
     elif sys.argv[1:] in (['--version'], ['-v']):
-        from web import VERSION
+        from store import __version__
 
-        print(f'plant store {VERSION}')
+        print(f'plant store {__version__}')
     else:
         command = [sys.executable, '-m', 'gunicorn', '--pythonpath', DIRECTORY]
         command += ['-c', os.path.join(DIRECTORY, 'gunicorn.conf.py')]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,11 +89,9 @@ class NoPageResource:
     on_head = on_get
 
 
-def documents(
-    errors: Mapping[int, str], max_body_bytes: int, *, metrics: bool
-) -> dict[str, object]:
+def documents(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
     """Return the description and the files of the page, by their paths."""
-    description = encode(describe(errors, max_body_bytes, metrics=metrics))
+    description = encode(describe(max_body_bytes, metrics=metrics))
     resources: dict[str, object] = {
         '/openapi.json': DocumentResource(
             description, gzip.compress(description), falcon.MEDIA_JSON

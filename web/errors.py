@@ -7,13 +7,13 @@ import logging
 from typing import Any
 
 import falcon
+from falcon import Request
 from falcon import Response
 
 from schemas import encode
 from store import IdTaken
 from store import StoreError
 from store import StoreUnavailable
-from web.request import PlantsRequest
 
 log = logging.getLogger('plants')
 
@@ -78,7 +78,7 @@ def error_body(value: int, message: str) -> bytes:
     return encode({'error': int(value), 'message': message})
 
 
-def add_error_handlers(app: falcon.App[PlantsRequest, Response]) -> None:
+def add_error_handlers(app: falcon.App[Any, Response]) -> None:
     """Have an application answer every exception with an ``Error``."""
     app.add_error_handler(Exception, _answer_exception)
     app.add_error_handler(StoreError, _answer_store_error)
@@ -87,7 +87,7 @@ def add_error_handlers(app: falcon.App[PlantsRequest, Response]) -> None:
 
 
 def _answer_fault(
-    req: PlantsRequest, resp: Response, fault: Fault, params: dict[str, Any]
+    req: Request, resp: Response, fault: Fault, params: dict[str, Any]
 ) -> None:
     """Turn a fault into an answer; the other handlers end here."""
     req.context.error = int(fault.value)
@@ -99,7 +99,7 @@ def _answer_fault(
 
 
 def _answer_http_error(
-    req: PlantsRequest, resp: Response, ex: falcon.HTTPError, params: dict[str, Any]
+    req: Request, resp: Response, ex: falcon.HTTPError, params: dict[str, Any]
 ) -> None:
     """Answer what Falcon raises: an unknown path, a header it cannot read."""
     if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
@@ -110,7 +110,7 @@ def _answer_http_error(
 
 
 def _answer_store_error(
-    req: PlantsRequest, resp: Response, ex: StoreError, params: dict[str, Any]
+    req: Request, resp: Response, ex: StoreError, params: dict[str, Any]
 ) -> None:
     if isinstance(ex, IdTaken):
         fault = Fault(ErrorValue.ID_TAKEN, str(ex))
@@ -125,7 +125,7 @@ def _answer_store_error(
 
 
 def _answer_exception(
-    req: PlantsRequest, resp: Response, ex: Exception, params: dict[str, Any]
+    req: Request, resp: Response, ex: Exception, params: dict[str, Any]
 ) -> None:
     log.exception('%s: unexpected exception', req.context.id, exc_info=ex)
     _answer_fault(req, resp, Fault.plain(ErrorValue.INTERNAL), params)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from falcon import Response
 
 from store import PlantStore
-from web import VERSION
+from store import __version__
 from web.request import PlantsRequest
 from web.tokens import Tokens
 
@@ -71,12 +72,12 @@ class Metrics:
         if processes:
             self._scraped = prometheus_client.CollectorRegistry()
             MultiProcessCollector(self._scraped, processes.directory)  # type: ignore[no-untyped-call]
-        self._requests = prometheus_client.Histogram(
+        histogram = partial(prometheus_client.Histogram, registry=registry)
+        self._requests = histogram(
             'plants_request_seconds',
             'Seconds from the head of a request to its answer.',
             ['method', 'route', 'status', 'error'],
             buckets=self.SECONDS,
-            registry=registry,
         )
         # NOTE: finding one by its labels costs more than counting.
         self._series: dict[tuple[str, str, int, int], Histogram] = {}
@@ -86,17 +87,15 @@ class Metrics:
             multiprocess_mode='livesum',
             registry=registry,
         )
-        self._syncs = prometheus_client.Histogram(
+        self._syncs = histogram(
             'plants_store_sync_seconds',
             'Seconds that the store took to sync a batch of plants.',
             buckets=(0.0001, 0.00025, *self.SECONDS),
-            registry=registry,
         )
-        self._batches = prometheus_client.Histogram(
+        self._batches = histogram(
             'plants_store_batch_plants',
             'Plants that were synced together.',
             buckets=[2**power for power in range(9)],
-            registry=registry,
         )
         failed_reloads = prometheus_client.Counter(
             'plants_token_reload_failures',
@@ -145,21 +144,15 @@ class Metrics:
             'Version of the plant store; the value is always 1.',
             labels=['version'],
         )
-        build.add_metric([VERSION], 1)
+        build.add_metric([__version__], 1)
         yield build
-        yield GaugeMetricFamily(
-            'plants_store_ready',
-            'Whether the store can take plants now: 1 or 0.',
-            self._is_ready(),
-        )
-        yield from self._process_metrics()
-
-    def _is_ready(self) -> bool:
-        try:
+        ready = False
+        with suppress(Exception):  # whatever it is, /readyz says it
             self._store.ping()
-        except Exception:  # whatever it is, /readyz says it
-            return False
-        return True
+            ready = True
+        meaning = 'Whether the store can take plants now: 1 or 0.'
+        yield GaugeMetricFamily('plants_store_ready', meaning, ready)
+        yield from self._process_metrics()
 
     def _process_metrics(self) -> Iterator[Metric]:
         """Yield CPU time, memory and open files, of each process by its name."""

@@ -108,10 +108,7 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     sets the header with the bearer token by itself.
 
     Args:
-        origins: What browsers send as ``Origin``; ``*`` alone stands for all of them.
-
-    Raises:
-        ValueError: There is none, or one that no browser sends.
+        origins: As ``check_origins`` permits them.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:

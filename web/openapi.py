@@ -1,19 +1,16 @@
-"""The description of the interface (OpenAPI 3.1).
-
-The shapes are the files of ``schemas/``; the errors are those of ``web/errors.py``.
-"""
+"""The description of the interface (OpenAPI 3.1)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
 from referencing.jsonschema import DRAFT202012
 
 import schemas
-from web import VERSION
+from store import __version__
+from web.errors import ErrorValue
 
 # A reference to another file, to a place in it, or to a place in the same file. An
 # anchor (#name) stays as it is: it is found wherever it is in a document.
@@ -46,13 +43,10 @@ _HEADERS: dict[str, Any] = {
 }
 
 
-def describe(
-    errors: Mapping[int, str], max_body_bytes: int, *, metrics: bool = False
-) -> dict[str, Any]:
+def describe(max_body_bytes: int, *, metrics: bool = False) -> dict[str, Any]:
     """Return the description of a service.
 
     Args:
-        errors: What each ``error`` of an ``Error`` means, in words for a person.
         max_body_bytes: The longest body that the service reads.
         metrics: Whether ``/metrics`` is served.
 
@@ -60,23 +54,23 @@ def describe(
         ValueError: A file is not a JSON Schema; the message is a sentence.
     """
     responses = {
-        '400': _error(errors, 400),
-        '401': _error(errors, 401, 'WWW-Authenticate'),
-        '500': _error(errors, 500),
-        '503': _error(errors, 503, 'Retry-After'),
+        '400': _error(400),
+        '401': _error(401, 'WWW-Authenticate'),
+        '500': _error(500),
+        '503': _error(503, 'Retry-After'),
     }
-    others = {
-        value: meaning
-        for value, meaning in errors.items()
-        if str(value // 100) not in responses
-    }
+    others = [v for v in ErrorValue if str(v.status) not in responses]
+    text = {'text/plain': {'schema': {'type': 'string'}}}
+    of_metrics = _get(
+        'metrics', 'Metrics in the text format of Prometheus', text, '401', public=False
+    )
     return {
         'openapi': '3.1.0',
         'info': {
             'title': 'Plant store',
             'description': 'A sample interface for a plant store. A plant that was '
             'answered with 200 is never lost.',
-            'version': VERSION,
+            'version': __version__,
             'license': {'name': 'MIT', 'identifier': 'MIT'},
         },
         # Relative to the address of the description (OpenAPI 3.1.0, section 4.8.5). So
@@ -106,17 +100,13 @@ def describe(
                     ),
                 }
             },
-            '/livez': _public('live', 'The process answers', _status('live')),
-            '/readyz': _public(
-                'ready', 'An add would work now', _status('ready'), '503'
-            ),
-            **(_metrics() if metrics else {}),
-            '/openapi.json': _public(
+            '/livez': _get('live', 'The process answers', _status('live')),
+            '/readyz': _get('ready', 'An add would work now', _status('ready'), '503'),
+            **({'/metrics': of_metrics} if metrics else {}),
+            '/openapi.json': _get(
                 'describe', 'This description', _json({'type': 'object'})
             ),
-            '/docs': _public(
-                'page', 'A page to try it on', {'text/html': {'schema': {}}}
-            ),
+            '/docs': _get('page', 'A page to try it on', {'text/html': {'schema': {}}}),
         },
         'components': {
             'schemas': _schemas(),
@@ -144,29 +134,16 @@ def describe(
     }
 
 
-def _metrics() -> dict[str, Any]:
-    """Return the path of the metrics, which needs a token."""
-    operation = {
-        'operationId': 'metrics',
-        'tags': ['Operation'],
-        'summary': 'Metrics for Prometheus',
-        'responses': _responses(
-            'The metrics, in the text format of Prometheus',
-            {'text/plain': {'schema': {'type': 'string'}}},
-            '401',
-        ),
-    }
-    return {'/metrics': {'get': operation}}
-
-
-def _public(id: str, summary: str, content: Any, *responses: str) -> dict[str, Any]:
-    """Return a path with a GET that needs no token."""
+def _get(
+    id: str, summary: str, content: Any, *responses: str, public: bool = True
+) -> dict[str, Any]:
+    """Return a path with a GET, which needs no token if it is public."""
+    open_to_all = {'tags': ['Without a token'], 'security': []}
     operation = {
         'operationId': id,
-        'tags': ['Without a token'],
         'summary': summary,
-        'security': [],
         'responses': _responses(summary, content, *responses),
+        **(open_to_all if public else {'tags': ['Operation']}),
     }
     return {'get': operation}
 
@@ -179,22 +156,22 @@ def _responses(description: str, content: Any, *others: str) -> dict[str, Any]:
     }
 
 
-def _error(errors: Mapping[int, str], status: int, *headers: str) -> dict[str, Any]:
-    of_status = {
-        value: meaning for value, meaning in errors.items() if value // 100 == status
-    }
+def _error(status: int, *headers: str) -> dict[str, Any]:
     return {
         'description': f'{_UNEXPECTED}: {HTTPStatus(status).phrase}',
         'headers': _headers(*headers),
-        'content': _errors(of_status),
+        'content': _errors([v for v in ErrorValue if v.status == status]),
     }
 
 
-def _errors(errors: Mapping[int, str]) -> dict[str, Any]:
+def _errors(values: list[ErrorValue]) -> dict[str, Any]:
     content = _json(_component('Error'))
     content['application/json']['examples'] = {
-        str(value): {'summary': meaning, 'value': {'error': value, 'message': meaning}}
-        for value, meaning in errors.items()
+        str(int(v)): {
+            'summary': v.meaning,
+            'value': {'error': int(v), 'message': v.meaning},
+        }
+        for v in values
     }
     return content
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -74,90 +76,64 @@ class Settings:
             ValueError: One has a bad value or an unknown name, or needs a package that
                 is not installed; the message is a sentence for the operator.
         """
-        _check_names(environ)
-        return cls(
-            store=_store_url(environ.get('PLANTS_STORE', DEFAULT_URL)),
-            tokens=_tokens(
-                environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
-            ),
-            max_body_bytes=_positive(
-                'PLANTS_MAX_BODY',
-                environ.get('PLANTS_MAX_BODY', str(DEFAULT_MAX_BODY_BYTES)),
-            ),
-            log_format=_one_of('PLANTS_LOG', environ.get('PLANTS_LOG'), 'text', 'json'),
-            metrics=_metrics(environ.get('PLANTS_METRICS')),
-            cors_origins=_cors_origins(environ.get('PLANTS_CORS_ORIGINS')),
+        for name in environ:
+            # Misspelt, it would be ignored.
+            if name.startswith('PLANTS_') and name not in VARIABLES:
+                (nearest,) = get_close_matches(name, VARIABLES, 1, cutoff=0)
+                raise ValueError(
+                    f'{name}: there is no such setting; the nearest one is {nearest}'
+                )
+        store = environ.get('PLANTS_STORE', DEFAULT_URL)
+        with _about('PLANTS_STORE'):
+            check_url(store)
+        max_body = environ.get('PLANTS_MAX_BODY', str(DEFAULT_MAX_BODY_BYTES))
+        with _about('PLANTS_MAX_BODY'):
+            if not re.fullmatch('[1-9][0-9]{0,17}', max_body):
+                raise ValueError(f'{max_body!r} is not a positive number of bytes')
+        with _about('PLANTS_METRICS'):
+            metrics = _one_of(environ.get('PLANTS_METRICS'), '0', '1') == '1'
+            if metrics and find_spec('prometheus_client') is None:
+                raise ValueError(
+                    'it needs the package prometheus_client, which is not installed'
+                )
+        with _about('PLANTS_LOG'):
+            log_format = _one_of(environ.get('PLANTS_LOG'), 'text', 'json')
+        origins: tuple[str, ...] = ()
+        with _about('PLANTS_CORS_ORIGINS'):
+            if (listed := environ.get('PLANTS_CORS_ORIGINS')) is not None:
+                origins = tuple(map(str.strip, listed.split(',')))
+                check_origins(origins)
+        tokens = _tokens(
+            environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
         )
+        return cls(store, tokens, int(max_body), log_format, metrics, origins)
 
 
-def _check_names(environ: Mapping[str, str]) -> None:
-    """Refuse a misspelt variable, which would be ignored otherwise."""
-    for name in environ:
-        if name.startswith('PLANTS_') and name not in VARIABLES:
-            (nearest,) = get_close_matches(name, VARIABLES, 1, cutoff=0)
-            raise ValueError(
-                f'{name}: there is no such setting; the nearest one is {nearest}'
-            )
-
-
-def _store_url(url: str) -> str:
+@contextmanager
+def _about(variable: str) -> Iterator[None]:
+    """Begin the message of a ``ValueError`` with the variable that has the value."""
     try:
-        check_url(url)
+        yield
     except ValueError as ex:
-        raise ValueError(f'PLANTS_STORE: {ex}') from ex
-    except ImportError as ex:
-        raise ValueError(f'PLANTS_STORE: a package is missing: {ex}') from ex
-    return url
+        raise ValueError(f'{variable}: {ex}') from ex
 
 
-def _positive(variable: str, text: str) -> int:
-    if not re.fullmatch('[1-9][0-9]{0,17}', text):
-        raise ValueError(f'{variable}: {text!r} is not a positive number of bytes')
-    return int(text)
-
-
-def _one_of(variable: str, value: str | None, default: str, other: str) -> str:
-    if value is None:
-        return default
-    if value not in (default, other):
-        raise ValueError(f'{variable}: {value!r} is not {default} or {other}')
-    return value
-
-
-def _metrics(value: str | None) -> bool:
-    metrics = _one_of('PLANTS_METRICS', value, '0', '1') == '1'
-    if metrics and find_spec('prometheus_client') is None:
-        raise ValueError(
-            'PLANTS_METRICS: it needs the package prometheus_client, '
-            'which is not installed'
-        )
-    return metrics
-
-
-def _cors_origins(listed: str | None) -> tuple[str, ...]:
-    if listed is None:
-        return ()
-    origins = tuple(map(str.strip, listed.split(',')))
-    try:
-        check_origins(origins)
-    except ValueError as ex:
-        raise ValueError(f'PLANTS_CORS_ORIGINS: {ex}') from ex
-    return origins
+def _one_of(value: str | None, default: str, other: str) -> str:
+    if value not in (None, default, other):
+        raise ValueError(f'{value!r} is not {default} or {other}')
+    return value or default
 
 
 def _tokens(listed: str | None, path: str | None) -> Tokens | None:
     if listed is not None and path is not None:
         raise ValueError('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
     if path is not None:
-        try:
-            return TokensFile(Path(path))
-        except OSError as ex:
-            raise ValueError(f'PLANTS_TOKENS_FILE: {path}: {ex.strerror}') from ex
-        except ValueError as ex:
-            raise ValueError(f'PLANTS_TOKENS_FILE: {path}: {ex}') from ex
+        with _about(f'PLANTS_TOKENS_FILE: {path}'):
+            try:
+                return TokensFile(Path(path))
+            except OSError as ex:
+                raise ValueError(ex.strerror) from ex
     if listed is not None:
-        try:
+        with _about('PLANTS_TOKENS'):
             return Tokens.of(filter(None, map(str.strip, listed.split(','))))
-        except ValueError as ex:
-            raise ValueError(f'PLANTS_TOKENS: {ex}') from ex
     return None

@@ -37,6 +37,7 @@ class Tokens:
         if not all(name.isprintable() for name in names.values()):
             raise ValueError('the name of a token has only printable characters')
         self._names = dict(names)
+        self._observers: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
         return len(self._names)
@@ -89,7 +90,8 @@ class Tokens:
         return found
 
     def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
-        """Have an observer called after each failed reload; here there is none."""
+        """Have an observer called after each failed reload; only a file has some."""
+        self._observers.append(observer)
 
 
 def _digest(token: str, where: str) -> bytes:
@@ -128,7 +130,6 @@ class TokensFile(Tokens):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._observers: list[Callable[[], None]] = []
         self._next_check = time.monotonic() + self.CHECK_EVERY
         self._version = self._stat()
         super().__init__(self._read())
@@ -140,9 +141,6 @@ class TokensFile(Tokens):
             self._next_check = now + self.CHECK_EVERY
             self._refresh()
         return super().name_of(token)
-
-    def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
-        self._observers.append(observer)
 
     def _refresh(self) -> None:
         version = self._stat()

@@ -12,7 +12,7 @@ sequence, no lock of a table. What makes it safe:
 * When a connection is lost the batch is sent once more over a new one. What the first
   connection committed is found then and compared.
 * Every wait has a limit, at the server and here, since a server that hangs keeps none.
-  While the database does not answer, one caller at a time asks it (``outage.py``).
+  While the database does not answer, one caller at a time asks it (``pool.py``).
 * A plant that somebody else has locked delays only itself (``database.py``).
 """
 

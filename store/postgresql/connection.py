@@ -1,4 +1,4 @@
-"""A connection to a PostgreSQL server, and the statements that a store sends."""
+"""A connection to a PostgreSQL server: what a store sends, and what errors mean."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from psycopg import errors
 from psycopg.pq import TransactionStatus
 
 from store.base import Plant
+from store.errors import StoreUnavailable
 from store.postgresql import limits
 
 # The store reports a lost connection itself; psycopg's own warning would repeat it.
@@ -53,6 +54,54 @@ SETTINGS = (
     "CASE WHEN current_setting('synchronous_commit', true) = 'off' "
     "THEN set_config('synchronous_commit', 'on', false) END"
 )
+
+# The batch may be tried again.
+CONFLICTS = (errors.SerializationFailure, errors.DeadlockDetected)
+# The table has rules of its own, and a plant breaks one; the other plants of its batch
+# may keep them. The last two are a text too long for an index, and a trigger.
+RULES = (
+    errors.DataError,
+    errors.IntegrityError,
+    errors.WithCheckOptionViolation,
+    errors.ProgramLimitExceeded,
+    errors.RaiseException,
+)
+
+RULE = 'a rule of the table plants does not permit it'
+# By SQLSTATE or its class. A client sees these words; the log has the server's, too.
+REASONS = {
+    None: 'there is no connection to the database',
+    '22': RULE,
+    '23': RULE,
+    '25': 'the database is read-only',
+    '40': 'the database is busy with other changes of the same plants',
+    '40003': 'the database does not say whether the plant is safe',
+    '42': 'the database does not permit it',
+    '42P01': 'there is no table plants',
+    '44': RULE,
+    '53': 'the database is out of room',
+    '54': RULE,
+    '55P03': 'another session has locked the plant',
+    '57': 'the database is going down or coming up',
+    '57014': 'the database did not answer in time',
+    'P0': RULE,
+}
+
+
+class PlantLocked(StoreUnavailable):
+    """Somebody else's transaction has locked the row or the id of a plant."""
+
+
+def refusal(error: psycopg.Error, store: str) -> StoreUnavailable:
+    """Return the exception of a store for an error of the server."""
+    code = error.sqlstate
+    reason = REASONS.get(code) or REASONS.get(code and code[:2])
+    locked = isinstance(error, errors.LockNotAvailable)
+    return (PlantLocked if locked else StoreUnavailable)(
+        reason or f'the database refuses it ({code})',
+        store=store,
+        detail=' '.join(str(error).split()),
+    )
 
 
 class Connection(psycopg.Connection[Any]):
@@ -92,10 +141,6 @@ class Connection(psycopg.Connection[Any]):
         seconds = (limits.STATEMENT_WITHIN, limits.LOCK_WITHIN)
         psycopg.RawCursor(self).execute(SETTINGS, [f'{1000 * s:.0f}' for s in seconds])
 
-    def probe(self) -> None:
-        """Raise what an add would raise now."""
-        self.execute(PROBE)
-
     def insert_plants(self, plants: Sequence[Plant]) -> dict[int, None]:
         """Insert plants whose id is free, and commit; return their ids."""
         ids, names, tags = zip(*plants, strict=True)
@@ -103,11 +148,7 @@ class Connection(psycopg.Connection[Any]):
             INSERT,
             # NOTE: psycopg's own arrays take twice the time, and the width of their
             # integers makes more shapes of the statement.
-            [
-                '{' + ','.join(map(str, ids)) + '}',
-                texts_array(names),
-                texts_array(tags),
-            ],
+            [f'{{{",".join(map(str, ids))}}}', texts_array(names), texts_array(tags)],
         )
         self._check_safe()
         return dict.fromkeys(id for (id,) in cursor.fetchall())
@@ -138,9 +179,5 @@ class Connection(psycopg.Connection[Any]):
 
 def texts_array(texts: Iterable[str | None]) -> str:
     """Return texts as an SQL array in text form."""
-    return '{' + ','.join(['NULL' if t is None else quoted(t) for t in texts]) + '}'
-
-
-def quoted(text: str) -> str:
-    """Return a text as an element of an SQL array."""
-    return '"' + text.replace('\\', '\\\\').replace('"', '\\"') + '"'
+    escaped = [t and t.replace('\\', '\\\\').replace('"', '\\"') for t in texts]
+    return '{' + ','.join(['NULL' if t is None else f'"{t}"' for t in escaped]) + '}'

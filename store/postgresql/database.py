@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from contextlib import contextmanager
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from typing import TypeVar
 
@@ -27,14 +28,15 @@ from store.group_commit import Entry
 from store.group_commit import GroupCommit
 from store.group_commit import outcomes
 from store.postgresql import limits
+from store.postgresql.connection import CONFLICTS
 from store.postgresql.connection import CREATE_TABLE
+from store.postgresql.connection import PROBE
+from store.postgresql.connection import RULES
 from store.postgresql.connection import Connection
-from store.postgresql.outage import Outage
+from store.postgresql.connection import PlantLocked
+from store.postgresql.connection import refusal
+from store.postgresql.pool import Outage
 from store.postgresql.pool import Pool
-from store.postgresql.refusals import CONFLICTS
-from store.postgresql.refusals import RULES
-from store.postgresql.refusals import PlantLocked
-from store.postgresql.refusals import refusal
 from store.scheduler import Scheduler
 from store.url import masked
 
@@ -73,19 +75,11 @@ class Database:
             'client_encoding': 'utf8',
             'autocommit': True,
         }
-        self._batches = GroupCommit[Plant, Batch](
-            lambda batch: batch,
-            self._store,
-            slow_syncs_in_flight=limits.BATCHES_IN_FLIGHT,
-            scheduler=scheduler,
-            observe=observe,
-        )
-        self._locked_batches = GroupCommit[Plant, Batch](
-            lambda batch: batch,
-            self._store_locked,
-            slow_syncs_in_flight=1,
-            scheduler=scheduler,
-        )
+        # Nothing is written before the one statement that is the sync.
+        commit = partial(GroupCommit[Plant, Batch], lambda b: b, scheduler=scheduler)
+        most = limits.BATCHES_IN_FLIGHT
+        self._batches = commit(self._store, slow_syncs_in_flight=most, observe=observe)
+        self._locked_batches = commit(self._store_locked, slow_syncs_in_flight=1)
         self._locked_ids: set[int] = set()
         self._pool = Pool(self._connect)
         self._outage = Outage(self._shown)
@@ -147,7 +141,7 @@ class Database:
 
     def ping(self) -> None:
         with self._explained():
-            self._run(Connection.probe)
+            self._run(lambda connection: connection.execute(PROBE))
 
     def close(self) -> None:
         self._pool.close()
@@ -178,7 +172,7 @@ class Database:
         """
         self._check_encoding(connection)
         try:
-            connection.probe()
+            connection.execute(PROBE)
         except errors.UndefinedTable:
             if self._create == 'never':
                 raise
@@ -186,7 +180,7 @@ class Database:
                 errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
             ):
                 connection.execute(CREATE_TABLE)
-            connection.probe()
+            connection.execute(PROBE)
 
     def _check_encoding(self, connection: Connection) -> None:
         encoding = connection.info.parameter_status('server_encoding')

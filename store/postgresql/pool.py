@@ -1,13 +1,17 @@
-"""A pool of connections."""
+"""A pool of connections, and what spares callers a database that is away."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psycopg
+
 from store.errors import StoreClosed
+from store.errors import StoreUnavailable
 from store.postgresql import limits
 from store.postgresql.connection import Connection
 
@@ -57,7 +61,11 @@ class Pool:
 
     def _take(self, new: bool) -> Connection:
         with self._changed:
-            if not self._changed.wait_for(self._has_one, limits.CONNECT_WITHIN):
+            most = limits.MOST_CONNECTIONS
+            if not self._changed.wait_for(
+                lambda: self._closed or self._idle or self._in_use < most,
+                limits.CONNECT_WITHIN,
+            ):
                 raise TimeoutError
             if self._closed:
                 raise StoreClosed
@@ -81,12 +89,6 @@ class Pool:
                 self._in_use += 1
                 return self._idle.pop()
 
-    def _has_one(self) -> bool:
-        """Whether a caller need not wait. REQUIRES: lock held."""
-        return (
-            self._closed or bool(self._idle) or self._in_use < limits.MOST_CONNECTIONS
-        )
-
     def _give_back(self, connection: Connection) -> None:
         with self._changed:
             self._in_use -= 1
@@ -100,3 +102,54 @@ class Pool:
         """Close the idle connections. REQUIRES: lock held."""
         while self._idle:
             self._idle.pop().close()
+
+
+class Outage:
+    """Spares callers the wait for a database that does not answer.
+
+    During an outage one caller at a time asks the database, ``RETRY_AFTER`` seconds
+    after the last one. All others are refused at once.
+
+    Args:
+        store: The name of the store in messages.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+        self._lock = threading.Lock()  # guards what follows
+        self._reason: str | None = None  # set during an outage
+        self._next_attempt = 0.0
+        self._is_asking = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Run a block that asks the database, and learn from how it ends.
+
+        An outage begins when the block raises ``StoreUnavailable``. It ends when the
+        block ends well or raises an error of the database, since that is an answer.
+        Any other exception, for example a full pool, changes nothing.
+
+        Raises:
+            StoreUnavailable: There is an outage, and it is not yet time to ask, or
+                somebody asks already.
+        """
+        with self._lock:
+            reason = self._reason
+            if self._reason is not None:
+                if self._is_asking or time.monotonic() < self._next_attempt:
+                    raise StoreUnavailable(self._reason, store=self._store)
+                self._is_asking = True
+        try:
+            yield
+            reason = None
+        except StoreUnavailable as ex:
+            reason = ex.reason
+            raise
+        except psycopg.Error:
+            reason = None
+            raise
+        finally:
+            with self._lock:
+                self._reason = reason
+                self._next_attempt = time.monotonic() + limits.RETRY_AFTER
+                self._is_asking = False

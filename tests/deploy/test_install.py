@@ -16,7 +16,7 @@ from server import ROOMS
 from server import Server
 from server import request
 
-from web import VERSION
+from store import __version__
 
 MAKE = ('make', '--no-print-directory', f'PYTHON={sys.executable}')
 
@@ -128,11 +128,11 @@ def test_wheel_is_pinned():
 def test_version_is_the_same_everywhere():
     """Package data, image, newest changes and security promises name one version."""
     project = tomllib.loads(text('pyproject.toml'))['project']
-    assert project['version'] == VERSION
-    assert f'image.version="{VERSION}"' in text('deploy/Containerfile')
+    assert project['version'] == __version__
+    assert f'image.version="{__version__}"' in text('deploy/Containerfile')
     [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
-    assert newest == VERSION
-    assert f'| {VERSION.rpartition(".")[0]} | yes |' in text('SECURITY.md')
+    assert newest == __version__
+    assert f'| {__version__.rpartition(".")[0]} | yes |' in text('SECURITY.md')
 
 
 def test_changelog_has_the_four_kinds_of_changes():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from server import REPOSITORY
 
-from web import VERSION
+from store import __version__
 from web import commandline
 from web.settings import VARIABLES
 
@@ -68,7 +68,7 @@ def test_version_is_that_of_the_service(flag, interpreter, executed, capsys):
     """The version is ours, not gunicorn's."""
     interpreter.argv.append(flag)
     commandline.main()
-    assert capsys.readouterr().out == f'plant store {VERSION}\n'
+    assert capsys.readouterr().out == f'plant store {__version__}\n'
     assert executed == []
 
 
@@ -106,7 +106,7 @@ def test_script_does_what_the_module_says(monkeypatch, capsys):
     with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(REPOSITORY / 'app.py'), run_name='__main__')
     assert not raised.value.code
-    assert capsys.readouterr().out == f'plant store {VERSION}\n'
+    assert capsys.readouterr().out == f'plant store {__version__}\n'
 
 
 def test_missing_environment_is_told_with_the_command_that_makes_it(tmp_path):

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from errors import FaultyStore
 from errors import assert_error
 from jsonschema import Draft202012Validator
 
@@ -14,7 +15,6 @@ from store import StoreClosed
 from store import StoreCorrupt
 from store import StoreError
 from store import StoreUnavailable
-from store.memory import MemoryStore
 
 PLANT_SCHEMA = Draft202012Validator(
     json.loads(
@@ -33,19 +33,6 @@ def assert_plant(response, plant):
     assert response.headers['Content-Type'] == 'application/json'
     PLANT_SCHEMA.validate(response.json)
     assert response.json == plant
-
-
-class FaultyStore(MemoryStore):
-    """A store whose every method raises the same exception."""
-
-    def __init__(self, exception):
-        super().__init__()
-        self._exception = exception
-
-    def add(self, plant):
-        raise self._exception
-
-    ping = __iter__ = lambda self: self.add(None)
 
 
 class Untouchable(io.BytesIO):

@@ -465,35 +465,6 @@ def test_absent_length_of_a_chunked_body(plants):
 # ---- several in one process
 
 
-def test_two_applications_share_nothing(start):
-    """Two applications in one process have their own plants and their own tokens."""
-    with open_store('memory:') as roses, open_store('memory:') as herbs:
-        site = DispatcherMiddleware(
-            create_app(roses, tokens={'ann': 'for-roses'}),
-            {'/herbs': create_app(herbs, tokens={'ann': 'for-herbs'})},
-        )
-        port = start('waitress', site)
-        for path, token, foreign, name in [
-            ('/plants', 'for-roses', 'for-herbs', 'Rose'),
-            ('/herbs/plants', 'for-herbs', 'for-roses', 'Mint'),
-        ]:
-            plant = {'id': 1, 'name': name}
-            refused, added = (
-                exchange(port, 'POST', path, plant, authorization=f'Bearer {sent}')
-                for sent in (foreign, token)
-            )
-            assert_error(refused, 40101)
-            assert (added.status_int, added.json) == (200, {'name': name})
-        assert (list(roses), list(herbs)) == ([Plant(1, 'Rose')], [Plant(1, 'Mint')])
-
-
-@pytest.mark.parametrize('tokens', [[], {}, '', ['# none yet']], ids=repr)
-def test_embedder_without_tokens(store, tokens):
-    """An application that nobody could use, or everybody, is not made."""
-    with pytest.raises(ValueError, match='token'):
-        create_app(store, tokens=tokens)
-
-
 class Frost(PlantStore):
     """A store of an embedder's own, which is never available."""
 

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from store import Plant
 from store import StoreUnavailable
+from store import __version__
 from store import open_store
 from store.memory import MemoryStore
-from web import VERSION
 from web.metrics import Processes
 from web.tokens import TokensFile
 
@@ -180,7 +180,7 @@ def test_failed_reloads_of_the_tokens_are_counted(serve, store, tmp_path, monkey
 
 def test_version_is_told(client):
     """The version is a label of a metric whose value is always 1."""
-    assert metrics(client)['plant_store_build_info', ('version', VERSION)] == 1
+    assert metrics(client)['plant_store_build_info', ('version', __version__)] == 1
 
 
 def test_process_is_measured(client):

@@ -17,7 +17,7 @@ from server import TOKEN
 from server import Server
 
 import schemas
-from web import VERSION
+from store import __version__
 from web.errors import ErrorValue
 
 SCHEMAS = REPOSITORY / 'schemas'
@@ -220,7 +220,7 @@ def test_limit_is_described(store, serve):
 
 def test_version(description):
     """The version is that of the service."""
-    assert description['info']['version'] == VERSION
+    assert description['info']['version'] == __version__
 
 
 @pytest.mark.parametrize('base', ['http://a', 'https://a/b', 'https://a:1/b/c'])

@@ -148,7 +148,7 @@ def test_half_edited_files_do_not_matter_before_a_reload(copy):
             'schemas/NewPlant.json',
             'app.py',
             'gunicorn.conf.py',
-            'web/body.py',
+            'web/request.py',
         ):
             (copy / path).write_text(HALF)
         for _ in range(3):
