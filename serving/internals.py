@@ -25,14 +25,13 @@ from gunicorn.config import Config
 from gunicorn.http import errors
 from gunicorn.http.body import LengthReader
 from gunicorn.http.errors import LimitRequestHeaders
-from gunicorn.http.errors import NoMoreData
 from gunicorn.http.message import Request
 from gunicorn.http.message import _ip_in_allow_list
 from gunicorn.http.parser import RequestParser
 from gunicorn.sock import ssl_context
 from gunicorn.workers.base import Worker
 
-__all__ = ['CHECKED_VERSION', 'LimitRequestHeaders', 'NoMoreData', 'ssl_context']
+__all__ = ['CHECKED_VERSION', 'LimitRequestHeaders', 'ssl_context']
 
 CHECKED_VERSION = '27.0.1'
 
@@ -142,7 +141,7 @@ def requests(cfg: Config, client: Any, address: Any) -> Iterator[Request]:
         address: Of the client.
 
     Raises:
-        NoMoreData: The connection ended in the middle of a head.
+        OSError: The connection ended in the middle of a head.
         Exception: What ``status_of`` knows: the request is refused.
     """
     parser: Iterator[Request] = StrictParser(cfg, client, address)

@@ -373,10 +373,6 @@ class Client:
         self._readable.close()
         self._sock.close()
 
-    def fileno(self) -> int:
-        number: int = self._sock.fileno()
-        return number
-
     @property
     def _raw_socket(self) -> Any:
         # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
@@ -496,8 +492,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
         The log does not repeat the request: there may be a token in it.
         """
-        if isinstance(error, internals.NoMoreData):
-            return
         id = middleware.new_request_id()
         status = internals.status_of(error)
         if status < 500:
