@@ -32,6 +32,7 @@ import secrets
 from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
+from typing import TypeAlias
 
 import falcon
 from falcon import Response
@@ -60,7 +61,8 @@ from web.tokens import BearerAuth
 from web.tokens import Tokens
 from web.tokens import new_token_notice
 
-PlantsApp = falcon.App[PlantsRequest, Response]
+# NOTE: quoted: typing would remember the class, and so its module, after a reload.
+PlantsApp: TypeAlias = 'falcon.App[PlantsRequest, Response]'
 
 
 class PlantsResource:
