@@ -52,14 +52,14 @@ from store.group_commit import Entry
 from store.group_commit import GroupCommit
 from store.group_commit import outcomes
 from store.jsonl import record
+from store.jsonl.index import Draft
 from store.jsonl.index import Index
 from store.jsonl.index import IndexDamaged
-from store.jsonl.index import draft_from
 from store.jsonl.index import index_path
 from store.jsonl.index import sync_directory
-from store.jsonl.index import tail_of
 from store.jsonl.index import write
 from store.jsonl.lock import FileLock
+from store.jsonl.lock import try_flock
 from store.jsonl.recovery import CHUNK
 from store.jsonl.recovery import TornTail
 from store.jsonl.recovery import cut_tail
@@ -467,19 +467,14 @@ class PlantFile:
         """
         index = Index(index_path(self._path), self._fd, self._system)
         try:
-            status = os.fstat(self._fd)
-            reason = index.load(status)
-            if reason and status.st_size:
+            reason = index.load()
+            if reason and os.fstat(self._fd).st_size:
                 log.info('%s: building the index: %s', self._path, reason)
-            records = self._records(index, crashed=crashed)
-            draft = index.build(records, self._check_repeat)
-            try:
-                self._write_again(max(0, index.synced))
-                index.install(draft, os.fstat(self._fd))
-            except BaseException:
-                if draft is not None:
-                    draft.discard()
-                raise
+            index.catch_up(
+                self._records(index, crashed=crashed),
+                self._check_repeat,
+                lambda: self._write_again(max(0, index.synced)),
+            )
         except BaseException:
             index.close()
             raise
@@ -564,40 +559,35 @@ class PlantFile:
 
     def _merge(self) -> None:
         """Merge the recent ids; what fails is tried again after the next append."""
+        path = index_path(self._path)
         try:
-            with self._lock.held():
-                status = self._check_file()
-                self._index.refresh(status)
-                index, end = self._index, self._index.end
-                stamps = index.begin_merge()
-            if stamps is None:
-                return  # another process is at it
+            fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._sync((index, end))
-                base = index_path(self._path)
-                draft, start = draft_from(base, status, stamps, self._system)
-                try:
-                    draft.extend(self._merged(start, end), self._check_repeat)
-                    stamp = draft.finish(end, tail_of(self._fd, end))
-                    with self._lock.held():
-                        self._index.refresh(self._check_file())
-                        if self._index is not index:
-                            raise IndexDamaged('it was built again meanwhile')
-                        index.end_merge(draft, stamp)
-                except BaseException:
-                    draft.discard()
-                    raise
-                draft.release()
+                if try_flock(fd):  # no other process is at it
+                    self._merge_alone(path)
             finally:
-                index.unlock_merge()
+                os.close(fd)
         except (StoreError, OSError, IndexDamaged) as ex:
             log.info('%s: the index is not merged now: %s', self._path, ex)
 
-    def _merged(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        for entry in scan_ids(self._path, self._fd, start, end, end):
-            if self._closing:
-                raise StoreClosed
-            yield entry
+    def _merge_alone(self, path: Path) -> None:
+        with self._lock.held():
+            status = self._check_file()
+            index = self._index
+            index.refresh(status)
+            merge = index.begin_merge() if index.wants_merge() else None
+        if merge is None:
+            return
+        self._sync((index, merge.end))
+        with Draft(
+            path, status, system=self._system, stop=lambda: self._closing
+        ) as draft:
+            stamp = index.write_merged(merge, draft)
+            with self._lock.held():
+                index.refresh(self._check_file())
+                if index is not self._index:
+                    raise IndexDamaged('it was built again meanwhile')
+                index.end_merge(merge, stamp)
 
 
 def _directly(function: Callable[[], int]) -> int:

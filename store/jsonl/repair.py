@@ -147,12 +147,11 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
                 yield line.plant.id, line.offset
 
     # An index on disk finds ids that come twice without holding all ids in memory.
-    with tempfile.TemporaryDirectory() as directory:
-        draft = Draft(Path(directory) / 'index', os.fstat(fd), cache=BUILD_CACHE)
-        try:
-            draft.extend(sound(), lambda *offsets: repeated.append(offsets))
-        finally:
-            draft.discard()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Draft(Path(directory) / 'index', os.fstat(fd), BUILD_CACHE) as draft,
+    ):
+        draft.extend(sound(), lambda *offsets: repeated.append(offsets))
     number, counted = 1, 0
     for again, first in sorted((again, first) for first, again in repeated):
         plant, line = record.decode(read_line(fd, first)), read_line(fd, again)
