@@ -80,7 +80,6 @@ MERGE_CACHE = 4 * 1024
 # ten million plants have two to four generations; the sector has room for four.
 FACTOR = 8
 GENERATIONS = 4
-SLICE = 500  # ids that are inserted in a row
 LOOKUP = 256  # ids of a SELECT
 # Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
 # change within the same tick does not show in the ctime.
@@ -95,6 +94,7 @@ _SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)
 # NOTE: one SELECT of both would read the whole table.
 _RANGE = 'SELECT (SELECT min(id) FROM plants), (SELECT max(id) FROM plants)'
 
+# Called with the offset that an id has already, and another one.
 Repeat = Callable[[int, int], None]
 
 
@@ -103,19 +103,12 @@ class IndexDamaged(Exception):
 
 
 class Stamp(NamedTuple):
-    """A generation, as the manifest names it.
+    """A generation, as the manifest names it."""
 
-    Attributes:
-        name: The random part of its name.
-        end: Of the plant file, up to which it knows the ids.
-        tail: The CRC-32 of the bytes before the end.
-        inode, size, ctime: Of the finished file.
-    """
-
-    name: str
-    end: int
-    tail: int
-    inode: int
+    name: str  # the random part
+    end: int  # of the plant file, up to which it knows the ids
+    tail: int  # CRC-32 of the bytes before the end
+    inode: int  # as the next two: of the finished file
     size: int
     ctime: int
 
@@ -127,11 +120,7 @@ def tail_of(fd: int, end: int) -> int:
 
 
 class Generation:
-    """A finished SQLite file, which never changes.
-
-    Raises:
-        IndexDamaged: It is not the file that was finished.
-    """
+    """A finished SQLite file; any use raises ``IndexDamaged`` if it has changed."""
 
     def __init__(self, base: Path, stamp: Stamp) -> None:
         self.stamp = stamp
@@ -200,9 +189,8 @@ def _disk_errors() -> Iterator[None]:
 class Draft:
     """A generation that is being written; it is removed if that fails.
 
-    No other process looks at it. While it is open it has a lock of its own, so that
-    nobody takes it for one that a dead process has left behind. It needs no lock of the
-    plant file.
+    While it is open it has a lock of its own, so that nobody takes it for one that a
+    dead process has left behind. It needs no lock of the plant file.
 
     Args:
         base: The path of the manifest.
@@ -271,55 +259,38 @@ class Draft:
         generation.check()
 
     def extend(self, entries: Iterable[tuple[int, int]], repeat: Repeat) -> None:
-        """Add ids and their offsets.
-
-        Args:
-            entries: In the order of the file.
-            repeat: Called with the offset that an id has already, and another one.
-        """
+        """Add ids and their offsets, in the order of the file."""
         entries = iter(entries)
+        execute = self._connection.execute
         with _disk_errors():
             # In the order of ids, so that each page is changed once in a batch.
             while batch := sorted(islice(entries, FLUSH_AT)):
-                self._connection.execute('BEGIN')
-                for start in range(0, len(batch), SLICE):
-                    self._insert(batch[start : start + SLICE], repeat)
-                    time.sleep(0)  # let a thread that serves have its turn
-                self._connection.execute('COMMIT')
+                changes = self._connection.total_changes
+                execute('BEGIN')
+                query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
+                self._connection.executemany(query, batch)
+                if self._connection.total_changes - changes < len(batch):
+                    for id, offset in batch:
+                        query = 'SELECT offset FROM plants WHERE id = ?'
+                        (first,) = execute(query, [id]).fetchone()
+                        if first != offset:
+                            repeat(first, offset)
+                execute('COMMIT')
 
-    def _insert(self, entries: Sequence[tuple[int, int]], repeat: Repeat) -> None:
-        changes = self._connection.total_changes
-        query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
-        self._connection.executemany(query, entries)
-        if self._connection.total_changes - changes < len(entries):
-            for id, offset in entries:
-                query = 'SELECT offset FROM plants WHERE id = ?'
-                (first,) = self._connection.execute(query, [id]).fetchone()
-                if first != offset:
-                    repeat(first, offset)
-
-    def finish(self, end: int, tail: int) -> Stamp:
+    def finish(self, plants: int, end: int) -> Stamp:
         """Return the stamp of the finished file, which is durable."""
         self._connection.close()
         self._system.fsync(self._fd)
         time.sleep(TICK)
         status = os.fstat(self._fd)
-        return Stamp(
-            self._name, end, tail, status.st_ino, status.st_size, status.st_ctime_ns
-        )
+        identity = status.st_ino, status.st_size, status.st_ctime_ns
+        return Stamp(self._name, end, tail_of(plants, end), *identity)
 
 
 class Merge(NamedTuple):
-    """A merge.
+    """What becomes one generation: the last ones, and recent ids up to an end."""
 
-    Attributes:
-        kept: Generations that stay.
-        absorbed: Generations whose ids are copied.
-        recent: Ids that follow them.
-        end: Of the plant file, up to which they go.
-    """
-
-    kept: list[Stamp]
+    kept: list[Stamp]  # generations that stay
     absorbed: list[Stamp]
     recent: dict[int, int]
     end: int
@@ -327,6 +298,8 @@ class Merge(NamedTuple):
 
 class Index:
     """What a process knows of the ids of a plant file.
+
+    Whatever looks at the files raises ``IndexDamaged`` if they are of no use any more.
 
     Args:
         path: Of the manifest.
@@ -356,11 +329,7 @@ class Index:
     # ---- opening
 
     def load(self) -> str | None:
-        """Read the manifest.
-
-        Returns:
-            Why it is not believed, and the index is empty; or ``None``.
-        """
+        """Read the manifest; return why it is not believed, if it is not."""
         try:
             self._fd = self._system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             head, seal, synced = self._read()
@@ -432,7 +401,7 @@ class Index:
 
         Args:
             records: Ids and offsets, in the order of the file.
-            repeat: Called with the offset that an id has already, and another one.
+            repeat: See ``Repeat``.
             sync: Makes the plant file durable.
         """
         records = iter(records)
@@ -448,7 +417,8 @@ class Index:
                 draft.absorb(self._generations[stamp])
             draft.extend(chain(first, records), repeat)
             sync()
-            self._install([self._finish(draft, os.fstat(self._plants).st_size)])
+            end = os.fstat(self._plants).st_size
+            self._install([draft.finish(self._plants, end)])
 
     def enter_records(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> None:
         """Enter the records from ``end`` on; none, if anything is raised."""
@@ -462,9 +432,6 @@ class Index:
         for id, first in self._find_old(list(new)).items():
             repeat(first, new.pop(id))
         self._recent.update(new)
-
-    def _finish(self, draft: Draft, end: int) -> Stamp:
-        return draft.finish(end, tail_of(self._plants, end))
 
     def _install(self, stamps: list[Stamp]) -> None:
         """Make the manifest say what the index knows; REQUIRES: the file is synced.
@@ -508,14 +475,8 @@ class Index:
     def refresh(self, status: os.stat_result) -> bool:
         """Take up what other processes did; call it after taking the lock.
 
-        Args:
-            status: Of the plant file.
-
         Returns:
             Whether the file is as long as it should be; false if it was cut short.
-
-        Raises:
-            IndexDamaged: The index is of no use any more.
         """
         # Whoever has removed or replaced it cannot tell those who have it open.
         if not os.fstat(self._fd).st_nlink:
@@ -533,11 +494,7 @@ class Index:
         return status.st_size >= max(size, self.end)
 
     def find(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the offsets of the ids that are known.
-
-        Raises:
-            IndexDamaged: A generation is not to be believed.
-        """
+        """Return the offsets of the ids that are known."""
         recent = self._recent
         found = {id: recent[id] for id in ids if id in recent}
         if len(found) < len(ids):
@@ -603,7 +560,7 @@ class Index:
             with closing(Generation(self._path, stamp)) as generation:
                 draft.absorb(generation)
         draft.extend(merge.recent.items(), lambda *offsets: None)
-        return self._finish(draft, merge.end)
+        return draft.finish(self._plants, merge.end)
 
     def end_merge(self, merge: Merge, stamp: Stamp) -> None:
         """Put the generation in the place of those that it has absorbed."""
@@ -647,16 +604,11 @@ class Index:
 
 
 def read_synced(path: Path, status: os.stat_result) -> int:
-    """Return an end of a plant file that is known to have been synced, or UNKNOWN.
-
-    Args:
-        path: Of the manifest.
-        status: Of the plant file.
-    """
+    """Return what a manifest says was synced of a plant file, or ``UNKNOWN``."""
     try:
         data = path.read_bytes()
         identity = json.loads(_open_sector(data[:SECTOR]))[0]
-        is_same = tuple(identity) == (status.st_dev, status.st_ino)
+        is_same = identity == [status.st_dev, status.st_ino]
         return int(_open_sector(data[2 * SECTOR :])) if is_same else UNKNOWN
     except (IndexDamaged, OSError, ValueError, TypeError):
         return UNKNOWN
