@@ -175,9 +175,8 @@ class TestMerge:
             assert store.add(Plant(1000, 'Moss'))
 
     def test_many_of_another_process(self, path, monkeypatch):
-        """Many lines that somebody appends are entered by another thread, in parts."""
+        """Many lines that somebody appends are entered by another thread."""
         monkeypatch.setattr(plant_file, 'LITTLE', 100)
-        monkeypatch.setattr(plant_file, 'MUCH', 2000)
         plants = ferns(300)
         calls = []
         with JSONLinesStore(path) as store:
@@ -442,7 +441,7 @@ class TestSpoiled:
         """A damaged index is reported as unavailable if building it does not help."""
         with JSONLinesStore(path) as store:
             fill(store, ferns(100))
-            store._backend()._find = lambda ids, end: next(damaged())
+            store._backend()._find = lambda ids: next(damaged())
             with pytest.raises(StoreUnavailable, match='the index: it is damaged'):
                 store.add(Plant(1, 'Moss'))
 
