@@ -227,6 +227,33 @@ class TestMerge:
             stamps = store._backend()._index._stamps()
         assert len(generations(path)) == len(stamps)
 
+    def test_merged_meanwhile(self, path):
+        """A merge takes no other merge back."""
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(20))
+            index = store._backend()._index
+            merge = index.begin_merge()
+            fill(store, ferns(20, 100))
+            (stamp,) = index._stamps()
+            with pytest.raises(plant_index.IndexDamaged, match='meanwhile'):
+                index.end_merge(merge, stamp)
+
+    def test_stopped(self, path):
+        """A merge of many ids ends soon when a store is closed, and leaves nothing."""
+        path.touch()
+        status = path.stat()
+        with plant_index.Draft(path, status) as draft, path.open('rb') as plants:
+            draft.extend(((number, 0) for number in range(100_000)), pytest.fail)
+            stamp = draft.finish(plants.fileno(), 0)
+        old = plant_index.Generation(path, stamp)
+        with (
+            closing(old),
+            pytest.raises(OSError, match='interrupted'),
+            plant_index.Draft(path, status, stop=lambda: True) as draft,
+        ):
+            draft.absorb(old)
+        assert len(list(path.parent.iterdir())) == 2
+
     def test_fails(self, path, caplog):
         """A merge that fails is tried again, and costs no add."""
         caplog.set_level(logging.INFO)
