@@ -52,22 +52,15 @@ from store.group_commit import Entry
 from store.group_commit import GroupCommit
 from store.group_commit import outcomes
 from store.jsonl import record
+from store.jsonl import recovery
+from store.jsonl.index import Draft
 from store.jsonl.index import Index
 from store.jsonl.index import IndexDamaged
-from store.jsonl.index import draft_from
 from store.jsonl.index import index_path
 from store.jsonl.index import sync_directory
-from store.jsonl.index import tail_of
 from store.jsonl.index import write
 from store.jsonl.lock import FileLock
-from store.jsonl.recovery import CHUNK
-from store.jsonl.recovery import TornTail
-from store.jsonl.recovery import cut_tail
-from store.jsonl.recovery import expected_records
-from store.jsonl.recovery import line_number
-from store.jsonl.recovery import read_line
-from store.jsonl.recovery import read_plants
-from store.jsonl.recovery import scan_ids
+from store.jsonl.lock import try_flock
 from store.lazy import LazyStore
 from store.scheduler import THREADS
 from store.scheduler import Scheduler
@@ -79,10 +72,9 @@ Batch = Sequence[Entry[tuple[Plant, bytes]]]
 CLOSE_WITHIN = 2.0  # seconds that closing waits for whoever has the lock
 # Seconds between two attempts to merge; another process may be at it.
 MERGE_EVERY = 0.2
-# Bytes of other processes that the thread of a server reads itself.
-LITTLE = 64 * 1024
-# Bytes that are entered one by one; more is a case for opening the index again.
-MUCH = 4 * 1024 * 1024
+# Bytes of other processes that the thread of a server enters itself; more is a case for
+# opening the index again, in another thread.
+LITTLE = 128 * 1024
 
 
 class JSONLinesStore(LazyStore['PlantFile']):
@@ -125,12 +117,12 @@ class JSONLinesStore(LazyStore['PlantFile']):
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
-        return read_plants(self.path)
+        return recovery.read_plants(self.path)
 
     def size_hint(self) -> int:
         self._check_open()
         with suppress(OSError), self.path.open('rb') as file:
-            return expected_records(file.fileno())
+            return recovery.expected_records(file.fileno())
         return 0
 
     def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
@@ -169,15 +161,11 @@ class JSONLinesStore(LazyStore['PlantFile']):
 
 
 class PlantFile:
-    """A plant file that is open in this process.
+    """A plant file that is open in this process; its arguments are the store's.
 
     Args:
-        path: Of the plant file.
-        create: As for the store.
         pinned: Device and inode that it must have, or ``None``.
-        scheduler: How the callers wait.
         observe: Called after each sync.
-        system: The system calls.
     """
 
     def __init__(
@@ -243,7 +231,7 @@ class PlantFile:
 
     def ping(self) -> None:
         with _unavailable(self._path), self._lock.held():
-            end = self._catch_up(_directly)
+            end = self._catch_up(THREADS.call)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._failed_write:
@@ -299,19 +287,15 @@ class PlantFile:
             raise
         return fd
 
-    def _sleep(self, seconds: float) -> None:
-        self._call(partial(time.sleep, seconds))
-
     # The life of a plant: buffered, written, durable, acknowledged.
 
     def _append(self, batch: Batch) -> tuple[Index, int] | None:
-        """Write the new plants of a batch.
+        """Write the new plants of a batch; return the index and the end to sync."""
 
-        Returns:
-            The index and the end of the file that are to be synced, if any plant needs
-            a sync.
-        """
-        with _unavailable(self._path), self._lock.held(sleep=self._sleep):
+        def sleep(seconds: float) -> None:
+            self._call(partial(time.sleep, seconds))
+
+        with _unavailable(self._path), self._lock.held(sleep=sleep):
             end = self._catch_up(self._call)
             try:
                 return self._append_locked(batch, end)
@@ -322,7 +306,7 @@ class PlantFile:
     def _append_locked(self, batch: Batch, end: int) -> tuple[Index, int] | None:
         # Buffered. A repeat is an acknowledgement too: its first write, perhaps by
         # another process, may not be synced yet, so it waits for a sync like the rest.
-        stored = self._find({entry.item[0].id for entry in batch}, end)
+        stored = self._find({entry.item[0].id for entry in batch})
         offsets: dict[int, int] = {}
         lines: list[bytes] = []
         position = end
@@ -435,9 +419,7 @@ class PlantFile:
 
         Other processes may have written, or one may have died in the middle of a line:
         that is dealt with here, before each append, not only when a store opens.
-
-        Args:
-            call: Called with a function that takes a while.
+        ``call`` is called with a function that takes a while.
         """
         status = self._check_file()
         try:
@@ -449,21 +431,14 @@ class PlantFile:
             if not more:
                 return status.st_size
             if more <= LITTLE:
-                return self._enter_records()
-            if more <= MUCH:
-                return call(self._enter_records)
+                records = self._records(self._index, crashed=False)
+                self._index.enter_records(records, self._check_repeat)
+                end = os.fstat(self._fd).st_size
+                self._index.enter({}, end)
+                return end
         except IndexDamaged as ex:
             return self._reopen(call, ex)
         return self._reopen(call, None)
-
-    def _enter_records(self) -> int:
-        """Enter the records that follow the end; return the new end."""
-        index = self._index
-        records = self._records(index, crashed=False)
-        index.enter_records(records, self._check_repeat)
-        end = os.fstat(self._fd).st_size
-        index.enter({}, end)
-        return end
 
     def _reopen(
         self, call: Callable[[Callable[[], int]], int], damage: IndexDamaged | None
@@ -487,19 +462,14 @@ class PlantFile:
         """
         index = Index(index_path(self._path), self._fd, self._system)
         try:
-            status = os.fstat(self._fd)
-            reason = index.load(status)
-            if reason and status.st_size:
+            reason = index.load()
+            if reason and os.fstat(self._fd).st_size:
                 log.info('%s: building the index: %s', self._path, reason)
-            records = self._records(index, crashed=crashed)
-            draft = index.build(records, self._check_repeat)
-            try:
-                self._write_again(max(0, index.synced))
-                index.install(draft, os.fstat(self._fd))
-            except BaseException:
-                if draft is not None:
-                    draft.discard()
-                raise
+            index.catch_up(
+                self._records(index, crashed=crashed),
+                self._check_repeat,
+                lambda: self._write_again(max(0, index.synced)),
+            )
         except BaseException:
             index.close()
             raise
@@ -512,7 +482,7 @@ class PlantFile:
         acknowledged by this one. See the top of this file for why it is written again.
         """
         if start < os.fstat(self._fd).st_size:
-            while data := os.pread(self._fd, CHUNK, start):
+            while data := os.pread(self._fd, recovery.CHUNK, start):
                 start += self._system.pwrite(self._fd, data, start)
         # NOTE: not fdatasync, for the mtime's sake: the index remembers it.
         self._system.fsync(self._fd)
@@ -521,11 +491,11 @@ class PlantFile:
         """Yield the records that an index does not know; cut a torn tail off."""
         end = os.fstat(self._fd).st_size
         try:
-            yield from scan_ids(
+            yield from recovery.scan_ids(
                 self._path, self._fd, index.end, end, index.synced, crashed=crashed
             )
-        except TornTail as torn:
-            side = cut_tail(self._path, self._fd, torn.offset, self._system)
+        except recovery.TornTail as torn:
+            side = recovery.cut_tail(self._path, self._fd, torn.offset, self._system)
             log.warning(
                 '%s: a torn tail of %d bytes at byte %d, which was never '
                 'acknowledged (%s), is cut off and kept in %s',
@@ -545,31 +515,28 @@ class PlantFile:
         if plant != other:
             raise StoreCorrupt(
                 str(self._path),
-                line_number(self._fd, again),
+                recovery.line_number(self._fd, again),
                 again,
                 f'its id is that of a different plant, {plant.id}',
             )
 
-    def _find(self, ids: set[int], end: int) -> dict[int, Plant]:
+    def _find(self, ids: set[int]) -> dict[int, Plant]:
         """Return the plants that have these ids."""
         found = {}
         for id, offset in self._index.find(list(ids)).items():
-            try:
-                plant = self._read(offset)
-            except (StoreCorrupt, OSError) as ex:
-                raise IndexDamaged('an entry is not of this file') from ex
-            if plant.id != id or offset >= end:
+            with suppress(StoreCorrupt, OSError):
+                found[id] = self._read(offset)
+            if id not in found or found[id].id != id:
                 # The index or the file: building it again tells.
                 raise IndexDamaged('an entry is not of this file')
-            found[id] = plant
         return found
 
     def _read(self, offset: int) -> Plant:
         """Return the plant at an offset."""
         try:
-            return record.decode(read_line(self._fd, offset))
+            return record.decode(recovery.read_line(self._fd, offset))
         except record.DamagedRecord as ex:
-            number = line_number(self._fd, offset)
+            number = recovery.line_number(self._fd, offset)
             raise StoreCorrupt(str(self._path), number, offset, str(ex)) from ex
 
     # ---- merging: recent ids go to a generation of the index, in a thread of its own
@@ -584,44 +551,35 @@ class PlantFile:
 
     def _merge(self) -> None:
         """Merge the recent ids; what fails is tried again after the next append."""
+        path = index_path(self._path)
         try:
-            with self._lock.held():
-                status = self._check_file()
-                self._index.refresh(status)
-                index, end = self._index, self._index.end
-                stamps = index.begin_merge()
-            if stamps is None:
-                return  # another process is at it
+            fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._sync((index, end))
-                base = index_path(self._path)
-                draft, start = draft_from(base, status, stamps, self._system)
-                try:
-                    draft.extend(self._merged(start, end), self._check_repeat)
-                    stamp = draft.finish(end, tail_of(self._fd, end))
-                    with self._lock.held():
-                        self._index.refresh(self._check_file())
-                        if self._index is not index:
-                            raise IndexDamaged('it was built again meanwhile')
-                        index.end_merge(draft, stamp)
-                except BaseException:
-                    draft.discard()
-                    raise
-                draft.release()
+                if try_flock(fd):  # no other process is at it
+                    self._merge_alone(path)
             finally:
-                index.unlock_merge()
+                os.close(fd)
         except (StoreError, OSError, IndexDamaged) as ex:
             log.info('%s: the index is not merged now: %s', self._path, ex)
 
-    def _merged(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        for entry in scan_ids(self._path, self._fd, start, end, end):
-            if self._closing:
-                raise StoreClosed
-            yield entry
-
-
-def _directly(function: Callable[[], int]) -> int:
-    return function()
+    def _merge_alone(self, path: Path) -> None:
+        with self._lock.held():
+            status = self._check_file()
+            index = self._index
+            index.refresh(status)
+            merge = index.begin_merge() if index.wants_merge() else None
+        if merge is None:
+            return
+        self._sync((index, merge.end))
+        with Draft(
+            path, status, system=self._system, stop=lambda: self._closing
+        ) as draft:
+            stamp = index.write_merged(merge, draft)
+            with self._lock.held():
+                index.refresh(self._check_file())
+                if index is not self._index:
+                    raise IndexDamaged('it was built again meanwhile')
+                index.end_merge(merge, stamp)
 
 
 @contextmanager

@@ -7,15 +7,15 @@ only the plant file is truth. There are three parts:
 * ``recent``, a dictionary in each process: the latest ids, at most some 20,000. Each
   process reads them from the end of the plant file, which is quick, so that an add
   writes nothing to SQLite.
-* *Generations*, ``plants.jsonl.index-<random>``: SQLite files with all ids up to an
-  offset of the plant file, the generation's *end*. **A generation is never changed once
-  it is in use.** When there are many recent ids, a background thread brings the
-  generation before the current one (the *spare*) up to date and makes it the current
-  one; each is written in turn.
+* *Generations*, ``plants.jsonl.index-<random>``: SQLite files, each with the ids of a
+  span of the plant file, from the *end* of the one before it up to its own. **A
+  generation is never changed once it is in use.** When there are many recent ids, a
+  background thread writes them to a new one, together with the ids of those before it
+  that are not ``FACTOR`` times as large. So there are few, and an id is seldom copied.
 * The *manifest*, ``plants.jsonl.index``, names the generations. It has three sectors of
   512 bytes, each of them a line with a CRC-32, written in place::
 
-      0     the plant file (device, inode), the current generation, the spare
+      0     the plant file (device, inode) and the generations
       512   size and mtime of the plant file after its latest append, and the CRC-32 of
             its last 256 bytes
       1024  an end of the plant file that is known to have been synced
@@ -28,7 +28,8 @@ plant in, so a miss must be certain too:
   finished, and this is looked at *after* each lookup. So nobody can have changed a byte
   of it, and old pages, put back in any mixture, are not believed either.
 * A generation is synced before the manifest names it, and what it knows of the plant
-  file was synced before that. A crash leaves the one before or this one.
+  file was synced before that. The manifest is synced before the generations that it
+  names no more are removed.
 * If the plant file has the size of its latest append but another mtime, it was edited
   in place. Bytes before the end of a generation are compared, too.
 
@@ -55,7 +56,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import ExitStack
 from contextlib import closing
 from contextlib import contextmanager
 from contextlib import suppress
@@ -64,6 +64,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 from typing import NamedTuple
+from typing import Self
 from urllib.parse import quote
 
 from store.jsonl.lock import try_flock
@@ -75,7 +76,10 @@ FLUSH_AT = 250_000  # ids of a catch-up that are held in memory
 # built: with little memory each is written a hundred times.
 BUILD_CACHE = 256 * 1024
 MERGE_CACHE = 4 * 1024
-SLICE = 500  # ids that are inserted in a row
+# A generation is copied unless it is this many times as large as what follows it. At 8,
+# ten million plants have two to four generations; the sector has room for four.
+FACTOR = 8
+GENERATIONS = 4
 LOOKUP = 256  # ids of a SELECT
 # Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
 # change within the same tick does not show in the ctime.
@@ -90,6 +94,7 @@ _SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)
 # NOTE: one SELECT of both would read the whole table.
 _RANGE = 'SELECT (SELECT min(id) FROM plants), (SELECT max(id) FROM plants)'
 
+# Called with the offset that an id has already, and another one.
 Repeat = Callable[[int, int], None]
 
 
@@ -98,19 +103,12 @@ class IndexDamaged(Exception):
 
 
 class Stamp(NamedTuple):
-    """A generation, as the manifest names it.
+    """A generation, as the manifest names it."""
 
-    Attributes:
-        name: The random part of its name.
-        end: Of the plant file, up to which it knows the ids.
-        tail: The CRC-32 of the bytes before the end.
-        inode, size, ctime: Of the finished file.
-    """
-
-    name: str
-    end: int
-    tail: int
-    inode: int
+    name: str  # the random part
+    end: int  # of the plant file, up to which it knows the ids
+    tail: int  # CRC-32 of the bytes before the end
+    inode: int  # as the next two: of the finished file
     size: int
     ctime: int
 
@@ -122,41 +120,32 @@ def tail_of(fd: int, end: int) -> int:
 
 
 class Generation:
-    """A finished SQLite file, which never changes.
-
-    Raises:
-        IndexDamaged: It is not the file that was finished.
-    """
+    """A finished SQLite file; any use raises ``IndexDamaged`` if it has changed."""
 
     def __init__(self, base: Path, stamp: Stamp) -> None:
         self.stamp = stamp
-        path = generation_path(base, stamp.name)
-        with ExitStack() as opened:
-            try:
-                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                opened.callback(os.close, self.fd)
-                # NOTE: immutable: no locks, and no look at a journal; there is none.
-                self._connection = sqlite3.connect(
-                    f'file:{quote(os.fsencode(path))}?mode=ro&immutable=1',
-                    uri=True,
-                    isolation_level=None,
-                    check_same_thread=False,
-                )
-                opened.callback(self._connection.close)
+        self._path = generation_path(base, stamp.name)
+        # NOTE: immutable: no locks, and no look at a journal; there is none.
+        self.uri = f'file:{quote(os.fsencode(self._path))}?mode=ro&immutable=1'
+        with _damage():
+            self._connection = sqlite3.connect(
+                self.uri, uri=True, isolation_level=None, check_same_thread=False
+            )
+        try:
+            with _damage():
                 self._connection.execute('PRAGMA mmap_size = 0')
                 self._least, self._greatest = self._connection.execute(
                     _RANGE
                 ).fetchone()
-            except FileNotFoundError as ex:
-                raise IndexDamaged('a file of it is gone') from ex
-            except sqlite3.Error as ex:
-                raise IndexDamaged(str(ex)) from ex
             self.check()
-            self._opened = opened.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def check(self) -> None:
-        """Raise ``IndexDamaged`` if somebody has changed the file."""
-        status = os.fstat(self.fd)
+        """Raise ``IndexDamaged`` if somebody has changed or replaced the file."""
+        with _damage():
+            status = os.stat(self._path)
         if (status.st_ino, status.st_size, status.st_ctime_ns) != self.stamp[3:]:
             raise IndexDamaged('a file of it was changed')
 
@@ -165,21 +154,27 @@ class Generation:
         least, greatest = self._least, self._greatest
         wanted = [id for id in ids if least <= id <= greatest]
         found: dict[int, int] = {}
-        if not wanted:
-            return found
-        try:
+        with _damage():
             for start in range(0, len(wanted), LOOKUP):
                 some = wanted[start : start + LOOKUP]
                 marks = '?,' * (len(some) - 1)
                 query = f'SELECT id, offset FROM plants WHERE id IN ({marks}?)'
                 found.update(self._connection.execute(query, some))
-        except (sqlite3.Error, ValueError) as ex:
-            raise IndexDamaged(str(ex)) from ex
-        self.check()
+        if wanted:
+            self.check()
         return found
 
     def close(self) -> None:
-        self._opened.close()
+        self._connection.close()
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Report what cannot be read as a damaged index."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as ex:
+        raise IndexDamaged(str(ex)) from ex
 
 
 @contextmanager
@@ -192,124 +187,119 @@ def _disk_errors() -> Iterator[None]:
 
 
 class Draft:
-    """A generation that is being written; no other process looks at it.
+    """A generation that is being written; it is removed if that fails.
 
-    Until it is finished it holds a lock of its own, so that nobody takes it for one
-    that a dead process has left behind. It needs no lock of the plant file.
+    While it is open it has a lock of its own, so that nobody takes it for one that a
+    dead process has left behind. It needs no lock of the plant file.
 
     Args:
         base: The path of the manifest.
         like: The status of the plant file, for mode and owner.
-        source: A finished generation to start with, or ``None``.
-        consume: Whether the source is renamed; or else it is copied.
         cache: Memory for pages while it is written, in KiB.
         system: The system calls.
+        stop: Called now and then; writing fails when it returns true.
     """
 
     def __init__(
         self,
         base: Path,
         like: os.stat_result,
-        source: Generation | None = None,
-        *,
-        consume: bool = False,
         cache: int = MERGE_CACHE,
         system: Any = os,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
-        self.name = secrets.token_hex(8)
-        self._path = generation_path(base, self.name)
+        self._name = secrets.token_hex(8)
+        self._path = generation_path(base, self._name)
         self._system = system
-        if source is not None and consume:
-            # Before the first change nobody can take it for finished any more, also
-            # after a power cut: its ctime on the disk may be the old one then.
-            system.rename(generation_path(base, source.stamp.name), self._path)
-            sync_directory(base, system)
-            self._fd = system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        else:
-            self._fd = new_file(self._path, like, system)
+        self._fd = new_file(self._path, like, system)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
+            # There is nothing to roll back to: a draft that was not finished is thrown
+            # away. So it needs no journal, and no sync before the last.
             with _disk_errors():
-                self._open(None if consume else source, source is None, cache)
+                self._connection = sqlite3.connect(
+                    f'file:{quote(os.fsencode(self._path))}',
+                    uri=True,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+                for pragma in (
+                    'journal_mode = OFF',
+                    'synchronous = OFF',
+                    'locking_mode = EXCLUSIVE',
+                    'mmap_size = 0',
+                    f'cache_size = -{cache}',
+                ):
+                    self._connection.execute(f'PRAGMA {pragma}')
+                self._connection.execute(_SCHEMA)
+                self._connection.set_progress_handler(stop, 100_000)
         except BaseException:
-            self.discard()
+            self.__exit__(True)
             raise
 
-    def _open(self, copied: Generation | None, is_new: bool, cache: int) -> None:
-        if copied is not None:
-            position = 0
-            size = copied.stamp.size
-            while sent := os.sendfile(self._fd, copied.fd, position, size - position):
-                position += sent
-        # There is nothing to roll back to: a draft that was not finished is thrown
-        # away. So it needs no journal, and no sync before the last.
-        self._connection = sqlite3.connect(
-            self._path, isolation_level=None, check_same_thread=False
-        )
-        for pragma in (
-            'journal_mode = OFF',
-            'synchronous = OFF',
-            'locking_mode = EXCLUSIVE',
-            'mmap_size = 0',
-            f'cache_size = -{cache}',
-        ):
-            self._connection.execute(f'PRAGMA {pragma}')
-        if is_new:
-            self._connection.execute(_SCHEMA)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        with suppress(AttributeError):  # it was not opened
+            self._connection.close()
+        if error:
+            with suppress(OSError):
+                self._system.unlink(self._path)
+        os.close(self._fd)
+
+    def absorb(self, generation: Generation) -> None:
+        """Add all that a generation knows."""
+        with _disk_errors():
+            self._connection.execute('ATTACH ? AS old', [generation.uri])
+            self._connection.execute(
+                'INSERT OR IGNORE INTO plants SELECT * FROM old.plants'
+            )
+            self._connection.execute('DETACH old')
+        generation.check()
 
     def extend(self, entries: Iterable[tuple[int, int]], repeat: Repeat) -> None:
-        """Add ids and their offsets.
-
-        Args:
-            entries: In the order of the file.
-            repeat: Called with the offset that an id has already, and another one.
-        """
+        """Add ids and their offsets, in the order of the file."""
         entries = iter(entries)
+        execute = self._connection.execute
         with _disk_errors():
             # In the order of ids, so that each page is changed once in a batch.
             while batch := sorted(islice(entries, FLUSH_AT)):
-                self._connection.execute('BEGIN')
-                for start in range(0, len(batch), SLICE):
-                    self._insert(batch[start : start + SLICE], repeat)
-                    time.sleep(0)  # let a thread that serves have its turn
-                self._connection.execute('COMMIT')
+                changes = self._connection.total_changes
+                execute('BEGIN')
+                query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
+                self._connection.executemany(query, batch)
+                if self._connection.total_changes - changes < len(batch):
+                    for id, offset in batch:
+                        query = 'SELECT offset FROM plants WHERE id = ?'
+                        (first,) = execute(query, [id]).fetchone()
+                        if first != offset:
+                            repeat(first, offset)
+                execute('COMMIT')
 
-    def _insert(self, entries: Sequence[tuple[int, int]], repeat: Repeat) -> None:
-        changes = self._connection.total_changes
-        query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
-        self._connection.executemany(query, entries)
-        if self._connection.total_changes - changes < len(entries):
-            for id, offset in entries:
-                query = 'SELECT offset FROM plants WHERE id = ?'
-                (first,) = self._connection.execute(query, [id]).fetchone()
-                if first != offset:
-                    repeat(first, offset)
-
-    def finish(self, end: int, tail: int) -> Stamp:
+    def finish(self, plants: int, end: int) -> Stamp:
         """Return the stamp of the finished file, which is durable."""
         self._connection.close()
         self._system.fsync(self._fd)
         time.sleep(TICK)
         status = os.fstat(self._fd)
-        return Stamp(
-            self.name, end, tail, status.st_ino, status.st_size, status.st_ctime_ns
-        )
+        identity = status.st_ino, status.st_size, status.st_ctime_ns
+        return Stamp(self._name, end, tail_of(plants, end), *identity)
 
-    def release(self) -> None:
-        """Give up the lock, after the manifest names the file."""
-        os.close(self._fd)
 
-    def discard(self) -> None:
-        """Remove the file again."""
-        with suppress(AttributeError):
-            self._connection.close()
-        with suppress(OSError):
-            self._system.unlink(self._path)
-        os.close(self._fd)
+class Merge(NamedTuple):
+    """What becomes one generation: the last ones, and recent ids up to an end."""
+
+    kept: list[Stamp]  # generations that stay
+    absorbed: list[Stamp]
+    recent: dict[int, int]
+    end: int
 
 
 class Index:
     """What a process knows of the ids of a plant file.
+
+    Whatever looks at the files raises ``IndexDamaged`` if they are of no use any more.
 
     Args:
         path: Of the manifest.
@@ -326,61 +316,47 @@ class Index:
         self._path = path
         self._plants = plants
         self._system = system
+        status = os.fstat(plants)
+        self._identity = [status.st_dev, status.st_ino]
         self._fd = -1
         self._guard = threading.Lock()  # of the descriptor, while the lock is not held
-        self._head = b''
-        self._seal_line = b'?'  # as it was read or written last, and what it says
-        self._seal: tuple[int, ...] = ()
-        self._current: Generation | None = None
-        self._spare: Stamp | None = None
+        self._head = b''  # as it was read or written last; empty if it is not believed
+        self._generations: dict[Stamp, Generation] = {}
         self._recent: dict[int, int] = {}
         self.end = 0
         self.synced = UNKNOWN
 
     # ---- opening
 
-    def load(self, status: os.stat_result) -> str | None:
-        """Read the manifest.
-
-        Args:
-            status: Of the plant file.
-
-        Returns:
-            Why it is not believed, and the index is empty; or ``None``.
-        """
+    def load(self) -> str | None:
+        """Read the manifest; return why it is not believed, if it is not."""
         try:
-            self._load(status)
+            self._fd = self._system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            head, seal, synced = self._read()
+            status = os.fstat(self._plants)
+            identity, *stamps = json.loads(_open_sector(head))
+            if identity != self._identity:
+                raise IndexDamaged('it is of another file')
+            self.synced = int(_open_sector(synced))
+            if status.st_size < self.synced:
+                raise IndexDamaged('the plant file was cut short')
+            size = self._check_seal(seal, status)
+            self._use(stamps)
         except FileNotFoundError:
             reason = 'there is none'
         except (IndexDamaged, OSError, ValueError, TypeError) as ex:
             reason = str(ex)
         else:
+            # After a crash the seal may be of an append that is not there any more.
+            # Then the manifest is written anew, without it.
+            self._head = b'' if status.st_size < size else head
             return None
         self.close()
-        self._head = b''
         return reason
-
-    def _load(self, status: os.stat_result) -> None:
-        self._fd = self._system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        head, seal, synced = self._read()
-        identity, *stamps = json.loads(_open_sector(head))
-        if tuple(identity) != (status.st_dev, status.st_ino):
-            raise IndexDamaged('it is of another file')
-        self.synced = int(_open_sector(synced))
-        if status.st_size < self.synced:
-            raise IndexDamaged('the plant file was cut short')
-        size = self._check_seal(seal, status)
-        self._use(stamps)
-        # After a crash the seal may be of an append that is not there any more. Then
-        # the manifest is written anew, without it.
-        self._head = b'' if status.st_size < size else head
 
     def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
         """Return how long the plant file was after its latest append."""
-        if not seal.startswith(self._seal_line):  # another process has written it
-            self._seal = tuple(map(int, _open_sector(seal).split()))
-            self._seal_line = seal.partition(b'\n')[0] + b'\n'
-        size, mtime, tail = self._seal
+        size, mtime, tail = map(int, _open_sector(seal).split())
         if size == status.st_size:
             is_ours = mtime == status.st_mtime_ns
         else:
@@ -390,51 +366,59 @@ class Index:
         return size
 
     def _use(self, stamps: Sequence[Any]) -> None:
-        """Take up the generations that the manifest names."""
-        current, spare = (stamp and Stamp(*stamp) for stamp in stamps)
-        if current is not None and current != self._current_stamp():
-            if current.tail != tail_of(self._plants, current.end):
-                raise IndexDamaged('it is of another file')
-            generation = Generation(self._path, current)
-            if self._current is not None:
-                self._current.close()
-            self._current = generation
-            self.end = max(self.end, current.end)
-            self._recent = {
-                id: offset
-                for id, offset in self._recent.items()
-                if offset >= current.end
-            }
-        self._spare = spare
+        """Take up the generations that the manifest names, and no others."""
+        stamps = [Stamp(*stamp) for stamp in stamps]
+        if max((stamp.end for stamp in stamps), default=0) < self._start():
+            # The ids between the two ends are not in the recent ones any more.
+            raise IndexDamaged('its manifest is an old one')
+        for stamp in stamps:
+            if stamp not in self._generations:
+                if stamp.tail != tail_of(self._plants, stamp.end):
+                    raise IndexDamaged('it is of another file')
+                self._generations[stamp] = Generation(self._path, stamp)
+        for stamp in set(self._generations).difference(stamps):
+            self._generations.pop(stamp).close()
+        start = self._start()
+        self.end = max(self.end, start)
+        self._recent = {
+            id: offset for id, offset in self._recent.items() if offset >= start
+        }
 
-    def _current_stamp(self) -> Stamp | None:
-        return None if self._current is None else self._current.stamp
+    def _stamps(self) -> list[Stamp]:
+        return sorted(self._generations, key=lambda stamp: stamp.end)
 
-    def build(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> Draft | None:
-        """Enter the records from ``end`` on when the index is opened.
+    def _start(self) -> int:
+        """Return where the recent ids begin."""
+        return max((stamp.end for stamp in self._generations), default=0)
+
+    def catch_up(
+        self,
+        records: Iterable[tuple[int, int]],
+        repeat: Repeat,
+        sync: Callable[[], None],
+    ) -> None:
+        """Enter the records from ``end`` on, and make the manifest say so.
 
         Args:
             records: Ids and offsets, in the order of the file.
-            repeat: Called with the offset that an id has already, and another one.
-
-        Returns:
-            A generation for ``install``, if they are many.
+            repeat: See ``Repeat``.
+            sync: Makes the plant file durable.
         """
         records = iter(records)
         first = list(islice(records, MERGE_AT))
         if len(first) < MERGE_AT:
             self.enter_records(first, repeat)
-            return None
+            sync()
+            self._install(self._stamps())
+            return
         like = os.fstat(self._plants)
-        draft = Draft(
-            self._path, like, self._current, cache=BUILD_CACHE, system=self._system
-        )
-        try:
+        with Draft(self._path, like, BUILD_CACHE, self._system) as draft:
+            for stamp in self._stamps():
+                draft.absorb(self._generations[stamp])
             draft.extend(chain(first, records), repeat)
-        except BaseException:
-            draft.discard()
-            raise
-        return draft
+            sync()
+            end = os.fstat(self._plants).st_size
+            self._install([draft.finish(self._plants, end)])
 
     def enter_records(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> None:
         """Enter the records from ``end`` on; none, if anything is raised."""
@@ -449,34 +433,25 @@ class Index:
             repeat(first, new.pop(id))
         self._recent.update(new)
 
-    def install(self, draft: Draft | None, status: os.stat_result) -> None:
+    def _install(self, stamps: list[Stamp]) -> None:
         """Make the manifest say what the index knows; REQUIRES: the file is synced.
 
         A manifest that is not to be believed is replaced by another file: whoever has
         the old one open sees that it has no name any more.
-
-        Args:
-            draft: What ``catch_up`` returned.
-            status: Of the plant file.
         """
-        end = status.st_size
-        new = self._path.with_name(f'{self._path.name}-{secrets.token_hex(8)}.new')
-        stamps = [self._current_stamp(), self._spare]
-        if draft is not None:
-            stamps = [draft.finish(end, tail_of(self._plants, end)), None]
-        fresh = draft is not None or not self._head
+        status = os.fstat(self._plants)
+        new = generation_path(self._path, f'{secrets.token_hex(8)}.new')
+        fresh = not self._head
         if fresh:
             self._drop_manifest()
             self._fd = new_file(new, status, self._system)
-            identity = status.st_dev, status.st_ino
-            self._head = _sector(json.dumps([identity, *stamps]))
         try:
-            self.synced = end
             self.seal()
-            self._pwrite(_sector(str(end)), 2 * SECTOR)
+            self.synced = status.st_size
+            self._pwrite(_sector(str(self.synced)), 2 * SECTOR)
+            if fresh or stamps != self._stamps():
+                self._name(stamps)
             if fresh:
-                self._pwrite(self._head, 0)
-                self._system.fsync(self._fd)
                 self._system.rename(new, self._path)
                 # A manifest that is lost tells nothing of what was synced.
                 sync_directory(self._path, self._system)
@@ -485,25 +460,23 @@ class Index:
                 with suppress(OSError):
                     self._system.unlink(new)
             raise
-        self.end = end
+        self.end = status.st_size
         self._use(stamps)
         self._sweep()
-        if draft is not None:
-            draft.release()
+
+    def _name(self, stamps: list[Stamp]) -> None:
+        """Have the manifest name these generations, durably."""
+        self._head = _sector(json.dumps([self._identity, *stamps]))
+        self._pwrite(self._head, 0)
+        self._system.fsync(self._fd)
 
     # ---- use
 
     def refresh(self, status: os.stat_result) -> bool:
         """Take up what other processes did; call it after taking the lock.
 
-        Args:
-            status: Of the plant file.
-
         Returns:
             Whether the file is as long as it should be; false if it was cut short.
-
-        Raises:
-            IndexDamaged: The index is of no use any more.
         """
         # Whoever has removed or replaced it cannot tell those who have it open.
         if not os.fstat(self._fd).st_nlink:
@@ -521,11 +494,7 @@ class Index:
         return status.st_size >= max(size, self.end)
 
     def find(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the offsets of the ids that are known.
-
-        Raises:
-            IndexDamaged: A generation is not to be believed.
-        """
+        """Return the offsets of the ids that are known."""
         recent = self._recent
         found = {id: recent[id] for id in ids if id in recent}
         if len(found) < len(ids):
@@ -533,7 +502,10 @@ class Index:
         return found
 
     def _find_old(self, ids: Sequence[int]) -> dict[int, int]:
-        return {} if self._current is None else self._current.find(ids)
+        found: dict[int, int] = {}
+        for generation in self._generations.values():
+            found.update(generation.find(ids))
+        return found
 
     def enter(self, offsets: dict[int, int], end: int) -> None:
         """Enter the ids of an append, which ends at an offset."""
@@ -545,9 +517,8 @@ class Index:
         """Note what the plant file looks like after a change of ours."""
         status = os.fstat(self._plants)
         tail = tail_of(self._plants, status.st_size)
-        self._seal = status.st_size, status.st_mtime_ns, tail
-        self._seal_line = _sector(' '.join(map(str, self._seal)))
-        self._pwrite(self._seal_line, SECTOR)
+        text = f'{status.st_size} {status.st_mtime_ns} {tail}'
+        self._pwrite(_sector(text), SECTOR)
 
     def note_synced(self, end: int) -> None:
         """Note that a sync has covered everything up to an end; it needs no lock.
@@ -562,40 +533,43 @@ class Index:
     def close(self) -> None:
         """Close the files; it needs no lock."""
         self._drop_manifest()
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        while self._generations:
+            self._generations.popitem()[1].close()
 
-    # ---- generations
+    # ---- merging
 
     def wants_merge(self) -> bool:
         """Whether so many ids are recent that a generation should take them up."""
-        start = 0 if self._current is None else self._current.stamp.end
-        return len(self._recent) >= MERGE_AT or self.end - start >= MERGE_BYTES
+        return len(self._recent) >= MERGE_AT or self.end - self._start() >= MERGE_BYTES
 
-    def begin_merge(self) -> tuple[Stamp | None, Stamp | None] | None:
-        """Return the current generation and the spare, if nobody else merges."""
-        if not self.wants_merge() or not try_flock(self._fd):
-            return None
-        # The spare is changed next: a manifest that names it must not come back.
-        self._system.fsync(self._fd)
-        return self._current_stamp(), self._spare
+    def begin_merge(self) -> Merge:
+        """Return what a merge starts with."""
+        kept = self._stamps()
+        absorbed: list[Stamp] = []
+        while kept:
+            end = kept[-1].end
+            start = kept[-2].end if len(kept) > 1 else 0
+            if len(kept) < GENERATIONS and end - start >= FACTOR * (self.end - end):
+                break
+            absorbed.insert(0, kept.pop())
+        return Merge(kept, absorbed, self._recent.copy(), self.end)
 
-    def end_merge(self, draft: Draft, stamp: Stamp) -> None:
-        """Make a generation the current one, and the current one the spare."""
-        identity = json.loads(_open_sector(self._head))[0]
-        stamps = [stamp, self._current_stamp()]
-        head = _sector(json.dumps([identity, *stamps]))
-        self._pwrite(head, 0)
-        self._head = head
+    def write_merged(self, merge: Merge, draft: Draft) -> Stamp:
+        """Write a generation; it needs no lock. REQUIRES: the file is synced."""
+        for stamp in merge.absorbed:
+            with closing(Generation(self._path, stamp)) as generation:
+                draft.absorb(generation)
+        draft.extend(merge.recent.items(), lambda *offsets: None)
+        return draft.finish(self._plants, merge.end)
+
+    def end_merge(self, merge: Merge, stamp: Stamp) -> None:
+        """Put the generation in the place of those that it has absorbed."""
+        if self._stamps() != [*merge.kept, *merge.absorbed]:
+            raise IndexDamaged('somebody else has merged meanwhile')
+        stamps = [*merge.kept, stamp]
+        self._name(stamps)
         self._use(stamps)
         self._sweep()
-
-    def unlock_merge(self) -> None:
-        """Let others merge; it needs no lock."""
-        with self._guard:
-            if self._fd >= 0:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     # ---- the manifest
 
@@ -614,7 +588,7 @@ class Index:
 
     def _sweep(self) -> None:
         """Remove the generations that dead processes have left behind."""
-        used = {stamp and stamp.name for stamp in (self._current_stamp(), self._spare)}
+        used = {stamp.name for stamp in self._generations}
         prefix = f'{self._path.name}-'
         for name in os.listdir(self._path.parent):
             if not name.startswith(prefix) or name.removeprefix(prefix) in used:
@@ -629,41 +603,12 @@ class Index:
                     os.close(fd)
 
 
-def draft_from(
-    base: Path,
-    like: os.stat_result,
-    stamps: tuple[Stamp | None, Stamp | None],
-    system: Any,
-) -> tuple[Draft, int]:
-    """Return a draft for a merge and the end that it knows; no lock is needed.
-
-    Args:
-        base: The path of the manifest.
-        like: The status of the plant file.
-        stamps: Of the current generation and the spare.
-        system: The system calls.
-    """
-    for stamp, consume in zip(reversed(stamps), (True, False), strict=True):
-        with suppress(IndexDamaged):
-            if stamp is not None:
-                with closing(Generation(base, stamp)) as source:
-                    return Draft(
-                        base, like, source, consume=consume, system=system
-                    ), stamp.end
-    return Draft(base, like, system=system), 0
-
-
 def read_synced(path: Path, status: os.stat_result) -> int:
-    """Return an end of a plant file that is known to have been synced, or UNKNOWN.
-
-    Args:
-        path: Of the manifest.
-        status: Of the plant file.
-    """
+    """Return what a manifest says was synced of a plant file, or ``UNKNOWN``."""
     try:
         data = path.read_bytes()
         identity = json.loads(_open_sector(data[:SECTOR]))[0]
-        is_same = tuple(identity) == (status.st_dev, status.st_ino)
+        is_same = identity == [status.st_dev, status.st_ino]
         return int(_open_sector(data[2 * SECTOR :])) if is_same else UNKNOWN
     except (IndexDamaged, OSError, ValueError, TypeError):
         return UNKNOWN

@@ -57,12 +57,12 @@ class FileLock:
         """
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
         if not _until(lambda: self._mutex.acquire(blocking=False), deadline, sleep):
-            raise busy(self._path)
+            raise _busy(self._path)
         try:
             if self.closed:
                 raise StoreClosed
             if not _until(lambda: try_flock(self._fd), deadline, sleep):
-                raise busy(self._path)
+                raise _busy(self._path)
             try:
                 yield
             finally:
@@ -71,21 +71,16 @@ class FileLock:
             self._mutex.release()
 
 
-def busy(path: object) -> StoreUnavailable:
-    """Return what is raised if the lock of a plant file was not free in time."""
+def _busy(path: object) -> StoreUnavailable:
     reason = 'somebody else holds the lock of the file'
     return StoreUnavailable(reason, store=str(path))
 
 
 def take_flock(path: object, fd: int, operation: int) -> None:
-    """Take the lock of a plant file for a command.
-
-    Raises:
-        StoreUnavailable: It was not free in time.
-    """
+    """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
     if not _until(lambda: try_flock(fd, operation), deadline, time.sleep):
-        raise busy(path)
+        raise _busy(path)
 
 
 def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:

@@ -48,19 +48,12 @@ PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 
 
 class Line(NamedTuple):
-    """A line of a plant file.
+    """A line of a plant file."""
 
-    Attributes:
-        offset: Where it begins, in bytes from the start of the file.
-        text: Its bytes, the line feed included if it has one.
-        plant: What it holds, or ``None`` if it is not a record.
-        reason: Why it is not a record, or the empty string.
-    """
-
-    offset: int
-    text: bytes
-    plant: Plant | None
-    reason: str
+    offset: int  # in bytes from the start of the file
+    text: bytes  # the line feed included if it has one
+    plant: Plant | None  # None if it is not a record
+    reason: str  # why it is not a record
 
 
 class TornTail(Exception):
@@ -139,14 +132,8 @@ def scan_ids(
 ) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record; progress goes to the log.
 
-    Args:
-        path: For messages.
-        fd: Of the plant file.
-        start: Where a record begins, in bytes.
-        end: Where to stop, in bytes.
-        synced: An end that is known to have been synced, or ``UNKNOWN``.
-        crashed: Whether the machine may have crashed since the file was written, so
-            that there may be lost blocks.
+    Bytes before ``synced`` are known to have been synced, unless it is ``UNKNOWN``.
+    There may be lost blocks if the machine may have ``crashed`` since that.
 
     Raises:
         TornTail: There is one, at the end.
@@ -175,18 +162,9 @@ def scan_ids(
 
 
 def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
-    """Cut a torn tail off a file, after keeping it in a side file.
+    """Cut what follows an offset off a plant file, and return where it is kept.
 
     REQUIRES: the lock of the plant file, or that nobody else uses it.
-
-    Args:
-        path: Of the plant file.
-        fd: Of the plant file, open for reading and writing.
-        offset: Where the torn tail begins.
-        system: The system calls.
-
-    Returns:
-        Where the tail is kept.
 
     Raises:
         OSError: Something failed; if the cut was not made, nothing is lost.

@@ -16,31 +16,20 @@ from store.base import Progress
 from store.base import Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record
+from store.jsonl import recovery
 from store.jsonl.index import BUILD_CACHE
 from store.jsonl.index import Draft
 from store.jsonl.index import new_file
 from store.jsonl.index import sync_directory
 from store.jsonl.lock import take_flock
-from store.jsonl.recovery import count_lines
-from store.jsonl.recovery import read_line
-from store.jsonl.recovery import read_lines
-from store.jsonl.recovery import side_file
-from store.jsonl.recovery import whole_size
 
 
 class Damage(NamedTuple):
-    """A line that is not a record, or whose id an earlier record has.
+    """A line that is not a record, or whose id an earlier record has."""
 
-    Attributes:
-        line: Counted from 1.
-        offset: Where it begins, in bytes from the start of the file.
-        text: Its bytes, the line feed included if it has one.
-        reason: What is wrong with it.
-    """
-
-    line: int
-    offset: int
-    text: bytes
+    line: int  # counted from 1
+    offset: int  # in bytes from the start of the file
+    text: bytes  # the line feed included if it has one
     reason: str
 
 
@@ -74,7 +63,7 @@ def find_damage(path: Path, *, progress: Progress = iter) -> list[Damage]:
     try:
         with path.open('rb') as file:
             fd = file.fileno()
-            return _find_damage(fd, whole_size(path, fd), progress)
+            return _find_damage(fd, recovery.whole_size(path, fd), progress)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
@@ -86,11 +75,6 @@ def repair(
 
     The file is replaced in one step. A server that has it open refuses plants from
     then on, until it is reloaded.
-
-    Args:
-        path: Of the plant file.
-        system: The system calls.
-        progress: Watches how far the file is read.
 
     Returns:
         The side file, if there was damage, and the damaged lines.
@@ -110,13 +94,13 @@ def repair(
             damaged = _find_damage(fd, status.st_size, progress)
             if not damaged:
                 return None, []
-            side = side_file(path, 'damaged')
+            side = recovery.side_file(path, 'damaged')
             _write_file(side, status, (damage.text for damage in damaged), system)
             offsets = {damage.offset for damage in damaged}
-            repaired = side_file(path, 'repaired')
+            repaired = recovery.side_file(path, 'repaired')
             sound = (
                 line.text
-                for line in read_lines(fd, 0, status.st_size)
+                for line in recovery.read_lines(fd, 0, status.st_size)
                 if line.offset not in offsets
             )
             try:
@@ -139,7 +123,7 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
     repeated = []
 
     def sound() -> Iterator[tuple[int, int]]:
-        lines = progress(read_lines(fd, 0, end))
+        lines = progress(recovery.read_lines(fd, 0, end))
         for number, line in enumerate(lines, 1):
             if line.plant is None:
                 damaged.append(Damage(number, line.offset, line.text, line.reason))
@@ -147,17 +131,19 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
                 yield line.plant.id, line.offset
 
     # An index on disk finds ids that come twice without holding all ids in memory.
-    with tempfile.TemporaryDirectory() as directory:
-        draft = Draft(Path(directory) / 'index', os.fstat(fd), cache=BUILD_CACHE)
-        try:
-            draft.extend(sound(), lambda *offsets: repeated.append(offsets))
-        finally:
-            draft.discard()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Draft(Path(directory) / 'index', os.fstat(fd), BUILD_CACHE) as draft,
+    ):
+        draft.extend(sound(), lambda *offsets: repeated.append(offsets))
     number, counted = 1, 0
     for again, first in sorted((again, first) for first, again in repeated):
-        plant, line = record.decode(read_line(fd, first)), read_line(fd, again)
+        plant, line = (
+            record.decode(recovery.read_line(fd, first)),
+            recovery.read_line(fd, again),
+        )
         if record.decode(line) != plant:
-            number += count_lines(fd, counted, again)
+            number += recovery.count_lines(fd, counted, again)
             counted = again
             reason = f'its id is that of a different plant, {plant.id}'
             damaged.append(Damage(number, again, line, reason))

@@ -32,7 +32,8 @@ from store.jsonl.repair import repair
 STATES = os.environ.get('CRASH_STATES', '300')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
-FIRST_CRASHES = 10 if LIMIT else 50  # of a scenario, followed by a second one
+# Of each scenario, those that are followed by a second one.
+FIRST_CRASHES = 10 if LIMIT else 50
 MIXTURES = 3  # of the index, with each state of the plant file
 BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
@@ -240,7 +241,7 @@ def merging():
 def merges(disk, opened):
     """Recent ids of two processes go to the index on disk, before a sync of the plants.
 
-    The first two merges make a file, the others change the one before the last.
+    Each merge makes a file, and removes those that it has taken up.
     """
     numbers = itertools.count(41)
     with merging() as merged, opened() as store, opened() as other:
@@ -251,7 +252,7 @@ def merges(disk, opened):
 
 
 def merge_again(store):
-    """Go on with what the merges have left: change the file before the last."""
+    """Go on with what the merges have left: make one more file."""
     with merging() as merged, mock.patch.multiple(index, TICK=0):
         store.add_many([Plant(number, 'Elm') for number in range(91, 94)])
         merged()

@@ -6,6 +6,7 @@ import random
 import shutil
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,18 +89,35 @@ def assert_knows(store, plants):
 
 class TestMerge:
     def test_merged(self, path):
-        """Recent ids go to a generation of the index, and each in turn is current."""
+        """Recent ids go to generations of the index; small ones become a larger one."""
         plants = ferns(300)
         with JSONLinesStore(path) as store:
             fill(store, plants)
             index = store._backend()._index
             assert len(index._recent) < 40
-            with sqlite3.connect(generations(path)[0]) as connection:
-                (count,) = connection.execute('SELECT count(*) FROM plants').fetchone()
-            connection.close()
-            assert count > 200
+            counts = []
+            for generation in index._stamps():
+                file = plant_index.generation_path(index._path, generation.name)
+                with closing(sqlite3.connect(file)) as connection:
+                    query = 'SELECT count(*) FROM plants'
+                    counts += connection.execute(query).fetchone()
+            assert sum(counts) + len(index._recent) == 300
             assert_knows(store, plants)
-        assert len(generations(path)) == 2
+        assert len(generations(path)) == len(counts)
+
+    @pytest.mark.parametrize('most', [2, 4])
+    def test_few(self, path, monkeypatch, most):
+        """There are few generations, however many ids there are."""
+        monkeypatch.setattr(plant_index, 'FACTOR', 1)
+        monkeypatch.setattr(plant_index, 'GENERATIONS', most)
+        plants = ferns(1000)
+        seen = set()
+        with JSONLinesStore(path) as store:
+            for start in range(0, 1000, 40):
+                fill(store, plants[start : start + 40])
+                seen.add(len(generations(path)))
+            assert_knows(store, plants)
+        assert max(seen) == most
 
     def test_opened_again(self, path, rebuilt):
         """A store that opens reads only what no generation has."""
@@ -152,14 +170,13 @@ class TestMerge:
         """Ids beyond those of a generation are not looked up in it."""
         with JSONLinesStore(path) as store:
             fill(store, [Plant(number, 'Fern') for number in range(200)])
-            current = store._backend()._index._current
-            current._connection.close()
+            for generation in store._backend()._index._generations.values():
+                generation._connection.close()
             assert store.add(Plant(1000, 'Moss'))
 
     def test_many_of_another_process(self, path, monkeypatch):
-        """Many lines that somebody appends are entered by another thread, in parts."""
+        """Many lines that somebody appends are entered by another thread."""
         monkeypatch.setattr(plant_file, 'LITTLE', 100)
-        monkeypatch.setattr(plant_file, 'MUCH', 2000)
         plants = ferns(300)
         calls = []
         with JSONLinesStore(path) as store:
@@ -177,7 +194,7 @@ class TestMerge:
             assert_knows(store, plants)
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    @pytest.mark.parametrize('call', ['rename', 'fsync', 'pwrite'])
+    @pytest.mark.parametrize('call', ['open', 'fsync', 'pwrite'])
     def test_killed(self, path, call):
         """A process that is killed while it merges leaves an index that is right."""
         plants = ferns(200)
@@ -207,7 +224,35 @@ class TestMerge:
             settle(store)
             assert_knows(store, [*plants, *more])
             fill(store, ferns(250, 350))
-        assert len(generations(path)) == 2
+            stamps = store._backend()._index._stamps()
+        assert len(generations(path)) == len(stamps)
+
+    def test_merged_meanwhile(self, path):
+        """A merge takes no other merge back."""
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(20))
+            index = store._backend()._index
+            merge = index.begin_merge()
+            fill(store, ferns(20, 100))
+            (stamp,) = index._stamps()
+            with pytest.raises(plant_index.IndexDamaged, match='meanwhile'):
+                index.end_merge(merge, stamp)
+
+    def test_stopped(self, path):
+        """A merge of many ids ends soon when a store is closed, and leaves nothing."""
+        path.touch()
+        status = path.stat()
+        with plant_index.Draft(path, status) as draft, path.open('rb') as plants:
+            draft.extend(((number, 0) for number in range(100_000)), pytest.fail)
+            stamp = draft.finish(plants.fileno(), 0)
+        old = plant_index.Generation(path, stamp)
+        with (
+            closing(old),
+            pytest.raises(OSError, match='interrupted'),
+            plant_index.Draft(path, status, stop=lambda: True) as draft,
+        ):
+            draft.absorb(old)
+        assert len(list(path.parent.iterdir())) == 2
 
     def test_fails(self, path, caplog):
         """A merge that fails is tried again, and costs no add."""
@@ -351,6 +396,20 @@ class TestSpoiled:
             shutil.copy2(file, path.parent)
         case.check()
 
+    def test_old_manifest(self, path, monkeypatch):
+        """An old manifest is not believed while in use, though its files are there."""
+        monkeypatch.setattr(plant_index, 'FACTOR', 1)
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(200), 200)
+            manifest = index_files(path)[0]
+            old = manifest.read_bytes()
+            files = set(generations(path))
+            fill(store, ferns(200, 300), 50)
+            assert files < set(generations(path))
+            with manifest.open('r+b') as file:
+                file.write(old)
+            assert_knows(store, ferns(300))
+
     @RUNNING
     @pytest.mark.parametrize('seed', range(8))
     def test_bytes_of_the_manifest(self, path, running, seed):
@@ -409,7 +468,7 @@ class TestSpoiled:
         """A damaged index is reported as unavailable if building it does not help."""
         with JSONLinesStore(path) as store:
             fill(store, ferns(100))
-            store._backend()._find = lambda ids, end: next(damaged())
+            store._backend()._find = lambda ids: next(damaged())
             with pytest.raises(StoreUnavailable, match='the index: it is damaged'):
                 store.add(Plant(1, 'Moss'))
 
@@ -425,14 +484,13 @@ def test_other_process_merges(path):
     with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
         fill(one, ferns(200))
         other.ping()
-        index = other._backend()._index
-        with other._backend()._lock.held():
-            assert plant_index.try_flock(index._fd)
-            fill_later = threading.Thread(target=fill, args=[one, ferns(200, 300)])
+        manifest = os.open(index_files(path)[0], os.O_RDONLY)
+        assert plant_index.try_flock(manifest)
+        fill_later = threading.Thread(target=fill, args=[one, ferns(200, 300)])
         fill_later.start()
         fill_later.join()
         wait_until(lambda: len(one._backend()._index._recent) >= 100)
-        index.unlock_merge()
+        os.close(manifest)
         fill(one, ferns(300, 320))
         assert len(one._backend()._index._recent) < 40
         assert_knows(other, ferns(320))
