@@ -152,9 +152,9 @@ class Generation:
     def find(self, ids: Sequence[int]) -> dict[int, int]:
         """Return the offsets of the ids that it knows."""
         least, greatest = self._least, self._greatest
-        wanted = [id for id in ids if least <= id <= greatest]
         found: dict[int, int] = {}
         with _damage():
+            wanted = [id for id in ids if least <= id <= greatest]
             for start in range(0, len(wanted), LOOKUP):
                 some = wanted[start : start + LOOKUP]
                 marks = '?,' * (len(some) - 1)
@@ -173,7 +173,7 @@ def _damage() -> Iterator[None]:
     """Report what cannot be read as a damaged index."""
     try:
         yield
-    except (sqlite3.Error, OSError) as ex:
+    except (sqlite3.Error, OSError, TypeError) as ex:  # or a row that is not there
         raise IndexDamaged(str(ex)) from ex
 
 
@@ -182,7 +182,7 @@ def _disk_errors() -> Iterator[None]:
     """Report what SQLite cannot write as what it is."""
     try:
         yield
-    except sqlite3.Error as ex:
+    except (sqlite3.Error, TypeError) as ex:  # or a row that is not there
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
 
