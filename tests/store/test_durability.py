@@ -556,15 +556,14 @@ def test_reload_without_file(path, serve, swap):
 
 def test_reload_with_a_file_cut_in_a_line(path, serve):
     """Half of an acknowledged plant is no torn tail: a reload is refused."""
-    with serve() as server:
-        with client_of_each_worker(server) as clients:
-            add_first_plants(clients)
-            with CHANGED['cut in a line'](path):
-                server.signal(signal.SIGHUP)
-                wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
-                assert 'is damaged' in server.log
-                assert_out_of_service(path, clients)
-            assert_in_service(path, clients)
+    with serve() as server, client_of_each_worker(server) as clients:
+        add_first_plants(clients)
+        with CHANGED['cut in a line'](path):
+            server.signal(signal.SIGHUP)
+            wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+            assert 'is damaged' in server.log
+            assert_out_of_service(path, clients)
+        assert_in_service(path, clients)
 
 
 @swapped({name: swap for name, swap in CHANGED.items() if name != 'cut in a line'})
