@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from gunicorn.config import Config
@@ -81,4 +82,9 @@ def _directory() -> Path | None:
 
 
 def _pids(directory: Path) -> dict[str, int]:
-    return {path.stem: int(path.read_text()) for path in directory.glob('*.pid')}
+    pids = {}
+    for path in directory.glob('*.pid'):
+        # The worker may have ended since, or be about to write its number.
+        with suppress(FileNotFoundError, ValueError):
+            pids[path.stem] = int(path.read_text())
+    return pids

@@ -61,8 +61,10 @@ class Metrics:
     def __init__(
         self, store: PlantStore, tokens: Tokens, processes: Processes | None = None
     ) -> None:
-        # NOTE: imported here: it takes a while, and is needed only if this is on.
+        # NOTE: imported here: it takes a while, and is needed only if this is on. Not
+        # later: a worker of another user may not be able to read the packages.
         import prometheus_client
+        import prometheus_client.core
         from prometheus_client.multiprocess import MultiProcessCollector
 
         self._prometheus = prometheus_client
@@ -137,9 +139,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is looked up when it is asked for."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        build = GaugeMetricFamily(
+        gauge = self._prometheus.core.GaugeMetricFamily
+        build = gauge(
             'plant_store_build_info',
             'Version of the plant store; the value is always 1.',
             labels=['version'],
@@ -151,7 +152,7 @@ class Metrics:
             self._store.ping()
             ready = True
         meaning = 'Whether the store can take plants now: 1 or 0.'
-        yield GaugeMetricFamily('plants_store_ready', meaning, ready)
+        yield gauge('plants_store_ready', meaning, ready)
         yield from self._process_metrics()
 
     def _process_metrics(self) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from contextlib import contextmanager
 from contextlib import redirect_stderr
 from contextlib import suppress
@@ -254,6 +255,7 @@ class TestPipe:
             process.stdin.flush()
             path = Path(target.partition(':')[2])
             wait_until(lambda: path.stat().st_size, 'it has begun')
+            wait_until(lambda: sleeps(process.pid), 'it waits')
             process.send_signal(signal.SIGINT)
             code = process.wait(PATIENCE)
             output = process.stdout.read()
@@ -431,12 +433,24 @@ class TestInterrupted:
             assert plants_in(pair[1]) == plants
 
 
+def sleeps(pid):
+    """Whether a process does nothing for a while."""
+    status = Path(f'/proc/{pid}/stat')
+    for _ in range(20):
+        if ') S ' not in status.read_text():
+            return False
+        time.sleep(0.005)
+    return True
+
+
 @contextmanager
 def stuck(server, target):
     """Keep a copy from its end, once it has begun."""
     if target.startswith('jsonl'):
         path = Path(target.partition(':')[2])
-        wait_until(lambda: path.exists() and path.stat().st_size, 'it has begun')
+        # NOTE: not wait_until(), which looks every 10 ms: the copy may be over by then.
+        while not path.exists() or not path.stat().st_size:
+            time.sleep(0.000_2)
         with path.open('rb') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
