@@ -52,6 +52,7 @@ from store import open_store
 from store.scheduler import THREADS
 from web.metrics import Processes
 from web.settings import Settings
+from web.settings import is_in_memory
 from web.tokens import new_token_notice
 
 log = logging.getLogger('plants')
@@ -70,9 +71,7 @@ REHEARSAL = (
 
 def default_workers(environ: Mapping[str, str]) -> int:
     """Return how many workers to run: one a core, or one if each had its own plants."""
-    if environ.get('PLANTS_STORE') == 'memory:':
-        return 1
-    return len(os.sched_getaffinity(0))
+    return 1 if is_in_memory(environ) else len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)

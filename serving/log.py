@@ -15,6 +15,8 @@ from typing import Any
 from gunicorn.config import Config
 from gunicorn.glogging import Logger
 
+from web.settings import is_json_log
+
 # The loggers of the service; web/ and store/ know no others.
 NAMES = ('plants', 'store')
 # How long a line may wait for others, in seconds.
@@ -154,7 +156,7 @@ def configure(log: Logger, cfg: Config) -> None:
     logging.logThreads = False
     logging.logMultiprocessing = False
     error_format: logging.Formatter = TextFormatter(log.error_fmt, log.datefmt)
-    if (os.environ | cfg.env).get('PLANTS_LOG') == 'json':
+    if is_json_log(os.environ | cfg.env):
         error_format = JSONFormatter()
         for handler in log.access_log.handlers:
             handler.setFormatter(error_format)

@@ -43,6 +43,19 @@ VARIABLES = {
 }
 
 
+# Two answers that a server needs before it can refuse a bad setting with a sentence.
+
+
+def is_in_memory(environ: Mapping[str, str]) -> bool:
+    """Whether each process would have plants of its own."""
+    return environ.get('PLANTS_STORE') == 'memory:'
+
+
+def is_json_log(environ: Mapping[str, str]) -> bool:
+    """Whether the lines of the log are JSON."""
+    return environ.get('PLANTS_LOG') == 'json'
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment configures.
