@@ -16,6 +16,8 @@ from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
+from io import RawIOBase
+from itertools import count
 from typing import Any
 
 from gunicorn import util
@@ -23,11 +25,14 @@ from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.config import Config
 from gunicorn.http import errors
+from gunicorn.http.body import Body
 from gunicorn.http.body import LengthReader
 from gunicorn.http.errors import LimitRequestHeaders
 from gunicorn.http.message import Request
-from gunicorn.http.message import _ip_in_allow_list
-from gunicorn.http.parser import RequestParser
+from gunicorn.http.unreader import SocketUnreader
+from gunicorn.http.wsgi import Response
+from gunicorn.http.wsgi import WSGIErrorsWrapper
+from gunicorn.http.wsgi import create
 from gunicorn.sock import ssl_context
 from gunicorn.workers.base import Worker
 
@@ -37,6 +42,9 @@ CHECKED_VERSION = '27.0.1'
 
 # What gunicorn reads away after an answer is shorter than this, in bytes.
 LONG_REST = 65_536
+# How many heads are known, and the longest of them in bytes.
+KNOWN_HEADS = 256
+MAX_KNOWN_HEAD = 4096
 
 STATUSES = {
     errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
@@ -66,52 +74,54 @@ class StrictRequest(Request):  # type: ignore[misc]
 
     gunicorn has no hook between the head and the body, and asks ``should_close`` when
     it writes the head of the answer.
+
+    Attributes:
+        body: A file with the body.
+        content_length: Its length in bytes; ``None`` if it comes in chunks.
+        environ: What the head says in terms of WSGI, once it is known; requests with
+            the same head share it.
     """
 
     body: Any
-
-    def _peer_is_trusted_proxy(self) -> bool:
-        # Of an address it is always the same, and takes 5 us to find out.
-        address = self.peer_addr
-        if not isinstance(address, tuple):
-            return bool(super()._peer_is_trusted_proxy())
-        return _is_trusted_proxy(self.cfg, address[0])
+    content_length: int | None
+    environ: dict[str, Any]
 
     def set_body_reader(self) -> None:
         hosts = 0
-        self._connection_options: set[str] = set()
+        options: set[str] = set()
         for name, value in self.headers:
             if name == 'HOST':
                 hosts += 1
             elif name == 'CONNECTION':
-                options = value.lower().split(',')
-                self._connection_options.update(map(str.strip, options))
+                options.update(map(str.strip, value.lower().split(',')))
             elif name == 'TRANSFER-ENCODING' and value.lower() != 'chunked':
                 raise errors.InvalidHeader(name)  # RFC 9112, section 6.1
         if not hosts and self.version >= (1, 1):
             raise errors.InvalidHeader('HOST')  # RFC 9112, section 3.2
+        self.content_length = None
+        self.environ = {}
         super().set_body_reader()
+        self.must_close = 'close' in options or super().should_close()
         reader = self.body.reader
         if isinstance(reader, LengthReader):
-            self._take_whole_body(reader.length)
+            self.content_length = reader.length
+            self.take_body(self.unreader.take_buffered())
 
-    def _take_whole_body(self, length: int) -> None:
-        """Replace the body if all of it has come with the head, as most do.
+    def take_body(self, received: bytes) -> None:
+        """Take the body from what was received behind the head, if all of it is there.
 
-        gunicorn's own object copies it six times, which takes 26 us.
+        gunicorn's own reader copies it six times, which takes 26 us.
         """
-        received = self.unreader.take_buffered()
+        length = self.content_length or 0
         if len(received) >= length:
             self.body = BytesIO(received[:length])
-            received = received[length:]
-        self.unreader.unread(received)
+            self.unreader.unread(received[length:])
+        else:
+            self.body = Body(LengthReader(self.unreader, length))
+            self.unreader.unread(received)
 
     def should_close(self) -> bool:
-        return (
-            'close' in self._connection_options
-            or bool(super().should_close())
-            or self._leaves_body()
-        )
+        return self.must_close or self._leaves_body()
 
     def _leaves_body(self) -> bool:
         """Whether so much of the body is unread that the connection must close.
@@ -126,26 +136,101 @@ class StrictRequest(Request):  # type: ignore[misc]
         return reader.parser is not None
 
 
-class StrictParser(RequestParser):  # type: ignore[misc]
-    """gunicorn's parser with our requests."""
+class Exchanges:
+    """The requests of all connections of a worker, and their WSGI environments.
 
-    mesg_class = StrictRequest
-
-
-def requests(cfg: Config, client: Any, address: Any) -> Iterator[Request]:
-    """Return the requests of a connection, one after another.
+    A client sends the same head again and again, byte for byte, unless a body has
+    another length. So the latest heads are kept, with what gunicorn has read in them.
+    Side by side (two workers, 16 and 64 connections) an add takes 269 and 247 us of
+    CPU with this, 367 and 364 without, and 32 and 33 % more are made.
 
     Args:
         cfg: gunicorn's settings.
-        client: Has ``recv``.
-        address: Of the client.
-
-    Raises:
-        OSError: The connection ended in the middle of a head.
-        Exception: What ``status_of`` knows: the request is refused.
     """
-    parser: Iterator[Request] = StrictParser(cfg, client, address)
-    return parser
+
+    def __init__(self, cfg: Config) -> None:
+        self._cfg = cfg
+        self._known: dict[tuple[bytes, str, Any], dict[str, Any]] = {}
+        self._error_log = ErrorLog(cfg)
+
+    def requests(self, client: Any, address: Any, listener: Any) -> Iterator[Any]:
+        """Yield the requests of a connection, one after another.
+
+        Args:
+            client: Has ``recv``.
+            address: Of the client.
+            listener: The address that the client has connected to.
+
+        Raises:
+            OSError: The connection ended in the middle of a head.
+            Exception: What ``status_of`` knows: the request is refused.
+        """
+        unreader = SocketUnreader(client)
+        # gunicorn believes what some hosts say in a head, and others not.
+        host = address[0] if isinstance(address, tuple) else ''
+        for number in count(1):
+            received = unreader.read()
+            if not received:
+                return
+            end = received.find(b'\r\n\r\n') + 4
+            head = received[:end], host, listener
+            known = self._known.get(head)
+            if known is None:
+                unreader.unread(received)
+                request = StrictRequest(self._cfg, unreader, address, number)
+                if 4 <= end <= MAX_KNOWN_HEAD:
+                    self._keep(head, request)
+            else:
+                request = StrictRequest.__new__(StrictRequest)
+                request.__dict__.update(known, unreader=unreader, peer_addr=address)
+                request.take_body(received[end:])
+            yield request
+            if request.should_close() or getattr(request.body, 'failed', False):
+                return
+
+    def _keep(self, head: tuple[bytes, str, Any], request: StrictRequest) -> None:
+        if (
+            request.content_length is None
+            or request.proxy_protocol_info
+            or request._expected_100_continue
+        ):
+            return  # there is more to do than the head says
+        if len(self._known) == KNOWN_HEADS:
+            self._known.clear()
+        self._known[head] = {**vars(request), 'body': None, 'unreader': None}
+
+    def respond(
+        self, request: StrictRequest, client: Any, address: Any, listener: Any
+    ) -> tuple[Response, dict[str, Any]]:
+        """Return the response to a request, empty yet, and the WSGI environment."""
+        if not request.environ:
+            _, environ = create(request, client, address, listener, self._cfg)
+            del environ['wsgi.early_hints']  # they would wait in the response buffer
+            request.environ.update(environ)
+        environ = {
+            **request.environ,
+            'wsgi.input': request.body,
+            'wsgi.errors': self._error_log,
+            'wsgi.multithread': True,
+            'gunicorn.socket': client,
+        }
+        if isinstance(address, tuple):
+            environ['REMOTE_PORT'] = str(address[1])
+        return Response(request, client, self._cfg), environ
+
+
+class ErrorLog(RawIOBase):
+    """``wsgi.errors``: gunicorn's own, made when something is written to it.
+
+    Args:
+        cfg: gunicorn's settings.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        self._cfg = cfg
+
+    def write(self, data: Any) -> None:
+        WSGIErrorsWrapper(self._cfg).write(data)
 
 
 def discard_body(request: Request) -> None:
@@ -163,20 +248,8 @@ def has_more(request: Request) -> bool:
     return bool(request.unreader.buf.getbuffer().nbytes)
 
 
-@lru_cache(maxsize=1024)
-def _is_trusted_proxy(cfg: Config, host: str) -> bool:
-    networks = cfg.forwarded_allow_networks()
-    return bool(_ip_in_allow_list(host, cfg.forwarded_allow_ips, networks))
-
-
-def remember_settings(cfg: Config) -> None:
-    """Spare each request what gunicorn works out anew for it, which takes 15 us.
-
-    That is each of some twenty settings, by a search and two calls, and the time as
-    text.
-    """
-    for name, setting in cfg.settings.items():
-        cfg.__dict__[name] = setting.get()
+def remember_time() -> None:
+    """Spare each answer the time as text, which takes 5 us."""
     util.http_date = http_date
 
 

@@ -155,6 +155,45 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
         assert server.log.count('Traceback') == 3
 
 
+ENVIRON_APP = """
+import json
+
+def app(environ, start_response):
+    environ['wsgi.errors'].write('seen\\n')
+    body = environ['wsgi.input'].read()
+    names = [name for name in environ if name.startswith(('HTTP_', 'REMOTE_'))]
+    names += ['wsgi.url_scheme']
+    seen = {name: environ.pop(name) for name in names} | {'body': body.decode()}
+    environ.clear()
+    text = json.dumps(seen).encode()
+    headers = [('Content-Type', 'application/json'), ('Content-Length', str(len(text)))]
+    start_response('200 OK', headers)
+    return [text]
+"""
+
+
+def test_requests_with_one_head_are_told_apart(tmp_path):
+    """A head that was read before says nothing about the body and the client."""
+    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
+    settings = ('--workers', '1', '--forwarded-allow-ips', '127.0.0.2')
+    with Server(tmp_path, 'environ:app', *settings, workers=None) as server:
+        for source in ('127.0.0.1', '127.0.0.2', '127.0.0.1'):
+            address = ('127.0.0.1', server.port)
+            with (
+                socket.create_connection(address, PATIENCE, (source, 0)) as over,
+                RawClient(over=over) as client,
+            ):
+                for body in (b'{"id": 1}', b'{"id": 2}'):
+                    data = request(body=body, x_forwarded_proto='https')
+                    seen = client.ask(data).json
+                    assert seen['body'] == body.decode()
+                    assert seen['REMOTE_ADDR'] == source
+                    assert seen['REMOTE_PORT'] == str(over.getsockname()[1])
+                    scheme = 'https' if source == '127.0.0.2' else 'http'
+                    assert seen['wsgi.url_scheme'] == scheme
+        assert 'seen' in server.log
+
+
 def test_fault_of_the_worker_ends_only_its_connection(tmp_path):
     """Whatever goes wrong with a connection, others are served, and it is logged."""
     lines = 'PlantsWorker.handle_error = None'
