@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -156,7 +157,10 @@ def test_metrics_know_the_workers_of_a_reload(tmp_path):
         directory = directory_of(next(iter(server.worker_pids())))
 
         def are_known():
-            pids = {int(path.read_text()) for path in directory.glob('*.pid')}
+            pids = set()
+            for path in directory.glob('*.pid'):
+                with suppress(FileNotFoundError):  # its worker has just ended
+                    pids.add(int(path.read_text()))
             return pids == server.worker_pids() and len(pids) == 2
 
         for _ in range(3):
