@@ -2,13 +2,13 @@
 
 import os
 import threading
-import time
 
 import pytest
 
 from store import StoreClosed
 from store import StoreUnavailable
 from store.lazy import LazyStore
+from store.scheduler import Threads
 from store.testing import in_child
 from store.testing import in_threads
 from store.testing import wait_until
@@ -45,20 +45,41 @@ class Backend:
         self.closed = True
 
 
+class Lock:
+    """A lock that notes each thread that comes to it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.came = []
+
+    def __enter__(self):
+        self.came.append(threading.current_thread())
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc_info):
+        return self._lock.__exit__(*exc_info)
+
+
+class Scheduler(Threads):
+    """Callers that are threads, and are seen when they come to a lock."""
+
+    def lock(self):
+        return Lock()
+
+
 class Store(LazyStore):
-    """A store that opens backends of these tests, each in 50 ms."""
+    """A store that opens backends of these tests."""
 
     __iter__ = None
 
     def __init__(self):
-        super().__init__()
+        super().__init__(scheduler=Scheduler())
         self.opened = []
 
     def add(self, plant):
         return self._backend()
 
     def _open_backend(self):
-        time.sleep(0.05)
         self.opened.append(Backend())
         return self.opened[-1]
 
@@ -72,6 +93,12 @@ def store():
 def test_opened_once(store):
     """Of many who use a store first, one opens it, and all use what that one opened."""
     used = []
+
+    def open_late():
+        wait_until(lambda: len(store._process().opening.came) == 4)
+        return Store._open_backend(store)
+
+    store._open_backend = open_late
     in_threads(*[lambda: used.append(store.add(None))] * 4)
     assert used == store.opened * 4
 
@@ -134,7 +161,7 @@ def test_one_ping_at_a_time(store):
     wait_until(lambda: backend.now)
     for thread in threads[1:]:
         thread.start()
-    time.sleep(0.05)  # the others come to wait, which nothing shows
+    wait_until(lambda: len(store._process().pinging.came) == len(threads))
     held.set()
     for thread in threads:
         thread.join()
@@ -166,7 +193,7 @@ def test_failed_ping(store, error):
     backend.before_ping = fail
     for thread in threads[1:]:
         thread.start()
-    time.sleep(0.05)  # the others come to wait, which nothing shows
+    wait_until(lambda: len(store._process().pinging.came) == len(threads))
     held.set()
     for thread in threads:
         thread.join()
