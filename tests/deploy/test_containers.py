@@ -12,6 +12,7 @@ import sys
 import pytest
 import yaml
 from installing import offline_pip
+from installing import wheels
 from server import REPOSITORY
 from server import ROOMS
 from server import RawClient
@@ -95,6 +96,7 @@ class Image:
 @pytest.fixture(scope='module')
 def image(tmp_path_factory):
     """What the Containerfile makes."""
+    wheels()  # without them it is skipped now, not after the making of a .venv
     return Image(tmp_path_factory.mktemp('image'))
 
 
