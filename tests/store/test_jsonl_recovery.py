@@ -424,6 +424,34 @@ class TestSwap:
         with JSONLinesStore(path, system=QUICK) as store:
             assert_right(store, after, free=range(10))
 
+    @pytest.mark.parametrize('index', ['kept', 'removed'])
+    @pytest.mark.parametrize('length', [4, 5, 90])
+    def test_cut_and_opened_by_another(self, path, length, index):
+        """A store that knows a file from before it was cut harms nothing that follows.
+
+        The file grows past the size that it knows, to an offset where lines begin or
+        not. So it is with two servers, of which one is reloaded.
+        """
+        plants = [Plant(id, 'Fern') for id in range(10, 20)]
+        with JSONLinesStore(path, system=QUICK) as old:
+            for plant in plants:
+                old.add(plant)
+            size = path.stat().st_size
+            del plants[5:]
+            os.truncate(path, size // 2)
+            if index == 'removed':
+                path.with_name(f'{path.name}.index').unlink()
+            with JSONLinesStore(path, system=QUICK) as new:
+                while path.stat().st_size <= size:
+                    plants.append(Plant(20 + len(plants), 'Fern'.ljust(length, '.')))
+                    new.add(plants[-1])
+                    with pytest.raises((IdTaken, StoreUnavailable)):
+                        old.add(plants[5]._replace(name='Reed'))
+                assert path.read_bytes() == lines(*plants)
+                assert_right(new, plants)
+        with JSONLinesStore(path, system=QUICK) as store:
+            assert_right(store, plants, free=[15, 100])
+
     @pytest.mark.parametrize('create', ['first', 'never', 'always'])
     def test_start_without_file(self, path, create):
         """A start where only the index is left makes a file if it is told to always."""
@@ -449,7 +477,7 @@ class TestSwap:
 
             def add(first):
                 try:
-                    for id in range(first, first + 300):
+                    for id in range(first, first + 80):
                         store.add(Plant(id, 'Fern'))
                 finally:
                     done.set()
