@@ -316,11 +316,11 @@ class Spoiled:
 
     def __init__(self, path, running):
         self.path = path
-        self.plants = ferns(4000)  # in some twenty pages
+        self.plants = ferns(2000)  # in some ten pages
         self.store = JSONLinesStore(path)
-        fill(self.store, self.plants[:2000], 250)
+        fill(self.store, self.plants[:1800], 600)
         self.old = {file.stat().st_ino: file.read_bytes() for file in index_files(path)}
-        fill(self.store, self.plants[2000:], 250)
+        fill(self.store, self.plants[1800:], 100)
         self.store.close()
         if running:
             # Opened again, so that it has read hardly a page yet.
@@ -390,8 +390,8 @@ class TestSpoiled:
             shutil.copy2(file, copies)
         if not running:
             case.store = JSONLinesStore(path)
-        fill(case.store, ferns(4000, 5000), 250)
-        case.plants = ferns(5000)
+        fill(case.store, ferns(2000, 2500), 250)
+        case.plants = ferns(2500)
         for file in copies.iterdir():
             shutil.copy2(file, path.parent)
         case.check()
