@@ -230,7 +230,7 @@ def scale(server, load):
 
 def recycle(server, load):
     """--max-requests, until every worker was replaced several times."""
-    wait_until(lambda: server.log.count('Booting worker') > 10, 'they are replaced')
+    wait_until(lambda: server.log.count('Booting worker') > 6, 'they are replaced')
 
 
 @contextmanager

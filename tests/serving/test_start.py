@@ -77,11 +77,6 @@ BAD_STARTS = {
         ["'nosql://***@host/db' is not a store"],
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
-    'token of symbols': ({'PLANTS_TOKENS': f'{SECRET}!'}, ['PLANTS_TOKENS', '1']),
-    'no tokens file': (
-        {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': 'absent'},
-        ['PLANTS_TOKENS_FILE', 'absent'],
-    ),
     'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
     'statsd': (
         {'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0 --statsd-host localhost:8125'},
