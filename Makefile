@@ -3,15 +3,22 @@ BIN = .venv/bin
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 PEERS = bench/peers
 
+# Four processes, also on two cores: many tests wait for a time-out. worksteal keeps
+# the tests of a module together, because they share a database or a browser.
+TEST = $(BIN)/pytest --numprocesses 4 --dist worksteal
+
 all: test lint
 
 run: .venv/run
 	exec $(BIN)/gunicorn
 
-# Three processes, also on two cores: many tests wait for a time-out. worksteal keeps
-# the tests of a module together, because they share a database or a browser.
 test: .venv/test
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --cov
+	$(TEST)
+
+# The branches that no test takes. Every server and command is traced too: it takes
+# twice as long.
+coverage: .venv/test
+	$(TEST) --cov
 
 # Every state that a crash may leave; make test tries a sample.
 crash: .venv/test
@@ -62,4 +69,4 @@ $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 bench-scale bench-hostile: bench-%: .venv/test
 	$(BIN)/python -m bench.$* $(BENCH)
 
-.PHONY: all run test crash lint venv constraints bench bench-scale bench-hostile
+.PHONY: all run test coverage crash lint venv constraints bench bench-scale bench-hostile
