@@ -572,7 +572,7 @@ class PlantFile:
             return
         self._sync((index, merge.end))
         with Draft(
-            path, status, system=self._system, stop=lambda: self._closing
+            path, status, merge.ids, system=self._system, stop=lambda: self._closing
         ) as draft:
             stamp = index.write_merged(merge, draft)
             with self._lock.held():

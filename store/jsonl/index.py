@@ -27,6 +27,9 @@ plant in, so a miss must be certain too:
 * A generation is believed only if its inode, size and ctime are those of when it was
   finished, and this is looked at *after* each lookup. So nobody can have changed a byte
   of it, and old pages, put back in any mixture, are not believed either.
+* Most ids are new, and the *filter* of a generation says so without a lookup: a Bloom
+  filter, which each process reads into memory when it opens the file. It may take a new
+  id for a known one, never a known one for a new one.
 * A generation is synced before the manifest names it, and what it knows of the plant
   file was synced before that. The manifest is synced before the generations that it
   names no more are removed.
@@ -52,6 +55,7 @@ import sqlite3
 import threading
 import time
 import zlib
+from array import array
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -61,6 +65,7 @@ from contextlib import contextmanager
 from contextlib import suppress
 from itertools import chain
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from typing import NamedTuple
@@ -76,11 +81,15 @@ FLUSH_AT = 250_000  # ids of a catch-up that are held in memory
 # built: with little memory each is written a hundred times.
 BUILD_CACHE = 256 * 1024
 MERGE_CACHE = 4 * 1024
+LOOKUP_CACHE = 256
 # A generation is copied unless it is this many times as large as what follows it. At 8,
 # ten million plants have two to four generations; the sector has room for four.
 FACTOR = 8
 GENERATIONS = 4
-LOOKUP = 256  # ids of a SELECT
+BYTES = 16  # of an id in a generation, about
+FILTER_BITS = 12  # for an id, or fewer:
+FILTER_MOST = 10 * 1024 * 1024  # bytes of one filter, in each worker
+PIECE = 64 * 1024  # bytes of a filter in a row
 # Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
 # change within the same tick does not show in the ctime.
 TICK = 0.02
@@ -90,9 +99,13 @@ SECTOR = 512
 TAIL = 256  # bytes before the end of a generation that are compared
 
 _SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)'
+_FILTER = 'CREATE TABLE filter (words BLOB NOT NULL)'
 
-# NOTE: one SELECT of both would read the whole table.
-_RANGE = 'SELECT (SELECT min(id) FROM plants), (SELECT max(id) FROM plants)'
+# The bits of an id in two words of the filter. They are on the disk: who changes them,
+# or which words are whose, must rename the table.
+_PRIME = 4093
+_FIRST = [1 << n % 64 | 1 << n % 63 for n in range(_PRIME)]
+_SECOND = [1 << n % 61 | 1 << n % 59 for n in range(_PRIME)]
 
 # Called with the offset that an id has already, and another one.
 Repeat = Callable[[int, int], None]
@@ -134,9 +147,11 @@ class Generation:
         try:
             with _damage():
                 self._connection.execute('PRAGMA mmap_size = 0')
-                self._least, self._greatest = self._connection.execute(
-                    _RANGE
-                ).fetchone()
+                self._connection.execute(f'PRAGMA cache_size = -{LOOKUP_CACHE}')
+                self.filter = array('Q')
+                query = 'SELECT words FROM filter ORDER BY rowid'
+                for (words,) in self._connection.execute(query):
+                    self.filter.frombytes(words)
             self.check()
         except BaseException:
             self.close()
@@ -151,16 +166,20 @@ class Generation:
 
     def find(self, ids: Sequence[int]) -> dict[int, int]:
         """Return the offsets of the ids that it knows."""
-        least, greatest = self._least, self._greatest
+        words, size = self.filter, len(self.filter)
+        maybe = [
+            id
+            for id in ids
+            if words[id % size] & (bits := _FIRST[id % _PRIME]) == bits
+            and words[id % (size - 2)] & (bits := _SECOND[id % _PRIME]) == bits
+        ]
         found: dict[int, int] = {}
         with _damage():
-            wanted = [id for id in ids if least <= id <= greatest]
-            for start in range(0, len(wanted), LOOKUP):
-                some = wanted[start : start + LOOKUP]
-                marks = '?,' * (len(some) - 1)
-                query = f'SELECT id, offset FROM plants WHERE id IN ({marks}?)'
-                found.update(self._connection.execute(query, some))
-        if wanted:
+            for id in maybe:
+                query = 'SELECT offset FROM plants WHERE id = ?'
+                for (offset,) in self._connection.execute(query, [id]):
+                    found[id] = offset
+        if maybe:
             self.check()
         return found
 
@@ -173,7 +192,7 @@ def _damage() -> Iterator[None]:
     """Report what cannot be read as a damaged index."""
     try:
         yield
-    except (sqlite3.Error, OSError, TypeError) as ex:  # or a row that is not there
+    except (sqlite3.Error, OSError, TypeError, ValueError) as ex:  # or no filter
         raise IndexDamaged(str(ex)) from ex
 
 
@@ -195,6 +214,7 @@ class Draft:
     Args:
         base: The path of the manifest.
         like: The status of the plant file, for mode and owner.
+        ids: How many it will have, about.
         cache: Memory for pages while it is written, in KiB.
         system: The system calls.
         stop: Called now and then; writing fails when it returns true.
@@ -204,6 +224,7 @@ class Draft:
         self,
         base: Path,
         like: os.stat_result,
+        ids: int,
         cache: int = MERGE_CACHE,
         system: Any = os,
         stop: Callable[[], bool] | None = None,
@@ -211,6 +232,8 @@ class Draft:
         self._name = secrets.token_hex(8)
         self._path = generation_path(base, self._name)
         self._system = system
+        words = min(FILTER_BITS * ids // 64, FILTER_MOST // 8) | 1
+        self._filter = array('Q', [0]) * words
         self._fd = new_file(self._path, like, system)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -250,12 +273,16 @@ class Draft:
 
     def absorb(self, generation: Generation) -> None:
         """Add all that a generation knows."""
+        execute = self._connection.execute
+        is_first = not self._connection.total_changes
         with _disk_errors():
-            self._connection.execute('ATTACH ? AS old', [generation.uri])
-            self._connection.execute(
-                'INSERT OR IGNORE INTO plants SELECT * FROM old.plants'
-            )
-            self._connection.execute('DETACH old')
+            execute('ATTACH ? AS old', [generation.uri])
+            execute('INSERT OR IGNORE INTO plants SELECT * FROM old.plants')
+            if is_first and 2 * len(generation.filter) >= len(self._filter):
+                self._filter = generation.filter  # more bits in it harm nobody
+            else:
+                self._mark(execute('SELECT * FROM old.plants'))
+            execute('DETACH old')
         generation.check()
 
     def extend(self, entries: Iterable[tuple[int, int]], repeat: Repeat) -> None:
@@ -264,7 +291,7 @@ class Draft:
         execute = self._connection.execute
         with _disk_errors():
             # In the order of ids, so that each page is changed once in a batch.
-            while batch := sorted(islice(entries, FLUSH_AT)):
+            while batch := sorted(islice(entries, FLUSH_AT), key=itemgetter(0)):
                 changes = self._connection.total_changes
                 execute('BEGIN')
                 query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
@@ -276,9 +303,23 @@ class Draft:
                         if first != offset:
                             repeat(first, offset)
                 execute('COMMIT')
+                self._mark(batch)
+
+    def _mark(self, entries: Iterable[tuple[int, int]]) -> None:
+        words, size = self._filter, len(self._filter)
+        for id, _ in entries:
+            words[id % size] |= _FIRST[id % _PRIME]
+            words[id % (size - 2)] |= _SECOND[id % _PRIME]
 
     def finish(self, plants: int, end: int) -> Stamp:
         """Return the stamp of the finished file, which is durable."""
+        with _disk_errors():
+            self._connection.execute(_FILTER)
+            self._connection.execute('BEGIN')
+            with memoryview(self._filter).cast('B') as view:
+                pieces = ([view[at : at + PIECE]] for at in range(0, len(view), PIECE))
+                self._connection.executemany('INSERT INTO filter VALUES (?)', pieces)
+            self._connection.execute('COMMIT')
         self._connection.close()
         self._system.fsync(self._fd)
         time.sleep(TICK)
@@ -294,6 +335,7 @@ class Merge(NamedTuple):
     absorbed: list[Stamp]
     recent: dict[int, int]
     end: int
+    ids: int  # of all that
 
 
 class Index:
@@ -412,7 +454,8 @@ class Index:
             self._install(self._stamps())
             return
         like = os.fstat(self._plants)
-        with Draft(self._path, like, BUILD_CACHE, self._system) as draft:
+        ids = like.st_size * MERGE_AT // (first[-1][1] + 1 - first[0][1])
+        with Draft(self._path, like, ids, BUILD_CACHE, self._system) as draft:
             for stamp in self._stamps():
                 draft.absorb(self._generations[stamp])
             draft.extend(chain(first, records), repeat)
@@ -552,7 +595,9 @@ class Index:
             if len(kept) < GENERATIONS and end - start >= FACTOR * (self.end - end):
                 break
             absorbed.insert(0, kept.pop())
-        return Merge(kept, absorbed, self._recent.copy(), self.end)
+        ids = sum(stamp.size for stamp in absorbed) // BYTES
+        recent = self._recent.copy()
+        return Merge(kept, absorbed, recent, self.end, len(recent) + ids)
 
     def write_merged(self, merge: Merge, draft: Draft) -> Stamp:
         """Write a generation; it needs no lock. REQUIRES: the file is synced."""

@@ -133,7 +133,7 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
     # An index on disk finds ids that come twice without holding all ids in memory.
     with (
         tempfile.TemporaryDirectory() as directory,
-        Draft(Path(directory) / 'index', os.fstat(fd), BUILD_CACHE) as draft,
+        Draft(Path(directory) / 'index', os.fstat(fd), 0, BUILD_CACHE) as draft,
     ):
         draft.extend(sound(), lambda *offsets: repeated.append(offsets))
     number, counted = 1, 0

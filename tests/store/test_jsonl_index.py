@@ -166,13 +166,25 @@ class TestMerge:
             assert_knows(one, plants)
             assert_knows(other, plants)
 
-    def test_sequential_ids(self, path):
-        """Ids beyond those of a generation are not looked up in it."""
+    @pytest.mark.parametrize('scattered', [True, False])
+    def test_new_ids(self, path, monkeypatch, scattered):
+        """A new id is seldom looked up, however often its generations were merged."""
+        plants = [Plant(number, 'Fern') for number in range(5000)]
+        plants = ferns(5000) if scattered else plants
+        looked_up = []
+        check = plant_index.Generation.check
         with JSONLinesStore(path) as store:
-            fill(store, [Plant(number, 'Fern') for number in range(200)])
-            for generation in store._backend()._index._generations.values():
-                generation._connection.close()
-            assert store.add(Plant(1000, 'Moss'))
+            fill(store, plants[:4000], 250)
+            monkeypatch.setattr(
+                plant_index.Generation,
+                'check',
+                lambda generation: looked_up.append(1) or check(generation),
+            )
+            store._backend()._index.find([plant.id for plant in plants[4000:]])
+            assert not looked_up[len(generations(path)) :]
+            for plant in plants[4000:]:
+                store._backend()._index.find([plant.id])
+        assert len(looked_up) < 100
 
     def test_many_of_another_process(self, path, monkeypatch):
         """Many lines that somebody appends are entered by another thread."""
@@ -242,14 +254,14 @@ class TestMerge:
         """A merge of many ids ends soon when a store is closed, and leaves nothing."""
         path.touch()
         status = path.stat()
-        with plant_index.Draft(path, status) as draft, path.open('rb') as plants:
+        with plant_index.Draft(path, status, 1) as draft, path.open('rb') as plants:
             draft.extend(((number, 0) for number in range(100_000)), pytest.fail)
             stamp = draft.finish(plants.fileno(), 0)
         old = plant_index.Generation(path, stamp)
         with (
             closing(old),
             pytest.raises(OSError, match='interrupted'),
-            plant_index.Draft(path, status, stop=lambda: True) as draft,
+            plant_index.Draft(path, status, 1, stop=lambda: True) as draft,
         ):
             draft.absorb(old)
         assert len(list(path.parent.iterdir())) == 2
