@@ -365,6 +365,7 @@ class Index:
         self._head = b''  # as it was read or written last; empty if it is not believed
         self._generations: dict[Stamp, Generation] = {}
         self._recent: dict[int, int] = {}
+        self._sealed = UNKNOWN  # how long the plant file is, if the seal is of that
         self.end = 0
         self.synced = UNKNOWN
 
@@ -527,6 +528,7 @@ class Index:
         head, seal, synced = self._read()
         try:
             size = self._check_seal(seal, status)
+            self._sealed = size if size == status.st_size else UNKNOWN
             if size != self.end:  # what follows may be damaged
                 self.synced = max(self.synced, int(_open_sector(synced)))
             if head != self._head:
@@ -552,7 +554,8 @@ class Index:
 
     def enter(self, offsets: dict[int, int], end: int) -> None:
         """Enter the ids of an append, which ends at an offset."""
-        self.seal()
+        if end != self._sealed:  # as another process has left it
+            self.seal()
         self._recent.update(offsets)
         self.end = end
 

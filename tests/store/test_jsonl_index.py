@@ -186,6 +186,40 @@ class TestMerge:
                 store._backend()._index.find([plant.id])
         assert len(looked_up) < 100
 
+    def test_sealed_once(self, path):
+        """What another process has added is read; nothing is written about it."""
+        calls = []
+
+        class Counted:
+            """System calls; those that write are counted."""
+
+            def __getattr__(self, name):
+                return getattr(os, name)
+
+            def pwrite(self, *arguments):
+                calls.append(arguments)
+                return os.pwrite(*arguments)
+
+        with JSONLinesStore(path, system=Counted()) as one, JSONLinesStore(path) as two:
+            one.ping()
+            for number in range(0, 10, 2):
+                two.add(Plant(number, 'Fern'))
+                del calls[:]
+                assert one.add(Plant(number + 1, 'Fern'))
+                assert len(calls) == 3  # the plant, what the file looks like, the sync
+
+    def test_sealed_after_a_torn_tail(self, path, caplog):
+        """A tail that is cut off while in use is no reason to build the index again."""
+        fern, moss = Plant(1, 'Fern'), Plant(2, 'Moss')
+        with JSONLinesStore(path) as store:
+            store.add(fern)
+            with path.open('ab') as file:
+                file.write(b'{"id":3,')
+            assert not store.add(fern)
+            assert store.add(moss)
+        assert 'is cut off' in caplog.text
+        assert 'not used any more' not in caplog.text
+
     def test_many_of_another_process(self, path, monkeypatch):
         """Many lines that somebody appends are entered by another thread."""
         monkeypatch.setattr(plant_file, 'LITTLE', 100)
