@@ -1,6 +1,7 @@
-"""What tests share: an application in memory, the command line, and a database."""
+"""What tests share: an application, the command line, a plant file, a database."""
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -145,3 +146,22 @@ def server():
 def url(server):
     """The URL of a store in PostgreSQL without plants."""
     return server.new_url()
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Where the plant file of a test is; it does not exist yet."""
+    return tmp_path / 'plants.jsonl'
+
+
+@pytest.fixture
+def rebuilt(caplog):
+    """Return a function that tells whether the log spoke of a new index since."""
+    caplog.set_level(logging.INFO, logger='store')
+
+    def rebuilt():
+        spoke = 'building the index' in caplog.text
+        caplog.clear()
+        return spoke
+
+    return rebuilt

@@ -234,12 +234,6 @@ def failure(number):
 
 
 @pytest.fixture
-def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
-    return tmp_path / 'plants.jsonl'
-
-
-@pytest.fixture
 def disk(path):
     """Return a disk without trouble, and without the plant file."""
     return Disk(path)

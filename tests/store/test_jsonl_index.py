@@ -25,30 +25,11 @@ from store.testing import wait_until
 PAGE = 4096
 
 
-@pytest.fixture
-def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
-    return tmp_path / 'plants.jsonl'
-
-
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Merge after a few ids, and as soon as the merge before has ended."""
     monkeypatch.setattr(plant_index, 'MERGE_AT', 40)
     monkeypatch.setattr(plant_file, 'MERGE_EVERY', 0)
-
-
-@pytest.fixture
-def rebuilt(caplog):
-    """Return a function that tells whether the log spoke of a new index since."""
-    caplog.set_level(logging.INFO, logger='store')
-
-    def rebuilt():
-        spoke = 'building the index' in caplog.text
-        caplog.clear()
-        return spoke
-
-    return rebuilt
 
 
 def ferns(*span):

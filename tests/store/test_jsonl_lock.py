@@ -23,12 +23,6 @@ FERN_LINE = b'{"id":1,"name":"Fern"}\n'
 
 
 @pytest.fixture
-def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
-    return tmp_path / 'plants.jsonl'
-
-
-@pytest.fixture
 def impatient(monkeypatch):
     """Give the lock up after a moment."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)

@@ -56,25 +56,6 @@ class Quick:
 QUICK = Quick()
 
 
-@pytest.fixture
-def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
-    return tmp_path / 'plants.jsonl'
-
-
-@pytest.fixture
-def rebuilt(caplog):
-    """Return a function that tells whether the log spoke of a new index since."""
-    caplog.set_level(logging.INFO, logger='store')
-
-    def rebuilt():
-        spoke = 'building the index' in caplog.text
-        caplog.clear()
-        return spoke
-
-    return rebuilt
-
-
 def index_of(path):
     """Return where the index of a plant file is."""
     return path.with_name(path.name + '.index')

@@ -45,12 +45,6 @@ DAMAGE = {
 }
 
 
-@pytest.fixture
-def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
-    return tmp_path / 'plants.jsonl'
-
-
 def url(path):
     """Return the URL of a plant file."""
     return f'jsonl:{path}'

@@ -33,12 +33,6 @@ MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
 PLANTS = [Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')]
 
 
-@pytest.fixture
-def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
-    return tmp_path / 'plants.jsonl'
-
-
 def index_of(path):
     """Return where the index of a plant file is."""
     return path.with_name(path.name + '.index')
