@@ -14,9 +14,11 @@ from store.errors import StoreUnavailable
 
 LOCK_WITHIN = 5.0  # seconds
 # NOTE: flock() has no time-out, and a thread that is blocked in it cannot be called
-# back, so whoever waits looks again and again: soon at first, since an append takes
-# about 200 us.
-FIRST_PAUSE = 0.000_05  # seconds
+# back, so a caller that waits tries again and again. It pauses for a share of the time
+# that it has waited, within two bounds: an append takes about 200 us, and a caller that
+# pauses for longer than the others do finds the lock taken again and again.
+PAUSE_SHARE = 1 / 8
+SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01
 
 
@@ -94,10 +96,12 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
 
 def _until(attempt: Callable[[], bool], deadline: float, sleep: Sleep) -> bool:
     """Return whether an attempt had success before a time of the monotonic clock."""
-    pause = FIRST_PAUSE
+    if attempt():
+        return True
+    began = time.monotonic()
     while not attempt():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             return False
-        sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * (now - began)), LONGEST_PAUSE))
     return True

@@ -84,6 +84,27 @@ def test_held_by_another_thread(path):
         assert store.add(MOSS)
 
 
+@pytest.mark.parametrize('held_for', [0.000_3, 0.002, 0.03, 1])
+def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
+    """A caller that has waited for a while does not sleep for as long again.
+
+    Where others append all the time it would find the lock taken again and again.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(plant_lock.time, 'monotonic', lambda: clock[0])
+    path.touch()
+    with path.open('rb') as ours, path.open('rb') as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def sleep(seconds):
+            clock[0] += seconds
+            if clock[0] >= held_for:
+                fcntl.flock(other, fcntl.LOCK_UN)
+
+        with plant_lock.FileLock(ours.fileno(), path).held(sleep=sleep):
+            assert clock[0] <= held_for + max(0.000_05, held_for / 8)
+
+
 @pytest.mark.usefixtures('impatient')
 def test_held_for_commands(path):
     """Reading and repairing a file wait no longer than adding to it."""
