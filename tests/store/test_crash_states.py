@@ -1,4 +1,4 @@
-"""Every state that a crash may leave of a plant file opens, and has what it must."""
+"""Open the states that a crash may leave: no acknowledged plant is lost."""
 
 import errno
 import itertools
@@ -28,16 +28,16 @@ from store.jsonl import index
 from store.jsonl.record import encode
 from store.jsonl.repair import repair
 
-# How many states of each scenario are tried, or all.
+# How many states of each scenario are tried, or "all".
 STATES = os.environ.get('CRASH_STATES', '300')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
-# Of each scenario, those that are followed by a second one.
+# How many crashes of each scenario are followed by a second crash.
 FIRST_CRASHES = 10 if LIMIT else 50
-MIXTURES = 3  # of the index, with each state of the plant file
+MIXTURES = 3  # random states of the index for each state of the plant file
 BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
-# Plants for small batches, for some blocks of 512 bytes, and for blocks of 4 KiB.
+# Plants for small batches, for batches of some 512-byte blocks and of 4 KiB blocks.
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 LONG = [Plant(number, 'Oak' * 110) for number in range(11, 14)]
 LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
@@ -45,18 +45,18 @@ OTHERS = [Plant(number, 'Yew' * 80) for number in range(31, 35)]
 
 
 class Killed(BaseException):
-    """The process ends here, and no handler can do anything about it."""
+    """The process is killed here; as a BaseException it passes every handler."""
 
 
 class Process:
     """The system calls of a process that may be killed, or whose disk may be full.
 
     Args:
-        path: Of the plant file.
+        path: The path of the plant file.
 
     Attributes:
-        last: The name of the call that is its last one for the plant file.
-        full_after: How many bytes of a write find room, or ``None``.
+        last: The name of the call on the plant file after which it is killed.
+        full_after: How many appended bytes fit on the disk, or ``None`` for all.
     """
 
     def __init__(self, path):
@@ -99,7 +99,7 @@ def lines(*plants):
 
 
 def first_add(disk, opened):
-    """Two plants, one after the other, in a store that was not there."""
+    """Two plants, one after the other, in a new store."""
     with opened() as store:
         disk.add(store, FERN)
         disk.add(store, MOSS)
@@ -128,7 +128,7 @@ def large_batch(disk, opened):
 
 
 def killed_process(disk, opened):
-    """A process dies when it has written, and another one hears the same plants."""
+    """A process is killed after a write or a sync; another adds the same plants."""
     for last, plants in ('pwrite', LONG), ('fdatasync', OTHERS):
         process = Process(disk.path)
         killed = opened(process)
@@ -143,7 +143,7 @@ def killed_process(disk, opened):
 
 
 def killed_last_process(disk, opened):
-    """A process dies when it has written, and the next one opens the file."""
+    """A process is killed after a write, and the next one opens the file."""
     process = Process(disk.path)
     killed = opened(process)
     disk.add(killed, FERN)
@@ -157,11 +157,11 @@ def killed_last_process(disk, opened):
 
 
 def torn_tail(disk, opened):
-    """A torn tail is cut off, and another plant comes in its place."""
+    """A torn tail is cut off, and another plant is written in its place."""
     with opened() as store:
         disk.add(store, FERN, *LONG)
     disk.send(*LONGER)
-    torn = lines(*LONGER)[:3000]  # a whole line, and a part of one
+    torn = lines(*LONGER)[:3000]  # one whole line, and a part of the next
     disk.append(torn)
     disk.keep(torn.rpartition(b'\n')[2])
     with opened() as store:
@@ -170,7 +170,7 @@ def torn_tail(disk, opened):
 
 
 def lost_block(disk, opened):
-    """A torn tail that is a lost block and sound records of its batch."""
+    """A torn tail that consists of a lost block and sound records of its batch."""
     with opened() as store:
         disk.add(store, FERN, *LONG)
     disk.send(*LONGER, IVY)
@@ -185,7 +185,7 @@ def lost_block(disk, opened):
 
 
 def torn_tail_while_open(disk, opened):
-    """A process finds what another one has left behind, and writes over it."""
+    """A process cuts off the torn tail that another one has left."""
     for plants in OTHERS, [MOSS]:
         with opened() as store:
             disk.add(store, FERN, *LONG)
@@ -196,7 +196,7 @@ def torn_tail_while_open(disk, opened):
 
 
 def full_disk(disk, opened):
-    """A write that fails in the middle, and another one in its place."""
+    """A write that fails in the middle, and another write in its place."""
     process = Process(disk.path)
     with opened(process) as store:
         disk.add(store, FERN, *LONG)
@@ -210,7 +210,7 @@ def full_disk(disk, opened):
 
 
 def index_built(disk, opened):
-    """A file without an index."""
+    """The index of a file is missing, and is built."""
     with opened() as store:
         disk.add(store, FERN, *LONG, *OTHERS)
     for path in disk.directory.glob('*.index*'):
@@ -223,10 +223,10 @@ def index_built(disk, opened):
 
 @contextmanager
 def merging():
-    """Let three recent ids be merged; yield a function that waits for the merges."""
+    """Merge after three recent ids; yield a function that waits for the merges."""
     threads = set(threading.enumerate())
 
-    def merged():
+    def wait_for_merges():
         if threading.current_thread() in threads:
             for merge in set(threading.enumerate()) - threads:
                 merge.join()
@@ -235,27 +235,27 @@ def merging():
         mock.patch.multiple(index, MERGE_AT=3),
         mock.patch.multiple(file, MERGE_EVERY=0),
     ):
-        yield merged
+        yield wait_for_merges
 
 
 def merges(disk, opened):
-    """Recent ids of two processes go to the index on disk, before a sync of the plants.
+    """Recent ids of two processes are merged into the index before each sync.
 
-    Each merge makes a file, and removes those that it has taken up.
+    Each merge makes a file, and removes those whose ids it has taken over.
     """
     numbers = itertools.count(41)
-    with merging() as merged, opened() as store, opened() as other:
-        disk.before_sync = merged
+    with merging() as wait_for_merges, opened() as store, opened() as other:
+        disk.before_sync = wait_for_merges
         for process in store, other, store, store, other:
             disk.add(process, *(Plant(next(numbers), 'Fir' * 99) for _ in range(3)))
     disk.continued = merge_again
 
 
 def merge_again(store):
-    """Go on with what the merges have left: make one more file."""
-    with merging() as merged, mock.patch.multiple(index, TICK=0):
+    """Continue with the index files that the merges have left: make one more."""
+    with merging() as wait_for_merges, mock.patch.multiple(index, TICK=0):
         store.add_many([Plant(number, 'Elm') for number in range(91, 94)])
-        merged()
+        wait_for_merges()
 
 
 def repaired(disk, opened):
@@ -289,9 +289,9 @@ SCENARIOS = [
 
 @pytest.fixture
 def directory():
-    """A directory in memory if there can be one: thousands of files are written.
+    """A directory, in memory where possible: tests write thousands of files.
 
-    Nothing is logged meanwhile: pytest would keep it all.
+    Logging is off meanwhile: pytest would keep all of it.
     """
     logging.disable()
     memory = '/dev/shm'
@@ -303,7 +303,7 @@ def directory():
 
 
 def record(directory, scenario, system=os):
-    """Return what a recorder has seen of a scenario."""
+    """Run a scenario; return its recorder."""
     (directory / 'store').mkdir()
     recorder = Recorder(directory / 'store', Path(tempfile.mkdtemp(dir=directory)))
 
@@ -326,7 +326,7 @@ def raw_plants(path):
 
 
 def repair_damage(recorder):
-    """Do what opening the file asks for, where a person has damaged it."""
+    """Run the repair that a damaged file asks for, if the scenario damaged it."""
     path, damage = recorder.path, recorder.damage
     if damage and path.exists() and damage in path.read_bytes():
         with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt):
@@ -335,7 +335,7 @@ def repair_damage(recorder):
 
 
 def check(crash):
-    """Open what a crash left; find what was acknowledged, nothing that nobody sent."""
+    """Open what a crash left: acknowledged plants are there, unknown ones are not."""
     recorder, path = crash.recorder, crash.recorder.path
     repair_damage(recorder)
     left = path.read_bytes() if path.exists() else b''
@@ -353,24 +353,24 @@ def check(crash):
         assert found >= acknowledged, f'lost: {acknowledged - found}'
         unknown = found - by_then(recorder.sent, crash)
         assert not unknown, f'nobody sent {unknown}'
-        there = sorted(found)
-        fakes = [plant._replace(name='Fake') for plant in there]
-        told = store.add_many([*there, *fakes, NEW])
-        assert told[: len(there)] == [False] * len(there)
-        taken = [isinstance(one, IdTaken) for one in told[len(there) : -1]]
-        assert taken == [True] * len(there), 'an id is given twice'
-        assert told[-1] is True
+        plants = sorted(found)
+        fakes = [plant._replace(name='Fake') for plant in plants]
+        outcomes = store.add_many([*plants, *fakes, NEW])
+        assert outcomes[: len(plants)] == [False] * len(plants)
+        taken = [isinstance(one, IdTaken) for one in outcomes[len(plants) : -1]]
+        assert taken == [True] * len(plants), 'an id is given twice'
+        assert outcomes[-1] is True
     assert path.read_bytes().startswith(whole)
     assert NEW in raw_plants(path)
 
 
 def by_then(moments, crash):
-    """Return the plants of which something was said before a crash."""
+    """Return the plants whose moment is not after the crash."""
     return {plant for plant, moment in moments.items() if moment <= crash.moment}
 
 
 def fault(state):
-    """Return what is wrong with a state, or ``None``."""
+    """Return what is wrong after opening a state, or ``None``."""
     try:
         with state.placed():
             check(state.crash)
@@ -380,19 +380,21 @@ def fault(state):
 
 
 def states(recorder, block, chance, limit):
-    """Yield states, none twice; all of them, or some that chance takes."""
+    """Yield different states: all of them, or ``limit`` random ones."""
     crashes = [Crash(recorder, moment, block) for moment in recorder.moments]
     if limit is None:
-        found = (state for crash in crashes for state in crash.all(chance, MIXTURES))
+        found = (
+            state for crash in crashes for state in crash.all_states(chance, MIXTURES)
+        )
     else:
-        # More of those moments where more may have been lost.
+        # More states of the moments at which more may have been lost.
         weights = [1 + len(crash.questions) for crash in crashes]
         taken = chance.choices(crashes, weights, k=5 * limit)
-        found = (crash.some(chance) for crash in taken)
+        found = (crash.random_state(chance) for crash in taken)
     seen = set()
     for state in found:
-        told = len(by_then(recorder.acknowledged, state.crash))
-        key = hash((tuple(state.files.items()), told))
+        promised = len(by_then(recorder.acknowledged, state.crash))
+        key = hash((tuple(state.files.items()), promised))
         if key not in seen:
             seen.add(key)
             yield state
@@ -401,7 +403,7 @@ def states(recorder, block, chance, limit):
 
 
 def first_fault(recorder, block, chance, limit):
-    """Return how many states were tried, and what is wrong with the first bad one."""
+    """Return the number of states tried, and what is wrong with the first bad one."""
     count = 0
     for state in states(recorder, block, chance, limit):
         count += 1
@@ -413,8 +415,8 @@ def first_fault(recorder, block, chance, limit):
 
 @pytest.mark.parametrize('block', BLOCKS)
 @pytest.mark.parametrize('scenario', SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_crash(directory, scenario, block):
-    """Acknowledged plants are there after a crash at any moment of a scenario."""
+def test_acknowledged_plants_survive_a_crash(directory, scenario, block):
+    """After a crash at any moment of a scenario no acknowledged plant is lost."""
     recorder = record(directory, scenario)
     chance = Random(f'{SEED} {scenario.__name__} {block}')
     _, text = first_fault(recorder, block, chance, LIMIT)
@@ -423,8 +425,8 @@ def test_crash(directory, scenario, block):
 
 @pytest.mark.parametrize('block', BLOCKS)
 @pytest.mark.parametrize('scenario', SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_second_crash(directory, scenario, block):
-    """They also are there after a crash while a store opens what the first one left."""
+def test_acknowledged_plants_survive_a_second_crash(directory, scenario, block):
+    """A second crash, while a store opens after the first one, loses none either."""
     first = record(directory, scenario)
     chance = Random(f'{SEED} {scenario.__name__} {block}')
     for state in states(first, block, chance, FIRST_CRASHES):
@@ -444,11 +446,11 @@ def test_second_crash(directory, scenario, block):
 
 
 class Forgetful:
-    """The system calls of a store that forgets to sync, or syncs too late.
+    """System calls that skip a sync, or make it too late.
 
     Args:
-        forgotten: The name of the call that is not made.
-        late: Whether it is made when the next one is asked for.
+        forgotten: The name of the call that is skipped.
+        late: Whether the skipped call is made up for at the next call.
     """
 
     def __init__(self, forgotten, late=False):
@@ -471,8 +473,8 @@ class Forgetful:
     [Forgetful('fdatasync'), Forgetful('fsync'), Forgetful('fdatasync', late=True)],
     ids=['no sync', 'no sync of the directory', 'acknowledged before the sync'],
 )
-def test_forgotten_sync(directory, system):
-    """A store that forgets a sync is found out."""
+def test_missing_sync_is_detected(directory, system):
+    """The generator finds a state that shows a missing or late sync."""
     recorder = record(directory, first_add, system)
     _, text = first_fault(recorder, 512, Random(SEED), 1000)
     assert text

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli import command
-from cli import without_reader
+from cli import pipe_without_reader
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -548,7 +548,7 @@ class TestOutput:
         """Without a reader nobody complains, and what is damaged stays damaged."""
         lines = path.read_bytes().splitlines(keepends=True)[:size]
         path.write_bytes(b''.join(lines) + end)
-        writer = without_reader()
+        writer = pipe_without_reader()
         with command(name, url(path), stdout=writer) as process:
             os.close(writer)
             errors = process.stderr.read().decode()

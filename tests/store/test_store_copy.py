@@ -20,7 +20,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from cli import command
-from cli import without_reader
+from cli import pipe_without_reader
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -618,7 +618,7 @@ class TestOutput:
 
     def test_no_reader(self, pair):
         """The copy goes on when nobody reads what it says."""
-        writer = without_reader()
+        writer = pipe_without_reader()
         with command('copy', *pair, stdout=writer) as process:
             os.close(writer)
             code, _, errors = finish(process)
