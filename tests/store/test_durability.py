@@ -1,7 +1,7 @@
-"""What happens to acknowledged plants when processes die and files go away.
+"""No acknowledged plant is lost when processes are killed or files disappear.
 
-Real servers with several workers on one file of JSON lines; what is in the file is read
-without the store.
+Real servers with several workers share one plant file; the tests read the file without
+the store.
 """
 
 import itertools
@@ -35,14 +35,14 @@ from server import is_alive
 from server import wait_until
 
 WORKERS = 2
-LOST = (OSError, HTTPException)  # what a client sees when its server dies
+CONNECTION_LOST = (OSError, HTTPException)  # as a client of a killed server sees it
 
 
 class Server(harness.Server):
-    """One that is killed in the end: what is tested is over, and this is quick."""
+    """A server that is killed at the end of its test, because that is quick."""
 
     def kill(self):
-        """Kill every process, as the kernel may, and wait for the end of all."""
+        """Kill every process, as the kernel may, and wait until all have ended."""
         workers = self.worker_pids()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -54,7 +54,7 @@ class Server(harness.Server):
 
 
 class Client:
-    """A kept connection to a server; when it is lost the next request makes another."""
+    """A persistent connection to a server; a request after its loss reconnects."""
 
     def __init__(self, server):
         self._server = server
@@ -73,7 +73,7 @@ class Client:
 
     def _ask(self, method, path, body):
         if self._connection is None:
-            # Looked up each time: a server that was started again has another one.
+            # Looked up each time: a restarted server has another port.
             port = self._server.port or 0
             self._connection = HTTPConnection('127.0.0.1', port, timeout=PATIENCE)
         headers = {'Authorization': f'Bearer {TOKEN}'}
@@ -100,39 +100,39 @@ def client_of_each_worker(server, workers=WORKERS):
     with ExitStack() as opened:
         clients = {}
 
-        def all_met():
-            # Kept open, so that the next one goes to another worker.
+        def all_reached():
+            # Kept open, so that the next connection goes to another worker.
             client = opened.enter_context(closing(Client(server)))
             clients.setdefault(server.worker_of(client.get('/livez')), client)
             return len(clients) == workers
 
-        wait_until(all_met, 'every worker answers')
+        wait_until(all_reached, 'every worker answers')
         yield list(clients.values())
 
 
 def post(server, plant):
-    """Post a plant on a connection of its own."""
+    """Post a plant on a new connection."""
     with closing(Client(server)) as client:
         return client.post(plant)
 
 
 def fern(id, length=0):
-    """Return the plant of an id, with a name as long as it must be."""
+    """Return the plant of an id, with a name of at least this length."""
     return {'id': id, 'name': 'Fern'.ljust(length, '.')}
 
 
 def fake(id):
-    """Return a plant that is not the fern with the id."""
+    """Return another plant with the id of a fern."""
     return {'id': id, 'name': 'Fake'}
 
 
 def assert_added(answer):
-    """An answer is an acknowledgement."""
+    """Check that a response acknowledges a plant."""
     assert answer.status_int == 200, answer.text
 
 
 def assert_refused(answer):
-    """An answer says that the store takes nothing, why, and not where it is."""
+    """Check that a response is 503 and gives a reason, but no path."""
     message = assert_error(answer, 50300)
     assert message.partition(': ')[2]
     assert '/' not in message
@@ -140,27 +140,27 @@ def assert_refused(answer):
 
 
 def write_plants(path, plants):
-    """Make a file as the store might have written it."""
+    """Write a plant file without the store."""
     path.write_text(''.join(f'{json.dumps(plant)}\n' for plant in plants))
 
 
 def assert_stored(path, plants):
-    """A file has certain plants, each once, and not a byte besides."""
+    """Check that a file holds these plants, each once, and nothing else."""
     data = path.read_bytes()
     lines = data.split(b'\n')
-    assert lines.pop() == b'', 'the last line has no end'
+    assert lines.pop() == b'', 'the last line has no line feed'
     found = [json.loads(line) for line in lines]
     stored = {plant['id']: plant for plant in found}
     twice = [id for id, count in Counter(p['id'] for p in found).items() if count > 1]
     assert twice == []
     expected = {plant['id']: plant for plant in plants}
-    # Not the dicts themselves: pytest would show the difference of thousands of plants.
+    # NOTE: not the dicts: pytest would print the difference of thousands of plants.
     assert [id for id in expected if id not in stored] == [], 'lost'
     assert [id for id in stored if stored[id] != expected.get(id)] == [], 'not as sent'
 
 
 def assert_no_damage(path):
-    """The check that an operator would make finds nothing."""
+    """Run the check of the command line; it finds no damage."""
     command = [sys.executable, '-m', 'store', 'check', f'jsonl:{path}']
     check = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=False
@@ -170,7 +170,7 @@ def assert_no_damage(path):
 
 
 def assert_remembered(client, plants):
-    """Plants that were acknowledged are, when repeated, and nothing takes their ids."""
+    """Check that repeats are acknowledged, and other plants with their ids refused."""
     for plant in plants:
         assert_added(client.post(plant))
         assert_error(client.post(fake(plant['id'])), 40006)
@@ -178,7 +178,7 @@ def assert_remembered(client, plants):
 
 @pytest.fixture
 def path(tmp_path):
-    """Where the plants are: in a directory that can be taken from under a server."""
+    """The path of the plant file, in a directory that tests can rename."""
     directory = tmp_path / 'store'
     directory.mkdir()
     return directory / 'plants.jsonl'
@@ -186,7 +186,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def serve(tmp_path, path):
-    """Return a function that makes a server on the file, in a directory of its own."""
+    """Return a function that makes a server of the plant file."""
     numbers = itertools.count(1)
 
     def serve(workers=WORKERS):
@@ -202,7 +202,7 @@ def serve(tmp_path, path):
 KILL_SEEDS = range(2)
 KILL_ROUNDS = 20
 CLIENTS = 8
-# A write of one of the rare long names covers many pages, and can be torn.
+# The rare long name makes a write of many pages, which a kill can tear.
 NAMES = [*('Fern' for _ in range(40)), 'Färn🌿' * 2_000]
 
 
@@ -210,10 +210,10 @@ class Crowd:
     """Clients that post new plants, each again and again until it is acknowledged.
 
     Args:
-        server: Which may die at any time.
-        acknowledged: Where the plants go that were answered with 200.
-        ids: Where new ones come from.
-        seed: For what they post.
+        server: The server, which may be killed at any time.
+        acknowledged: A list to which the acknowledged plants are appended.
+        ids: An iterator of new ids.
+        seed: The seed of the random names and tags.
     """
 
     def __init__(self, server, acknowledged, ids, seed):
@@ -238,17 +238,17 @@ class Crowd:
             client.result()
 
     def wait_for_all(self):
-        """Wait until each client has had a plant acknowledged from now on."""
-        # Two: the first may have been answered before now, and only be counted after.
+        """Wait until the server has acknowledged one more plant of each client."""
+        # Two more, because a response from before this call may be counted after it.
         goals = [count + 2 for count in self._counts]
 
-        def reached():
+        def goals_are_reached():
             for client in self._clients:
                 if client.done():
                     client.result()
             return all(map(int.__ge__, self._counts, goals))
 
-        wait_until(reached, 'every client is served')
+        wait_until(goals_are_reached, 'every client is served')
 
     def _post_many(self, number):
         chance = self._chances[number]
@@ -266,7 +266,7 @@ class Crowd:
     def _is_added(self, client, plant):
         try:
             answer = client.post(plant)
-        except LOST:
+        except CONNECTION_LOST:
             return False
         if answer.status_int != 200:
             assert_error(answer, 50300)
@@ -275,16 +275,16 @@ class Crowd:
 
 
 @pytest.mark.parametrize('seed', KILL_SEEDS, ids='seed {}'.format)
-def test_kill(path, serve, seed):
-    """Whatever is killed at whatever moment, acknowledged plants are stored, once.
+def test_killed_processes_lose_no_acknowledged_plant(path, serve, seed):
+    """Whenever processes are killed, acknowledged plants are stored exactly once.
 
-    When it is one worker the service resumes by itself; when it is all of them it does
-    once it is started again.
+    After the kill of one worker the service resumes by itself; after the kill of all
+    processes it resumes with the next start.
     """
     chance = random.Random(seed)
     acknowledged = []
     ids = itertools.count(1)
-    # One worker may die while the one that was killed before it still starts.
+    # Three: one may be killed while the replacement of another still starts.
     with serve(workers=3) as server:
         for number in range(KILL_ROUNDS):
             with Crowd(server, acknowledged, ids, f'{seed} {number}') as crowd:
@@ -304,8 +304,8 @@ def test_kill(path, serve, seed):
     [lambda server: server.signal(signal.SIGTERM), Server.kill],
     ids=['terminated', 'killed'],
 )
-def test_restart(path, serve, end):
-    """After a server has ended in any way, the next one has every plant."""
+def test_restart_keeps_every_plant(path, serve, end):
+    """After a server was terminated or killed, the next one has every plant."""
     plants = [fern(id) for id in range(30)]
     with serve() as server:
         with client_of_each_worker(server) as clients:
@@ -326,13 +326,13 @@ def test_restart(path, serve, end):
 # ---- several servers
 
 
-def test_race(path, serve):
-    """Of all who want an id at the same time, whichever server they ask, one has it."""
+def test_clients_that_race_for_an_id_have_one_winner(path, serve):
+    """Of clients that add different plants with one id, on two servers, one wins."""
     ids = range(300)
     block = 25
     with serve(workers=4) as one, serve(workers=4) as other:
         servers = [one, other] * 4
-        # They start on each block together, or the quickest would be first everywhere.
+        # They start each block together; otherwise the fastest client wins every id.
         barrier = threading.Barrier(len(servers), timeout=PATIENCE)
 
         def post_all(number):
@@ -359,12 +359,12 @@ def test_race(path, serve):
     assert len({plant['name'] for plant in winners}) > 1, 'there was no race'
 
 
-# ---- a file that is taken away, and comes back
+# ---- a file that is replaced, and restored
 
 
 @contextmanager
 def removed(path):
-    """Remove a file; it can come back since it has another name."""
+    """Remove a file, and restore it from a hard link."""
     kept = path.with_name('kept')
     kept.hardlink_to(path)
     path.unlink()
@@ -374,7 +374,7 @@ def removed(path):
 
 @contextmanager
 def renamed(path):
-    """Give a file another name."""
+    """Rename a file, and rename it back."""
     aside = path.rename(path.with_name('aside'))
     yield
     aside.rename(path)
@@ -382,7 +382,7 @@ def renamed(path):
 
 @contextmanager
 def renamed_with_index(path):
-    """Leave nothing that tells that a file was there."""
+    """Rename a file and its index, so that no trace of them is left."""
     index = path.with_name(f'{path.name}.index')
     with renamed(path):
         aside = index.rename(index.with_name('aside-index'))
@@ -392,15 +392,15 @@ def renamed_with_index(path):
 
 @contextmanager
 def replaced(path):
-    """Put another file of plants in the place of one."""
+    """Replace a file by another plant file, and restore it."""
     with renamed(path):
-        # Longer than the one, so that its size does not give it away.
+        # Longer than the original, so that the size alone does not reveal it.
         write_plants(path, [fern(id) for id in range(50, 100)])
         yield
 
 
 def cut_to(fraction):
-    """Return what cuts a file short, and brings back what was cut off."""
+    """Return a context manager that truncates a file, and restores it."""
 
     @contextmanager
     def cut(path):
@@ -415,7 +415,7 @@ def cut_to(fraction):
 
 @contextmanager
 def directory_renamed(path):
-    """Give the directory of a file another name."""
+    """Rename the directory of a file, and rename it back."""
     aside = path.parent.rename(path.parent.with_name('aside'))
     yield
     aside.rename(path.parent)
@@ -423,7 +423,7 @@ def directory_renamed(path):
 
 @contextmanager
 def directory_replaced(path):
-    """Do what happens when a file system is not mounted any more."""
+    """Put an empty directory in place, as when a file system is unmounted."""
     with directory_renamed(path):
         path.parent.mkdir()
         yield
@@ -447,12 +447,12 @@ PLANTS = [fern(id) for id in range(10, 20)]
 
 
 def swapped(table):
-    """Parametrize with what is done to the file."""
+    """Parametrize a test with the swaps of a table."""
     return pytest.mark.parametrize('swap', list(table.values()), ids=list(table))
 
 
 def add_first_plants(clients):
-    """Let every worker open the file; the first knows only its beginning."""
+    """Add PLANTS by way of every worker; the first one has seen only some of them."""
     for client, plant in zip(clients, PLANTS, strict=False):
         assert_added(client.post(plant))
     for plant in PLANTS:
@@ -460,14 +460,14 @@ def add_first_plants(clients):
 
 
 def assert_out_of_service(path, clients):
-    """Workers say that they live and take no plants; no file is made or changed."""
+    """Check that workers are live but not ready, and make or change no file."""
 
     def files():
         directory = path.parent.parent
         return {
             file: file.read_bytes()
             for file in directory.rglob('*')
-            # An index is none of these: it is rebuilt when it has to be.
+            # The index does not count: it is disposable.
             if file.is_file() and not file.match('*.index') and file.suffix != '.log'
         }
 
@@ -481,7 +481,7 @@ def assert_out_of_service(path, clients):
 
 
 def assert_in_service(path, clients):
-    """Workers have every plant of before, and take new ones."""
+    """Check that workers are ready, know every plant and take new ones."""
     plants = [*PLANTS]
     for number, client in enumerate(clients):
         assert client.get('/readyz').status_int == 200
@@ -491,8 +491,8 @@ def assert_in_service(path, clients):
     assert_stored(path, plants)
 
 
-def test_swap(path, serve, subtests):
-    """A file that is not the one that was opened is not used until that one is back."""
+def test_changed_file_is_refused_until_restored(path, serve, subtests):
+    """Workers refuse a missing, replaced or cut file, until the original is back."""
     with serve() as server, client_of_each_worker(server) as clients:
         add_first_plants(clients)
         for name, swap in (GONE | CHANGED).items():
@@ -503,7 +503,7 @@ def test_swap(path, serve, subtests):
 
 
 def wait_for_new_workers(server, old, workers=WORKERS):
-    """Wait until a server has workers again, and none of the old ones."""
+    """Wait until a server has all its workers, and none of the old ones."""
 
     def are_there():
         pids = server.worker_pids()
@@ -512,8 +512,8 @@ def wait_for_new_workers(server, old, workers=WORKERS):
     wait_until(are_there, 'there are new workers')
 
 
-def test_worker_dies_while_file_is_gone(path, serve, subtests):
-    """A worker that starts without the file makes none, and serves when it is back."""
+def test_worker_that_starts_without_the_file_makes_none(path, serve, subtests):
+    """Workers that replace killed ones make no file, and serve when it is back."""
     with serve() as server:
         with client_of_each_worker(server) as clients:
             add_first_plants(clients)
@@ -533,7 +533,7 @@ def test_worker_dies_while_file_is_gone(path, serve, subtests):
 
 @contextmanager
 def reloaded(server, workers=WORKERS):
-    """Reload a server, and yield a connection to each of its new workers."""
+    """Reload a server; yield a connection to each of its new workers."""
     old = server.worker_pids()
     server.signal(signal.SIGHUP)
     wait_for_new_workers(server, old, workers)
@@ -542,8 +542,8 @@ def reloaded(server, workers=WORKERS):
 
 
 @swapped({name: swap for name, swap in GONE.items() if name != 'directory renamed'})
-def test_reload_without_file(path, serve, swap):
-    """A reload is how an operator says that an empty store is meant."""
+def test_reload_without_file_makes_an_empty_store(path, serve, swap):
+    """A reload accepts that the file is gone: workers start with an empty store."""
     with serve() as server:
         with client_of_each_worker(server) as clients:
             add_first_plants(clients)
@@ -556,8 +556,8 @@ def test_reload_without_file(path, serve, swap):
             assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_reload_with_a_file_cut_in_a_line(path, serve):
-    """Half of an acknowledged plant is no torn tail: a reload is refused."""
+def test_reload_with_half_an_acknowledged_line_is_refused(path, serve):
+    """Half of an acknowledged line is damage, not a torn tail: no reload."""
     with serve() as server, client_of_each_worker(server) as clients:
         add_first_plants(clients)
         with CHANGED['cut in a line'](path):
@@ -569,35 +569,39 @@ def test_reload_with_a_file_cut_in_a_line(path, serve):
 
 
 @swapped({name: swap for name, swap in CHANGED.items() if name != 'cut in a line'})
-def test_reload_with_changed_file(path, serve, swap):
-    """A reload is how an operator says that a file is meant as it is now."""
+def test_reload_accepts_a_changed_file(path, serve, swap):
+    """A reload accepts the file as it is now: workers serve its plants."""
     with serve() as server:
         with client_of_each_worker(server) as clients:
             add_first_plants(clients)
         with swap(path):
             lines = path.read_bytes().splitlines(keepends=True)
-            meant = [json.loads(line) for line in lines if line.endswith(b'\n')]
+            present = [json.loads(line) for line in lines if line.endswith(b'\n')]
             with reloaded(server) as clients:
                 for client in clients:
                     assert_added(client.post(fake(PLANTS[-1]['id'])))
-                    assert_remembered(client, meant)
-            assert_stored(path, [*meant, fake(PLANTS[-1]['id'])])
+                    assert_remembered(client, present)
+            assert_stored(path, [*present, fake(PLANTS[-1]['id'])])
 
 
 # ---- a full disk
 
 
 class SmallFileSystem:
-    """A file system with a file that can be spared."""
+    """A small file system; a ballast file takes up its free space.
 
-    knows_its_room = True
+    Attributes:
+        shows_free_space: Whether a process can see that the disk is full.
+    """
+
+    shows_free_space = True
 
     def __init__(self, directory):
         self._directory = directory
         self._ballast = directory / 'ballast'
         self._ballast.touch()
 
-    def leave(self, server, room):
+    def leave_room(self, server, room):
         status = os.statvfs(self._directory)
         size = self._ballast.stat().st_size + status.f_bavail * status.f_bsize - room
         self._ballast.write_bytes(bytes(size))
@@ -607,14 +611,14 @@ class SmallFileSystem:
 
 
 class LimitedFiles:
-    """A limit to the size of files, for who may not mount; it looks like a full disk.
+    """A limit to the size of files, which writes see as a full disk.
 
-    But for one thing: it does not show before something is written.
+    It needs no right to mount. A process cannot see it before it writes.
     """
 
-    knows_its_room = False
+    shows_free_space = False
 
-    def leave(self, server, room):
+    def leave_room(self, server, room):
         self._limit(server, room)
 
     def give_room(self, server):
@@ -626,35 +630,35 @@ class LimitedFiles:
 
 
 def mount_small(directory):
-    """Return whether a file system of 1 MiB could be mounted."""
+    """Mount a file system of 1 MiB; return whether that worked."""
     command = ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'plants', directory]
     return subprocess.run(command, check=False).returncode == 0
 
 
 def unmount(directory):
-    """Return whether a file system could be unmounted."""
+    """Unmount a file system; return whether that worked."""
     return subprocess.run(['umount', directory], check=False).returncode == 0
 
 
 @pytest.fixture(params=['small file system', 'limited files'])
 def full_disk(request, path):
-    """A way to fill what the plants are on, and to make room again."""
+    """Return an object that fills the disk of the plant file, and makes room again."""
     if request.param == 'small file system' and mount_small(path.parent):
         try:
             yield SmallFileSystem(path.parent)
         finally:
-            # A thread of a process that was killed may outlive it for a moment.
-            wait_until(lambda: unmount(path.parent), 'nobody uses the file system')
+            # A thread of a killed process may use it for a moment longer.
+            wait_until(lambda: unmount(path.parent), 'the file system is unused')
     else:
         yield LimitedFiles()
 
 
-def test_full_disk(path, serve, full_disk):
-    """A full disk costs no plant, and when there is room again adds work again."""
+def test_full_disk_loses_no_plant(path, serve, full_disk):
+    """On a full disk adds are refused; once there is room they work again."""
     plants = [*PLANTS]
     with serve() as server, client_of_each_worker(server) as clients:
         add_first_plants(clients)
-        full_disk.leave(server, room=100_000)
+        full_disk.leave_room(server, room=100_000)
         for client, id in zip(itertools.cycle(clients), itertools.count(100)):
             plant = fern(id, 1_000)
             if client.post(plant).status_int != 200:
@@ -662,7 +666,7 @@ def test_full_disk(path, serve, full_disk):
             plants.append(plant)
         for client in clients:
             assert_refused(client.post(plant))
-            if full_disk.knows_its_room:
+            if full_disk.shows_free_space:
                 assert_refused(client.get('/readyz'))
             assert_remembered(client, plants[-3:])
         assert_stored(path, plants)
@@ -678,18 +682,17 @@ def test_full_disk(path, serve, full_disk):
 
 
 @pytest.mark.parametrize('full_disk', ['small file system'], indirect=True)
-def test_index_cannot_grow(path, serve, full_disk):
-    """A service that cannot add, since its index finds no room to grow, says so."""
-    if not full_disk.knows_its_room:
-        return  # a limit cannot be seen beforehand, by whatever is asked
-    # So many that the first buckets are full, and then the index has to grow.
+def test_readiness_agrees_with_adds_on_an_almost_full_disk(path, serve, full_disk):
+    """With a few KiB of free space, /readyz and adds answer alike."""
+    if not full_disk.shows_free_space:
+        return  # readiness cannot see a limit on the file size before a write
     plants = [fern(id) for id in range(2_300)]
     write_plants(path, plants)
     with serve(workers=1) as server, closing(Client(server)) as client:
         for id in range(2_300, 3_000):
             if id % 50 == 0:
-                # Always enough for plants, never for a growing index.
-                full_disk.leave(server, room=8_192)
+                # Room for the next 50 plants, and little else.
+                full_disk.leave_room(server, room=8_192)
             answer = client.post(fern(id))
             if answer.status_int != 200:
                 break

@@ -1,4 +1,4 @@
-"""Group commit: who waits together is written and synced together."""
+"""Group commit: callers that wait together share one append and one sync."""
 
 import bisect
 import itertools
@@ -20,11 +20,11 @@ from store.testing import wait_until
 
 
 class Failure(Exception):
-    """What an append or a sync of these tests raises."""
+    """The error of an append or a sync in these tests."""
 
 
 class Gate:
-    """Holds every thread that comes through until it is opened."""
+    """Blocks every caller until it is opened; counts the callers."""
 
     def __init__(self):
         self._opened = threading.Event()
@@ -36,20 +36,20 @@ class Gate:
         assert self._opened.wait(PATIENCE)
 
 
-def opened():
-    """Hold nobody."""
+def pass_through():
+    """Let every caller pass."""
 
 
 class Disk:
-    """An append and a sync that note what happens, in the order in which it does.
+    """The append and the sync of a group commit; notes when each begins and ends.
 
     Attributes:
         batches: The records of each append.
-        appended: When the append of a record ended.
-        syncs: When each successful sync began and ended.
-        most_syncs: How many syncs were under way at once.
-        before_append, before_sync: Called with nothing, and may hold or raise.
-        choose: Called with a batch; its answer is the append's.
+        appended: From each record to the time when its append ended.
+        syncs: The times when each successful sync began and ended.
+        most_syncs: The largest number of syncs in flight at once.
+        before_append, before_sync: Called without arguments; they may block or raise.
+        choose: Called with a batch; says whether the batch needs a sync.
     """
 
     def __init__(self, **options):
@@ -58,7 +58,7 @@ class Disk:
         self.appended = {}
         self.syncs = []
         self.most_syncs = 0
-        self.before_append = self.before_sync = opened
+        self.before_append = self.before_sync = pass_through
         self.choose = lambda batch: True
         self._appending = threading.Lock()
         self._syncing = 0
@@ -98,25 +98,25 @@ class Disk:
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Let every sync seem to take no time."""
+    """Let every sync appear to take no time."""
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: 0.0)
 
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Let every sync seem to take a second or more."""
+    """Let every sync appear to take a second or more."""
     ticks = itertools.count()
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
 
 
-def behind(disk, first, *jobs, gate):
-    """Run a job that the gate holds, and others that come to wait behind it in order.
+def run_behind(disk, first, *jobs, gate):
+    """Run a job that blocks at a gate, and other jobs that queue behind it in order.
 
     Args:
-        disk: Where all of them submit one record each.
-        first: What holds everything up.
-        jobs: What comes after it.
-        gate: Opened when all of them wait.
+        disk: The disk to which each job submits one record.
+        first: The job that blocks.
+        jobs: The other jobs.
+        gate: The gate, which is opened when all jobs wait.
     """
 
     def follow(place, job):
@@ -134,15 +134,15 @@ def behind(disk, first, *jobs, gate):
     in_threads(first, *followers, release)
 
 
-def refused(disk, record, error):
-    """Submit a record that must fail with this very error."""
+def submit_failing(disk, record, error):
+    """Submit a record, and check that it fails with this very error."""
     with pytest.raises(Failure) as caught:
         disk.submit(record)
     assert caught.value is error
 
 
-def test_one_after_the_other():
-    """Without a crowd each record is a batch of its own, appended and then synced."""
+def test_single_records_are_appended_then_synced():
+    """Records without concurrency are batches of one, each appended, then synced."""
     disk = Disk()
     for record in range(3):
         disk.submit(record)
@@ -151,8 +151,8 @@ def test_one_after_the_other():
     assert len(disk.syncs) == 3
 
 
-def test_record_is_handed_over():
-    """The append gets the record itself and its size."""
+def test_append_gets_each_record_and_its_size():
+    """The append gets the very object that was submitted, and its size."""
     seen = []
     record = object()
     commit = GroupCommit(lambda batch: not seen.extend(batch), bool)
@@ -168,13 +168,13 @@ def test_waiters_share_a_batch(quick, where):
     gate = Gate()
     setattr(disk, where, gate)
     jobs = [lambda record=record: disk.submit(record) for record in range(10)]
-    behind(disk, *jobs, gate=gate)
+    run_behind(disk, *jobs, gate=gate)
     assert disk.batches == [[0], list(range(1, 10))]
     assert len(disk.syncs) == 2
 
 
 class OneByOne(Threads):
-    """Whoever gives way lets one more caller in, which comes to wait."""
+    """A scheduler where each ``give_way`` lets one more caller come and wait."""
 
     def __init__(self, disk, records, *, more=True):
         self._disk = disk
@@ -184,18 +184,18 @@ class OneByOne(Threads):
 
     def give_way(self):
         if self._records:
-            there = self._disk.waiting()
+            before = self._disk.waiting()
             record = self._records.pop(0)
             self.threads.append(
                 threading.Thread(target=self._disk.submit, args=[record])
             )
             self.threads[-1].start()
-            wait_until(lambda: self._disk.waiting() > there)
+            wait_until(lambda: self._disk.waiting() > before)
         return self._more
 
 
 def test_batch_grows_while_records_come():
-    """A leader closes its batch when nobody comes any more, not before."""
+    """A leader gathers its batch until no more records come."""
     disk = Disk()
     callers = OneByOne(disk, ['a', 'b', 'c'])
     disk.commit._scheduler = callers
@@ -205,8 +205,8 @@ def test_batch_grows_while_records_come():
     assert disk.batches == [['first', 'a', 'b', 'c']]
 
 
-def test_batch_grows_once():
-    """Where giving way is dear, as with threads, a leader does so once."""
+def test_threads_give_way_once():
+    """With threads, where giving way is expensive, a leader gives way only once."""
     disk = Disk()
     callers = OneByOne(disk, ['a', 'b'], more=Threads().give_way())
     disk.commit._scheduler = callers
@@ -217,7 +217,7 @@ def test_batch_grows_once():
 
 
 def test_full_batch_is_closed():
-    """A leader closes its batch when it is full, however many come."""
+    """A leader stops gathering when its batch is full, even if more records come."""
     disk = Disk(max_batch_bytes=3)
     to_come = ['a', 'b', 'c', 'd']
     callers = OneByOne(disk, to_come)
@@ -239,32 +239,32 @@ def test_full_batch_is_closed():
         ([0, 0, 0], [[1, 2, 3]]),
     ],
 )
-def test_max_batch_bytes(quick, sizes, batches):
-    """A batch takes no further record once it has reached its size."""
+def test_waiting_records_are_split_by_max_batch_bytes(quick, sizes, batches):
+    """A batch takes no further record once it has max_batch_bytes."""
     disk = Disk(max_batch_bytes=100)
     disk.before_append = gate = Gate()
     jobs = [
         lambda record=record, size=size: disk.submit(record, size)
         for record, size in enumerate(sizes, 1)
     ]
-    behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
+    run_behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
     assert disk.batches == [[0], *batches]
 
 
-def test_no_sync_needed(quick):
-    """A batch of which the append says that it needs no sync gets none."""
+def test_batch_without_need_gets_no_sync(quick):
+    """When the append says that a batch needs no sync, there is none."""
     disk = Disk()
     disk.choose = lambda batch: False
     disk.submit(0)
     disk.before_append = gate = Gate()
     jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
-    behind(disk, *jobs, gate=gate)
+    run_behind(disk, *jobs, gate=gate)
     assert disk.batches == [[0], [1], [2, 3]]
     assert not disk.syncs
 
 
-def test_one_quick_sync(quick):
-    """Where syncs are quick one is in flight, while the next batch gathers."""
+def test_quick_syncs_do_not_overlap(quick):
+    """While syncs are quick, only one is in flight."""
     disk = Disk()
     in_threads(
         *[
@@ -275,15 +275,15 @@ def test_one_quick_sync(quick):
     assert disk.most_syncs == 1
 
 
-def test_some_slow_syncs(slow):
-    """Where syncs are slow several are in flight, up to a limit."""
+def test_slow_syncs_overlap_up_to_a_limit(slow):
+    """While syncs are slow, several are in flight, up to a limit."""
     disk = Disk()
-    disk.submit('one that shows that they are slow')
+    disk.submit('its sync is measured as slow')
     disk.before_sync = gate = Gate()
     extra = 3
 
     def submit(place):
-        # One at a time, so that each is a batch of its own as long as syncs may begin.
+        # One at a time, so that each is a batch of one until the limit is reached.
         held = min(place, SLOW_SYNCS_IN_FLIGHT)
         wait_until(lambda: (gate.held, disk.waiting()) == (held, place - held))
         disk.submit(place)
@@ -299,8 +299,8 @@ def test_some_slow_syncs(slow):
     assert disk.batches[-1] == list(places)[SLOW_SYNCS_IN_FLIGHT:]
 
 
-def test_quick_again(monkeypatch):
-    """When slow syncs become quick, one is in flight again."""
+def test_syncs_that_become_quick_do_not_overlap(monkeypatch):
+    """When slow syncs become quick, only one is in flight again."""
     ticks = itertools.count()
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
     disk = Disk()
@@ -309,16 +309,17 @@ def test_quick_again(monkeypatch):
     disk.submit('quick')
     disk.before_sync = gate = Gate()
     jobs = [lambda record=record: disk.submit(record) for record in range(5)]
-    behind(disk, *jobs, gate=gate)
+    run_behind(disk, *jobs, gate=gate)
     assert disk.most_syncs == 1
 
 
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [Failure(), KeyboardInterrupt(), SystemExit()])
-def test_failure(quick, where, error):
+def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     """An append or a sync that raises fails all callers of its batch and no others.
 
-    What is no ``Exception`` ends the thread that leads; the others may try again.
+    An ``Exception`` reaches all of them; any other reaches only the leader, and its
+    followers get ``StoreUnavailable``.
     """
     disk = Disk()
     gate = Gate()
@@ -339,7 +340,7 @@ def test_failure(quick, where, error):
             raised[record] = ex
 
     jobs = [lambda record=record: submit(record) for record in (1, 2, 3)]
-    behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
+    run_behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
     assert disk.batches == [[0], [1, 2, 3]]
     assert len(disk.syncs) == 1
     assert raised.keys() == {1, 2, 3}
@@ -354,8 +355,8 @@ def test_failure(quick, where, error):
     assert len(disk.syncs) == 2
 
 
-def test_waiters_behind_a_failure(quick):
-    """Who waits behind a batch that fails is served by the next leader."""
+def test_waiters_behind_a_failure_are_served(quick):
+    """Records that wait behind a failing batch are served by the next leader."""
     error = Failure()
     disk = Disk()
     gate = Gate()
@@ -367,13 +368,13 @@ def test_waiters_behind_a_failure(quick):
 
     disk.before_append = fail_first
     jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
-    behind(disk, lambda: refused(disk, 0, error), *jobs, gate=gate)
+    run_behind(disk, lambda: submit_failing(disk, 0, error), *jobs, gate=gate)
     assert disk.batches == [[0], [1, 2, 3]]
 
 
 @pytest.mark.parametrize('needs_sync', [True, False])
-def test_error_of_one_record(quick, needs_sync):
-    """An error that the append sets reaches the caller of that record alone."""
+def test_error_of_one_record_reaches_its_caller_only(quick, needs_sync):
+    """An error that the append sets on a record reaches only its caller."""
     errors = {record: Failure(record) for record in (1, 3)}
     disk = Disk()
     disk.before_append = gate = Gate()
@@ -384,19 +385,19 @@ def test_error_of_one_record(quick, needs_sync):
         return needs_sync
 
     disk.choose = choose
-    behind(
+    run_behind(
         disk,
         lambda: disk.submit(0),
-        lambda: refused(disk, 1, errors[1]),
+        lambda: submit_failing(disk, 1, errors[1]),
         lambda: disk.submit(2),
-        lambda: refused(disk, 3, errors[3]),
+        lambda: submit_failing(disk, 3, errors[3]),
         gate=gate,
     )
     assert disk.batches == [[0], [1, 2, 3]]
 
 
 def test_failed_sync_replaces_the_error_of_a_record(quick):
-    """A record that was refused because of its own batch fails as the batch does."""
+    """When the sync fails, a refused record gets that error, not the refusal."""
     failed = Failure('sync')
     disk = Disk()
 
@@ -409,15 +410,15 @@ def test_failed_sync_replaces_the_error_of_a_record(quick):
 
     disk.choose = refuse
     disk.before_sync = fail
-    refused(disk, 0, failed)
+    submit_failing(disk, 0, failed)
 
 
 class Interrupt(Exception):
     """Raised by a signal handler."""
 
 
-def test_interrupted_waiter(quick):
-    """A waiter that a signal interrupts takes nobody with it: who waits is served."""
+def test_interrupted_waiter_stops_no_other(quick):
+    """After a signal has interrupted a waiter, the other waiters are served."""
     disk = Disk()
     disk.before_append = gate = Gate()
     interrupted = threading.Event()
@@ -433,7 +434,7 @@ def test_interrupted_waiter(quick):
         gate.open()
         disk.submit(2)
 
-    # Only the main thread is interrupted by signals, so the others run beside it.
+    # Signals interrupt only the main thread, so that one waits here.
     jobs = [lambda: disk.submit(0), signal_waiter]
     threads = [threading.Thread(target=job, daemon=True) for job in jobs]
     before = signal.signal(signal.SIGUSR1, interrupt)
@@ -455,13 +456,13 @@ def test_interrupted_waiter(quick):
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('speed', ['quick', 'slow'])
 @pytest.mark.parametrize('failing', [False, True], ids=['sound', 'failing'])
-def test_stress(request, seed, speed, failing):
-    """However records crowd and fail, each caller learns what became of its own."""
+def test_random_load_reports_every_outcome(request, seed, speed, failing):
+    """Under random load and failures each caller learns the outcome of its record."""
     request.getfixturevalue(speed)
     chance = random.Random(seed)
     disk = Disk(max_batch_bytes=40)
-    local = threading.local()  # an append and its sync are of one thread
-    outcomes = {}  # from a record to what its batch, or itself, was made to raise
+    local = threading.local()  # a batch is appended and synced by one thread
+    outcomes = {}  # from each record to the error of itself or its batch, or None
 
     def choose(batch):
         local.batch = [entry.item for entry in batch]
@@ -514,16 +515,16 @@ def assert_durable(disk, returned):
     """Check that a sync lies between each record's append and its return."""
     syncs = sorted(disk.syncs)
     begins = [began for began, _ in syncs]
-    # From each sync on, the first end of all that follow.
+    # For each sync, the earliest end of it and all later ones.
     ends = list(itertools.accumulate((end for _, end in reversed(syncs)), min))[::-1]
     for record, moment in returned.items():
-        following = bisect.bisect(begins, disk.appended[record])
-        assert ends[following] < moment
+        next_sync = bisect.bisect(begins, disk.appended[record])
+        assert ends[next_sync] < moment
 
 
 @pytest.mark.parametrize('crowd', [1, 2, 16])
-def test_crowd_leaves_a_free_way(crowd):
-    """After any crowd a single caller finds a free way: no leader is lost."""
+def test_single_caller_is_served_after_a_crowd(crowd):
+    """After many callers at once a single one is served: no leader is left behind."""
     disk = Disk(max_batch_bytes=3)
 
     def submit_all(name):
@@ -536,14 +537,14 @@ def test_crowd_leaves_a_free_way(crowd):
     assert disk.waiting() == 0
 
 
-def test_observer(slow):
-    """Each sync is told with its batch's size and its time, also one that failed."""
+def test_observer_learns_size_and_time_of_each_sync(slow):
+    """The observer gets the batch size and the time of each sync, failed or not."""
 
     def fail():
         raise Failure
 
     seen = []
-    disk = Disk(observe=lambda *what: seen.append(what))
+    disk = Disk(observe=lambda *sync: seen.append(sync))
     disk.submit('a')
     disk.choose = lambda batch: False
     disk.submit('needs no sync')

@@ -1,4 +1,4 @@
-"""A store opens when it is first used, once in each process, and shares its pings."""
+"""A lazy store opens at its first use, once per process, and shares pings."""
 
 import os
 import threading
@@ -15,12 +15,13 @@ from store.testing import wait_until
 
 
 class Backend:
-    """What a store of these tests holds open, and notes what is done with it.
+    """The backend of the stores in these tests; notes which methods are called.
 
     Attributes:
-        process: The process that opened it.
+        process: The id of the process that opened it.
         pings: How many pings have ended.
-        most: How many pings ran at once.
+        now: How many pings run.
+        most: The largest number of pings that ran at once.
     """
 
     def __init__(self):
@@ -46,14 +47,14 @@ class Backend:
 
 
 class Lock:
-    """A lock that notes each thread that comes to it."""
+    """A lock that notes each thread that asks for it."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self.came = []
+        self.arrived = []
 
     def __enter__(self):
-        self.came.append(threading.current_thread())
+        self.arrived.append(threading.current_thread())
         return self._lock.__enter__()
 
     def __exit__(self, *exc_info):
@@ -61,14 +62,14 @@ class Lock:
 
 
 class Scheduler(Threads):
-    """Callers that are threads, and are seen when they come to a lock."""
+    """Threads whose arrivals at a lock are noted."""
 
     def lock(self):
         return Lock()
 
 
 class Store(LazyStore):
-    """A store that opens backends of these tests."""
+    """A lazy store that opens ``Backend`` objects."""
 
     __iter__ = None
 
@@ -86,16 +87,16 @@ class Store(LazyStore):
 
 @pytest.fixture
 def store():
-    """A store that nobody has used yet."""
+    """A store that is not opened yet."""
     return Store()
 
 
-def test_opened_once(store):
-    """Of many who use a store first, one opens it, and all use what that one opened."""
+def test_concurrent_first_uses_open_it_once(store):
+    """Several first callers open one backend, and all of them use it."""
     used = []
 
     def open_late():
-        wait_until(lambda: len(store._process().opening.came) == 4)
+        wait_until(lambda: len(store._process().opening.arrived) == 4)
         return Store._open_backend(store)
 
     store._open_backend = open_late
@@ -104,7 +105,7 @@ def test_opened_once(store):
 
 
 def test_opened_again_after_a_failure(store):
-    """A store that could not open is opened again by the next who uses it."""
+    """After a store could not open, the next use opens it."""
     store._open_backend = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         store.add(None)
@@ -113,7 +114,7 @@ def test_opened_again_after_a_failure(store):
 
 
 def test_opened_again_in_a_child(store):
-    """A child of a fork uses nothing that its parent opened, and closes its copies."""
+    """A forked child opens its own backend, and abandons the inherited one."""
     inherited = store.add(None)
 
     def child():
@@ -127,8 +128,8 @@ def test_opened_again_in_a_child(store):
     assert not inherited.abandoned
 
 
-def test_fork_while_another_thread_opens(store):
-    """A lock that somebody holds at a fork holds nobody up in the child."""
+def test_child_forked_while_another_thread_opens(store):
+    """A lock that is held at a fork does not block the child."""
     thread = threading.Thread(target=store.add, args=[None])
     with store._process().opening:
         thread.start()
@@ -136,8 +137,8 @@ def test_fork_while_another_thread_opens(store):
     thread.join()
 
 
-def test_closed(store):
-    """A closed store has closed what it had opened, and opens nothing any more."""
+def test_close_is_final(store):
+    """A closed store has closed its backend, and opens no other."""
     backend = store.add(None)
     store.close()
     store.close()
@@ -149,9 +150,9 @@ def test_closed(store):
 
 
 def test_one_ping_at_a_time(store):
-    """However many ask whether a store is ready, and however slow it is, one ping runs.
+    """Of several concurrent pings only one runs at a time.
 
-    Those who wait share the answer of a ping that began after they came.
+    Callers that wait share the result of one ping that began after they arrived.
     """
     backend = store.add(None)
     held = threading.Event()
@@ -161,7 +162,7 @@ def test_one_ping_at_a_time(store):
     wait_until(lambda: backend.now)
     for thread in threads[1:]:
         thread.start()
-    wait_until(lambda: len(store._process().pinging.came) == len(threads))
+    wait_until(lambda: len(store._process().pinging.arrived) == len(threads))
     held.set()
     for thread in threads:
         thread.join()
@@ -170,8 +171,8 @@ def test_one_ping_at_a_time(store):
 
 
 @pytest.mark.parametrize('error', [StoreUnavailable('full'), KeyboardInterrupt()])
-def test_failed_ping(store, error):
-    """Whoever shares a ping that failed fails, and the next ping tries again."""
+def test_failed_ping_fails_all_who_share_it(store, error):
+    """A failed ping fails every caller that shares it; the next ping tries again."""
     backend = store.add(None)
     held = threading.Event()
     raised = []
@@ -193,7 +194,7 @@ def test_failed_ping(store, error):
     backend.before_ping = fail
     for thread in threads[1:]:
         thread.start()
-    wait_until(lambda: len(store._process().pinging.came) == len(threads))
+    wait_until(lambda: len(store._process().pinging.arrived) == len(threads))
     held.set()
     for thread in threads:
         thread.join()
@@ -205,8 +206,8 @@ def test_failed_ping(store, error):
     store.ping()
 
 
-def test_observers(store):
-    """Every observer of a store is told of each sync."""
+def test_all_observers_learn_of_each_sync(store):
+    """Every observer of a store is called for each sync."""
     seen = []
     store.observe_syncs(lambda *sync: seen.append(('one', *sync)))
     store.observe_syncs(lambda *sync: seen.append(('two', *sync)))

@@ -1,7 +1,7 @@
-"""Stores that installed packages offer by an entry point, and packages that are broken.
+"""Stores that installed packages offer through an entry point; broken packages.
 
-The package is ``sqlite_package.py``, installed as pip would: a module and a directory
-with its metadata, in a directory that Python searches.
+The example is ``sqlite_package.py``, installed as by pip: a module, and a directory
+with its metadata, on the search path of Python.
 """
 
 import sqlite3
@@ -47,7 +47,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setenv('PYTHONPATH', str(site))
     before = set(sys.modules)
     yield site
-    # Another test may have other packages by the same names.
+    # Another test may install other packages with the same names.
     for name in set(sys.modules) - before:
         if (getattr(sys.modules[name], '__file__', None) or '').startswith(str(site)):
             del sys.modules[name]
@@ -55,14 +55,14 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(site):
-    """Install the package with the store in SQLite."""
+    """Install the example package, with the SQLite store."""
     source = Path(__file__).with_name('sqlite_package.py').read_text()
     install(site, 'plants_in_sqlite', ['sqlite = plants_in_sqlite:SQLiteStore'], source)
 
 
 @pytest.mark.usefixtures('package')
 class TestSQLiteStore(StoreContract):
-    """The store of somebody else passes the suite of every store."""
+    """A store of another package passes the contract suite."""
 
     @pytest.fixture
     def store(self, tmp_path):
@@ -81,15 +81,15 @@ class TestSQLiteStore(StoreContract):
     @contextmanager
     def unavailable(self, store):
         kept = store.path.read_bytes()
-        store.path.write_bytes(b'This is no database.' * 1000)
+        store.path.write_bytes(b'not a database ' * 1000)
         yield
         store.path.write_bytes(kept)
 
 
 @pytest.mark.usefixtures('package')
 class TestUse:
-    def test_server(self, tmp_path):
-        """PLANTS_STORE may name the store of another package; workers share it."""
+    def test_server_serves_it(self, tmp_path):
+        """PLANTS_STORE may name a store of another package; workers share it."""
         url = f'sqlite:{tmp_path}/plants.db'
         with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
             for _ in range(4):
@@ -102,8 +102,8 @@ class TestUse:
         with open_store(url, create='never') as store:
             assert list(store) == [Plant(1, 'Fern')]
 
-    def test_command_line(self, tmp_path):
-        """Plants are copied to the store of another package, and back."""
+    def test_command_line_copies_to_and_from_it(self, tmp_path):
+        """The command line copies plants to the store of another package, and back."""
         there, back = tmp_path / 'there.jsonl', tmp_path / 'back.jsonl'
         there.write_text(''.join(f'{{"id":{id},"name":"Fern"}}\n' for id in range(250)))
         url = f'sqlite:{tmp_path}/plants.db'
@@ -114,8 +114,8 @@ class TestUse:
         assert output == b'250 plants verified, no damage\n'
         assert back.read_bytes() == there.read_bytes()
 
-    def test_missing(self, tmp_path, run):
-        """A reader reports that such a store is missing, and does not make it."""
+    def test_missing_store_is_not_made_by_a_reader(self, tmp_path, run):
+        """A command that reads reports that the store is missing."""
         code, _, (error,) = run('list', f'sqlite:{tmp_path}/plants.db')
         assert code == 1
         assert error == f'Error: {tmp_path}/plants.db: unable to open database file'
@@ -124,7 +124,7 @@ class TestUse:
 
 class TestRefused:
     def test_unknown_scheme(self, site):
-        """A scheme that nobody offers is refused with the schemes that there are."""
+        """An unknown scheme is refused; the message lists the known schemes."""
         with pytest.raises(ValueError, match=f"'trees:x' {KNOWN}packages offer no oth"):
             open_store('trees:x')
         install(site, 'others', ['trees = nowhere:x'], group='console_scripts')
@@ -136,8 +136,8 @@ class TestRefused:
                 ):
                     function(url)
 
-    def test_built_in_scheme(self, site):
-        """A package cannot take the place of a built-in store."""
+    def test_built_in_scheme_is_not_replaced(self, site):
+        """A package cannot replace a built-in store."""
         names = ['memory', 'jsonl', 'postgresql', 'postgres']
         install(site, 'mine', [f'{name} = mine:Store' for name in names])
         for url in ('memory:x', 'jsonl:', 'postgresql:x', 'postgres:x'):
@@ -145,7 +145,7 @@ class TestRefused:
                 open_store(url)
 
     @pytest.mark.parametrize(
-        ('entry', 'source', 'said'),
+        ('entry', 'source', 'message'),
         [
             ('gone:Store', '', "ModuleNotFoundError: No module named 'gone'"),
             ('trees:Store', '', "AttributeError: module 'trees' has no .* 'Store'"),
@@ -155,16 +155,17 @@ class TestRefused:
         ids=['no-module', 'no-name', 'raises', 'syntax'],
     )
     @pytest.mark.parametrize('function', [check_url, open_store])
-    def test_does_not_load(self, site, function, entry, source, said):
-        """A package that does not load is refused by its name, with the reason."""
+    def test_package_does_not_load(self, site, function, entry, source, message):
+        """The error names the package that does not load, and the reason."""
         install(site, 'trees', [f'trees = {entry}'], source)
         with pytest.raises(
-            ValueError, match=f"'trees:x': package trees: {entry} does not load: {said}"
+            ValueError,
+            match=f"'trees:x': package trees: {entry} does not load: {message}",
         ):
             function('trees:x')
 
     @pytest.mark.parametrize(
-        ('source', 'said'),
+        ('source', 'message'),
         [
             ('def Store(url): ...', r"Store\(\) got an unexpected keyword .*'create'"),
             ('def Store(url, **options): ...', 'trees:Store returned a NoneType, not'),
@@ -173,16 +174,16 @@ class TestRefused:
         ],
         ids=['parameters', 'result', 'not-callable', 'url'],
     )
-    def test_does_not_open(self, site, source, said):
-        """A package whose function does not keep the rules is refused by its name."""
+    def test_package_does_not_open_its_store(self, site, source, message):
+        """The error names the package whose function breaks the rules."""
         install(site, 'trees', ['trees = trees:Store'], source)
         check_url('trees://me:secret@host')
-        with pytest.raises(ValueError, match=f'package trees: {said}') as caught:
+        with pytest.raises(ValueError, match=f'package trees: {message}') as caught:
             open_store('trees://me:secret@host')
         assert str(caught.value).startswith("'trees://***@host': ")
 
-    def test_two_packages(self, site):
-        """A scheme that two packages offer is refused, with the names of both."""
+    def test_scheme_of_two_packages(self, site):
+        """A scheme that two packages offer is refused; the message names both."""
         for name in ('birches', 'oaks'):
             install(site, name, [f'trees = {name}:Store'], 'Store = 3')
         with pytest.raises(
@@ -190,16 +191,16 @@ class TestRefused:
         ):
             check_url('trees:x')
 
-    def test_command_line(self, site, run):
-        """The command line says the same, with exit code 2."""
+    def test_command_line_reports_a_broken_package(self, site, run):
+        """The command line prints the same message, and exits with code 2."""
         install(site, 'trees', ['trees = gone:Store'])
         code, output, errors = run('count', 'trees:x')
         assert (code, output) == (2, b'')
         assert 'package trees: gone:Store does not load' in errors[-1]
 
 
-def test_no_psycopg(monkeypatch):
-    """Without psycopg a URL of PostgreSQL is refused by the name of the package."""
+def test_missing_psycopg_is_named(monkeypatch):
+    """Without psycopg a PostgreSQL URL is refused; the message names the package."""
     monkeypatch.delattr('store.postgresql', raising=False)
     monkeypatch.setitem(sys.modules, 'store.postgresql', None)
     for function in (check_url, open_store):

@@ -1,3 +1,5 @@
+"""The format of a record: encode, decode, and scan for ids."""
+
 import json
 
 import pytest
@@ -20,20 +22,20 @@ PLANTS = st.builds(Plant, INT64 | st.sampled_from(IDS), TEXTS, st.none() | TEXTS
 
 @given(PLANTS)
 def test_round_trip(plant):
-    """A plant is read from its record exactly as it was written."""
+    """A decoded record is exactly the plant that was encoded."""
     assert decode(encode(plant)) == plant
 
 
 @pytest.mark.parametrize('number', range(17))
-def test_round_trip_of_a_plane(number):
-    """Every character that a plant may hold is read as it was written."""
+def test_round_trip_of_every_character(number):
+    """Every character that a plant may hold is decoded as it was encoded."""
     plant = Plant(number, plane(number), plane(number))
     assert decode(encode(plant)) == plant
 
 
 @given(PLANTS)
-def test_form(plant):
-    """A record is one line of JSON in UTF-8, with no byte that is not needed."""
+def test_record_is_compact_json(plant):
+    """A record is one line of JSON in UTF-8, without needless bytes."""
     line = encode(plant)
     members = {'id': plant.id, 'name': plant.name, 'tag': plant.tag}
     if plant.tag is None:
@@ -43,8 +45,8 @@ def test_form(plant):
     assert line.count(b'\n') == 1
 
 
-def test_escapes():
-    """Nothing is escaped but quotation marks, backslashes and control characters."""
+def test_only_required_characters_are_escaped():
+    """Only quotation marks, backslashes and control characters are escaped."""
     text = ''.join(map(chr, range(1, 0x80)))
     escaped = encode(Plant(1, text)).decode()[len('{"id":1,"name":"') : -3]
     named = dict(zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True))
@@ -60,7 +62,7 @@ def test_escapes():
     assert not escaped
 
 
-# Lines that are records, and the plants in them.
+# Valid records, and their plants.
 VALID = {
     'ours': (b'{"id":1,"name":"Fern"}\n', Plant(1, 'Fern')),
     'tag': (b'{"id":1,"name":"Fern","tag":"shade"}\n', Plant(1, 'Fern', 'shade')),
@@ -90,7 +92,7 @@ NOT_AN_OBJECT = 'it is not a JSON object'
 BAD_ID = 'its id is not a 64-bit integer'
 NO_LINE_FEED = 'it has no line feed at its end'
 
-# Lines that are not, and why.
+# Lines that are not records, and the reasons.
 INVALID = {
     'nothing': (b'', NO_LINE_FEED),
     'torn': (b'{"id":1,"na', NO_LINE_FEED),
@@ -165,23 +167,23 @@ WHOLE_INVALID = {
 
 
 @pytest.mark.parametrize(('line', 'plant'), VALID.values(), ids=VALID)
-def test_valid(line, plant):
-    """A line that keeps the rules is a record, whoever wrote it."""
+def test_valid_line_is_decoded(line, plant):
+    """A line that follows the format is a record, also in a form we never write."""
     assert decode(line) == plant
     assert list(scan_ids(line)) == [(plant.id, 0)]
 
 
 @pytest.mark.parametrize(('line', 'reason'), INVALID.values(), ids=INVALID)
-def test_invalid(line, reason):
-    """A line that breaks a rule is not a record, and the reason says which."""
+def test_invalid_line_is_refused(line, reason):
+    """A line that breaks the format is refused, with the reason."""
     with pytest.raises(DamagedRecord) as caught:
         decode(line)
     assert str(caught.value) == reason
 
 
 @pytest.mark.parametrize('opening', ['[', '{"x":'], ids=['arrays', 'objects'])
-def test_deep(opening):
-    """A line that is nested too deeply is damaged; it does not stop the reader."""
+def test_deep_nesting_is_refused(opening):
+    """A line that is nested too deeply is damaged, not a RecursionError."""
     line = b'{"id":1,"name":"a","x":' + opening.encode() * 100_000 + b'\n'
     with pytest.raises(DamagedRecord):
         decode(line)
@@ -190,8 +192,8 @@ def test_deep(opening):
 
 
 @pytest.mark.parametrize('line', WHOLE_INVALID.values(), ids=WHOLE_INVALID)
-def test_scan_stops(line):
-    """A scan yields the ids before a line that is not a record, then refuses."""
+def test_scan_stops_at_an_invalid_line(line):
+    """A scan yields the ids before an invalid line, then refuses."""
     sound = encode(Plant(7, 'Gräser')) + encode(Plant(8, 'a"b'))
     scan = scan_ids(sound + line + sound)
     assert [next(scan), next(scan)] == [(7, 0), (8, len(encode(Plant(7, 'Gräser'))))]
@@ -199,8 +201,8 @@ def test_scan_stops(line):
         next(scan)
 
 
-def loop(chunk):
-    """Do what scan_ids does, line by line; end with the reason of a refusal."""
+def decode_lines(chunk):
+    """Yield what scan_ids should yield, line by line; end with the error, if any."""
     offset = 0
     for line in chunk.split(b'\n')[:-1]:
         try:
@@ -212,7 +214,7 @@ def loop(chunk):
 
 
 def scan(chunk):
-    """Do what scan_ids does; end with the reason of a refusal."""
+    """Yield what scan_ids yields; end with the error, if any."""
     try:
         yield from scan_ids(chunk)
     except DamagedRecord as ex:
@@ -233,23 +235,23 @@ BROKEN = st.one_of(
 
 @given(st.lists(LINES, max_size=8), st.lists(BROKEN, max_size=1), st.lists(LINES))
 def test_scan_equals_decode(before, broken, after):
-    """A scan finds what reading line by line finds, whatever the lines are."""
+    """A scan finds the same ids and errors as decoding line by line."""
     chunk = b''.join([*before, *broken, *after])
-    assert list(scan(chunk)) == list(loop(chunk))
+    assert list(scan(chunk)) == list(decode_lines(chunk))
 
 
 @given(PLANTS, st.data())
 def test_scan_equals_decode_when_damaged(plant, data):
-    """A scan refuses a damaged line exactly when reading it refuses."""
+    """A scan refuses a damaged line if and only if decoding refuses it."""
     line = bytearray(encode(plant))
     at = data.draw(st.integers(0, len(line) - 1))
     line[at] = data.draw(st.integers(0, 255))
     chunk = bytes(line).rstrip(b'\n') + b'\n' + encode(Plant(5, 'Fern'))
-    assert list(scan(chunk)) == list(loop(chunk))
+    assert list(scan(chunk)) == list(decode_lines(chunk))
 
 
-def test_scan_nothing():
-    """No lines hold no ids."""
+def test_scan_of_no_lines():
+    """A scan of no bytes yields no ids."""
     assert list(scan_ids(b'')) == []
 
 
@@ -265,6 +267,6 @@ def test_scan_nothing():
     ids=ascii,
 )
 def test_encode_refuses(plant):
-    """What could not be read again is not written, whatever the schemas let in."""
+    """A plant that could not be decoded is not encoded, whatever the schemas accept."""
     with pytest.raises(ValueError):  # noqa: PT011 - the kind is all that is promised
         encode(plant)

@@ -1,3 +1,5 @@
+"""The store in memory."""
+
 import pytest
 
 from store import PlantStore
@@ -16,16 +18,16 @@ class TestMemoryStore(StoreContract):
         return list(store._plants.values())
 
 
-def test_url():
-    """The URL of a store in memory is memory: and nothing else."""
+def test_url_opens_a_memory_store():
+    """The URL memory: opens a store in memory."""
     assert isinstance(open_store('memory:'), MemoryStore)
 
 
-def test_two_stores():
+def test_each_url_opens_a_new_store():
     """Two stores in memory share nothing."""
     assert open_store('memory:') is not open_store('memory:')
 
 
-def test_size_is_not_known():
-    """A store that does not say how many plants it has has none to speak of."""
+def test_default_size_hint_is_zero():
+    """A store that does not override size_hint returns 0, for an unknown size."""
     assert PlantStore.size_hint(MemoryStore()) == 0

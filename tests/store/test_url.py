@@ -1,4 +1,4 @@
-"""URLs of stores: what is wrong with one is said without a secret that is in it."""
+"""Store URLs: errors say what is wrong, and never show a secret."""
 
 import traceback
 
@@ -29,20 +29,20 @@ from store import open_store
         ('', ''),
     ],
 )
-def test_masked(url, shown):
-    """A URL is shown without its secrets, however wrong it is."""
+def test_masked_url_shows_no_secret(url, shown):
+    """A masked URL shows no secret, however malformed the URL is."""
     assert masked(url) == shown
 
 
 @pytest.mark.parametrize('character', '@/?#%')
-def test_password_not_escaped(character):
+def test_unescaped_password_is_refused(character):
     """A password that breaks the URL is refused with the reason, and not shown."""
     url = f'postgresql://gardener:topmost{character}secret@127.0.0.1/plants'
     with pytest.raises(ValueError, match=r'write @ as %40|not a URL') as caught:
         open_store(url)
-    told = ''.join(traceback.format_exception(caught.value))
-    assert 'topmost' not in told
-    assert 'secret' not in told
+    shown = ''.join(traceback.format_exception(caught.value))
+    assert 'topmost' not in shown
+    assert 'secret' not in shown
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_password_not_escaped(character):
         'postgresql://gardener:secret/plants',
     ],
 )
-def test_not_a_url(url):
-    """What is not a URL is refused, and nothing of it shown that may be a secret."""
+def test_malformed_url_is_refused(url):
+    """A malformed URL is refused, and the error shows no secret."""
     with pytest.raises(ValueError, match=r'is not a|in a user or') as caught:
         open_store(url)
     assert 'secret' not in ''.join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize('at', ['', 'gardener:%40secret@'])
-def test_at_in_a_parameter(at):
-    """An @ in a parameter is escaped as in a password, and who did not is told so."""
+def test_unescaped_at_in_a_parameter_is_refused(at):
+    """An @ in a parameter must be escaped; the error says how."""
     url = f'postgresql://{at}host/plants?application_name=me'
     with open_store(url + '%40here'):
         pass
