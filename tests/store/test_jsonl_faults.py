@@ -1,4 +1,4 @@
-"""The store in a file, over a disk that fails and loses what is not synced."""
+"""The file store on a disk that fails, and that loses unsynced writes."""
 
 import contextlib
 import errno
@@ -35,11 +35,11 @@ FERN, MOSS, IVY, REED, OAK, ASH = (
 TORN = b'{"id":7,"na'
 
 
-class Ended(BaseException):
-    """The process ends here, and no handler can do anything about it.
+class Killed(BaseException):
+    """The process is killed here; as a BaseException it passes every handler.
 
     Attributes:
-        written: How much of a write was done before.
+        written: How many bytes of a write were written before.
     """
 
     def __init__(self, written=0):
@@ -48,20 +48,20 @@ class Ended(BaseException):
 
 
 class Disk:
-    """The system calls, over a disk that can fail and that loses what is not synced.
+    """System calls on a disk that can fail, and that loses unsynced writes.
 
-    It follows one plant file. A write is durable when a sync that began after it has
-    ended well. What a failed sync was to make durable is lost for good, though it can
-    still be read: a later sync finds nothing to do. As on Linux, each descriptor that
-    was open is told of the failure once.
+    It models one plant file. A write is durable when a sync that began after it has
+    succeeded. The writes that a failed sync covers are lost for good, though they can
+    still be read: a later sync finds nothing to do. As on Linux, the failure is
+    reported once on each descriptor that was open.
 
     Attributes:
-        path: Of the plant file.
-        durable: What is on the disk.
+        path: The path of the plant file.
+        durable: The content of the plant file on the disk.
         named: Whether the file's directory entry is on the disk.
         calls: The name of each call, its descriptor or path, and its further arguments.
-        before: Called with the same before each call. It may hold or raise; the calls
-            after an ``Ended`` do nothing but raise it again. If it returns a number, a
+        before: Called with the same before each call. It may block or raise; after a
+            ``Killed`` every call only raises it again. If it returns a number, a
             pwrite writes no more bytes than that.
     """
 
@@ -70,13 +70,13 @@ class Disk:
         self.durable = b''
         self.named = False
         self.calls = []
-        self.before = nothing
+        self.before = no_fault
         self._changes = []  # offset and bytes of each write, None for a truncation
-        self._settled = 0  # changes before this one are durable, or lost
+        self._settled = 0  # the changes before this index are durable, or lost
         self._failures = 0
-        self._told = {}
+        self._reported = {}  # from each descriptor to the failures reported on it
         self._lock = threading.Lock()
-        self._ended = False
+        self._killed = False
 
     def __getattr__(self, name):
         return getattr(os, name)
@@ -84,13 +84,13 @@ class Disk:
     def open(self, path, flags, mode=0o777):
         self._enter('open', path, flags)
         fd = os.open(path, flags, mode)
-        self._told[fd] = self._failures
+        self._reported[fd] = self._failures
         return fd
 
     def pwrite(self, fd, data, offset):
         try:
             limit = self._enter('pwrite', fd, data, offset)
-        except Ended as ex:
+        except Killed as ex:
             self._write(fd, data[: ex.written], offset)
             raise
         return self._write(fd, data[:limit], offset)
@@ -114,9 +114,9 @@ class Disk:
     def fsync(self, fd):
         self._sync('fsync', fd)
 
-    def forgive(self, fd):
-        """Let a descriptor not be told of the failures until now."""
-        self._told[fd] = self._failures
+    def skip_failures(self, fd):
+        """Do not report the failures so far on this descriptor."""
+        self._reported[fd] = self._failures
 
     def unsynced(self):
         """Return how many written bytes are not durable."""
@@ -126,8 +126,8 @@ class Disk:
         """Return what a power cut would leave of the file.
 
         Args:
-            keep: How many of the unsynced bytes got to the disk nevertheless.
-            zeroed: Whether the file is as long as if the others had got there too.
+            keep: How many of the unsynced bytes reached the disk nevertheless.
+            zeroed: Whether the other unsynced bytes are zeros, not missing.
         """
         content = self.durable
         for offset, data in self._changes[self._settled :]:
@@ -142,17 +142,17 @@ class Disk:
         return content
 
     def images(self):
-        """Return every file that a power cut could leave."""
+        """Return every content that a power cut could leave."""
         lengths = range(self.unsynced() + 1)
         return {
             self.image(keep, zeroed) for keep in lengths for zeroed in (False, True)
         }
 
     def restart(self, content):
-        """Go on with a file that a power cut has left.
+        """Continue after a power cut.
 
         Args:
-            content: Of the file, or ``None`` if not even its name was durable.
+            content: The content of the file; ``None`` if its name was not durable.
         """
         if content is None:
             self.path.unlink(missing_ok=True)
@@ -165,18 +165,18 @@ class Disk:
         self._settled = 0
 
     def resume(self):
-        """Go on with the disk as it is, without any trouble."""
-        self._ended = False
-        self.before = nothing
+        """Continue with the disk as it is, without further faults."""
+        self._killed = False
+        self.before = no_fault
 
     def _enter(self, name, target, *arguments):
-        if self._ended:
-            raise Ended
+        if self._killed:
+            raise Killed
         self.calls.append((name, target, *arguments))
         try:
             return self.before(name, target, *arguments)
-        except Ended:
-            self._ended = True
+        except Killed:
+            self._killed = True
             raise
 
     def _is_plant_file(self, fd):
@@ -191,19 +191,19 @@ class Disk:
 
     def _sync(self, name, fd):
         began = len(self._changes)
-        ours = self._is_plant_file(fd)
+        of_plants = self._is_plant_file(fd)
         try:
             self._enter(name, fd)
-            if ours and self._told[fd] < self._failures:
+            if of_plants and self._reported[fd] < self._failures:
                 raise failure(errno.EIO)
         except OSError:
-            if ours:
+            if of_plants:
                 with self._lock:
                     self._settle(began, durable=False)
-                self._failures += self._told[fd] == self._failures
-                self._told[fd] = self._failures
+                self._failures += self._reported[fd] == self._failures
+                self._reported[fd] = self._failures
             raise
-        if ours:
+        if of_plants:
             with self._lock:
                 self._settle(began, durable=True)
         elif stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -219,40 +219,40 @@ class Disk:
 
 
 def changed(content, offset, data):
-    """Return bytes after a write into them, which may leave a hole of zeros."""
+    """Return bytes after a write into them; a gap before it is filled with zeros."""
     before = content[:offset].ljust(offset, b'\0') if data else content[:offset]
     return before + data + content[offset + len(data) :]
 
 
-def nothing(name, *arguments):
-    """Let a call pass."""
+def no_fault(name, *arguments):
+    """Let every call succeed."""
 
 
 def failure(number):
-    """Return what a system call raises."""
+    """Return the error that a failing system call raises."""
     return OSError(number, os.strerror(number))
 
 
 @pytest.fixture
 def disk(path):
-    """Return a disk without trouble, and without the plant file."""
+    """Return a disk without faults, on which there is no plant file yet."""
     return Disk(path)
 
 
 @pytest.fixture
 def slow_syncs(monkeypatch):
-    """Let every sync seem to take a second, so that several may be in flight."""
+    """Let every sync appear to take a second, so that several may be in flight."""
     ticks = itertools.count()
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
 
 
 def index_of(path):
-    """Return where the index of a plant file is."""
+    """Return the path of the index of a plant file."""
     return path.with_name(path.name + '.index')
 
 
 def side_files(path):
-    """Return what torn tails were kept, by the path of their file."""
+    """Return the kept torn tails: the content of each side file, by its path."""
     return {side: side.read_bytes() for side in path.parent.glob('*.torn-*')}
 
 
@@ -267,8 +267,8 @@ def lines(*plants):
     return b''.join(map(record.encode, plants))
 
 
-def offer(store, plant, times=1):
-    """Offer a plant as a client does that repeats itself; return if it was taken."""
+def try_add(store, plant, times=1):
+    """Add a plant with retries, as a client does; return whether it was stored."""
     for _ in range(times):
         try:
             store.add(plant)
@@ -279,18 +279,18 @@ def offer(store, plant, times=1):
 
 
 class Gate:
-    """Holds every fdatasync that begins, and fails those that it is told to.
+    """Blocks every fdatasync, and fails those that the test selects.
 
     Attributes:
-        held: The descriptors of the syncs that came, in order.
-        failing: The descriptors whose sync is to fail.
-        then: What is before each call when the gate is open again.
+        held: The descriptors of the blocked syncs, in order of arrival.
+        failing: The descriptors whose sync fails.
+        then: The value of ``disk.before`` once the gate is open.
     """
 
     def __init__(self, disk):
         self.held = []
         self.failing = set()
-        self.then = nothing
+        self.then = no_fault
         self._disk = disk
         self._change = threading.Condition()
         self._released = set()
@@ -311,8 +311,8 @@ class Gate:
             self._released.add(fd)
             self._change.notify_all()
 
-    def hold(self, pool, store, *plants):
-        """Add plants, each in a thread, so that each has a sync of its own."""
+    def add_each(self, pool, store, *plants):
+        """Add plants, each in its own thread and with its own blocked sync."""
         adds = []
         for plant in plants:
             adds.append(pool.submit(store.add, plant))
@@ -320,7 +320,7 @@ class Gate:
         return adds
 
     def wait_for(self, count):
-        """Return when so many syncs have come."""
+        """Wait until so many syncs are blocked."""
         wait_until(lambda: len(self.held) >= count)
 
     def _hold(self, name, fd, *arguments):
@@ -340,15 +340,15 @@ def pool():
         yield pool
 
 
-class Lives(RuleBasedStateMachine):
-    """A store whose process and whose machine end at any moment, and a dict.
+class CrashingStore(RuleBasedStateMachine):
+    """A store whose process is killed and whose machine loses power, and its model.
 
     Attributes:
-        plants: What the file holds for certain, by id.
-        pending: The plant whose add was cut off, if one was.
+        plants: The plants that the file certainly holds, by id.
+        pending: The plant whose add was interrupted, or ``None``.
     """
 
-    directory = None  # given by the test
+    directory = None  # set by the test
 
     @initialize()
     def begin(self):
@@ -368,7 +368,7 @@ class Lives(RuleBasedStateMachine):
     )
     def add(self, id, name, tag):
         plant = Plant(id, name, tag)
-        self.wake()
+        self.settle()
         if self.plants.setdefault(id, plant) == plant:
             self.store.add(plant)
         else:
@@ -378,7 +378,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(id=st.integers(-3, 3))
     def repeat(self, id):
-        self.wake()
+        self.settle()
         if id in self.plants:
             self.store.add(self.plants[id])
             self.check()
@@ -395,20 +395,20 @@ class Lives(RuleBasedStateMachine):
         written=st.integers(0, 30),
     )
     def kill(self, id, name, calls, written):
-        """Kill the process at one of its calls, which may be a write half done."""
+        """Kill the process at one of its calls, perhaps in the middle of a write."""
         plant = Plant(id, name)
         if self.pending:
-            self.wake()
+            self.settle()
         remaining = itertools.count(calls, -1)
 
-        def end(name, *arguments):
+        def kill(name, *arguments):
             if not next(remaining):
-                raise Ended(written)
+                raise Killed(written)
 
-        self.disk.before = end
+        self.disk.before = kill
         try:
             self.store.add(plant)
-        except Ended:
+        except Killed:
             self.pending = plant
         except IdTaken:
             assert self.plants[plant.id] != plant
@@ -433,8 +433,8 @@ class Lives(RuleBasedStateMachine):
             index_of(self.disk.path).unlink(missing_ok=True)
         self.open()
 
-    def wake(self):
-        """Open the store, and find out whether the plant that was cut off is there."""
+    def settle(self):
+        """Open the store, and find out whether the pending plant is stored."""
         self.store.ping()
         pending, self.pending = self.pending, None
         if pending in raw_plants(self.disk.path.read_bytes()):
@@ -452,23 +452,25 @@ class Lives(RuleBasedStateMachine):
 
 
 class TestPowerCut:
-    def test_lives(self, tmp_path):
-        """Whenever the process or the machine ends, what was acknowledged is there."""
-        Lives.directory = tmp_path
+    def test_random_crashes_lose_no_acknowledged_plant(self, tmp_path):
+        """Random adds, kills and power cuts agree with a model in a dict."""
+        CrashingStore.directory = tmp_path
         run_state_machine_as_test(
-            Lives,
+            CrashingStore,
             settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
         )
 
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
-    def test_every_file(self, path, disk, slow_syncs, pool, with_index):
-        """Of plants that wait for a sync a power cut leaves whole lines, in order."""
+    def test_every_content_that_a_power_cut_leaves(
+        self, path, disk, slow_syncs, pool, with_index
+    ):
+        """Whole lines of unsynced plants survive, in order; a torn tail is kept."""
         waiting = [IVY, REED, OAK]
         with JSONLinesStore(path, system=disk) as store:
             for plant in (FERN, MOSS):
                 store.add(plant)
             with Gate(disk) as gate:
-                adds = gate.hold(pool, store, *waiting)
+                adds = gate.add_each(pool, store, *waiting)
                 plants = raw_plants(path.read_bytes())
                 index = index_of(path).read_bytes()
                 images = disk.images()
@@ -490,11 +492,11 @@ class TestPowerCut:
 
 
 class Fault:
-    """Lets the n-th call of a name fail, or every one from there on.
+    """Makes the n-th call of one function fail, or all from the n-th on.
 
     Args:
-        call: The name.
-        nth: Which one, counted from 1.
+        call: The name of the function.
+        nth: The number of the call, from 1.
         effect: Called with the call's arguments; it raises, or returns a limit.
         lasting: Whether the calls after it fail too.
     """
@@ -528,12 +530,12 @@ def failing(number):
 
 
 def short(fd, data, offset):
-    """Let half of a write be done."""
+    """Write only half of the data."""
     return max(1, len(data) // 2)
 
 
 def failing_at_open(path):
-    """Return an effect: an fsync of the plant file fails, as at the end of opening."""
+    """Return a fault: every fsync of the plant file fails, as the one of an open."""
 
     def effect(fd):
         if os.path.samestat(os.fstat(fd), path.stat()):
@@ -551,13 +553,13 @@ EFFECTS = {
 } | {'pwrite-short': ('pwrite', short)}
 
 
-def nothing_yet(disk):
-    """Leave the disk without a plant file."""
+def no_file(disk):
+    """Start without a plant file. Like the others, return the acknowledged plants."""
     return set()
 
 
 def unsynced_line(disk, torn=b'', with_index=False):
-    """Leave what a process leaves that was killed before its sync."""
+    """Start with the file of a process that was killed before its sync."""
     store = JSONLinesStore(disk.path, system=disk)
     store.add(FERN)
     store.close()
@@ -570,12 +572,12 @@ def unsynced_line(disk, torn=b'', with_index=False):
 
 
 def torn_line(disk):
-    """Leave what a process leaves that was killed in the middle of a write."""
+    """Start with the file of a process that was killed during a write."""
     return unsynced_line(disk, TORN)
 
 
 def torn_line_and_index(disk):
-    """Leave that, and an index that knows the line before."""
+    """Start with such a file, and an index that covers its first line."""
     return unsynced_line(disk, TORN, with_index=True)
 
 
@@ -583,20 +585,20 @@ class TestEveryCall:
     @pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
     @pytest.mark.parametrize(('call', 'effect'), EFFECTS.values(), ids=EFFECTS)
     @pytest.mark.parametrize(
-        'before', [nothing_yet, unsynced_line, torn_line, torn_line_and_index]
+        'prepare', [no_file, unsynced_line, torn_line, torn_line_and_index]
     )
-    def test_fails(self, tmp_path, before, call, effect, lasting):
-        """Whatever call fails, nothing false is acknowledged and the file is sound."""
+    def test_failing_call_loses_nothing(self, tmp_path, prepare, call, effect, lasting):
+        """Whichever call fails, acknowledged plants stay and the file is sound."""
         plants = [FERN, MOSS, IVY, REED, OAK, ASH]
         for nth in itertools.count(1):
             disk = Disk(tmp_path / str(nth) / 'plants.jsonl')
             disk.path.parent.mkdir()
-            acknowledged = before(disk)
+            acknowledged = prepare(disk)
             disk.before = fault = Fault(call, nth, effect, lasting)
             for _ in range(2):
                 with JSONLinesStore(disk.path, system=disk) as store:
                     acknowledged.update(
-                        plant for plant in plants if offer(store, plant, times=2)
+                        plant for plant in plants if try_add(store, plant, times=2)
                     )
             disk.resume()
             self.check(disk, acknowledged, set(plants))
@@ -605,7 +607,7 @@ class TestEveryCall:
         assert acknowledged == set(plants)
 
     def check(self, disk, acknowledged, offered):
-        """Check the file as it is, and some files that a power cut could leave."""
+        """Check the file as it is, and some contents that a power cut could leave."""
         unsynced = disk.unsynced()
         contents = {disk.image(), disk.image(unsynced // 2), disk.image(zeroed=True)}
         if disk.path.exists():
@@ -637,8 +639,8 @@ class TestFullDisk:
     @pytest.mark.parametrize(
         'number', [*ERRORS, errno.EDQUOT, errno.EROFS, errno.EACCES]
     )
-    def test_write_fails(self, path, disk, store, number):
-        """A write that fails leaves no byte, and the store goes on when it works."""
+    def test_failed_write_leaves_no_byte(self, path, disk, store, number):
+        """A failed write is rolled back; adds work again once writes do."""
         disk.before = Fault('pwrite', 1, failing(number), lasting=True)
         for plant in (MOSS, IVY, MOSS):
             with pytest.raises(StoreUnavailable) as caught:
@@ -655,7 +657,7 @@ class TestFullDisk:
     @pytest.mark.parametrize('number', [errno.EIO, errno.EDQUOT])
     @pytest.mark.parametrize('written', [0, 5])
     def test_not_ready_until_a_write_works(self, path, disk, store, number, written):
-        """After a write that failed a store is not ready until one would not."""
+        """After a failed write the store is not ready until writes succeed."""
 
         def effect(fd, data, offset):
             if offset > len(lines(FERN)) or not written:
@@ -676,8 +678,8 @@ class TestFullDisk:
         store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_half_a_write(self, path, disk, store):
-        """A write that is cut short and then fails is rolled back to the last byte."""
+    def test_partial_write_is_rolled_back(self, path, disk, store):
+        """A short write that then fails is rolled back completely."""
         limits = iter([5, 1])
 
         def effect(*arguments):
@@ -693,21 +695,21 @@ class TestFullDisk:
         store.add(IVY)
         assert disk.durable == lines(FERN, IVY)
 
-    def test_short_writes(self, disk, store):
-        """A write that the kernel does byte by byte is completed."""
+    def test_short_writes_are_completed(self, disk, store):
+        """Short writes of one byte each are continued to the end."""
         disk.before = Fault('pwrite', 1, lambda *arguments: 1, lasting=True)
         store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_nothing_is_written(self, path, disk, store):
-        """A write that writes nothing and does not fail is an error, and no loop."""
+    def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
+        """A write that returns 0 is an error, not an endless loop."""
         disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
         with pytest.raises(StoreUnavailable):
             store.add(MOSS)
         assert path.read_bytes() == lines(FERN)
 
-    def test_no_way_back(self, path, disk, store):
-        """Half a line that cannot even be rolled back is cut off as soon as it can."""
+    def test_failed_rollback_is_made_up_for(self, path, disk, store):
+        """A partial line that cannot be rolled back is cut off once that works."""
         limits = iter([5])
 
         def before(name, *arguments):
@@ -728,8 +730,8 @@ class TestFullDisk:
         assert set(side_files(path).values()) == {lines(MOSS)[:5]}
 
     @pytest.mark.parametrize('call', ['fsync', 'ftruncate'])
-    def test_no_litter(self, path, disk, store, call):
-        """A torn tail that cannot be cut off does not make a file at each attempt."""
+    def test_failed_cut_makes_one_side_file(self, path, disk, store, call):
+        """A torn tail that cannot be cut off does not make a file per attempt."""
         with path.open('ab') as file:
             file.write(TORN)
         disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
@@ -743,8 +745,8 @@ class TestFullDisk:
         assert TORN in side_files(path).values()
 
     @pytest.mark.parametrize('number', [errno.EROFS, errno.EACCES, errno.EMFILE])
-    def test_open_fails(self, path, disk, number):
-        """A file that cannot be opened is unavailable until it can."""
+    def test_failed_open_is_unavailable(self, path, disk, number):
+        """A store whose file cannot be opened is unavailable until it can."""
         disk.before = Fault('open', 1, failing(number), lasting=True)
         with JSONLinesStore(path, system=disk) as store:
             for attempt in (store.ping, lambda: store.add(FERN)):
@@ -757,7 +759,7 @@ class TestFullDisk:
 
 
 def spoil(index):
-    """Damage an index from its first byte to its last."""
+    """Overwrite every byte of an index."""
     index.write_bytes(b'?' * index.stat().st_size)
 
 
@@ -773,8 +775,8 @@ class TestFailedSync:
             disk.resume()
             yield store
 
-    def test_refuses(self, path, disk, doubtful):
-        """After a failed sync a store takes nothing more, not even a repeat."""
+    def test_store_refuses_after_a_failed_sync(self, path, disk, doubtful):
+        """After a failed sync a store refuses every add, even a repeat."""
         for _ in range(2):
             for plant in (MOSS, IVY, FERN):
                 with pytest.raises(StoreUnavailable):
@@ -785,15 +787,15 @@ class TestFailedSync:
         assert disk.durable == lines(FERN)
 
     @pytest.mark.parametrize('number', ERRORS)
-    def test_whatever_the_error(self, path, disk, number):
-        """A sync that fails is never simply repeated, whatever it fails with."""
+    def test_failed_sync_is_never_retried(self, path, disk, number):
+        """A failed sync is not just repeated, whatever its error is."""
         with JSONLinesStore(path, system=disk) as store:
             store.ping()
             disk.before = Fault('fdatasync', 1, failing(number))
-            assert not offer(store, FERN, times=3)
+            assert not try_add(store, FERN, times=3)
 
-    def test_written_again(self, path, disk, doubtful):
-        """A store that opens after a failed sync first writes what is in doubt."""
+    def test_next_open_writes_doubtful_lines_again(self, path, disk, doubtful):
+        """A store that opens after a failed sync writes the lines in doubt again."""
         doubtful.close()
         del disk.calls[:]
         with JSONLinesStore(path, system=disk) as store:
@@ -810,45 +812,45 @@ class TestFailedSync:
             assert 'fsync' in [name for name, *_ in disk.calls[written:]]
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_fails_again(self, path, disk, doubtful):
-        """What is in doubt stays in doubt while the syncs of each opening fail."""
+    def test_lines_stay_in_doubt_while_syncs_fail(self, path, disk, doubtful):
+        """Lines in doubt stay so while the syncs of each open fail."""
         doubtful.close()
         with JSONLinesStore(path, system=disk) as store:
             disk.before = failing_at_open(path)
             for _ in range(3):
-                assert not offer(store, MOSS)
+                assert not try_add(store, MOSS)
             disk.resume()
             disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            assert not offer(store, MOSS)
+            assert not try_add(store, MOSS)
             disk.resume()
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_by_another_process(self, path, disk, doubtful):
-        """What is in doubt is written again by whoever opens, also beside the other."""
+    def test_another_store_writes_doubtful_lines_again(self, path, disk, doubtful):
+        """Another store writes lines in doubt again, also while the first is open."""
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
             assert disk.durable == lines(FERN, MOSS)
 
     @pytest.mark.parametrize('lose', [Path.unlink, spoil])
-    def test_without_its_index(self, path, disk, doubtful, lose):
-        """What is in doubt is not forgotten with the index, which is disposable."""
+    def test_lines_stay_in_doubt_without_the_index(self, path, disk, doubtful, lose):
+        """Lines in doubt are known without the index, which is disposable."""
         doubtful.close()
         lose(index_of(path))
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_after_the_index_was_replaced(self, path, disk):
-        """What is in doubt is known to those who use another index by now."""
+    def test_lines_in_doubt_are_known_beside_a_new_index(self, path, disk):
+        """Lines in doubt are known to stores that already use a new index."""
         store, other, third = (JSONLinesStore(path, system=disk) for _ in range(3))
         with store, other, third:
             store.add(FERN)
             index_of(path).unlink()
             other.ping()
             disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            assert not offer(store, MOSS)
+            assert not try_add(store, MOSS)
             disk.resume()
             third.add(MOSS)
             assert disk.durable == lines(FERN, MOSS)
@@ -856,8 +858,8 @@ class TestFailedSync:
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
     @pytest.mark.parametrize('torn', [b'', TORN], ids=['whole', 'torn'])
     @pytest.mark.parametrize('reuse', [True, False], ids=['same-store', 'another'])
-    def test_at_open(self, path, disk, torn, with_index, reuse):
-        """A sync that fails when a store opens leaves in doubt what others wrote."""
+    def test_failed_sync_of_an_open(self, path, disk, torn, with_index, reuse):
+        """A failed sync of an open leaves the lines of other processes in doubt."""
         unsynced_line(disk, torn, with_index)
         disk.before = failing_at_open(path)
         with JSONLinesStore(path, system=disk) as store:
@@ -865,28 +867,28 @@ class TestFailedSync:
                 store.ping()
             disk.resume()
             if reuse:
-                offer(store, MOSS)
+                try_add(store, MOSS)
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_of_a_cut(self, path, disk):
-        """A sync that fails when a torn tail is cut off leaves the rest in doubt."""
+    def test_failed_sync_of_a_cut(self, path, disk):
+        """A failed sync after a torn tail was cut off leaves the rest in doubt."""
         with JSONLinesStore(path, system=disk) as store:
             store.add(FERN)
             fd = disk.open(path, os.O_WRONLY)
             disk.pwrite(fd, lines(MOSS) + TORN, len(lines(FERN)))
             os.close(fd)
             disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            assert not offer(store, IVY)
-            if offer(store, MOSS):
+            assert not try_add(store, IVY)
+            if try_add(store, MOSS):
                 assert lines(FERN, MOSS) in disk.durable
         with JSONLinesStore(path, system=disk) as store:
             store.add(MOSS)
         assert lines(FERN, MOSS) in disk.durable
 
-    def test_of_another_file(self, path, disk):
-        """A store that opened while its file was exchanged syncs the one it writes."""
+    def test_file_exchanged_during_open(self, path, disk):
+        """A store whose file was exchanged while it opened syncs the file it writes."""
         path.touch()
         other = path.with_name('other')
         other.touch()
@@ -903,11 +905,11 @@ class TestFailedSync:
 
         disk.before = exchange
         with JSONLinesStore(path, system=disk) as store:
-            assert not offer(store, FERN) or disk.durable == lines(FERN)
+            assert not try_add(store, FERN) or disk.durable == lines(FERN)
         assert opened.count(True) > 1
 
-    def test_while_closing(self, path, disk, pool):
-        """A sync that fails while the store is closed leaves its plant in doubt too."""
+    def test_failed_sync_during_close(self, path, disk, pool):
+        """A sync that fails during a close leaves its line in doubt, too."""
         store = JSONLinesStore(path, system=disk)
         store.add(FERN)
         with Gate(disk) as gate:
@@ -924,12 +926,12 @@ class TestFailedSync:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_two_in_flight(self, path, disk, pool, slow_syncs):
-        """Syncs in flight each have a descriptor, so that each is told of a failure."""
+    def test_failure_reaches_every_sync_in_flight(self, path, disk, pool, slow_syncs):
+        """Each sync in flight has its own descriptor, so each learns of a failure."""
         with JSONLinesStore(path, system=disk) as store:
             store.add(FERN)
             with Gate(disk) as gate:
-                adds = gate.hold(pool, store, MOSS, IVY)
+                adds = gate.add_each(pool, store, MOSS, IVY)
                 assert len(set(gate.held)) == 2
                 gate.failing.add(gate.held[0])
                 gate.release(gate.held[0])
@@ -939,30 +941,32 @@ class TestFailedSync:
                     add.result(PATIENCE)
         assert disk.durable == lines(FERN)
 
-    def test_most_in_flight(self, path, disk, pool, slow_syncs):
-        """However many plants wait, no two syncs in flight share a descriptor."""
+    def test_syncs_in_flight_share_no_descriptor(self, path, disk, pool, slow_syncs):
+        """At the most syncs in flight, each still has its own descriptor."""
         plants = [Plant(number, 'Fern') for number in range(10, 30)]
         most = group_commit.SLOW_SYNCS_IN_FLIGHT
         with JSONLinesStore(path, system=disk) as store:
             store.add(FERN)
             with Gate(disk) as gate:
-                adds = gate.hold(pool, store, *plants[:most])
+                adds = gate.add_each(pool, store, *plants[:most])
                 adds += [pool.submit(store.add, plant) for plant in plants[most:]]
                 assert len(set(gate.held)) == len(gate.held) == most
             assert all(add.result(PATIENCE) for add in adds)
         assert sorted(raw_plants(disk.durable)) == [FERN, *plants]
 
-    def test_one_that_ends_well_afterwards(self, path, disk, pool, slow_syncs):
-        """After a sync has failed no other is believed, even if it says all is well."""
+    def test_success_after_a_failed_sync_is_not_believed(
+        self, path, disk, pool, slow_syncs
+    ):
+        """After a failed sync another one in flight counts as failed, too."""
         with JSONLinesStore(path, system=disk) as store:
             store.add(FERN)
             with Gate(disk) as gate:
-                adds = gate.hold(pool, store, MOSS, IVY)
+                adds = gate.add_each(pool, store, MOSS, IVY)
                 first, second = gate.held
                 gate.failing.add(first)
                 gate.release(first)
                 wait_until(lambda: any(add.done() for add in adds))
-                disk.forgive(second)
+                disk.skip_failures(second)
             for add in adds:
                 with pytest.raises(StoreUnavailable):
                     add.result(PATIENCE)
@@ -971,8 +975,8 @@ class TestFailedSync:
 class TestRepeat:
     @pytest.mark.parametrize('slow', [True, False], ids=['slow-disk', 'quick-disk'])
     @pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
-    def test_waits(self, path, disk, pool, request, slow, shared):
-        """A repeat of a plant that is not durable yet waits until it is."""
+    def test_repeat_waits_for_a_sync(self, path, disk, pool, request, slow, shared):
+        """A repeat of a plant that is not durable yet waits for a sync."""
         if slow:
             request.getfixturevalue('slow_syncs')
         with contextlib.ExitStack() as stack:
@@ -992,7 +996,7 @@ class TestRepeat:
                     repeat.result(0.05)
                 assert disk.durable == lines(FERN)
                 if len(gate.held) > 1:
-                    # One sync after the write is enough, whoever's it is.
+                    # Any one sync that began after the write is enough.
                     gate.release(gate.held[1])
                     repeat.result(PATIENCE)
                     assert disk.durable == lines(FERN, MOSS)
@@ -1000,8 +1004,8 @@ class TestRepeat:
             first.result(PATIENCE)
         assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
 
-    def test_in_one_batch(self, path, disk, pool):
-        """Of equal plants that wait together one is written, and all are durable."""
+    def test_repeats_in_one_batch_are_written_once(self, path, disk, pool):
+        """Of equal plants in one batch one is written, and all are acknowledged."""
         with JSONLinesStore(path, system=disk) as store:
             store.add(FERN)
             with Gate(disk) as gate:
@@ -1016,7 +1020,7 @@ class TestRepeat:
         assert path.read_bytes() == disk.durable
 
     def test_conflict_with_a_plant_that_fails(self, path, disk, pool, monkeypatch):
-        """A plant is not refused for one of its own batch that could not be written."""
+        """A plant is not refused for a rival in its batch that was never written."""
         # One sync in flight, so that the rivals wait for it together.
         monkeypatch.setattr(group_commit, 'SLOW_SYNC', float('inf'))
         with JSONLinesStore(path, system=disk) as store:

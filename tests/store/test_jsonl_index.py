@@ -1,4 +1,4 @@
-"""The index of a plant file gives no wrong answer, whatever happens to its files."""
+"""The index of a plant file: merges, and damage that never gives an id twice."""
 
 import logging
 import os
@@ -26,19 +26,19 @@ PAGE = 4096
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch):
-    """Merge after a few ids, and as soon as the merge before has ended."""
+def frequent_merges(monkeypatch):
+    """Merge after a few ids, and without a pause between merges."""
     monkeypatch.setattr(plant_index, 'MERGE_AT', 40)
     monkeypatch.setattr(plant_file, 'MERGE_EVERY', 0)
 
 
 def ferns(*span):
-    """Return plants whose ids are scattered, the same for the same numbers."""
+    """Return plants with scattered ids, the same for the same numbers."""
     return [Plant(hash((number, 7)) >> 1, f'Fern {number}') for number in range(*span)]
 
 
 def index_files(path):
-    """Return the files of the index by name, the manifest among them."""
+    """Return the paths of the index files, sorted; the manifest is the first."""
     return sorted(path.parent.glob(f'{path.name}.index*'))
 
 
@@ -47,30 +47,30 @@ def generations(path):
     return [file for file in index_files(path) if '.index-' in file.name]
 
 
-def settle(store):
-    """Wait until a merge that is under way has ended."""
+def wait_for_merge(store):
+    """Wait until the running merge, if any, has ended."""
     merging = store._backend()._merging
     if merging is not None:
         merging.join()
 
 
 def fill(store, plants, at_once=20):
-    """Add plants in batches, with every merge that is due."""
+    """Add plants in batches; wait for the merge after each."""
     for start in range(0, len(plants), at_once):
         assert all(store.add_many(plants[start : start + at_once]))
-        settle(store)
+        wait_for_merge(store)
 
 
 def assert_knows(store, plants):
-    """Check that no id of these plants is given to another one."""
+    """Check that a store has these plants, and refuses others with their ids."""
     outcomes = store.add_many([plant._replace(tag='another') for plant in plants])
     assert all(isinstance(outcome, IdTaken) for outcome in outcomes)
     assert store.add_many(plants) == [False] * len(plants)
 
 
 class TestMerge:
-    def test_merged(self, path):
-        """Recent ids go to generations of the index; small ones become a larger one."""
+    def test_recent_ids_are_merged_into_generations(self, path):
+        """Recent ids become a generation; small generations become a larger one."""
         plants = ferns(300)
         with JSONLinesStore(path) as store:
             fill(store, plants)
@@ -87,8 +87,8 @@ class TestMerge:
         assert len(generations(path)) == len(counts)
 
     @pytest.mark.parametrize('most', [2, 4])
-    def test_few(self, path, monkeypatch, most):
-        """There are few generations, however many ids there are."""
+    def test_number_of_generations_is_limited(self, path, monkeypatch, most):
+        """There are at most GENERATIONS, however many ids there are."""
         monkeypatch.setattr(plant_index, 'FACTOR', 1)
         monkeypatch.setattr(plant_index, 'GENERATIONS', most)
         plants = ferns(1000)
@@ -100,8 +100,8 @@ class TestMerge:
             assert_knows(store, plants)
         assert max(seen) == most
 
-    def test_opened_again(self, path, rebuilt):
-        """A store that opens reads only what no generation has."""
+    def test_open_reads_only_the_rest(self, path, rebuilt):
+        """A store that opens reads only the lines that are in no generation."""
         plants = ferns(300)
         with JSONLinesStore(path) as store:
             fill(store, plants)
@@ -112,8 +112,8 @@ class TestMerge:
             assert_knows(store, plants)
         assert not rebuilt()
 
-    def test_built(self, path, rebuilt):
-        """A file without an index gets one, in batches of any size."""
+    def test_missing_index_is_built(self, path, rebuilt):
+        """The index of a file without one is built at open, of all its ids."""
         plants = ferns(300)
         path.write_bytes(b''.join(map(record.encode, plants)))
         with JSONLinesStore(path) as store:
@@ -122,8 +122,8 @@ class TestMerge:
         assert rebuilt()
 
     @pytest.mark.parametrize('first', [0, 30, 250])
-    def test_built_with_repeats(self, path, first):
-        """A plant that is in the file twice is accepted, another one is not."""
+    def test_build_refuses_two_plants_with_one_id(self, path, first):
+        """A build accepts a repeated line, and refuses another plant with its id."""
         plants = ferns(300)
         plants.append(plants[first])
         path.write_bytes(b''.join(map(record.encode, plants)))
@@ -138,8 +138,8 @@ class TestMerge:
         assert caught.value.line == 302
         assert not generations(path)
 
-    def test_two_stores(self, path):
-        """Stores that share an index see each other's ids, whichever of them merges."""
+    def test_stores_share_an_index(self, path):
+        """Stores that share an index know each other's ids, whichever one merges."""
         plants = ferns(400)
         with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
             for start in range(0, 400, 20):
@@ -148,8 +148,8 @@ class TestMerge:
             assert_knows(other, plants)
 
     @pytest.mark.parametrize('scattered', [True, False])
-    def test_new_ids(self, path, monkeypatch, scattered):
-        """A new id is seldom looked up, however often its generations were merged."""
+    def test_new_ids_are_seldom_looked_up(self, path, monkeypatch, scattered):
+        """Look-ups of new ids in generations are rare, also after many merges."""
         plants = [Plant(number, 'Fern') for number in range(5000)]
         plants = ferns(5000) if scattered else plants
         looked_up = []
@@ -167,8 +167,8 @@ class TestMerge:
                 store._backend()._index.find([plant.id])
         assert len(looked_up) < 100
 
-    def test_sealed_once(self, path):
-        """What another process has added is read; nothing is written about it."""
+    def test_lines_of_another_process_are_not_sealed_again(self, path):
+        """A store reads the lines of another process, and writes no seal for them."""
         calls = []
 
         class Counted:
@@ -187,10 +187,10 @@ class TestMerge:
                 two.add(Plant(number, 'Fern'))
                 del calls[:]
                 assert one.add(Plant(number + 1, 'Fern'))
-                assert len(calls) == 3  # the plant, what the file looks like, the sync
+                assert len(calls) == 3  # the plant, the seal, the synced end
 
-    def test_sealed_after_a_torn_tail(self, path, caplog):
-        """A tail that is cut off while in use is no reason to build the index again."""
+    def test_cut_of_a_torn_tail_keeps_the_index(self, path, caplog):
+        """After a torn tail was cut off while in use, the index is still used."""
         fern, moss = Plant(1, 'Fern'), Plant(2, 'Moss')
         with JSONLinesStore(path) as store:
             store.add(fern)
@@ -201,8 +201,10 @@ class TestMerge:
         assert 'is cut off' in caplog.text
         assert 'not used any more' not in caplog.text
 
-    def test_many_of_another_process(self, path, monkeypatch):
-        """Many lines that somebody appends are entered by another thread."""
+    def test_many_lines_of_another_process_are_read_in_a_thread(
+        self, path, monkeypatch
+    ):
+        """Many lines of another process are indexed in the scheduler's thread."""
         monkeypatch.setattr(plant_file, 'LITTLE', 100)
         plants = ferns(300)
         calls = []
@@ -211,25 +213,25 @@ class TestMerge:
             backend = store._backend()
             call = backend._call
             backend._call = lambda function: calls.append(function) or call(function)
-            for start, stop, called in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
+            for start, stop, expected in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
                 with path.open('ab') as file:
                     file.write(b''.join(map(record.encode, plants[start:stop])))
                 del calls[:]
                 with pytest.raises(IdTaken):
                     store.add(plants[stop - 1]._replace(tag='another'))
-                assert len(calls) == called
+                assert len(calls) == expected
             assert_knows(store, plants)
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
     @pytest.mark.parametrize('call', ['open', 'fsync', 'pwrite'])
-    def test_killed(self, path, call):
-        """A process that is killed while it merges leaves an index that is right."""
+    def test_killed_merge_leaves_a_sound_index(self, path, call):
+        """A process that is killed during a merge leaves a correct index."""
         plants = ferns(200)
         with JSONLinesStore(path) as store:
             fill(store, plants)
 
         class Mortal:
-            """System calls that end the process at the first of a merge."""
+            """System calls that end the process at the first such call of a merge."""
 
             def __getattr__(self, name):
                 def end(*arguments):
@@ -248,14 +250,14 @@ class TestMerge:
         in_child(add)
         with JSONLinesStore(path) as store:
             store.add_many(more)
-            settle(store)
+            wait_for_merge(store)
             assert_knows(store, [*plants, *more])
             fill(store, ferns(250, 350))
             stamps = store._backend()._index._stamps()
         assert len(generations(path)) == len(stamps)
 
-    def test_merged_meanwhile(self, path):
-        """A merge takes no other merge back."""
+    def test_merge_does_not_undo_another(self, path):
+        """A merge that began before another one ended is refused at its end."""
         with JSONLinesStore(path) as store:
             fill(store, ferns(20))
             index = store._backend()._index
@@ -265,8 +267,8 @@ class TestMerge:
             with pytest.raises(plant_index.IndexDamaged, match='meanwhile'):
                 index.end_merge(merge, stamp)
 
-    def test_stopped(self, path):
-        """A merge of many ids ends soon when a store is closed, and leaves nothing."""
+    def test_merge_stops_at_close(self, path):
+        """A long merge ends soon after a close, and leaves no file."""
         path.touch()
         status = path.stat()
         with plant_index.Draft(path, status, 1) as draft, path.open('rb') as plants:
@@ -281,12 +283,12 @@ class TestMerge:
             draft.absorb(old)
         assert len(list(path.parent.iterdir())) == 2
 
-    def test_fails(self, path, caplog):
-        """A merge that fails is tried again, and costs no add."""
+    def test_failed_merge_is_tried_again(self, path, caplog):
+        """Adds work while merges fail, and a later merge is tried."""
         caplog.set_level(logging.INFO)
 
         class Full:
-            """System calls that have no room for another generation."""
+            """System calls of a disk that has no room for another generation."""
 
             full = True
 
@@ -312,8 +314,8 @@ class TestMerge:
             assert generations(path)
             assert_knows(store, plants)
 
-    def test_modes(self, path):
-        """The files of the index have the mode and the owner of the plant file."""
+    def test_index_files_have_mode_and_owner(self, path):
+        """The index files have the mode and the owner of the plant file."""
         path.touch()
         path.chmod(0o640)
         if not os.geteuid():
@@ -334,11 +336,11 @@ RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-
 
 
 class Spoiled:
-    """A store with some generations, of which files can be spoiled.
+    """A store with several generations whose files tests damage.
 
     Attributes:
-        plants: What it has.
-        old: The bytes of each file of its index some time ago, by inode.
+        plants: The plants of the store.
+        old: Earlier bytes of each index file, by inode.
     """
 
     def __init__(self, path, running):
@@ -350,12 +352,12 @@ class Spoiled:
         fill(self.store, self.plants[1800:], 100)
         self.store.close()
         if running:
-            # Opened again, so that it has read hardly a page yet.
+            # Opened again, so that few pages are in its cache.
             self.store = JSONLinesStore(path)
             self.store.ping()
 
     def check(self):
-        """Check that no id is given twice; the store is opened if it is closed."""
+        """Check that no id is given twice; open the store if it is closed."""
         if self.store._closed:
             self.store = JSONLinesStore(self.path)
         with self.store as store:
@@ -367,8 +369,8 @@ class Spoiled:
 class TestSpoiled:
     @RUNNING
     @pytest.mark.parametrize('seed', range(12))
-    def test_old_pages(self, path, running, seed):
-        """Old pages of the index that come back, in any mixture, are not believed."""
+    def test_old_pages_are_not_believed(self, path, running, seed):
+        """Index files with random pages from an earlier state give no id twice."""
         choose = random.Random(seed)
         case = Spoiled(path, running)
         for file in index_files(path):
@@ -399,8 +401,8 @@ class TestSpoiled:
         ],
         ids=['emptied', 'cut', 'overwritten', 'zeroed', 'removed', 'copied', 'other'],
     )
-    def test_file(self, path, running, which, spoil):
-        """A file of the index that is spoiled ends nobody, and no id is given twice."""
+    def test_spoiled_file_gives_no_id_twice(self, path, running, which, spoil):
+        """A damaged index file kills no process, and no id is given twice."""
         case = Spoiled(path, running)
         files = index_files(path)[which]
         for file in files if isinstance(files, list) else [files]:
@@ -408,8 +410,8 @@ class TestSpoiled:
         case.check()
 
     @RUNNING
-    def test_old_copy(self, path, running, tmp_path):
-        """An index that is put back from a copy is not believed."""
+    def test_restored_index_is_not_believed(self, path, running, tmp_path):
+        """Index files restored from an old copy give no id twice."""
         case = Spoiled(path, running)
         copies = tmp_path / 'copies'
         copies.mkdir()
@@ -423,8 +425,8 @@ class TestSpoiled:
             shutil.copy2(file, path.parent)
         case.check()
 
-    def test_old_manifest(self, path, monkeypatch):
-        """An old manifest is not believed while in use, though its files are there."""
+    def test_restored_manifest_is_not_believed(self, path, monkeypatch):
+        """An old manifest is not believed while in use, even if its files exist."""
         monkeypatch.setattr(plant_index, 'FACTOR', 1)
         with JSONLinesStore(path) as store:
             fill(store, ferns(200), 200)
@@ -439,8 +441,8 @@ class TestSpoiled:
 
     @RUNNING
     @pytest.mark.parametrize('seed', range(8))
-    def test_bytes_of_the_manifest(self, path, running, seed):
-        """A byte of the manifest may change: no answer becomes wrong."""
+    def test_changed_bytes_of_the_manifest(self, path, running, seed):
+        """Changed bytes in the manifest give no id twice."""
         choose = random.Random(seed)
         case = Spoiled(path, running)
         manifest = index_files(path)[0]
@@ -452,8 +454,8 @@ class TestSpoiled:
         case.check()
 
     @RUNNING
-    def test_offsets(self, path, running):
-        """An offset is a hint: the line is read there, and its id compared."""
+    def test_wrong_offsets_are_noticed(self, path, running):
+        """An offset is only a hint: the line there is read, and its id compared."""
         case = Spoiled(path, running)
         if not running:
             case.store = JSONLinesStore(path)
@@ -463,8 +465,8 @@ class TestSpoiled:
         recent[case.plants[1].id] = 0
         case.check()
 
-    def test_removed_while_running(self, path):
-        """An index that is removed is made again by the next add, for all users."""
+    def test_removed_index_is_made_again(self, path):
+        """The next add makes a removed index again; all open stores use it."""
         with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
             fill(one, ferns(100))
             other.ping()
@@ -479,20 +481,20 @@ class TestSpoiled:
             assert_knows(one, ferns(150))
             assert_knows(other, ferns(150))
 
-    def test_edited_in_place(self, path):
-        """A plant file that was edited in place is indexed again, also while in use."""
+    def test_edited_plant_file_is_indexed_again(self, path):
+        """A plant file that was edited in place while in use is indexed again."""
         plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
         with JSONLinesStore(path) as store:
             fill(store, plants)
             text = path.read_bytes()
             with path.open('r+b') as file:
                 file.write(text.replace(b'"id":100,', b'"id":999,', 1))
-            os.utime(path, ns=(1, -1))  # a clock may be too coarse to show it
+            os.utime(path, ns=(1, -1))  # the clock may be too coarse to differ
             assert_knows(store, [Plant(999, 'Fern', 'x' * 40), *plants[1:]])
             assert store.add(plants[0])
 
-    def test_index_of_another_file(self, path):
-        """A damaged index is reported as unavailable if building it does not help."""
+    def test_rebuild_that_does_not_help_is_unavailable(self, path):
+        """An index that is damaged even after a rebuild makes the store unavailable."""
         with JSONLinesStore(path) as store:
             fill(store, ferns(100))
             store._backend()._find = lambda ids: next(damaged())
@@ -501,13 +503,13 @@ class TestSpoiled:
 
 
 def damaged():
-    """Raise what an index raises that is damaged."""
+    """Raise the error of a damaged index at the first ``next``."""
     raise plant_index.IndexDamaged('it is damaged')
     yield
 
 
-def test_other_process_merges(path):
-    """While one process merges no other does."""
+def test_only_one_process_merges(path):
+    """While one process merges, no other does."""
     with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
         fill(one, ferns(200))
         other.ping()

@@ -1,4 +1,4 @@
-"""Nobody waits for the lock of a plant file without limit; it is of one file only."""
+"""The lock of a plant file: waits are limited, and it belongs to one file."""
 
 import fcntl
 import os
@@ -24,12 +24,12 @@ FERN_LINE = b'{"id":1,"name":"Fern"}\n'
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Give the lock up after a moment."""
+    """Limit each wait for the lock to 50 ms."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
 
 
 class Scheduler(Threads):
-    """Threads that note what they were asked to call."""
+    """A scheduler of threads that counts its calls."""
 
     def __init__(self):
         self.calls = 0
@@ -41,8 +41,8 @@ class Scheduler(Threads):
 
 @pytest.mark.usefixtures('impatient')
 @pytest.mark.parametrize('operation', [fcntl.LOCK_SH, fcntl.LOCK_EX])
-def test_held_by_another_process(path, operation):
-    """While somebody else has the lock adds and pings fail; then they work again."""
+def test_lock_held_by_another_process(path, operation):
+    """While another process holds the lock, adds and pings fail; then they work."""
     scheduler = Scheduler()
     with JSONLinesStore(path, scheduler=scheduler) as store:
         store.add(FERN)
@@ -52,7 +52,7 @@ def test_held_by_another_process(path, operation):
             for attempt in (lambda: store.add(MOSS), store.ping):
                 with pytest.raises(StoreUnavailable, match='holds the lock'):
                     attempt()
-            # The thread of a server waits nowhere but in calls.
+            # A server's own thread must not block: all waits are in calls.
             assert scheduler.calls > 3
         store.ping()
         assert store.add(MOSS)
@@ -60,8 +60,8 @@ def test_held_by_another_process(path, operation):
 
 
 @pytest.mark.usefixtures('impatient')
-def test_held_while_a_store_opens(path):
-    """A store cannot open while somebody else has the lock, and opens afterwards."""
+def test_lock_held_while_a_store_opens(path):
+    """A store cannot open while another process holds the lock; then it can."""
     path.touch()
     with JSONLinesStore(path) as store:
         with path.open('rb') as other:
@@ -72,8 +72,8 @@ def test_held_while_a_store_opens(path):
 
 
 @pytest.mark.usefixtures('impatient')
-def test_held_by_another_thread(path):
-    """A thread that has the lock keeps the others for a moment only."""
+def test_lock_held_by_another_thread(path):
+    """While another thread holds the lock, adds fail in time; then they work."""
     with JSONLinesStore(path) as store:
         store.add(FERN)
         with (
@@ -106,8 +106,8 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
 
 
 @pytest.mark.usefixtures('impatient')
-def test_held_for_commands(path):
-    """Reading and repairing a file wait no longer than adding to it."""
+def test_commands_wait_no_longer_than_adds(path):
+    """Reading and repairing a file have the same time limit for the lock."""
     path.write_bytes(FERN_LINE)
     with path.open('rb') as other, JSONLinesStore(path) as store:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -116,19 +116,19 @@ def test_held_for_commands(path):
                 attempt()
 
 
-def test_closed(path):
-    """Whoever comes to the lock after the file was closed is told so."""
+def test_lock_of_a_closed_file_raises(path):
+    """After a close, taking the lock raises ``StoreClosed``."""
     store = JSONLinesStore(path)
     store.add(FERN)
     lock = store._backend()._lock
     store.close()
     for _ in range(2):
         with pytest.raises(StoreClosed), lock.held():
-            pytest.fail('it was entered')
+            pytest.fail('the lock was taken')
 
 
-def test_interrupted(path):
-    """A caller that is interrupted while it waits leaves nothing locked behind."""
+def test_interrupted_wait_leaves_no_lock(path):
+    """A caller that is interrupted while it waits leaves nothing locked."""
 
     class Interrupted(Scheduler):
         armed = False
@@ -152,7 +152,7 @@ def test_interrupted(path):
 
 @pytest.mark.parametrize('opened_before', [True, False], ids=['opened', 'not-yet'])
 def test_file_replaced_while_waiting(path, opened_before):
-    """Whoever waited for the lock of a replaced file leaves the new one alone."""
+    """A store that waited for the lock of a replaced file leaves the new one alone."""
     path.write_bytes(FERN_LINE)
     new = path.with_name('new')
     new.write_bytes(b''.join(b'{"id":%d,"name":"Moss"}\n' % id for id in range(9)))
@@ -195,7 +195,7 @@ def test_file_replaced_while_waiting(path, opened_before):
 class TestPin:
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
     @pytest.mark.parametrize('in_process', [lambda job: job(), in_child])
-    def test_replaced(self, path, in_process):
+    def test_replaced_file_is_refused(self, path, in_process):
         """A pinned store refuses another file, in every process that opens it later."""
         path.write_bytes(FERN_LINE)
         with JSONLinesStore(path, create='always') as store:
@@ -216,14 +216,14 @@ class TestPin:
             in_process(lambda: store.add(MOSS))
         assert path.read_bytes().count(b'\n') == 2
 
-    def test_missing(self, path):
-        """A file that is not there cannot be pinned, and is not made."""
+    def test_missing_file_is_not_pinned(self, path):
+        """A missing file cannot be pinned, and is not made."""
         with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable):
             store.pin()
         assert not path.exists()
 
-    def test_waits_for_no_lock(self, path):
-        """A file is pinned while somebody else has its lock."""
+    def test_pin_waits_for_no_lock(self, path):
+        """A file can be pinned while another process holds its lock."""
         path.touch()
         with path.open('rb') as other, JSONLinesStore(path) as store:
             fcntl.flock(other, fcntl.LOCK_EX)

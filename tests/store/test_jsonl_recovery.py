@@ -1,4 +1,4 @@
-"""A plant file that a crash, or a person, has changed, is cut, refused or believed."""
+"""Recovery: a plant file after a crash or an edit is cut, refused or accepted."""
 
 import contextlib
 import errno
@@ -35,10 +35,10 @@ OAK = Plant(9, 'Oak')
 
 
 class Quick:
-    """The system calls, with syncs that take no time; nothing here loses power.
+    """System calls without real syncs: no test here simulates a power cut.
 
     Args:
-        replaced: Other functions to use, by name.
+        replaced: Functions that replace system calls, by name.
     """
 
     def __init__(self, **replaced):
@@ -57,7 +57,7 @@ QUICK = Quick()
 
 
 def index_of(path):
-    """Return where the index of a plant file is."""
+    """Return the path of the index of a plant file."""
     return path.with_name(path.name + '.index')
 
 
@@ -67,13 +67,13 @@ def lines(*plants):
 
 
 def append(path, data):
-    """Write at the end of a file, as another process that dies after it."""
+    """Append to a file, as another process that is killed after the write."""
     with path.open('ab') as file:
         file.write(data)
 
 
 def take_side_files(path):
-    """Return what torn tails were kept, and remove them."""
+    """Return the kept torn tails, and remove their side files."""
     sides = sorted(path.parent.glob('*.torn-*'))
     contents = [side.read_bytes() for side in sides]
     for side in sides:
@@ -81,9 +81,9 @@ def take_side_files(path):
     return contents
 
 
-def assert_right(store, plants, free=()):
-    """Check what a store says to plants that it has, and to ids that it has not."""
-    store.ping()  # it may be about to cut a torn tail off
+def assert_stored(store, plants, free=()):
+    """Check that a store has these plants, and that other ids are free."""
+    store.ping()  # which may cut a torn tail off
     before = store.path.read_bytes()
     for plant in plants:
         store.add(plant)
@@ -97,12 +97,12 @@ def assert_right(store, plants, free=()):
 
 
 class Case:
-    """A plant file that a store has open, or is to open, and what follows sound lines.
+    """A plant file of sound lines, and a store that has it open or not.
 
     Args:
-        path: Of the file.
-        running: Whether the store is open when the file changes.
-        sound: How many plants the store knows before.
+        path: The path of the file.
+        running: Whether the store opens the file before it changes.
+        sound: The number of sound lines.
     """
 
     def __init__(self, path, running, sound=2):
@@ -124,7 +124,7 @@ class Case:
 
 RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
 
-# Whatever is put together of these, no line of it is a record.
+# Any combination of these contains no line that is a record.
 PIECES = [
     *(b'\n', b'\r\n', b'\0', bytes(600), b'\xff', '🌱'.encode()[:3], b'{', b'}', b'"'),
     *(b'[]\n', b'{}\n', b'null\n', b'{"id":3}\n', b'{"name":"Ivy"}\n', b'{"id":'),
@@ -136,8 +136,8 @@ GARBAGE = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(b''.join
 
 class TestCut:
     @RUNNING
-    def test_every_byte(self, path, caplog, running):
-        """Wherever the file ends, whole lines survive and the rest is kept aside."""
+    def test_truncation_at_every_byte(self, path, caplog, running):
+        """Wherever the file ends, whole lines survive and the torn tail is kept."""
         text = lines(*PLANTS)
         for end in range(len(lines(*PLANTS[:2])), len(text) + 1):
             whole = text[:end].count(b'\n')
@@ -148,18 +148,18 @@ class TestCut:
                 case.store.add(OAK)
                 assert path.read_bytes() == lines(*PLANTS[:whole], OAK)
             with JSONLinesStore(path, system=QUICK) as store:
-                assert_right(store, [*PLANTS[:whole], OAK])
+                assert_stored(store, [*PLANTS[:whole], OAK])
                 assert list(store) == [*PLANTS[:whole], OAK]
             assert take_side_files(path) == [torn] * bool(torn)
             warned = [entry.getMessage() for entry in caplog.records]
             assert len(warned) == bool(torn)
             assert all(f'of {len(torn)} bytes at byte' in text for text in warned)
 
-    def test_cut_while_closed(self, path):
-        """A file that was cut between lines is believed; within a line it is damaged.
+    def test_truncation_while_closed(self, path):
+        """A file cut between lines is accepted; cut within a line it is damaged.
 
-        The line was acknowledged: it is no torn tail, also if it lacks the line feed
-        only, which an editor may have dropped.
+        The line was acknowledged, so it is no torn tail, even if only its line feed is
+        missing, which an editor may have dropped.
         """
         text = lines(*PLANTS)
         for end in range(len(lines(*PLANTS[:2])), len(text)):
@@ -183,8 +183,8 @@ class TestCut:
         assert not take_side_files(path)
 
     @pytest.mark.parametrize('place', range(len(lines(PLANTS[4])) - 1))
-    def test_damaged_last_line(self, path, place):
-        """Damage of the last line of a file is no torn tail if the line was synced."""
+    def test_damaged_last_line_is_no_torn_tail(self, path, place):
+        """A damaged last line is no torn tail if it was synced."""
         path.write_bytes(lines(*PLANTS[:3]))
         with JSONLinesStore(path, system=QUICK) as store:
             store.add(PLANTS[4])
@@ -200,8 +200,10 @@ class TestCut:
     @RUNNING
     @given(garbage=GARBAGE, more=st.integers(0, 2))
     @settings(max_examples=60, deadline=None)
-    def test_garbage(self, tmp_path_factory, running, garbage, more):
-        """What follows the last record, whatever it is, is cut off and kept aside."""
+    def test_garbage_at_the_end_is_cut_off(
+        self, tmp_path_factory, running, garbage, more
+    ):
+        """Any bytes after the last record are cut off, and kept in a side file."""
         path = tmp_path_factory.getbasetemp() / 'garbage' / 'plants.jsonl'
         path.parent.mkdir(exist_ok=True)
         survivors = PLANTS[: 2 + more]
@@ -209,14 +211,16 @@ class TestCut:
             append(path, lines(*PLANTS[2 : 2 + more]) + garbage)
             case.store.add(OAK)
             assert path.read_bytes() == lines(*survivors, OAK)
-            assert_right(case.store, [*survivors, OAK], free=[100])
+            assert_stored(case.store, [*survivors, OAK], free=[100])
         assert take_side_files(path) == [garbage]
 
     @RUNNING
     @given(garbage=GARBAGE, more=st.integers(0, 2))
     @settings(max_examples=60, deadline=None)
-    def test_damage(self, tmp_path_factory, running, garbage, more):
-        """A record after what is none makes it damage: refused, named, not touched."""
+    def test_garbage_before_a_record_is_refused(
+        self, tmp_path_factory, running, garbage, more
+    ):
+        """Garbage before a record is damage: refused with its place, not touched."""
         path = tmp_path_factory.getbasetemp() / 'damage' / 'plants.jsonl'
         path.parent.mkdir(exist_ok=True)
         before = lines(*PLANTS[: 2 + more])
@@ -232,8 +236,8 @@ class TestCut:
         assert not take_side_files(path)
 
     @RUNNING
-    def test_damage_is_not_written(self, path, running):
-        """A damaged file is not written at all, not even with the bytes that it has."""
+    def test_damaged_file_is_not_written(self, path, running):
+        """A damaged file is not written, not even with the same bytes."""
         written = []
 
         def write(fd, data, offset):
@@ -251,8 +255,8 @@ class TestCut:
         assert not written
 
     @pytest.mark.parametrize('reopen', [True, False], ids=['reopened', 'same-store'])
-    def test_damage_that_is_taken_away(self, path, reopen):
-        """After damage has been cut off by hand, the ids that went with it are free."""
+    def test_ids_cut_off_with_damage_are_free(self, path, reopen):
+        """After a person has cut damage off, the ids of the cut lines are free."""
         with Case(path, running=True) as case:
             size = path.stat().st_size
             append(path, lines(*PLANTS[2:4]) + b'?\n' + lines(PLANTS[4]))
@@ -262,16 +266,16 @@ class TestCut:
             if reopen:
                 case.store.close()
                 case.store = JSONLinesStore(path, system=QUICK)
-            # Some that are longer, so that no line begins where one did before.
+            # Longer plants first, so that no line begins where one began before.
             others = [Plant(id, 'x' * 90) for id in range(20, 24)]
             for plant in (*others, *reversed(PLANTS)):
                 case.store.add(plant)
-            assert_right(case.store, [*others, *PLANTS], free=[OAK.id])
+            assert_stored(case.store, [*others, *PLANTS], free=[OAK.id])
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, [*PLANTS, *others], free=[100])
+            assert_stored(store, [*PLANTS, *others], free=[100])
 
-    def test_cut_between_two_adds(self, path):
-        """Each store cuts off what a dead one left between two adds, no more."""
+    def test_torn_tail_between_adds_is_cut_off(self, path):
+        """Each store cuts off the torn tail that a killed one left, and no more."""
         with contextlib.ExitStack() as stack:
             stores = [
                 stack.enter_context(JSONLinesStore(path, system=QUICK)) for _ in '123'
@@ -280,13 +284,13 @@ class TestCut:
                 store = stores[number % 3]
                 store.add(Plant(number, 'Fern'))
                 append(path, b'{"id":%d,"na' % number)
-            assert_right(stores[0], [Plant(number, 'Fern') for number in range(12)])
+            assert_stored(stores[0], [Plant(number, 'Fern') for number in range(12)])
         assert len(take_side_files(path)) == 12
         assert path.read_bytes().count(b'\n') == 12
 
 
 def removed(path):
-    """Remove the file; it is put back with a hard link."""
+    """Remove the file; restore it from a hard link."""
     kept = path.with_name('kept')
     os.link(path, kept)
     path.unlink()
@@ -300,7 +304,7 @@ def renamed(path):
 
 
 def replaced_by_copy(path):
-    """Replace the file by another that holds the same."""
+    """Replace the file by a copy."""
     away = path.rename(path.with_name('away'))
     shutil.copy2(away, path)
     return lambda: away.replace(path)
@@ -314,7 +318,7 @@ def replaced_by_empty(path):
 
 
 def replaced_by_directory(path):
-    """Put a directory in the place of the file."""
+    """Replace the file by a directory."""
     away = path.rename(path.with_name('away'))
     path.mkdir()
 
@@ -325,8 +329,8 @@ def replaced_by_directory(path):
     return undo
 
 
-def linked_elsewhere(path):
-    """Put a link to nothing in the place of the file."""
+def replaced_by_link(path):
+    """Replace the file by a dangling link."""
     away = path.rename(path.with_name('away'))
     path.symlink_to('nothing')
     return lambda: away.replace(path)
@@ -354,20 +358,20 @@ def without_directory(path):
 
 SWAPS = [
     *(removed, renamed, replaced_by_copy, replaced_by_empty, replaced_by_directory),
-    *(linked_elsewhere, cut_short, emptied, without_directory),
+    *(replaced_by_link, cut_short, emptied, without_directory),
 ]
 
 
 class TestSwap:
     @pytest.fixture
     def path(self, tmp_path):
-        """Where the plant file is, in a directory of its own."""
+        """The path of the plant file, in its own directory."""
         (tmp_path / 'own').mkdir()
         return tmp_path / 'own' / 'plants.jsonl'
 
     @pytest.mark.parametrize('swap', SWAPS, ids=lambda swap: swap.__name__)
-    def test_refused_until_undone(self, path, swap):
-        """A store whose file is not what it was refuses, and goes on when it is."""
+    def test_changed_file_is_refused_until_restored(self, path, swap):
+        """A store whose file was changed refuses, until the change is undone."""
         with JSONLinesStore(path, system=QUICK) as store:
             for plant in PLANTS[:3]:
                 store.add(plant)
@@ -384,12 +388,12 @@ class TestSwap:
             undo()
             store.ping()
             store.add(PLANTS[3])
-            assert_right(store, PLANTS[:4], free=[100])
+            assert_stored(store, PLANTS[:4], free=[100])
         assert path.read_bytes() == lines(*PLANTS[:4], Plant(100, 'Free'))
 
     @pytest.mark.parametrize('longer', [1, 40], ids=['little', 'much'])
-    def test_cut_and_grown_again(self, path, longer):
-        """A file that became another in place never makes a store take an id twice."""
+    def test_overwritten_file_gives_no_id_twice(self, path, longer):
+        """A file that was overwritten in place never makes a store give an id twice."""
         before = [Plant(id, 'Fern') for id in range(10)]
         after = [Plant(id, 'Moss') for id in range(50, 60 + longer)]
         with JSONLinesStore(path, system=QUICK) as store:
@@ -403,15 +407,15 @@ class TestSwap:
                     store.add(plant._replace(name='Reed'))
         assert path.read_bytes() == lines(*after)
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, after, free=range(10))
+            assert_stored(store, after, free=range(10))
 
     @pytest.mark.parametrize('index', ['kept', 'removed'])
     @pytest.mark.parametrize('length', [4, 5, 90])
-    def test_cut_and_opened_by_another(self, path, length, index):
-        """A store that knows a file from before it was cut harms nothing that follows.
+    def test_store_from_before_a_cut_harms_nothing(self, path, length, index):
+        """A store that opened a file before it was cut gives no id twice.
 
-        The file grows past the size that it knows, to an offset where lines begin or
-        not. So it is with two servers, of which one is reloaded.
+        The file grows past the size that this store knows, where a line begins or not.
+        This happens to two servers when only one is reloaded.
         """
         plants = [Plant(id, 'Fern') for id in range(10, 20)]
         with JSONLinesStore(path, system=QUICK) as old:
@@ -429,29 +433,29 @@ class TestSwap:
                     with pytest.raises((IdTaken, StoreUnavailable)):
                         old.add(plants[5]._replace(name='Reed'))
                 assert path.read_bytes() == lines(*plants)
-                assert_right(new, plants)
+                assert_stored(new, plants)
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, plants, free=[15, 100])
+            assert_stored(store, plants, free=[15, 100])
 
     @pytest.mark.parametrize('create', ['first', 'never', 'always'])
-    def test_start_without_file(self, path, create):
-        """A start where only the index is left makes a file if it is told to always."""
+    def test_open_where_only_the_index_is_left(self, path, create):
+        """Where only the index is left, only ``create='always'`` makes a file."""
         with JSONLinesStore(path, system=QUICK) as store:
             store.add(PLANTS[0])
         undo = removed(path)
         with JSONLinesStore(path, create=create, system=QUICK) as store:
             if create == 'always':
-                assert_right(store, [], free=[1, 2])
+                assert_stored(store, [], free=[1, 2])
                 return
             for _ in range(2):
                 with pytest.raises(StoreUnavailable):
                     store.add(PLANTS[0])
                 assert not path.exists()
             undo()
-            assert_right(store, PLANTS[:1], free=[100])
+            assert_stored(store, PLANTS[:1], free=[100])
 
-    def test_ping_beside_adds(self, path):
-        """A ping while plants are added sees no trouble where there is none."""
+    def test_ping_works_during_adds(self, path):
+        """Pings succeed while other threads add plants."""
         with JSONLinesStore(path, system=QUICK) as store:
             store.ping()
             done = threading.Event()
@@ -471,26 +475,26 @@ class TestSwap:
 
 
 class TestIndex:
-    def test_edited_after_close(self, path, rebuilt):
+    def test_file_edited_after_close_is_indexed_again(self, path, rebuilt):
         """A file that was edited after a clean close is indexed again."""
         plants = [Plant(id, 'Fern', 'x' * 40) for id in range(10, 30)]
         with JSONLinesStore(path, system=QUICK) as store:
             for plant in plants:
                 store.add(plant)
         rebuilt()
-        # Of the same length, and far from the end.
+        # An edit of the same length, far from the end.
         text = path.read_bytes()
         with path.open('r+b') as file:
             file.write(text.replace(b'"id":10,', b'"id":99,', 1))
-        os.utime(path, ns=(1, 1))  # a clock may be too coarse to show it
+        os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, [Plant(99, 'Fern', 'x' * 40), *plants[1:]], free=[10])
+            assert_stored(store, [Plant(99, 'Fern', 'x' * 40), *plants[1:]], free=[10])
         assert rebuilt()
 
     @pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
     @pytest.mark.parametrize('left', [1.0, 0.5, 0.0])
-    def test_killed_before_the_index(self, path, running, left):
-        """What a process wrote that died before it reached the index is found."""
+    def test_line_written_before_a_kill_is_found(self, path, running, left):
+        """A line of a process that was killed before it updated the index is found."""
 
         def write_and_die(fd, data, offset):
             if data != lines(PLANTS[1]):
@@ -511,14 +515,14 @@ class TestIndex:
                 store = JSONLinesStore(path, system=QUICK)
             with store:
                 written = PLANTS[: 1 + (left == 1)]
-                assert_right(store, written, free=[100])
+                assert_stored(store, written, free=[100])
                 assert list(store) == [*written, Plant(100, 'Free')]
         torn = lines(PLANTS[1])[: int(len(lines(PLANTS[1])) * left)]
         assert take_side_files(path) == [torn] * (left == 0.5)
 
     @pytest.mark.parametrize('count', [0, 3, 19, 20, 21, 60])
-    def test_other_file_with_the_same_inode(self, path, count):
-        """A new file with the inode number of the old one has no use for its index."""
+    def test_other_file_with_the_same_inode_is_indexed_again(self, path, count):
+        """The index is not used for a new file with the inode of the old one."""
         store = JSONLinesStore(path, system=QUICK)
         for id in range(20):
             store.add(Plant(id, 'Fern'))
@@ -526,14 +530,14 @@ class TestIndex:
         plants = [Plant(id, 'Moss') for id in range(50, 50 + count)]
         path.write_bytes(lines(*plants))
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, plants, free=range(20))
+            assert_stored(store, plants, free=range(20))
 
-    def test_written_twice(self, path):
-        """A plant that was written by hand twice is accepted, another one is not."""
+    def test_repeated_line_is_accepted(self, path):
+        """A line written twice by hand is accepted; a rival with its id is not."""
         with JSONLinesStore(path, system=QUICK) as store:
             store.add(PLANTS[0])
             append(path, lines(PLANTS[1], PLANTS[0], PLANTS[1]))
-            assert_right(store, PLANTS[:2], free=[100])
+            assert_stored(store, PLANTS[:2], free=[100])
             size = path.stat().st_size
             append(path, lines(PLANTS[2], PLANTS[2]._replace(name='Reed')))
             text = path.read_bytes()
@@ -543,8 +547,8 @@ class TestIndex:
                 assert caught.value.offset == size + len(lines(PLANTS[2]))
         assert path.read_bytes() == text
 
-    def test_exchanged_indexes(self, path):
-        """Indexes that were exchanged between two stores make no answer wrong."""
+    def test_exchanged_indexes_are_not_believed(self, path):
+        """Indexes that were exchanged between two stores give no wrong answer."""
         other = path.with_name('other.jsonl')
         for file, plants in ((path, PLANTS[:3]), (other, PLANTS[2:])):
             with JSONLinesStore(file, system=QUICK) as store:
@@ -557,11 +561,11 @@ class TestIndex:
             JSONLinesStore(path, system=QUICK) as one,
             JSONLinesStore(other, system=QUICK) as two,
         ):
-            assert_right(one, PLANTS[:3], free=[4])
-            assert_right(two, PLANTS[2:], free=[1])
+            assert_stored(one, PLANTS[:3], free=[4])
+            assert_stored(two, PLANTS[2:], free=[1])
 
-    def test_old_copy(self, path):
-        """An index that was put back from a copy makes no answer wrong."""
+    def test_restored_index_is_not_believed(self, path):
+        """An index that was restored from a copy gives no wrong answer."""
         with JSONLinesStore(path, system=QUICK) as store:
             store.add(PLANTS[0])
         old = index_of(path).read_bytes()
@@ -570,13 +574,13 @@ class TestIndex:
                 store.add(plant)
         index_of(path).write_bytes(old)
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, PLANTS, free=[100])
+            assert_stored(store, PLANTS, free=[100])
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 class TestFork:
-    def test_at_once(self, path):
-        """Parent and child may use one store at once: each id has one winner."""
+    def test_parent_and_child_add_at_once(self, path):
+        """Parent and child may add to one store at once: each id has one winner."""
         store = JSONLinesStore(path, system=QUICK)
         winners = {name: path.with_name(name) for name in ('parent', 'child')}
 
@@ -597,12 +601,12 @@ class TestFork:
                 for name, file in winners.items()
                 for line in file.read_text().split()
             ]
-            assert_right(store, won, free=[1000])
+            assert_stored(store, won, free=[1000])
             assert sorted(store)[1:-1] == sorted(won)
             assert len({plant.id for plant in won}) == len(won)
 
-    def test_in_turn(self, path):
-        """Parent, child and grandchild may use one store in turn, and agree."""
+    def test_parent_child_and_grandchild_add_in_turn(self, path):
+        """Parent, child and grandchild add to one store in turn, and agree."""
         with JSONLinesStore(path, system=QUICK) as store:
             for number in range(0, 12, 4):
                 known = [Plant(id, 'Fern') for id in range(number)]
@@ -612,7 +616,7 @@ class TestFork:
                     store.add(Plant(number + 1, 'Fern'))
 
                     def use_too():
-                        assert_right(store, [*known, Plant(number + 1, 'Fern')])
+                        assert_stored(store, [*known, Plant(number + 1, 'Fern')])
                         store.add(Plant(number + 2, 'Fern'))
 
                     in_child(use_too)
@@ -623,8 +627,8 @@ class TestFork:
         assert path.read_bytes() == lines(*(Plant(id, 'Fern') for id in range(12)))
 
     @pytest.mark.parametrize('leave', [JSONLinesStore.close, lambda store: None])
-    def test_child_leaves(self, path, leave):
-        """A child that ends, with a close or without, takes nothing from its parent."""
+    def test_parent_goes_on_after_its_child_ends(self, path, leave):
+        """A child that ends, with a close or without, does not affect its parent."""
         with JSONLinesStore(path, system=QUICK) as store:
             store.add(PLANTS[0])
             in_child(lambda: leave(store))
@@ -635,10 +639,10 @@ class TestFork:
                 leave(store)
 
             in_child(use_and_leave)
-            assert_right(store, PLANTS[:3], free=[100])
+            assert_stored(store, PLANTS[:3], free=[100])
 
-    def test_descriptors(self, path):
-        """A child that uses a store gives back what its parent had opened."""
+    def test_child_closes_inherited_descriptors(self, path):
+        """A child that opens a store closes its copies of the parent's descriptors."""
 
         def opened():
             links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
@@ -654,10 +658,10 @@ class TestFork:
                 assert sorted(opened()) == sorted(before)
 
             in_child(look)
-            assert_right(store, PLANTS[:1])
+            assert_stored(store, PLANTS[:1])
 
-    def test_crash_of_a_child(self, path):
-        """A child that dies while it holds the lock stops nobody."""
+    def test_killed_child_leaves_no_lock(self, path):
+        """A child that is killed while it holds the lock blocks nobody."""
 
         def die_in_write(fd, data, offset):
             if os.getpid() != parent and data == lines(PLANTS[1]):
@@ -668,11 +672,11 @@ class TestFork:
         with JSONLinesStore(path, system=Quick(pwrite=die_in_write)) as store:
             store.add(PLANTS[0])
             in_child(lambda: store.add(PLANTS[1]))
-            assert_right(store, PLANTS[:1], free=[100])
+            assert_stored(store, PLANTS[:1], free=[100])
 
 
-def test_progress(tmp_path, monkeypatch, caplog):
-    """Building an index that takes long says in the log how far it is."""
+def test_long_build_logs_its_progress(tmp_path, monkeypatch, caplog):
+    """A long build of an index logs how much of the file is read."""
     path = tmp_path / 'plants.jsonl'
     with JSONLinesStore(path) as store:
         store.add(Plant(1, 'Fern'))
@@ -684,7 +688,7 @@ def test_progress(tmp_path, monkeypatch, caplog):
     assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages
 
 
-def test_no_space_left(tmp_path, monkeypatch):
+def test_store_on_a_full_disk_is_not_ready(tmp_path, monkeypatch):
     """A store on a full disk is not ready."""
     with JSONLinesStore(tmp_path / 'plants.jsonl') as store:
         store.ping()
@@ -696,23 +700,23 @@ def test_no_space_left(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('place', [0, 1, 511, 512, 513, 1500])
-def test_lost_block(path, place):
-    """A block that a crash lost, of a batch that was not synced, is no damage.
+def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
+    """A block of zeros that a crash left in an unsynced batch is no damage.
 
-    What was acknowledged before it stays, and what follows it is kept aside.
+    The acknowledged lines before it stay, and the rest goes to a side file.
     """
     known = [Plant(1, 'Fern', 'x' * place)]
     batch = [Plant(id, 'Moss', 'y' * 100) for id in range(10, 40)]
     with JSONLinesStore(path, system=QUICK) as store:
         store.add(known[0])
     append(path, lines(*batch))
-    # Everything up to the end of a block, from where the synced bytes end.
+    # Zeros from the synced end to the end of a block.
     text = path.read_bytes()
     start = len(lines(*known))
     end = (start // 512 + 2) * 512
     path.write_bytes(text[:start] + bytes(end - start) + text[end:])
     with JSONLinesStore(path, system=QUICK) as store:
-        assert_right(store, known, free=[10, 39])
+        assert_stored(store, known, free=[10, 39])
     (kept,) = take_side_files(path)
     assert kept == bytes(end - start) + text[end:]
 
@@ -722,8 +726,8 @@ def test_lost_block(path, place):
     [(True, 1024, False), (False, 1000, False), (False, 1024, True)],
     ids=['synced', 'within-a-block', 'running'],
 )
-def test_zeros_that_no_crash_has_left(path, synced, end, running):
-    """Zeros that cannot be a lost block are damage: nothing is touched."""
+def test_zeros_that_are_no_lost_block_are_damage(path, synced, end, running):
+    """Zeros that no crash can have left are damage: nothing is touched."""
     batch = [Plant(id, 'Moss', 'y' * 100) for id in range(10, 40)]
     with JSONLinesStore(path, system=QUICK) as store:
         store.ping()
@@ -744,8 +748,8 @@ def test_zeros_that_no_crash_has_left(path, synced, end, running):
     assert path.read_bytes() == text
 
 
-def test_interrupted_after_a_cut(path):
-    """An interrupt right after a torn tail was cut off leaves its only copy alone."""
+def test_interrupt_after_a_cut_keeps_the_side_file(path):
+    """An interrupt right after a torn tail was cut off keeps its only copy."""
 
     def cut(fd, size):
         os.ftruncate(fd, size)
@@ -761,22 +765,22 @@ def test_interrupted_after_a_cut(path):
 
 @pytest.mark.parametrize('ending', [b'', b'\n'], ids=['torn', 'damaged'])
 @pytest.mark.parametrize('byte', [b'x', b'\0'], ids=['text', 'zeros'])
-def test_long_line(path, monkeypatch, byte, ending):
-    """A line takes time in proportion to its length, however long it is."""
+def test_time_of_a_long_line_is_linear(path, monkeypatch, byte, ending):
+    """A long line is read in time proportional to its length."""
     monkeypatch.setattr(recovery, 'CHUNK', 1024)
     path.write_bytes(lines(PLANTS[0]) + 4_000_000 * byte + ending)
     began = time.process_time()
     with JSONLinesStore(path, system=QUICK) as store:
         store.add(OAK)
-    # In pieces that are put together one by one, 8 GB would be copied.
+    # Appending 1 KiB pieces one by one would copy 8 GB.
     assert time.process_time() - began < 1.5
     assert path.read_bytes() == lines(PLANTS[0], OAK)
 
 
-def test_time_before_1970(path):
-    """The clock of a file may have gone back before 1970."""
+def test_file_time_before_1970_is_accepted(path):
+    """The times of a file may be before 1970."""
     for seconds in (-5, -(2**31)):
         path.write_bytes(lines(*PLANTS))
         os.utime(path, (seconds, seconds))
         with JSONLinesStore(path, system=QUICK) as store:
-            assert_right(store, PLANTS)
+            assert_stored(store, PLANTS)

@@ -1,4 +1,4 @@
-"""What happens to a PostgreSQL store while its database, or the way there, fails.
+"""The PostgreSQL store while its server or the network fails.
 
 The servers are real, and so are their faults.
 """
@@ -31,17 +31,17 @@ from store.testing import wait_until
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
-# Seconds: an answer that does not come, and the attempt to cancel it; who has waited
-# behind that may be the next to try. And a busy machine.
+# Seconds of the longest add: a lost response, its cancellation, then the connection of
+# a caller that waited behind it; and 2 s for a busy machine.
 LONGEST = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + limits.CONNECT_WITHIN + 2
 AT_ONCE = 0.5
-# How soon a store adds again when the server does.
-BACK = limits.RETRY_AFTER + 1
+# Seconds until a store adds again after the server is back.
+BACK_WITHIN = limits.RETRY_AFTER + 1
 
 
 @pytest.fixture
 def store(url):
-    """A store without plants, which is in use."""
+    """An open store without plants."""
     with open_store(url) as store:
         store.ping()
         yield store
@@ -49,35 +49,35 @@ def store(url):
 
 @pytest.fixture
 def proxy(server):
-    """What stands between the store ``far`` and its server."""
+    """The proxy between the store ``far`` and its server."""
     with Proxy(server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def far(server, url, proxy):
-    """A store without plants, which is in use through a proxy."""
+    """An open store without plants, behind a proxy."""
     with open_store(url.replace(str(server.port), str(proxy.port))) as store:
         store.ping()
         yield store
 
 
 @pytest.fixture
-def short(monkeypatch):
-    """Let nobody wait longer than it takes to see that he does."""
+def short_answer_limit(monkeypatch):
+    """Limit the wait for each response to 1 s."""
     monkeypatch.setattr(limits, 'ANSWER_WITHIN', 1)
 
 
 @contextmanager
 def session(url):
-    """A session of somebody else, who decides when his transaction ends."""
+    """Open another session, whose transaction the test ends."""
     with psycopg.connect(url) as connection:
         yield connection
         connection.rollback()
 
 
 class Load:
-    """Threads that add plants of their own all the time, and repeat what fails."""
+    """Threads that keep adding plants of their own, and retry failed adds."""
 
     def __init__(self, store, names='abcdefgh'):
         self._store = store
@@ -102,7 +102,7 @@ class Load:
             thread.join()
 
     def wait_for_more(self):
-        """Return when each thread, on average, has had a plant stored."""
+        """Wait for as many more stored plants as there are threads."""
         goal = len(self.stored) + len(self._threads)
         wait_until(lambda: len(self.stored) >= goal)
 
@@ -128,12 +128,12 @@ class Load:
 
 
 def rows(server, url):
-    """Return what is stored, read without the store."""
+    """Return the stored plants, read without the store."""
     return [Plant(*row) for row in server.execute('TABLE plants', url=url)]
 
 
 def assert_stored(server, url, load):
-    """Check that nothing that was acknowledged is lost, and nothing is there twice."""
+    """Check that no acknowledged plant is lost, and none is stored twice."""
     stored = rows(server, url)
     assert len(stored) == len(set(stored))
     assert set(load.stored) <= set(stored)
@@ -141,17 +141,17 @@ def assert_stored(server, url, load):
 
 @contextmanager
 def configured(server, setting, value, otherwise):
-    """Let a setting of the server have a value for a while."""
+    """Change a setting of the server within the block."""
 
-    def let(value):
+    def set_value(value):
         server.configure(f"{setting} = '{value}'\n")
         wait_until(lambda: server.execute(f'SHOW {setting}') == [(value,)])
 
-    let(value)
+    set_value(value)
     try:
         yield
     finally:
-        let(otherwise)
+        set_value(otherwise)
 
 
 def with_setting(url, setting):
@@ -159,12 +159,12 @@ def with_setting(url, setting):
     return f'{url}%20-c{setting.replace("=", "%3D")}'
 
 
-# ---- the server goes, and comes back
+# ---- the server restarts
 
 
 @pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
-def test_restart(server, url, store, end):
-    """A restart loses nothing that was acknowledged, and the store goes on after it."""
+def test_restart_loses_no_acknowledged_plant(server, url, store, end):
+    """A server restart loses no acknowledged plant, and then the store adds again."""
     with Load(store) as load:
         server.stop(end)
         try:
@@ -174,26 +174,26 @@ def test_restart(server, url, store, end):
             server.start()
         began = time.monotonic()
         load.wait_for_more()
-        assert time.monotonic() - began < BACK
+        assert time.monotonic() - began < BACK_WITHIN
         assert load.longest < limits.CONNECT_WITHIN
         assert load.failures
     assert_stored(server, url, load)
     store.ping()
 
 
-def test_sessions_end(server, url, store):
-    """When all sessions are ended the store makes others, and only a moment is lost."""
+def test_ended_sessions_are_replaced(server, url, store):
+    """When all sessions are terminated, the store soon opens others."""
     with Load(store) as load:
         for _ in range(10):
             server.terminate_sessions()
             load.wait_for_more()
-        assert load.longest < BACK
+        assert load.longest < BACK_WITHIN
     assert_stored(server, url, load)
     assert len(server.sessions()) <= limits.MOST_CONNECTIONS
 
 
-def test_idle_sessions_end(server, store):
-    """Sessions that ended while they were idle are replaced, and no add fails."""
+def test_ended_idle_sessions_fail_no_add(server, store):
+    """Sessions that ended while idle are replaced, and no add fails."""
     pool = store._backend()._pool
     for use in (lambda: store.add(FERN), store.ping):
         with pool.lend(), pool.lend(), pool.lend():
@@ -204,11 +204,11 @@ def test_idle_sessions_end(server, store):
     assert store.add(FERN) is False
 
 
-# ---- the server hangs, or the network
+# ---- the server or the network hangs
 
 
-def test_hang(server, url, store):
-    """While the server hangs nobody waits for long, and later ones do not wait."""
+def test_adds_fail_in_time_while_the_server_hangs(server, url, store):
+    """While the server hangs, waits are limited, and later callers fail at once."""
     store.add(FERN)
     with Load(store) as load:
         server.pause()
@@ -224,12 +224,12 @@ def test_hang(server, url, store):
             server.resume()
         began = time.monotonic()
         load.wait_for_more()
-        assert time.monotonic() - began < limits.CONNECT_WITHIN + BACK
+        assert time.monotonic() - began < limits.CONNECT_WITHIN + BACK_WITHIN
     assert_stored(server, url, load)
 
 
-def test_hang_from_the_start(url, proxy, server):
-    """A server that hangs at the first use of the store holds up one at a time."""
+def test_first_use_of_a_server_that_hangs(url, proxy, server):
+    """If the server hangs at the first use, callers do not wait one after another."""
     proxy.stop()
     waits = []
 
@@ -243,11 +243,11 @@ def test_hang_from_the_start(url, proxy, server):
         in_threads(*[add] * 20)
         assert max(waits) < 2 * limits.CONNECT_WITHIN + 1
         proxy.go_on()
-        wait_until(lambda: adds(store))
+        wait_until(lambda: can_add(store))
 
 
-def adds(store):
-    """Whether a store adds."""
+def can_add(store):
+    """Return whether a store adds."""
     with suppress(StoreUnavailable):
         store.add(FERN)
         return True
@@ -255,8 +255,8 @@ def adds(store):
 
 
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])
-def test_black_hole(far, proxy, short, after):
-    """Who gets no answer at all is told so in time, whichever statement it is for."""
+def test_lost_response_is_unavailable(far, proxy, short_answer_limit, after):
+    """A statement without a response fails in time, whichever statement it is."""
     far.add(FERN)
     proxy.stop(after)
     began = time.monotonic()
@@ -267,12 +267,12 @@ def test_black_hole(far, proxy, short, after):
     with refused('there is no connection to the database', AT_ONCE):
         far.add(FERN)
     proxy.go_on()
-    wait_until(lambda: adds(far))
+    wait_until(lambda: can_add(far))
     assert far.add(FERN) is False
 
 
-def test_one_tries(far, proxy, short):
-    """While nothing answers, one caller tries, and the others fail at once."""
+def test_one_caller_at_a_time_tries(far, proxy, short_answer_limit):
+    """While the server is silent, one caller tries to connect; others fail at once."""
     far.add(FERN)
     proxy.stop()
     with pytest.raises(StoreUnavailable):
@@ -289,30 +289,30 @@ def test_one_tries(far, proxy, short):
     in_threads(*(lambda n=n: ping(n) for n in range(10)))
     assert sum(wait > AT_ONCE for wait in waits) == 1
     proxy.go_on()
-    wait_until(lambda: adds(far))
+    wait_until(lambda: can_add(far))
 
 
 @pytest.mark.parametrize('stored', [False, True])
-def test_lost_answer_is_asked_for_again(server, url, far, proxy, stored):
-    """After a lost answer the store asks once more, and never answers with a guess."""
+def test_lost_response_is_asked_for_once_more(server, url, far, proxy, stored):
+    """After a lost response the store repeats the statement once, and never guesses."""
     if stored:
         far.add(FERN)
     proxy.cut()
-    assert far.add(FERN) is False  # the first try has stored it
+    assert far.add(FERN) is False  # the first attempt has stored it
     proxy.cut()
     with pytest.raises(IdTaken):
         far.add(FERN._replace(name='Moss'))
     proxy.cut(times=2)
     with refused('there is no connection to the database', AT_ONCE):
         far.add(FERN)
-    wait_until(lambda: adds(far))
+    wait_until(lambda: can_add(far))
     assert rows(server, url) == [FERN]
 
 
-def test_close_while_it_hangs(far, proxy):
-    """A store can be closed at any time, and does not wait for the server."""
+def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
+    """A store closes at once while the server hangs."""
     proxy.stop()
-    adding = threading.Thread(target=lambda: adds(far))
+    adding = threading.Thread(target=lambda: can_add(far))
     adding.start()
     wait_until(lambda: far._backend()._pool._in_use)
     began = time.monotonic()
@@ -324,37 +324,37 @@ def test_close_while_it_hangs(far, proxy):
         far.add(MOSS)
 
 
-# ---- others are in the way
+# ---- locks and conflicts
 
 
 @pytest.mark.parametrize('end', ['commit', 'rollback'])
-def test_uncommitted(server, url, store, end, monkeypatch):
-    """Whose id somebody else is about to take waits for him, but not for ever."""
+def test_add_waits_for_an_uncommitted_rival(server, url, store, end, monkeypatch):
+    """An add waits, with a time limit, for the session that is inserting its id."""
     with session(url) as other:
         other.execute("INSERT INTO plants VALUES (1, 'Moss')")
         with monkeypatch.context() as patch:
             patch.setattr(limits, 'LOCKED_WITHIN', 0.2)
             with refused('another session has locked the plant', within=2):
                 store.add(FERN)
-        adding = []
+        outcomes = []
 
         def add():
             try:
-                adding.append(store.add(FERN))
+                outcomes.append(store.add(FERN))
             except IdTaken as ex:
-                adding.append(ex.id)
+                outcomes.append(ex.id)
 
         thread = threading.Thread(target=add)
         thread.start()
-        wait_until(lambda: waiting(server))
-        assert store.add(MOSS) is True  # nobody else waits for that
+        wait_until(lambda: waiting_for_lock(server))
+        assert store.add(MOSS) is True  # another id need not wait
         getattr(other, end)()
         thread.join()
-        assert adding == [1 if end == 'commit' else True]
+        assert outcomes == [1 if end == 'commit' else True]
 
 
-def waiting(server):
-    """Return the sessions of stores that wait for somebody's lock."""
+def waiting_for_lock(server):
+    """Return the sessions of stores that wait for a lock."""
     return server.execute(
         "SELECT pid FROM pg_stat_activity WHERE application_name = 'plants' "
         "AND wait_event_type = 'Lock'"
@@ -381,14 +381,14 @@ def test_locked_row_delays_no_other_add(url, store, lock):
         with Load(store) as load:
             end = time.monotonic() + 3
             while time.monotonic() < end:
-                repeats.append(threading.Thread(target=adds, args=[store]))
+                repeats.append(threading.Thread(target=can_add, args=[store]))
                 repeats[-1].start()
                 time.sleep(0.03)
             began = time.monotonic()
             assert store.add(MOSS) is False
             assert time.monotonic() - began < 1.5
         assert load.longest < 1.5
-        assert len(load.stored) > 300  # not slow again and again
+        assert len(load.stored) > 300  # so not only the longest add was fast
         assert not load.failures
         assert any(thread.is_alive() for thread in repeats)
         other.rollback()
@@ -397,8 +397,8 @@ def test_locked_row_delays_no_other_add(url, store, lock):
     assert store.add(FERN) is False
 
 
-def test_locked_table(url, store, monkeypatch):
-    """While the table is locked adds are refused in time; then the store goes on."""
+def test_locked_table_is_unavailable(url, store, monkeypatch):
+    """While the table is locked adds are refused in time; then they work again."""
     monkeypatch.setattr(limits, 'MOST_LOCKED_IDS', 10)
     plants = [Plant(id, 'Ivy') for id in range(20)]
     with session(url) as other:
@@ -415,8 +415,8 @@ def test_locked_table(url, store, monkeypatch):
     assert store.add_many(plants) == [False] * 20
 
 
-def test_deadlock(server, url, monkeypatch):
-    """Who loses a deadlock tries again."""
+def test_victim_of_a_deadlock_tries_again(server, url, monkeypatch):
+    """A batch that is chosen as the victim of a deadlock is tried again."""
     monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     with (
         open_store(with_setting(url, 'deadlock_timeout=500ms')) as store,
@@ -425,21 +425,21 @@ def test_deadlock(server, url, monkeypatch):
         store.add_many([FERN, MOSS])
         other.execute("SET deadlock_timeout = '10s'")
         other.execute('SELECT FROM plants WHERE id = 2 FOR UPDATE')
-        told = []
+        outcomes = []
         thread = threading.Thread(
-            target=lambda: told.extend(store.add_many([FERN, MOSS]))
+            target=lambda: outcomes.extend(store.add_many([FERN, MOSS]))
         )
         thread.start()
-        wait_until(lambda: waiting(server))
+        wait_until(lambda: waiting_for_lock(server))
         other.execute('SELECT FROM plants WHERE id = 1 FOR UPDATE')
         other.rollback()
         thread.join()
-        assert told == [False, False]
+        assert outcomes == [False, False]
     assert 'deadlock detected' in server.log
 
 
-def test_no_deadlock(server, store):
-    """Plants that come in any order are never in each other's way."""
+def test_batches_never_deadlock(server, store):
+    """Batches of the same plants in different orders never deadlock."""
     before = server.log.count('deadlock detected')
 
     def add_all(seed):
@@ -452,26 +452,26 @@ def test_no_deadlock(server, store):
     assert server.log.count('deadlock detected') == before
 
 
-def test_not_serializable(server, url, monkeypatch):
-    """Who could not be serialized tries again, and then sees what was in the way."""
+def test_serialization_failure_tries_again(server, url, monkeypatch):
+    """After a serialization failure the batch is retried, and sees the conflict."""
     monkeypatch.setattr(limits, 'LOCK_WITHIN', LONGEST)
     isolation = 'default_transaction_isolation=serializable'
     with open_store(with_setting(url, isolation)) as store:
         store.ping()
         with session(url) as other:
             other.execute("INSERT INTO plants VALUES (1, 'Moss')")
-            told = []
+            outcomes = []
 
             def add():
-                told.extend(store.add_many([FERN, MOSS]))
+                outcomes.extend(store.add_many([FERN, MOSS]))
 
             thread = threading.Thread(target=add)
             thread.start()
-            wait_until(lambda: waiting(server))
+            wait_until(lambda: waiting_for_lock(server))
             other.commit()
             thread.join()
-        assert isinstance(told[0], IdTaken)
-        assert told[1] is True
+        assert isinstance(outcomes[0], IdTaken)
+        assert outcomes[1] is True
     assert 'could not serialize access' in server.log
 
 
@@ -488,8 +488,8 @@ TRIGGER = (
     ["RAISE 'conflict' USING ERRCODE = '40001'", 'RETURN NULL'],
     ids=['conflict', 'hidden'],
 )
-def test_attempts(server, url, store, act):
-    """What is in the way for a moment is waited for; what stays is reported."""
+def test_short_conflicts_are_waited_for(server, url, store, act):
+    """A conflict that ends soon only delays an add; one that stays is an error."""
     server.execute(TRIGGER.format(when='< 4', act=act), url=url)
     assert store.add(FERN) is True
     server.execute('DROP TRIGGER act ON plants', url=url)
@@ -500,8 +500,8 @@ def test_attempts(server, url, store, act):
         store.add(MOSS)
 
 
-def test_warning_before_an_error_is_forgotten(server, url, store):
-    """A warning that came with a refused plant is not held against the next one."""
+def test_warning_of_a_refused_plant_does_not_affect_the_next(server, url, store):
+    """A warning that came with a refused plant does not make the next one fail."""
     server.execute(
         'CREATE FUNCTION act() RETURNS trigger AS '
         "$$BEGIN IF NEW.name = 'bad' THEN RAISE WARNING 'soon'; RAISE 'no'; END IF; "
@@ -515,8 +515,8 @@ def test_warning_before_an_error_is_forgotten(server, url, store):
     assert store.add(FERN) is True
 
 
-def test_full(server, url, store):
-    """On a full disk plants are refused; when there is room they are taken."""
+def test_full_disk_is_unavailable(server, url, store):
+    """On a full disk adds are refused; once there is room they work again."""
     server.execute('CHECKPOINT')
     ((path,),) = server.execute("SELECT pg_relation_filepath('plants')", url=url)
     file = server.data / path
@@ -530,13 +530,13 @@ def test_full(server, url, store):
         with refused('the database is out of room', AT_ONCE) as caught:
             store.add_many([FERN, MOSS])
         assert 'No space left on device' in caught.value.detail
-    server.execute('TRUNCATE plants', url=url)  # which makes another file
+    server.execute('TRUNCATE plants', url=url)  # makes a new file
     assert store.add_many([FERN, MOSS]) == [True, True]
     assert sorted(rows(server, url)) == [FERN, MOSS]
 
 
-def test_read_only(server, store):
-    """A primary that becomes read-only is left, and taken up when it is one again."""
+def test_read_only_server_is_left(server, store):
+    """The store leaves a server that becomes read-only, and returns afterwards."""
     store.add(FERN)
     with configured(server, 'default_transaction_read_only', 'on', 'off'):
         with pytest.raises(StoreUnavailable, match='read-only'):
@@ -544,15 +544,15 @@ def test_read_only(server, store):
         assert not server.sessions()
         with pytest.raises(StoreUnavailable, match='read-only'):
             store.ping()
-    wait_until(lambda: adds(store))
+    wait_until(lambda: can_add(store))
     assert store.add(MOSS) is True
 
 
-# ---- a synchronous standby that is away
+# ---- a synchronous standby is away
 
 
 def standby_away(server):
-    """Let every commit wait for a standby that does not come."""
+    """Let every commit wait for a standby that does not exist."""
     return configured(server, 'synchronous_standby_names', 'nobody', '')
 
 
@@ -565,19 +565,19 @@ def waiting_for_standby(server):
 
 @pytest.mark.parametrize('stored', [False, True])
 @pytest.mark.parametrize('messages', ['notice', 'error'])
-def test_cancelled_commit(server, url, messages, stored):
-    """A commit that is cancelled while it waits for a standby is not acknowledged."""
+def test_cancelled_commit_is_not_acknowledged(server, url, messages, stored):
+    """A commit that is cancelled while it waits for a standby acknowledges nothing."""
     with open_store(with_setting(url, f'client_min_messages={messages}')) as store:
         store.ping()
         if stored:
             store.add(FERN)
         with standby_away(server):
-            told = []
+            outcomes = []
 
             def add():
                 with refused('the database does not say whether the plant is safe'):
                     store.add(FERN)
-                told.append('refused')
+                outcomes.append('refused')
 
             thread = threading.Thread(target=add)
             thread.start()
@@ -585,13 +585,15 @@ def test_cancelled_commit(server, url, messages, stored):
             for (pid,) in waiting_for_standby(server):
                 server.execute('SELECT pg_cancel_backend(%s)', pid)
             thread.join()
-            assert told == ['refused']
+            assert outcomes == ['refused']
             assert rows(server, url) == [FERN]
         assert store.add(FERN) is False
 
 
-def test_standby_is_away(server, url, store, short):
-    """While a standby is away nothing is acknowledged, and the server is not filled."""
+def test_nothing_is_acknowledged_without_the_standby(
+    server, url, store, short_answer_limit
+):
+    """While the standby is away adds are refused, and sessions do not pile up."""
     store.add(FERN)
     with standby_away(server):
         refusals = []
@@ -606,19 +608,19 @@ def test_standby_is_away(server, url, store, short):
 
         plants = [FERN, MOSS, *(Plant(id, 'Ivy') for id in range(3, 9))]
         in_threads(*(lambda plant=plant: add_all(plant) for plant in plants))
-        # FERN was safe before, and MOSS is visible, but who reads does not know that.
+        # MOSS is visible but not safe. A read cannot tell it from FERN, which is safe.
         assert {FERN, MOSS} <= set(rows(server, url)) & set(refusals)
         assert len(server.sessions()) <= limits.MOST_CONNECTIONS
         assert len(refusals) > 100
-    wait_until(lambda: adds(store))
+    wait_until(lambda: can_add(store))
     assert store.add_many([FERN, MOSS]) == [False, False]
 
 
 # ---- reading
 
 
-def test_reader_leaves(server, store):
-    """A reader that stops half-way leaves no session behind, nor a thing undone."""
+def test_reader_that_stops_leaves_no_session(server, store):
+    """A reader that stops half-way leaves no session behind."""
     store.add_many(MANY)
     before = server.sessions()
     reader = iter(store)
@@ -629,8 +631,8 @@ def test_reader_leaves(server, store):
     assert sorted(store) == MANY
 
 
-def test_reader_is_slow(store, monkeypatch):
-    """A reader may take longer than a statement, and adds go on."""
+def test_slow_reader_has_no_time_limit(store, monkeypatch):
+    """A reader may take longer than the time limit of a statement; adds still work."""
     store.add_many(MANY)
     monkeypatch.setattr(limits, 'ANSWER_WITHIN', 0.5)
     reader = iter(store)
@@ -640,8 +642,8 @@ def test_reader_is_slow(store, monkeypatch):
     assert sorted([first, *reader]) == MANY
 
 
-def test_session_of_reader_ends(server, store):
-    """A reader whose session ends is told so, and is not told that this was all."""
+def test_reader_whose_session_ends_gets_an_error(server, store):
+    """A reader whose session ends gets an error, not a short list of plants."""
     store.add_many(MANY)
     reader = iter(store)
     next(reader)
@@ -654,8 +656,8 @@ def test_session_of_reader_ends(server, store):
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-def test_fork(server, store):
-    """A child of a fork has sessions of its own, and leaves those of its parent."""
+def test_forked_child_opens_its_own_sessions(server, store):
+    """A forked child opens its own sessions, and leaves those of its parent open."""
     with Load(store):
         pass
     sessions = server.sessions()
@@ -698,8 +700,8 @@ with open_store(url) as store:
 """
 
 
-def test_everything_at_once(server, url, store):
-    """Each id has one winner, whatever is added by whom while sessions are killed."""
+def test_each_id_has_one_winner_while_sessions_end(server, url, store):
+    """Threads and processes race for ids while sessions end: each has one winner."""
     won = defaultdict(set)
     lost = defaultdict(set)
     ended = threading.Event()

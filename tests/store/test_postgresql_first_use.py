@@ -1,4 +1,4 @@
-"""What a PostgreSQL store makes of the database that it is given."""
+"""The PostgreSQL store and its database: table, rights, settings, URL."""
 
 import logging
 import socket
@@ -28,8 +28,8 @@ from store.testing import wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
-BOUND = 4  # seconds: the time to connect, twice
-# Everything that could end a password early, in a URL or in what libpq makes of it.
+CONNECT_TWICE = 4  # seconds: twice the time limit of a connection
+# Every character that could end a password early, in a URL or in libpq.
 PASSWORD = "s3cr@:/?#%& +='\\é"
 
 numbers = count()
@@ -37,7 +37,7 @@ numbers = count()
 
 @pytest.fixture(scope='session')
 def server():
-    """A server where the role of each test has a password or not, as the test says."""
+    """A server with one role, ``sealed``, that needs a password."""
     with PostgreSQL() as server:
         access = server.data / 'pg_hba.conf'
         sealed = 'host all sealed 127.0.0.1/32 scram-sha-256\n'
@@ -56,7 +56,7 @@ def url(server):
 
 @pytest.fixture
 def made(server, url):
-    """The URL of a store without plants whose table is made."""
+    """The URL of a store without plants whose table exists."""
     with open_store(url) as store:
         store.ping()
     return url
@@ -64,7 +64,7 @@ def made(server, url):
 
 @pytest.fixture
 def role(server):
-    """Return a function that makes a role, and returns a URL for it."""
+    """Return a function that makes a role, and returns its URL."""
 
     def make(url, *grants, **settings):
         name = f'role_{next(numbers)}'
@@ -81,7 +81,7 @@ def role(server):
 
 
 def tables(server, url):
-    """Return what there is in the schema of a URL."""
+    """Return the names of the tables in the schema of a URL."""
     rows = server.execute(
         'SELECT tablename FROM pg_tables WHERE schemaname = current_schema()', url=url
     )
@@ -103,8 +103,8 @@ for url in sys.argv[1:]:
 """
 
 
-def test_eight_processes(server):
-    """Eight processes that use a new database at once make one table, without fault."""
+def test_processes_make_one_table(server):
+    """Eight processes that first use a database at once make one table, no error."""
     urls = [server.new_url() for _ in range(5)]
     with processes(MAKER, *[urls] * 8) as makers:
         for maker in makers:
@@ -120,8 +120,8 @@ def test_eight_processes(server):
 RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
 
 
-def test_rights(made, role):
-    """Where the table is, a role needs no more than to select, insert and lock."""
+def test_role_needs_few_rights(made, role):
+    """Once the table exists, a role needs the rights to select, insert and lock."""
     with open_store(role(made, *RIGHTS)) as store:
         store.ping()
         assert store.add_many([FERN, FERN, FERN._replace(tag='')])[:2] == [True, False]
@@ -132,8 +132,8 @@ def test_rights(made, role):
 
 
 @pytest.mark.parametrize('missing', RIGHTS)
-def test_missing_right(made, role, missing):
-    """Without one of these rights the store is not ready, and takes nothing."""
+def test_missing_right_is_unavailable(made, role, missing):
+    """Without one of these rights the store is not ready, and refuses adds."""
     rights = [right for right in RIGHTS if right != missing]
     with open_store(role(made, *rights)) as store:
         for use in (store.ping, lambda: store.add(FERN)):
@@ -141,15 +141,15 @@ def test_missing_right(made, role, missing):
                 use()
 
 
-def test_no_right_to_make_it(server, url, role):
-    """Where the table is missing, the right to make it is needed."""
+def test_missing_right_to_make_the_table(server, url, role):
+    """Without the table and the right to make it, the store is not ready."""
     with open_store(role(url)) as store, refused('the database does not permit it'):
         store.ping()
     assert not tables(server, url)
 
 
-def test_never(server, url):
-    """A table that is missing is not made where it should be there."""
+def test_create_never_makes_no_table(server, url):
+    """With ``create='never'`` a missing table is an error, and is not made."""
     with open_store(url, create='never') as store:
         for use in (store.ping, lambda: store.add(FERN), lambda: list(store)):
             with refused('there is no table plants'):
@@ -161,8 +161,8 @@ def test_never(server, url):
         assert store.add(FERN) is True
 
 
-def test_gone(server, made):
-    """A table that is gone under a store that runs is not made again."""
+def test_dropped_table_is_not_made_again(server, made):
+    """A table that was dropped under an open store is not made again."""
     with open_store(made) as store:
         store.add(FERN)
         server.execute('DROP TABLE plants', url=made)
@@ -181,8 +181,8 @@ def test_gone(server, made):
         'id bigint, part int, name text, tag text, PRIMARY KEY (id, part)',
     ],
 )
-def test_not_our_table(server, url, columns):
-    """A table that cannot keep plants apart, or whole, is refused at once."""
+def test_unsuitable_table_is_refused(server, url, columns):
+    """A table without a unique id, or without a column, is refused at once."""
     server.execute(f'CREATE TABLE plants ({columns})', url=url)
     with open_store(url) as store:
         for use in (store.ping, lambda: store.add(FERN)):
@@ -191,8 +191,8 @@ def test_not_our_table(server, url, columns):
     assert server.execute('TABLE plants', url=url) == []
 
 
-def test_more_columns(server, url):
-    """A table may have more columns, and in another order."""
+def test_table_may_have_more_columns(server, url):
+    """A table may have more columns, in any order."""
     server.execute(
         'CREATE TABLE plants (at timestamptz DEFAULT now(), tag varchar, note text, '
         'name text COLLATE "C", id int8 UNIQUE)',
@@ -204,7 +204,7 @@ def test_more_columns(server, url):
         assert sorted(store) == [FERN, MOSS]
 
 
-LONG = ''.join(map(chr, range(0x4E00, 0x9000)))  # too much for a page of an index
+LONG = ''.join(map(chr, range(0x4E00, 0x9000)))  # too long for an index page
 
 RULES = {
     'check': "ALTER TABLE plants ADD CHECK (name <> 'bad')",
@@ -222,8 +222,8 @@ RULES = {
 
 
 @pytest.mark.parametrize('rule', RULES)
-def test_rules(server, made, rule):
-    """A plant that breaks a rule of the table is refused, and only that one."""
+def test_plant_that_breaks_a_rule_is_refused_alone(server, made, rule):
+    """Of a batch only the plant that breaks a rule of the table is refused."""
     server.execute(RULES[rule], url=made)
     bad = Plant(-1, {'length': 'Orchid', 'index': LONG}.get(rule, 'bad'))
     good = [Plant(id, 'Fern') for id in range(8)]
@@ -233,7 +233,7 @@ def test_rules(server, made, rule):
         assert store.add_many(good) == [False] * 8
         refusals = []
 
-        # Those that wait together are one batch, with the bad ones and without.
+        # Adds that wait together form one batch, some with a bad plant in it.
         def add_all(start, name):
             for id in range(start, start + 10):
                 try:
@@ -242,7 +242,7 @@ def test_rules(server, made, rule):
                     refusals.append(name)
 
         crowd = [(100 * at, 'Moss') for at in range(1, 6)] + [(600, bad.name)]
-        in_threads(*(lambda who=who: add_all(*who) for who in crowd))
+        in_threads(*(lambda pair=pair: add_all(*pair) for pair in crowd))
         assert refusals == [bad.name] * 10
 
 
@@ -281,8 +281,8 @@ def test_number_of_rows_is_not_limited_by_parameters(made, monkeypatch):
         assert store.add_many(plants) == [True] * 70_000
 
 
-def test_few_prepared_statements(made):
-    """A session prepares few statements, whatever the sizes of batches and ids are."""
+def test_few_statements_are_prepared(made):
+    """A session prepares few statements, whatever the sizes of batches and ids."""
     with open_store(made) as store:
         for size in range(1, 30):
             for first in (0, 10**5, 10**10):
@@ -293,8 +293,8 @@ def test_few_prepared_statements(made):
             assert len(prepared.fetchall()) <= 3
 
 
-def test_awkward_texts(made):
-    """Texts that mean something in an array of SQL are stored as they are."""
+def test_texts_special_in_sql_are_stored(made):
+    """Texts that are special in an SQL array are stored unchanged."""
     texts = ['', 'NULL', '"', '\\', '\\"', '{}', ',', ' ', '\n\r\t', '{"a",b}', '💚']
     texts.append(''.join(texts))
     plants = [Plant(id, text, text) for id, text in enumerate(texts)]
@@ -306,8 +306,8 @@ def test_awkward_texts(made):
 
 
 @pytest.mark.parametrize('encoding', ['LATIN1', 'SQL_ASCII'])
-def test_encoding(server, encoding):
-    """A database that cannot hold every text is refused."""
+def test_database_must_be_utf8(server, encoding):
+    """A database whose encoding cannot hold every text is refused."""
     name = encoding.lower()
     with suppress(psycopg.errors.DuplicateDatabase):
         server.execute(
@@ -322,12 +322,12 @@ def test_encoding(server, encoding):
     assert server.execute("SELECT to_regclass('plants')", url=url) == [(None,)]
 
 
-# ---- what the role brings with it
+# ---- settings of the role
 
 
 @pytest.mark.parametrize('isolation', ['serializable', 'repeatable read'])
-def test_isolation(server, made, role, isolation):
-    """Whatever transactions are isolated from by default, each id has one winner."""
+def test_each_id_has_one_winner_at_any_isolation(server, made, role, isolation):
+    """Each id has one winner, whatever the role's default isolation level."""
     url = role(made, *RIGHTS, default_transaction_isolation=isolation)
     won = []
 
@@ -356,8 +356,8 @@ def test_isolation(server, made, role, isolation):
         ('statement_timeout', '0', '4s'),
     ],
 )
-def test_settings(server, url, role, setting, given, used):
-    """A plant is acknowledged as durable as the role says, but never less than that."""
+def test_settings_of_the_role(server, url, role, setting, given, used):
+    """A setting of the role applies, unless an acknowledgement needs another value."""
     server.execute('CREATE TABLE seen (setting text)', url=url)
     with open_store(url) as store:
         store.ping()
@@ -373,8 +373,8 @@ def test_settings(server, url, role, setting, given, used):
     assert server.execute('TABLE seen', url=url) == [(used,)]
 
 
-def test_read_only(made, role):
-    """A role that may only read by default is refused when it connects."""
+def test_read_only_role_is_refused(made, role):
+    """A role whose transactions are read-only by default cannot connect."""
     url = role(made, *RIGHTS, default_transaction_read_only='on')
     with open_store(url) as store:
         with refused('there is no connection to the database') as caught:
@@ -389,8 +389,8 @@ def test_read_only(made, role):
                 use()
 
 
-def test_one_connection(server, made, role):
-    """Where the role may have one connection, all adds go through that one."""
+def test_one_connection_is_enough(server, made, role):
+    """If the role may have only one connection, all adds go through it."""
     url = role(made, *RIGHTS)
     name = url.partition('://')[2].partition('@')[0]
     server.execute(f'ALTER ROLE {name} CONNECTION LIMIT 1')
@@ -420,8 +420,8 @@ def test_one_connection(server, made, role):
         assert other.add(MOSS) is True
 
 
-def test_count(server, made, monkeypatch):
-    """How many plants there are is known, unless it takes too long to count them."""
+def test_size_hint_counts_plants_in_time(server, made, monkeypatch):
+    """size_hint is the number of plants, or 0 if counting takes too long or fails."""
     with open_store(made) as store:
         store.add_many([Plant(id, 'Fern') for id in range(10)])
         assert store.size_hint() == 10
@@ -436,8 +436,8 @@ def test_count(server, made, monkeypatch):
 # ---- the URL
 
 
-def test_password(server):
-    """A password may have any characters, written as a URL or its parameters want."""
+def test_password_may_have_any_character(server):
+    """A password may have any character, escaped, in the URL or its parameters."""
     escaped = quote(PASSWORD, safe='')
     at = f'127.0.0.1:{server.port}/postgres'
     for url in (
@@ -453,7 +453,7 @@ def test_password(server):
 
 @pytest.fixture
 def closed_port():
-    """A port where nothing listens."""
+    """A port on which nothing listens."""
     with socket.socket() as held:
         held.bind(('127.0.0.1', 0))
         yield held.getsockname()[1]
@@ -473,20 +473,22 @@ def closed_port():
     ],
     ids=['password', 'database', 'role', 'name', 'port', 'hosts', 'number', 'ssl'],
 )
-def test_cannot_connect(server, closed_port, change, detail, serve, caplog):
-    """Who cannot connect is told why, in time, and never with the password."""
+def test_connection_error_shows_no_password(
+    server, closed_port, change, detail, serve, caplog
+):
+    """A connection error comes in time, with its reason, and never the password."""
     escaped = quote(PASSWORD, safe='')
     at = f'127.0.0.1:{server.port}/postgres?application_name=it'
     url = change(f'postgresql://sealed:{escaped}@{at}', closed_port)
     caplog.set_level(logging.DEBUG)
     with open_store(url) as store:
-        with refused('there is no connection to the database', BOUND) as caught:
+        with refused('there is no connection to the database', CONNECT_TWICE) as caught:
             store.add(FERN)
         assert detail in caught.value.detail
-        told = [''.join(traceback.format_exception(caught.value))]
+        shown = [''.join(traceback.format_exception(caught.value))]
         error = caught.value
         while error is not None:
-            told += [str(error), repr(error), repr(error.args), repr(vars(error))]
+            shown += [str(error), repr(error), repr(error.args), repr(vars(error))]
             error = error.__cause__ or error.__context__
         client = serve(store)
         for answer in (
@@ -494,15 +496,15 @@ def test_cannot_connect(server, closed_port, change, detail, serve, caplog):
             client.add({'id': 1, 'name': 'Fern'}),
         ):
             assert answer.status_int == 503
-            told += [answer.text, str(answer.headers)]
-    told += [caplog.text, repr(store)]
+            shown += [answer.text, str(answer.headers)]
+    shown += [caplog.text, repr(store)]
     for form in (PASSWORD, escaped):
-        assert form not in ''.join(told)
+        assert form not in ''.join(shown)
     assert TOKEN not in caplog.text
 
 
-def test_socket(server):
-    """A server on the same machine may be reached without TCP."""
+def test_unix_socket(server):
+    """A server on the same machine may be reached by a Unix socket."""
     directory = quote(str(server.directory), safe='')
     for url in (
         f'postgresql://gardener@{directory}:{server.port}/postgres',
@@ -513,8 +515,8 @@ def test_socket(server):
 
 
 @pytest.mark.parametrize(('more', 'name'), [('', 'plants'), ('it', 'it')])
-def test_application_name(server, url, more, name):
-    """The server can tell who it is, in the operator's words if there are any."""
+def test_application_name_is_plants_by_default(server, url, more, name):
+    """The application name of a session is plants, or the one in the URL."""
     if more:
         url += f'&application_name={more}&connect_timeout=7&sslmode=disable'
     with open_store(url) as store:

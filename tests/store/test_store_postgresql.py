@@ -33,7 +33,7 @@ class TestPostgreSQLStore(StoreContract):
     def raw_plants(self, store):
         try:
             rows = self.server.execute('TABLE plants', url=store._url)
-        except UndefinedTable:  # it was not used yet
+        except UndefinedTable:  # the store was not used yet
             rows = []
         return [Plant(*row) for row in rows]
 
@@ -51,8 +51,8 @@ class TestPostgreSQLStore(StoreContract):
         self.server.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
 
 
-def test_nothing_yet(url):
-    """To read what is not there yet makes no table, and finds nothing."""
+def test_reading_makes_no_table(url):
+    """Reading a store without a table finds nothing, and makes no table."""
     with open_store(url) as store:
         assert list(store) == []
     with (
@@ -62,8 +62,8 @@ def test_nothing_yet(url):
         list(store)
 
 
-def test_check_opening(url, server):
-    """A start would work where the table can be made; a check does not make it."""
+def test_check_opening_makes_no_table(url, server):
+    """check_opening accepts a missing table that can be made, and does not make it."""
     with open_store(url, create='never') as store:
         store.check_opening()
         with pytest.raises(StoreUnavailable):
@@ -79,7 +79,7 @@ def test_check_opening(url, server):
 
 
 def test_standby_is_read():
-    """Plants are read from a server that takes none."""
+    """Plants can be read from a standby, which is not ready for adds."""
     with PostgreSQL() as primary:
         with open_store(primary.url()) as store:
             store.add(Plant(1, 'Fern'))
@@ -93,33 +93,33 @@ def test_standby_is_read():
                 store.ping()
 
 
-def test_no_connection_is_free(url, monkeypatch):
-    """That no connection is free is no sign that the database is away, or is back."""
+def test_exhausted_pool_is_no_outage(url, monkeypatch):
+    """An exhausted pool neither starts nor ends an outage of the database."""
     monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.01)
     monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
     with open_store(url) as store:
         database = store._backend()
 
-        def find_none():
+        def ping_without_connection():
             with ExitStack() as lent:
                 for _ in range(limits.MOST_CONNECTIONS):
                     lent.enter_context(database._pool.lend())
                 with pytest.raises(StoreUnavailable, match='are in use'):
                     store.ping()
 
-        find_none()
+        ping_without_connection()
         store.ping()
         with monkeypatch.context() as patch, suppress(StoreUnavailable):
             patch.setattr(limits, 'RETRY_AFTER', 0)
             with database._outage.watch():
                 raise StoreUnavailable('it is away')
-        find_none()
+        ping_without_connection()
         with pytest.raises(StoreUnavailable, match='it is away'):
             store.ping()
 
 
 def test_close_ends_the_wait_for_a_connection(url, monkeypatch):
-    """Whoever waits for a connection when the store is closed learns that."""
+    """A close ends waits for a connection with ``StoreClosed``."""
     monkeypatch.setattr(limits, 'CONNECT_WITHIN', PATIENCE)
     with open_store(url) as store:
         database = store._backend()
@@ -141,9 +141,11 @@ def test_close_ends_the_wait_for_a_connection(url, monkeypatch):
         assert refused
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason='only root has another user for it')
+@pytest.mark.skipif(
+    os.getuid() != 0, reason='only root runs the server as another user'
+)
 def test_server_of_the_tests_runs_from_a_private_directory(tmp_path):
-    """Root runs these tests in a checkout that no other user may enter."""
+    """Root may run the tests in a checkout that no other user may enter."""
     private = tmp_path / 'private'
     private.mkdir(mode=0o700)
     for package in (PACKAGE, PACKAGE.with_name(f'{PACKAGE.name}.libs')):
