@@ -34,7 +34,7 @@ IVY = '{"id":3,"name":"Efeu ☘"}\n'.encode()
 BY_HAND = b'{ "name": "Fern", "id": 1, "note": "twice" }\r\n'
 OTHER_FERN = b'{"id":1,"name":"Reed"}\n'
 
-# Whatever is damaged in a file, and not at its end.
+# Kinds of damage before the end of a file.
 DAMAGE = {
     'empty-line': b'\n',
     'not-json': b'{"id":4,"name":"Oak"\n',
@@ -51,25 +51,25 @@ def url(path):
 
 
 def files(path):
-    """Return what is in the directory of the plant file, by name."""
+    """Return the files in the directory of the plant file: content by name."""
     return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
 
 
 class TestList:
-    def test_plants(self, path, run):
-        """It prints every plant as a record, and touches nothing."""
+    def test_list_prints_records(self, path, run):
+        """It prints every plant as a record, and changes nothing."""
         path.write_bytes(FERN + b' ' + MOSS + IVY)
         assert run('list', url(path)) == (0, FERN + MOSS + IVY, [])
         assert files(path) == {path.name: FERN + b' ' + MOSS + IVY}
 
-    def test_empty(self, path, run):
+    def test_list_of_an_empty_store(self, path, run):
         """It prints nothing for a store without plants."""
         path.touch()
         assert run('list', url(path)) == (0, b'', [])
         assert run('list', 'memory:') == (0, b'', [])
 
-    def test_torn_tail(self, path, run, caplog):
-        """It leaves a torn tail out, with a warning, and where it is."""
+    def test_list_skips_a_torn_tail(self, path, run, caplog):
+        """It skips a torn tail, with a warning that names its place."""
         path.write_bytes(FERN + b'{"id":')
         code, output, _ = run('list', url(path))
         assert (code, output) == (0, FERN)
@@ -79,8 +79,8 @@ class TestList:
         assert files(path) == {path.name: FERN + b'{"id":'}
 
     @pytest.mark.parametrize('plants', [[], [Plant(3, 'Ivy')], [Plant(3, 'Ivy' * 9)]])
-    def test_torn_tail_that_goes(self, path, caplog, plants):
-        """A server may cut it off, and go on there, while the file is read."""
+    def test_torn_tail_is_cut_off_while_it_reads(self, path, caplog, plants):
+        """A server may cut the torn tail off and append while the file is read."""
         path.write_bytes(FERN + MOSS + b'{"id":3,"name":"Iv"}}\n')
         reading = iter(open_store(url(path)))
         assert next(reading) == Plant(1, 'Fern')
@@ -91,8 +91,8 @@ class TestList:
         assert list(reading) == [Plant(2, 'Moss', 'shade'), *plants]
         assert not caplog.records
 
-    def test_damage(self, path, run):
-        """It ends at damage with exit code 1 and the line's number."""
+    def test_list_ends_at_damage(self, path, run):
+        """It ends at a damaged line with its number and exit code 1."""
         path.write_bytes(FERN + b'?\n' + MOSS)
         code, output, (error,) = run('list', url(path))
         assert (code, output) == (1, FERN)
@@ -100,7 +100,7 @@ class TestList:
         assert f'--repair jsonl:{path}' in error
         assert files(path) == {path.name: FERN + b'?\n' + MOSS}
 
-    def test_beside_a_server(self, path, run):
+    def test_list_beside_a_server(self, path, run):
         """It reads a store that is in use."""
         with open_store(url(path)) as store:
             store.add(Plant(1, 'Fern'))
@@ -108,7 +108,7 @@ class TestList:
             store.add(Plant(2, 'Moss', 'shade'))
             assert run('list', url(path)) == (0, FERN + MOSS, [])
 
-    def test_process(self, path):
+    def test_list_prints_utf8_in_any_locale(self, path):
         """It prints UTF-8 and line feeds, whatever the locale says."""
         path.write_bytes(IVY)
         with command('list', url(path)) as process:
@@ -117,15 +117,15 @@ class TestList:
 
 
 class TestCount:
-    def test_number(self, path, run):
+    def test_count_prints_the_number(self, path, run):
         """It prints the number of plants, and nothing else."""
         path.write_bytes(FERN + MOSS + IVY)
         assert run('count', url(path)) == (0, b'3\n', [])
         assert run('count', 'memory:') == (0, b'0\n', [])
         assert files(path) == {path.name: FERN + MOSS + IVY}
 
-    def test_damage(self, path, run):
-        """It does not count what it cannot read."""
+    def test_count_ends_at_damage(self, path, run):
+        """It prints no number if a line is damaged."""
         path.write_bytes(FERN + b'?\n' + MOSS)
         code, output, (error,) = run('count', url(path))
         assert (code, output) == (1, b'')
@@ -149,16 +149,16 @@ class TestWhichStore:
             ('café', 'café'),
         ],
     )
-    def test_plain_path(self, path, run, name, argument):
-        """A path without a scheme is a file of JSON lines, also a new one."""
+    def test_plain_path_is_a_plant_file(self, path, run, name, argument):
+        """A path without a scheme is a plant file, also one that is made."""
         path.with_name(name).write_bytes(FERN)
         assert run('list', argument) == (0, FERN, [])
         copied = b'copied: 1, already there: 0, conflicting: 0\n'
         assert run('copy', argument, 'new') == (0, copied, [])
         assert path.with_name('new').read_bytes() == FERN
 
-    def test_default(self, path, run, monkeypatch):
-        """Without a URL it is the one of PLANTS_STORE, or else plants.jsonl."""
+    def test_default_is_the_store_of_the_service(self, path, run, monkeypatch):
+        """The default URL is the one in PLANTS_STORE, otherwise plants.jsonl."""
         path.write_bytes(FERN)
         assert run('list') == (0, FERN, [])
         path.with_name('other').write_bytes(MOSS)
@@ -168,13 +168,13 @@ class TestWhichStore:
         assert run('check', '--repair') == (0, b'1 plants verified, no damage\n', [])
         assert run('list', 'plants.jsonl') == (0, FERN, [])
 
-    def test_environment(self, capfdbinary):
-        """The environment is an argument of the function."""
+    def test_main_takes_the_environment(self, capfdbinary):
+        """PLANTS_STORE is read from the argument ``environ`` of main."""
         assert main(['count'], environ={'PLANTS_STORE': 'memory:'}) == 0
         assert capfdbinary.readouterr() == (b'0\n', b'')
 
-    def test_default_that_is_no_url(self, run, monkeypatch):
-        """What PLANTS_STORE says may be wrong, and shows no password then either."""
+    def test_malformed_default_shows_no_password(self, run, monkeypatch):
+        """A malformed URL in PLANTS_STORE is refused, and its password not shown."""
         monkeypatch.setenv('PLANTS_STORE', 'postgresql://u:hu@sh@host/plants')
         code, output, errors = run('list')
         assert (code, output) == (2, b'')
@@ -188,8 +188,8 @@ class TestCheck:
         [b'', FERN + MOSS, FERN + MOSS + BY_HAND],
         ids=['0', '2', '3'],
     )
-    def test_sound(self, path, run, text, options):
-        """It says how many plants a sound file has, and touches nothing."""
+    def test_check_of_a_sound_file(self, path, run, text, options):
+        """It prints the number of plants in a sound file, and changes nothing."""
         path.write_bytes(text)
         before = path.stat()
         verified = b'%d plants verified, no damage\n' % text.count(b'\n')
@@ -200,15 +200,15 @@ class TestCheck:
             before.st_mtime_ns,
         )
 
-    def test_memory(self, run):
-        """It accepts a store that is no file."""
+    def test_check_of_a_memory_store(self, run):
+        """It accepts a store without a file."""
         code, output, errors = run('check', 'memory:')
         assert (code, errors) == (0, [])
         assert b'no damage' in output
 
     @pytest.mark.parametrize('damage', DAMAGE.values(), ids=DAMAGE)
-    def test_damage(self, path, run, damage):
-        """It names each damaged line, its place and its fault, and touches nothing."""
+    def test_check_names_each_damaged_line(self, path, run, damage):
+        """It names each damaged line, its place and its fault, and changes nothing."""
         text = FERN + damage + MOSS + damage + b'{"id":'
         path.write_bytes(text)
         code, output, errors = run('check', url(path))
@@ -222,8 +222,8 @@ class TestCheck:
         assert summary.startswith('2 plants verified, damaged: 3; --repair moves')
         assert files(path) == {path.name: text}
 
-    def test_every_damage_counts(self, path, run):
-        """It ends with exit code 1 for a single damaged line among many sound ones."""
+    def test_check_finds_a_single_damaged_line(self, path, run):
+        """One damaged line among many sound ones makes the exit code 1."""
         lines = [record.encode(Plant(id, 'Fern')) for id in range(3000)]
         path.write_bytes(b''.join(lines))
         assert run('check', url(path))[0] == 0
@@ -235,12 +235,12 @@ class TestCheck:
             assert f'line {place + 1} '.encode() in output
 
 
-# Each record once, each id with two plants, and what is none.
+# Sound records, a repeat, rivals with the same id, and lines that are no records.
 LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
 
 
-def test_check_of_many_repeats(path, monkeypatch):
-    """Lines that come twice, and ids that do, cost what they are, not the file each."""
+def test_check_of_many_repeats_reads_little(path, monkeypatch):
+    """A check does not read the whole file again for each repeated line or id."""
     lines = [b'{"id":%d,"name":"%s"}\n' % (id, b'Fern' * 20) for id in range(8000)]
     others = [line.replace(b'Fern', b'Moss') for line in lines[:100]]
     path.write_bytes(b''.join([*lines, *lines[:100], *others]))
@@ -257,9 +257,9 @@ def test_check_of_many_repeats(path, monkeypatch):
     assert [damage.line for damage in found] == list(range(8101, 8201))
     assert [damage.text for damage in found] == others
     assert all(path.read_bytes().find(text) == at for _, at, text, _ in found)
-    # The file once, and once more for the numbers of lines; some KiB for each look.
-    looks = 2 * 200
-    assert 0 < sum(sizes) < 2 * path.stat().st_size + (looks + 100) * 8192
+    # The file once, once more for the line numbers, and some KiB for each look-up.
+    look_ups = 2 * 200
+    assert 0 < sum(sizes) < 2 * path.stat().st_size + (look_ups + 100) * 8192
 
 
 class TestRepair:
@@ -268,8 +268,8 @@ class TestRepair:
         torn=st.sampled_from([b'', b'{"id":', b'\0' * 5]),
     )
     @settings(max_examples=80, deadline=None)
-    def test_nothing_is_lost(self, tmp_path_factory, lines, torn):
-        """Damaged lines go to a side file and the others stay, all byte for byte."""
+    def test_repair_loses_no_byte(self, tmp_path_factory, lines, torn):
+        """Damaged lines go to a side file and the others stay, byte for byte."""
         directory = tmp_path_factory.mktemp('repair')
         path = directory / 'plants.jsonl'
         sound, damaged, plants = [], [], {}
@@ -294,8 +294,8 @@ class TestRepair:
                 with pytest.raises(IdTaken):
                     store.add(plant._replace(tag='another'))
 
-    def test_report(self, path, run):
-        """It names what it moved and where, and ends with exit code 0."""
+    def test_repair_reports_what_it_moved(self, path, run):
+        """It names the moved lines and the side file; the exit code is 0."""
         path.write_bytes(FERN + b'?\n' + MOSS)
         code, output, errors = run('check', '--repair', url(path))
         moved, summary = output.decode().splitlines()
@@ -307,8 +307,8 @@ class TestRepair:
         )
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
-    def test_again(self, path, run):
-        """It never overwrites what it has kept before."""
+    def test_repair_overwrites_no_side_file(self, path, run):
+        """Each repair has its own side file."""
         for number in (1, 2, 3):
             path.write_bytes(FERN + b'%d\n' % number + MOSS)
             run('check', '--repair', url(path))
@@ -317,8 +317,8 @@ class TestRepair:
         assert kept == dict(zip(names, (b'1\n', b'2\n', b'3\n'), strict=True))
 
     @pytest.mark.parametrize('mode', [0o600, 0o640, 0o664], ids=oct)
-    def test_mode_and_owner(self, path, run, mode):
-        """The file stays that of its owner, who may not be the one that repairs it."""
+    def test_repair_keeps_mode_and_owner(self, path, run, mode):
+        """The file keeps its mode and its owner, even if another user repairs it."""
         path.write_bytes(FERN + b'?\n' + MOSS)
         path.chmod(mode)
         if os.getuid() == 0:
@@ -329,8 +329,8 @@ class TestRepair:
         assert oct(after.st_mode) == oct(before.st_mode)
         assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
 
-    def test_link(self, path, run):
-        """The file that a link leads to is repaired, and the link stays one."""
+    def test_repair_follows_a_link(self, path, run):
+        """The target of a symbolic link is repaired, and the link stays."""
         (path.parent / 'data').mkdir()
         real = path.parent / 'data' / 'real.jsonl'
         real.write_bytes(FERN + b'?\n' + MOSS)
@@ -339,8 +339,8 @@ class TestRepair:
         assert path.is_symlink()
         assert real.read_bytes() == FERN + MOSS
 
-    def test_under_a_server(self, path, run):
-        """A server refuses after its file was repaired, until it opens it again."""
+    def test_server_refuses_after_a_repair(self, path, run):
+        """After a repair a server refuses until it opens the file again."""
         with open_store(url(path)) as store:
             store.add(Plant(1, 'Fern'))
             with path.open('ab') as file:
@@ -353,8 +353,8 @@ class TestRepair:
             store.add(Plant(3, 'Ivy'))
             assert [plant.id for plant in store] == [1, 2, 3]
 
-    def test_check_in_the_middle_of_a_line(self, path):
-        """A line that another process is writing is no damage."""
+    def test_line_being_written_is_no_damage(self, path):
+        """A check waits for a line that another process is writing."""
         path.write_bytes(FERN + MOSS[:10])
         found = []
         with path.open('ab') as file:
@@ -368,8 +368,8 @@ class TestRepair:
         checking.join(PATIENCE)
         assert found == [[]]
 
-    def test_waits_for_the_lock(self, path):
-        """A file that was replaced while the repair waited is not put back."""
+    def test_repair_leaves_a_file_replaced_meanwhile(self, path):
+        """A file that was replaced while the repair waited for the lock stays."""
         path.write_bytes(FERN + b'?\n' + MOSS)
         repaired = []
         with path.open('rb') as file:
@@ -380,7 +380,7 @@ class TestRepair:
             waiting.start()
             waiting.join(0.1)
             assert waiting.is_alive()
-            # Another repair was quicker, and a server has taken a plant since.
+            # As after another repair, and an add of a server.
             new = path.with_name('new')
             new.write_bytes(FERN + MOSS + IVY)
             new.rename(path)
@@ -389,8 +389,8 @@ class TestRepair:
         assert path.read_bytes() == FERN + MOSS + IVY
 
     @pytest.mark.parametrize('call', ['fsync', 'replace'])
-    def test_fault(self, path, run, monkeypatch, call):
-        """A repair that fails has lost nothing, and may be tried again."""
+    def test_failed_repair_loses_nothing(self, path, run, monkeypatch, call):
+        """A repair that fails loses nothing, and may be tried again."""
         text = FERN + b'?\n' + MOSS
         path.write_bytes(text)
         real = getattr(os, call)
@@ -422,8 +422,8 @@ class TestRepair:
         assert code == 0
         assert 1 < nth < 20
 
-    def test_interrupted_after_the_replacement(self, path):
-        """What was moved is kept, also if Ctrl-C comes when it just was."""
+    def test_interrupt_after_the_replacement_keeps_the_side_file(self, path):
+        """Ctrl-C right after the file was replaced keeps the moved lines."""
         path.write_bytes(FERN + b'?\n' + MOSS)
 
         def replace_and_raise(*paths):
@@ -457,13 +457,13 @@ USAGE = {
 
 
 class TestUsage:
-    @pytest.mark.parametrize(('arguments', 'said'), USAGE.values(), ids=USAGE)
-    def test_wrong_command_is_refused(self, run, arguments, said):
-        """A wrong command ends with exit code 2 and a sentence that says why."""
+    @pytest.mark.parametrize(('arguments', 'message'), USAGE.values(), ids=USAGE)
+    def test_wrong_command_is_refused(self, run, arguments, message):
+        """A wrong command ends with a reason and exit code 2."""
         code, output, errors = run(*arguments)
         assert (code, output) == (2, b'')
         assert 'error: ' in errors[-1]
-        assert said in errors[-1]
+        assert message in errors[-1]
         assert errors[0].startswith('usage: python -m store')
 
     @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
@@ -472,8 +472,8 @@ class TestUsage:
         ['missing.jsonl', 'missing/plants.jsonl', '.', 'file/plants.jsonl', 'x' * 300],
         ids=['file', 'directory', 'is-directory', 'below-a-file', 'long-name'],
     )
-    def test_no_such_store(self, tmp_path, run, command, name):
-        """A store that does not exist is an error, and is not created."""
+    def test_missing_store_is_not_made(self, tmp_path, run, command, name):
+        """A store that does not exist is an error, and is not made."""
         (tmp_path / 'file').touch()
         code, output, errors = run(*command.split(), url(tmp_path / name))
         assert (code, output) == (1, b'')
@@ -481,7 +481,7 @@ class TestUsage:
         assert [entry.name for entry in tmp_path.iterdir()] == ['file']
 
     @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
-    def test_not_readable(self, path, run, monkeypatch, command):
+    def test_unreadable_store_is_an_error(self, path, run, monkeypatch, command):
         """A store that cannot be read is an error with exit code 1."""
 
         def denied(self, *arguments):
@@ -494,15 +494,15 @@ class TestUsage:
         assert result == (1, b'', [f'Error: {path}: {os.strerror(errno.EACCES)}'])
 
     @pytest.mark.parametrize('arguments', [['--help'], ['check', '--help']])
-    def test_help(self, run, arguments):
-        """It explains itself, in lines that fit a terminal."""
+    def test_help_fits_a_terminal(self, run, arguments):
+        """The lines of --help have at most 80 characters."""
         code, output, errors = run(*arguments)
         assert (code, errors) == (0, [])
         assert output.startswith(b'usage: python -m store')
         assert max(map(len, output.splitlines())) <= 80
 
-    def test_examples(self, path, run, monkeypatch):
-        """The examples of the help are commands that are understood."""
+    def test_examples_of_the_help_work(self, path, run, monkeypatch):
+        """The examples in --help are valid commands."""
         monkeypatch.chdir(path.parent)
         path.write_bytes(FERN)
         lines = run('--help')[1].decode().splitlines()
@@ -512,8 +512,8 @@ class TestUsage:
             words = line.partition('|')[0].split()[3:]
             assert run(*words)[0] == int('postgresql' in line), line
 
-    def test_version(self, run):
-        """It says which version it is."""
+    def test_version_is_printed(self, run):
+        """--version prints the version of the store."""
         version = f'plant store {store.__version__}\n'
         assert run('--version') == (0, version.encode(), [])
 
@@ -521,14 +521,14 @@ class TestUsage:
 class TestOutput:
     @pytest.fixture
     def path(self, path):
-        """A plant file that is longer than a pipe and its buffers."""
+        """A plant file that does not fit in a pipe and its buffers."""
         with path.open('wb') as file:
             for id in range(20_000):
                 file.write(record.encode(Plant(id, 'Fern')))
         return path
 
-    def test_reader_that_has_seen_enough(self, path):
-        """A reader may stop to read at any time, as head does: nobody complains."""
+    def test_reader_that_stops_is_no_error(self, path):
+        """The reader of the output may close it early, as head does."""
         with command('list', url(path)) as process:
             first = process.stdout.readline()
             process.stdout.close()
@@ -544,8 +544,8 @@ class TestOutput:
     )
     @pytest.mark.parametrize('size', [0, 1, 20_000], ids='{}-plants'.format)
     @pytest.mark.parametrize('name', ['list', 'check'])
-    def test_no_reader(self, path, name, size, end):
-        """Without a reader nobody complains, and what is damaged stays damaged."""
+    def test_output_without_a_reader(self, path, name, size, end):
+        """A closed pipe is no error, and does not hide damage."""
         lines = path.read_bytes().splitlines(keepends=True)[:size]
         path.write_bytes(b''.join(lines) + end)
         writer = pipe_without_reader()
@@ -561,8 +561,8 @@ class TestOutput:
             assert (code, errors) == (0, '')
 
     @pytest.mark.parametrize('name', ['list', 'check'])
-    def test_full_disk(self, path, name):
-        """An output that cannot be written is an error, and one sentence says so."""
+    def test_output_on_a_full_disk(self, path, name):
+        """An output that cannot be written is an error of one line."""
         with (
             open('/dev/full', 'wb') as full,
             command(name, url(path), stdout=full) as process,
@@ -573,14 +573,14 @@ class TestOutput:
         assert len(errors.splitlines()) == 1
 
     @pytest.mark.parametrize('name', ['list', 'check'])
-    def test_closed_output(self, path, name):
-        """A closed standard output is an error, and one sentence says so."""
+    def test_closed_output_is_an_error(self, path, name):
+        """A closed standard output is an error of one line."""
         code, output, errors = in_shell(name, url(path), '>&-')
         reason = os.strerror(errno.EBADF)
         assert (code, output, errors) == (1, b'', f'Error: the output: {reason}\n')
 
-    def test_closed_errors(self, tmp_path, path):
-        """With a closed standard error a command works, and complains to nobody."""
+    def test_closed_standard_error_is_ignored(self, tmp_path, path):
+        """With a closed standard error a command works, and prints no errors."""
         target = tmp_path / 'target.jsonl'
         code, output, _ = in_shell('copy', url(path), url(target), '2>&-')
         counted = b'copied: 20000, already there: 0, conflicting: 0\n'
@@ -590,8 +590,8 @@ class TestOutput:
         assert in_shell('list', url(path), '2>&-')[:2] == (1, b'')
         assert in_shell('grow', '2>&-')[:2] == (2, b'')
 
-    def test_no_store_in_the_place_of_a_stream(self):
-        """Closed standard streams are taken, or a plant file would be opened as one."""
+    def test_closed_streams_are_replaced(self):
+        """Closed standard streams become /dev/null, not the next file that opens."""
         script = (
             'import os, sys; from store.__main__ import main; '
             'main(["list", "memory:"]); null = os.stat(os.devnull);'

@@ -1,4 +1,4 @@
-"""The command line over every pair of stores, with real files and a real database."""
+"""The command line: copy between every pair of stores, with a real database."""
 
 import errno
 import fcntl
@@ -55,7 +55,7 @@ MANY = 20_000
 
 @pytest.fixture
 def make(tmp_path, server):
-    """Return a function that makes a store of a kind and returns its URL."""
+    """Return a function that makes a store of a kind, and returns its URL."""
     numbers = iter(range(100))
 
     def make(kind, *plants):
@@ -75,7 +75,7 @@ def make(tmp_path, server):
 
 
 def write(path, plants):
-    """Write a plant file without the help of a store."""
+    """Write a plant file without a store."""
     path.write_bytes(b''.join(map(record.encode, plants)))
 
 
@@ -88,19 +88,19 @@ def plants_in(url):
 
 
 def many(first=0, count=MANY):
-    """Return plants by the thousand."""
+    """Return many plants, with ids from ``first`` on."""
     return [Plant(id, 'Fern', 'shade') for id in range(first, first + count)]
 
 
 def counts(output):
-    """Return what a copy says at its end: copied, already there, conflicting."""
+    """Return the counts of a copy: copied, already there, conflicting."""
     last = output.decode().splitlines()[-1]
     pattern = r'copied: (\d+), already there: (\d+), conflicting: (\d+)'
     return tuple(map(int, re.fullmatch(pattern, last).groups()))
 
 
 def finish(process):
-    """Wait for the end of a command; return its code, output and complaints."""
+    """Wait for the end of a command; return its exit code, output and errors."""
     output, errors = process.communicate(timeout=PATIENCE)
     return process.returncode, output, (errors or b'').decode()
 
@@ -108,8 +108,8 @@ def finish(process):
 @pytest.mark.parametrize('target', KINDS)
 @pytest.mark.parametrize('source', KINDS)
 class TestEveryPair:
-    def test_counts(self, make, run, source, target):
-        """The target has all plants in the end, but keeps what it has."""
+    def test_copy_counts_plants(self, make, run, source, target):
+        """The target gets the plants that it lacks, and keeps its own in conflicts."""
         source = make(source, REED, MOSS, IVY)
         target = make(target, FERN, MOSS)
         there = plants_in(target)
@@ -130,15 +130,15 @@ class TestEveryPair:
             assert plants_in(target) == sorted(there + copied)
         assert plants_in(source) == given
 
-    def test_nothing(self, make, run, source, target):
-        """Without plants there is nothing to copy, and the target is fine with it."""
+    def test_copy_of_no_plants(self, make, run, source, target):
+        """A copy of an empty store succeeds."""
         code, output, errors = run('copy', make(source), make(target))
         assert (code, counts(output), errors) == (0, (0, 0, 0), [])
 
 
 @pytest.mark.parametrize('kind', DURABLE)
-def test_list(make, run, kind):
-    """Each plant of any store is printed as a record."""
+def test_list_prints_records(make, run, kind):
+    """Each plant of a store is printed as a record."""
     code, output, errors = run('list', make(kind, FERN, MOSS, IVY))
     assert (code, errors) == (0, [])
     assert output.splitlines(keepends=True) == [
@@ -146,8 +146,8 @@ def test_list(make, run, kind):
     ]
 
 
-def test_list_head(server, make):
-    """A reader that has seen enough of a table ends the query too."""
+def test_reader_that_stops_ends_the_query(server, make):
+    """When the reader of a list closes it early, the query ends too."""
     url = make('postgresql', *many(count=20_000))
     with command('list', url) as process:
         first = process.stdout.readline()
@@ -166,79 +166,79 @@ def test_list_head(server, make):
     )
 
 
-def test_check(make, run):
-    """Every plant of a table is read."""
+def test_check_reads_the_table(make, run):
+    """A check reads every plant of a table."""
     url = make('postgresql', FERN, MOSS)
     assert run('check', url) == (0, b'2 plants verified, no damage\n', [])
 
 
 @pytest.fixture
-def through(run, monkeypatch):
-    """Return a function that runs a command with a text for its standard input."""
+def run_with_input(run, monkeypatch):
+    """Return a function that runs a command with a standard input."""
 
-    def through(text, *arguments):
+    def run_with_input(text, *arguments):
         monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(text)))
         return run(*arguments)
 
-    return through
+    return run_with_input
 
 
 class TestPipe:
     TEXT = b''.join(map(record.encode, (FERN, MOSS, IVY)))
 
     @pytest.mark.parametrize('kind', DURABLE)
-    def test_there_and_back(self, make, through, kind):
-        """Plants go to a store by a pipe, and come from it by a pipe."""
+    def test_copy_through_pipes(self, make, run_with_input, kind):
+        """A copy reads plants from a pipe, and writes plants to a pipe."""
         url = make(kind, FERN)
-        code, output, errors = through(self.TEXT, 'copy', '-', url)
+        code, output, errors = run_with_input(self.TEXT, 'copy', '-', url)
         assert (code, counts(output), errors) == (0, (2, 1, 0), [])
         assert plants_in(url) == [FERN, MOSS, IVY]
-        code, output, errors = through(b'', 'copy', url, '-')
+        code, output, errors = run_with_input(b'', 'copy', url, '-')
         assert (code, output) == (0, self.TEXT)
         assert errors == ['copied: 3, already there: 0, conflicting: 0']
 
-    def test_filter(self, through):
-        """A copy from pipe to pipe writes what people have written as records."""
+    def test_copy_from_pipe_to_pipe(self, run_with_input):
+        """A copy from pipe to pipe turns lines written by hand into records."""
         by_hand = b'{ "name": "Fern", "id": 1, "note": 1 }\r\n'
-        code, output, errors = through(by_hand, 'copy', '-', '-')
+        code, output, errors = run_with_input(by_hand, 'copy', '-', '-')
         assert (code, output) == (0, record.encode(FERN))
         assert errors == ['copied: 1, already there: 0, conflicting: 0']
 
-    def test_no_line_feed_at_the_end(self, make, through):
+    def test_missing_last_line_feed_is_accepted(self, make, run_with_input):
         """The last line of a pipe need not end with a line feed."""
         target = make('jsonl')
-        code, _, _ = through(self.TEXT.removesuffix(b'\n'), 'copy', '-', target)
+        code, _, _ = run_with_input(self.TEXT.removesuffix(b'\n'), 'copy', '-', target)
         assert code == 0
         assert plants_in(target) == [FERN, MOSS, IVY]
 
     @pytest.mark.parametrize('line', [b'?\n', b'\n', b'{"id":3,"name":"Ef'])
-    def test_damage(self, make, through, line):
-        """A line that is no plant is an error that says which one it is."""
+    def test_invalid_line_is_an_error(self, make, run_with_input, line):
+        """A line that is no plant is an error with the number of the line."""
         text = record.encode(FERN) + line
-        code, output, errors = through(text, 'copy', '-', make('jsonl'))
+        code, output, errors = run_with_input(text, 'copy', '-', make('jsonl'))
         assert (code, counts(output)) == (1, (0, 0, 0))
         reason = 'line 2 is no plant: it is not JSON'
         assert errors == [f'Error: the standard input: {reason}']
 
-    def test_other_commands(self, through):
-        """Plants by a pipe are listed and counted, but only a file is checked."""
-        assert through(self.TEXT, 'list', '-') == (0, self.TEXT, [])
-        assert through(self.TEXT, 'count', '-') == (0, b'3\n', [])
-        code, output, errors = through(self.TEXT, 'check', '-')
+    def test_other_commands_read_a_pipe(self, run_with_input):
+        """Plants from a pipe can be listed and counted, but not checked."""
+        assert run_with_input(self.TEXT, 'list', '-') == (0, self.TEXT, [])
+        assert run_with_input(self.TEXT, 'count', '-') == (0, b'3\n', [])
+        code, output, errors = run_with_input(self.TEXT, 'check', '-')
         assert (code, output) == (1, b'')
         assert errors == ['Error: the standard input: only a file can be checked']
 
-    def test_input_that_cannot_be_read(self, make, run, monkeypatch):
-        """An input that cannot be read is an error in one sentence."""
-        # As main() gives a closed one back.
+    def test_unreadable_input_is_an_error(self, make, run, monkeypatch):
+        """A standard input that cannot be read is an error of one line."""
+        # As main() replaces a closed one.
         with os.fdopen(os.open(os.devnull, os.O_WRONLY)) as unreadable:
             monkeypatch.setattr(sys, 'stdin', unreadable)
             code, output, errors = run('copy', '-', make('jsonl'))
         assert (code, counts(output)) == (1, (0, 0, 0))
         assert errors == [f'Error: the standard input: {os.strerror(errno.EBADF)}']
 
-    def test_reader_that_has_seen_enough(self, make):
-        """A reader may stop to read at any time, as head does: it is no error."""
+    def test_reader_that_stops_is_no_error(self, make):
+        """The reader of the output may close it early, as head does."""
         with command('copy', make('jsonl', *many()), '-') as process:
             first = process.stdout.readline()
             process.stdout.close()
@@ -247,15 +247,15 @@ class TestPipe:
         assert first == record.encode(many(count=1)[0])
         assert counts(errors)[1:] == (0, 0)
 
-    def test_interrupt_while_it_waits(self, make):
-        """Ctrl-C ends a copy that waits for its input, and the first one is enough."""
+    def test_one_interrupt_ends_a_wait_for_input(self, make):
+        """A single Ctrl-C ends a copy that waits for its input."""
         target = make('jsonl')
         with command('copy', '-', target, stdin=subprocess.PIPE) as process:
             process.stdin.write(self.TEXT * 10_000)
             process.stdin.flush()
             path = Path(target.partition(':')[2])
-            wait_until(lambda: path.stat().st_size, 'it has begun')
-            wait_until(lambda: sleeps(process.pid), 'it waits')
+            wait_until(lambda: path.stat().st_size, 'the copy has begun')
+            wait_until(lambda: is_sleeping(process.pid), 'the copy waits')
             process.send_signal(signal.SIGINT)
             code = process.wait(PATIENCE)
             output = process.stdout.read()
@@ -265,7 +265,7 @@ class TestPipe:
 
 class TestMissing:
     @pytest.mark.parametrize('target', KINDS)
-    def test_target_is_made(self, tmp_path, url, run, target):
+    def test_missing_target_is_made(self, tmp_path, url, run, target):
         """A target that does not exist is made, also when there is nothing to copy."""
         path = tmp_path / 'new.jsonl'
         targets = {'memory': 'memory:', 'jsonl': f'jsonl:{path}', 'postgresql': url}
@@ -276,10 +276,10 @@ class TestMissing:
 
     @pytest.mark.parametrize('create', [True, False], ids=['create', 'no-create'])
     @pytest.mark.parametrize('arguments', [['list'], ['check'], ['copy']], ids=str)
-    def test_no_table_in_the_source(
+    def test_missing_table_of_the_source_is_not_made(
         self, tmp_path, server, url, run, arguments, create
     ):
-        """A table that does not exist is an error for a reader, and is not made."""
+        """A missing table is an error for a command that reads, and is not made."""
         schema = url.rpartition('%3D')[2]
         if not create:
             server.execute(f'CREATE ROLE {schema} LOGIN')
@@ -294,8 +294,8 @@ class TestMissing:
         assert not target.exists()
         assert server.execute(f"SELECT to_regclass('{schema}.plants')") == [(None,)]
 
-    def test_no_file_in_the_source(self, tmp_path, url, run):
-        """A file that does not exist is an error, and the target is not made."""
+    def test_missing_source_makes_no_target(self, tmp_path, url, run):
+        """A missing source file is an error, and the target is not made."""
         missing = tmp_path / 'missing.jsonl'
         code, output, errors = run('copy', f'jsonl:{missing}', url)
         assert (code, counts(output)) == (1, (0, 0, 0))
@@ -308,8 +308,8 @@ class TestMissing:
             store.ping()
 
     @pytest.mark.parametrize('source', KINDS)
-    def test_index_without_its_file(self, tmp_path, make, run, source):
-        """A target whose file was lost is not made new: it would forget every id."""
+    def test_target_with_only_an_index_is_refused(self, tmp_path, make, run, source):
+        """A target whose file is missing is not made again: it would forget ids."""
         target = tmp_path / 'lost.jsonl'
         with open_store(f'jsonl:{target}') as store:
             store.add(FERN)
@@ -320,23 +320,23 @@ class TestMissing:
         assert not target.exists()
 
     @pytest.mark.parametrize('source', KINDS)
-    def test_no_directory(self, tmp_path, make, run, source):
-        """A target whose directory does not exist is an error, and nothing is made."""
+    def test_missing_directory_is_not_made(self, tmp_path, make, run, source):
+        """A target in a missing directory is an error, and nothing is made."""
         target = tmp_path / 'missing' / 'plants.jsonl'
         code, output, (error,) = run('copy', make(source, MOSS), f'jsonl:{target}')
         assert (code, counts(output)) == (1, (0, 0, 0))
         assert error == f'Error: {target}: its directory does not exist'
         assert not target.parent.exists()
 
-    def test_links_in_a_circle(self, tmp_path, run):
-        """A target that is a link to itself is an error in one sentence."""
+    def test_target_that_links_to_itself_is_an_error(self, tmp_path, run):
+        """A target that is a link to itself is an error of one line."""
         (tmp_path / 'loop').symlink_to('loop')
         code, _, (error,) = run('copy', 'memory:', f'jsonl:{tmp_path}/loop')
         assert code == 1
         assert os.strerror(errno.ELOOP) in error
 
-    def test_no_table_to_count(self, url):
-        """How many plants there are is not known where nobody can count them."""
+    def test_size_hint_without_a_table_is_zero(self, url):
+        """size_hint is 0 where there is no table."""
         with open_store(url, create='never') as store:
             assert store.size_hint() == 0
 
@@ -349,18 +349,18 @@ class TestInterrupted:
         return make(source, *many()), make(target)
 
     @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL], ids=str)
-    def test_signal(self, server, pair, number):
-        """A copy may be ended in the middle: what it copied stays, a repeat goes on."""
+    def test_interrupted_copy_can_be_repeated(self, server, pair, number):
+        """A copy ended by a signal keeps what it copied; a repeat copies the rest."""
         source, target = pair
         with command('copy', source, target) as process:
-            with stuck(server, target):
+            with blocked(server, target):
                 process.send_signal(number)
             code, output, errors = finish(process)
         there = len(plants_in(target))
         assert 0 < there < MANY
         if number == signal.SIGINT:
             assert (code, errors) == (130, '')
-            # The last batch may be there although nobody was told.
+            # The last batch may be stored without being counted.
             assert counts(output)[0] in (there, there - 1000)
         with command('copy', source, target) as process:
             code, output, errors = finish(process)
@@ -368,8 +368,8 @@ class TestInterrupted:
         assert counts(output) == (MANY - there, there, 0)
         assert plants_in(target) == plants_in(source)
 
-    def test_between_batches(self, make, run, monkeypatch):
-        """The batch in which Ctrl-C comes is finished and counted, and is the last."""
+    def test_interrupted_copy_finishes_its_batch(self, make, run, monkeypatch):
+        """After Ctrl-C the current batch is finished and counted, and is the last."""
         add_many = JSONLinesStore.add_many
 
         def interrupted(store, plants):
@@ -383,8 +383,8 @@ class TestInterrupted:
         assert len(plants_in(target)) == 1000
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    def test_batches(self, make, run, monkeypatch):
-        """A batch has no more plants, and no more text, than are stored in no time."""
+    def test_batches_are_limited(self, make, run, monkeypatch):
+        """A batch has a limited number of plants, and of characters."""
         sizes = []
         add_many = JSONLinesStore.add_many
 
@@ -398,15 +398,15 @@ class TestInterrupted:
         target = make('jsonl')
         code, output, _ = run('copy', make('jsonl', *plants), target)
         assert (code, counts(output)) == (0, (2600, 0, 0))
-        # The text of 500 small ones is a part of one long one.
+        # The 500 short plants have less text than one long plant.
         assert sizes == [1000, 1000, 500 + 32, 32, 32, 4]
         assert plants_in(target) == sorted(plants)
 
     @pytest.mark.parametrize('way', ['to', 'from'])
-    def test_database_goes_down(self, tmp_path, way):
-        """A database that is killed in the middle ends the copy; a repeat goes on."""
+    def test_killed_database_ends_the_copy(self, tmp_path, way):
+        """A database that is killed ends the copy; a repeat copies the rest."""
         path = tmp_path / 'plants.jsonl'
-        # More bytes than what is under way between the two.
+        # More bytes than the buffers between the two stores hold.
         plants = [plant._replace(tag='shade' * 200) for plant in many()]
         with PostgreSQL() as server:
             pair = [f'jsonl:{path}', server.url()]
@@ -417,7 +417,7 @@ class TestInterrupted:
                     store.add_many(plants)
                 pair.reverse()
             with command('copy', *pair) as process:
-                with stuck(server, pair[1]):
+                with blocked(server, pair[1]):
                     server.kill()
                 code, output, errors = finish(process)
             assert code == 1
@@ -433,8 +433,8 @@ class TestInterrupted:
             assert plants_in(pair[1]) == plants
 
 
-def sleeps(pid):
-    """Whether a process does nothing for a while."""
+def is_sleeping(pid):
+    """Return whether a process sleeps for 100 ms."""
     status = Path(f'/proc/{pid}/stat')
     for _ in range(20):
         if ') S ' not in status.read_text():
@@ -444,11 +444,11 @@ def sleeps(pid):
 
 
 @contextmanager
-def stuck(server, target):
-    """Keep a copy from its end, once it has begun."""
+def blocked(server, target):
+    """Block a copy in the middle, once it has begun."""
     if target.startswith('jsonl'):
         path = Path(target.partition(':')[2])
-        # NOTE: not wait_until(), which looks every 10 ms: the copy may be over by then.
+        # NOTE: not wait_until(), which polls every 10 ms: the copy may be over by then.
         while not path.exists() or not path.stat().st_size:
             time.sleep(0.000_2)
         with path.open('rb') as file:
@@ -456,8 +456,8 @@ def stuck(server, target):
             yield
     else:
         with psycopg.connect(target) as connection:
-            wait_until(lambda: table_size(server, target), 'it has begun')
-            # Whoever adds this one too waits for what becomes of it.
+            wait_until(lambda: table_size(server, target), 'the copy has begun')
+            # An uncommitted row: the copy waits when it comes to the same id.
             connection.execute("INSERT INTO plants VALUES (%s, 'Fern')", [MANY - 1])
             yield
             with suppress(psycopg.OperationalError):
@@ -465,7 +465,7 @@ def stuck(server, target):
 
 
 def table_size(server, url):
-    """Return how many plants there are in a table, 0 if it is not there."""
+    """Return the number of plants in a table, or 0 if there is no table."""
     with suppress(UndefinedTable):
         return server.execute('SELECT count(*) FROM plants', url=url)[0][0]
     return 0
@@ -473,8 +473,8 @@ def table_size(server, url):
 
 class TestRefused:
     @pytest.mark.parametrize('target', DURABLE)
-    def test_damaged_source(self, make, run, target):
-        """Damage ends the copy, which says where it is; what was copied stays."""
+    def test_damaged_source_ends_the_copy(self, make, run, target):
+        """A damaged line ends the copy with its place; what was copied stays."""
         source, target = make('jsonl', *many(count=2500)), make(target)
         path = Path(source.partition(':')[2])
         sound = path.read_bytes()
@@ -489,7 +489,7 @@ class TestRefused:
         assert (code, counts(output)) == (0, (501, 2000, 0))
         assert plants_in(target) == [last, *many(count=2500)]
 
-    def test_rule_of_the_table(self, server, url, make, run):
+    def test_plant_that_breaks_a_rule_ends_the_copy(self, server, url, make, run):
         """A plant that breaks a rule of the table ends the copy, and is named."""
         with open_store(url) as store:
             store.ping()
@@ -503,13 +503,13 @@ class TestRefused:
 
 class TestUsage:
     @pytest.mark.parametrize('kind', ['memory', 'postgresql'])
-    def test_repair_of_no_file(self, make, run, kind):
-        """Only a file can be repaired."""
+    def test_only_a_file_is_repaired(self, make, run, kind):
+        """--repair is refused for a store without a file."""
         code, output, errors = run('check', '--repair', make(kind))
         assert (code, output) == (2, b'')
         assert errors[-1].endswith('error: --repair is for a file of JSON lines')
 
-    def test_same_file(self, make, run):
+    def test_same_file_is_refused(self, make, run):
         """A file is not copied to itself."""
         url = make('jsonl', FERN)
         path = url.partition(':')[2]
@@ -519,8 +519,8 @@ class TestUsage:
             assert errors[-1].endswith('error: SRC and DST are the same store')
 
     @pytest.mark.parametrize('other', ['dots', 'link', 'hard-link'])
-    def test_same_file_by_another_name(self, make, run, other):
-        """A copy to the same file by another name finds all there, and is harmless."""
+    def test_same_file_by_another_name_is_harmless(self, make, run, other):
+        """A copy to the same file by another name finds all plants already there."""
         url = make('jsonl', *many(count=3000))
         path = Path(url.partition(':')[2])
         before = path.read_bytes()
@@ -537,14 +537,14 @@ class TestUsage:
             assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
         assert path.read_bytes() == before
 
-    def test_same_database(self, url, run):
-        """A database is not copied to itself either."""
+    def test_same_database_is_refused(self, url, run):
+        """A database is not copied to itself."""
         code, _, errors = run('copy', url, url)
         assert code == 2
         assert errors[-1].endswith('error: SRC and DST are the same store')
 
     @pytest.mark.parametrize(
-        ('arguments', 'said'),
+        ('arguments', 'message'),
         [
             ([], 'SRC, DST'),
             (['memory:'], 'DST'),
@@ -556,16 +556,16 @@ class TestUsage:
         ],
         ids=str,
     )
-    def test_wrong_command_is_refused(self, run, arguments, said):
-        """A wrong command ends with exit code 2 and a sentence that says why."""
+    def test_wrong_command_is_refused(self, run, arguments, message):
+        """A wrong command ends with a reason and exit code 2."""
         code, output, errors = run('copy', *arguments)
         assert (code, output) == (2, b'')
-        assert said in errors[-1]
+        assert message in errors[-1]
         assert not any('Traceback' in line for line in errors)
 
     @pytest.mark.parametrize('name', ['list', 'check'])
-    def test_password_with_a_bare_at(self, run, name):
-        """The sentence about a password that is not escaped is shown as a whole."""
+    def test_unescaped_password_is_explained(self, run, name):
+        """The error for an unescaped password is shown in full."""
         *_, error = run(name, 'postgresql://gardener:hu@sh@host/plants')[2]
         assert "'postgresql://***@host/plants': " in error
         assert 'write @ as %40, except before the host' in error
@@ -584,24 +584,24 @@ class TestUsage:
         around=st.tuples(*[st.text('@/?#%:[]&= \'"\\\n.x', max_size=4)] * 2),
     )
     @settings(max_examples=60, deadline=None)
-    def test_password(self, template, around):
-        """No complaint about a URL shows its password, however it is written."""
+    def test_no_error_shows_a_password(self, template, around):
+        """No error about a URL shows its password, however malformed the URL is."""
         url = template.format('hush'.join(around))
         for arguments in (['list', url], ['check', url], ['copy', 'memory:', url]):
-            assert 'hush' not in said(arguments)
+            assert 'hush' not in errors_of(arguments)
 
     @pytest.mark.parametrize('before', ['', '--repair='])
     @pytest.mark.parametrize('first', [[], ['list', 'memory:'], ['check', 'memory:']])
     @pytest.mark.parametrize(
         'url', ['postgresql://u:hush@h/d', 'postgresql://h/d?password=hush']
     )
-    def test_password_out_of_place(self, first, before, url):
-        """A URL where none is expected is not repeated with its password either."""
-        assert 'hush' not in said([*first, before + url])
+    def test_misplaced_url_shows_no_password(self, first, before, url):
+        """The error about a URL where none is expected shows no password."""
+        assert 'hush' not in errors_of([*first, before + url])
 
 
-def said(arguments):
-    """Return what a command that is refused complains about."""
+def errors_of(arguments):
+    """Return the error output of a command that is refused."""
     with redirect_stderr(io.StringIO()) as errors, suppress(SystemExit):
         assert main(arguments) == 1
     assert errors.getvalue()
@@ -611,13 +611,13 @@ def said(arguments):
 class TestOutput:
     @pytest.fixture
     def pair(self, make):
-        """Stores with as many conflicts as make more than a pipe and its buffers."""
+        """Stores with more conflicts than fit in a pipe and its buffers."""
         conflicts = [Plant(id, 'Moss') for id in range(5000)]
         source = make('jsonl', *many(count=5000), *many(-3000, 3000))
         return source, make('jsonl', *conflicts)
 
-    def test_no_reader(self, pair):
-        """The copy goes on when nobody reads what it says."""
+    def test_copy_goes_on_without_a_reader(self, pair):
+        """A closed pipe for the output does not end the copy."""
         writer = pipe_without_reader()
         with command('copy', *pair, stdout=writer) as process:
             os.close(writer)
@@ -625,8 +625,8 @@ class TestOutput:
         assert (code, errors) == (1, '')
         assert plants_in(pair[1])[:3000] == many(-3000, 3000)
 
-    def test_full_disk(self, make):
-        """An output that cannot be written is an error, and one sentence says so."""
+    def test_output_on_a_full_disk(self, make):
+        """An output that cannot be written is an error of one line."""
         target = make('jsonl')
         with (
             open('/dev/full', 'wb') as full,
@@ -639,16 +639,16 @@ class TestOutput:
         )
         assert plants_in(target) == [FERN]
 
-    def test_no_bar_in_a_pipe(self, pair):
-        """Where nobody looks at a terminal there is no bar."""
+    def test_no_progress_bar_in_a_pipe(self, pair):
+        """Without a terminal there is no progress bar."""
         with command('copy', *pair) as process:
             code, output, errors = finish(process)
         assert (code, errors) == (1, '')
         assert counts(output) == (3000, 0, 5000)
 
     @pytest.mark.parametrize('source', DURABLE)
-    def test_bar(self, make, source):
-        """A bar on a terminal shows how far it is, and leaves the text alone."""
+    def test_progress_bar_on_a_terminal(self, make, source):
+        """A progress bar on a terminal does not mix with the other output."""
         source = make(source, REED, *many(2, 3000))
         shown = on_terminal('copy', source, make('jsonl', FERN))
         assert re.search(rb'\d+%\|.*\| \d+/3\d\d\d \[', shown)
@@ -659,14 +659,14 @@ class TestOutput:
 
     @pytest.mark.parametrize('name', ['check', 'count'])
     @pytest.mark.parametrize('kind', DURABLE)
-    def test_bar_of_a_reader(self, make, name, kind):
-        """A command that reads all plants shows how far it is, too."""
+    def test_progress_bar_of_check_and_count(self, make, name, kind):
+        """Other commands that read all plants show a progress bar, too."""
         shown = on_terminal(name, make(kind, *many()))
         assert re.search(rb'\d+%\|.*\| \d+/\d+ \[', shown)
         assert b'20000' in re.split(rb'[\r\n]+', shown)[-2]
 
-    def test_bar_ends_before_a_complaint(self, make):
-        """An error of the source has a line of its own."""
+    def test_progress_bar_ends_before_an_error(self, make):
+        """An error of the source begins on a new line."""
         source = make('jsonl', *many(count=2000))
         path = Path(source.partition(':')[2])
         path.write_bytes(path.read_bytes() + b'?\n' + record.encode(FERN))
@@ -674,8 +674,8 @@ class TestOutput:
         assert any(line.startswith(b'Error: ') for line in lines)
         assert b'copied: 2000, already there: 0, conflicting: 0' in lines
 
-    def test_no_bar_without_tqdm(self, make, run, monkeypatch):
-        """A bar is shown if its package is there, and nothing else needs it."""
+    def test_no_progress_bar_without_tqdm(self, make, run, monkeypatch):
+        """Without the package tqdm commands work, only without a progress bar."""
         url = make('jsonl', FERN)
         monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
         code, output, errors = run('count', url)
@@ -686,13 +686,13 @@ class TestOutput:
 
 
 def on_terminal(*arguments):
-    """Return what a command shows on a terminal."""
+    """Run a command on a terminal; return what it prints."""
     master, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     shown = b''
     with command(*arguments, stdout=terminal, stderr=terminal) as process:
         os.close(terminal)
-        with suppress(OSError):  # what reading says at the end of a terminal
+        with suppress(OSError):  # read() fails at the end of a terminal
             while data := os.read(master, 4096):
                 shown += data
         process.wait(PATIENCE)
@@ -701,16 +701,16 @@ def on_terminal(*arguments):
 
 
 @pytest.mark.parametrize('pair', [('jsonl', 'postgresql'), ('postgresql', 'jsonl')])
-def test_memory(make, pair):
-    """However many plants are copied, it takes about as much memory."""
+def test_memory_of_a_copy_does_not_grow(make, pair):
+    """A copy of ten times as many plants takes about the same memory."""
     sources = [make(pair[0], *many(count=count)) for count in (5_000, 50_000)]
     few, several = (peak_memory('copy', source, make(pair[1])) for source in sources)
-    # As objects they would take 10 MiB more.
+    # All plants as objects would take 10 MiB more.
     assert several < few + 5
 
 
 def peak_memory(*arguments):
-    """Return how much memory of its own a command has held, in MiB."""
+    """Return the largest resident memory of a command, in MiB."""
     script = (
         'import resource, sys; from store.__main__ import main; code = main();'
         'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)'
@@ -742,14 +742,14 @@ class TestThereAndBack:
     @settings(max_examples=25, deadline=None)
     def test_any_plants(self, tmp_path_factory, server, plants):
         """Plants come back from the database byte for byte."""
-        self.go(tmp_path_factory.mktemp('copy'), server.new_url(), plants)
+        self.copy_and_compare(tmp_path_factory.mktemp('copy'), server.new_url(), plants)
 
     def test_every_character(self, tmp_path, url):
-        """So does every character of Unicode."""
+        """Every character of Unicode comes back from the database."""
         planes = [Plant(number, plane(number), plane(number)) for number in range(17)]
-        self.go(tmp_path, url, planes)
+        self.copy_and_compare(tmp_path, url, planes)
 
-    def go(self, directory, url, plants):
+    def copy_and_compare(self, directory, url, plants):
         there, back = directory / 'there.jsonl', directory / 'back.jsonl'
         write(there, plants)
         assert main(['copy', f'jsonl:{there}', url]) == 0
@@ -759,7 +759,7 @@ class TestThereAndBack:
 
 
 class Clients:
-    """Clients that send plant after plant, each until it is answered with 200."""
+    """Clients that keep adding plants, and retry each until it is acknowledged."""
 
     def __init__(self, count=4):
         self.port = None
@@ -785,14 +785,14 @@ class Clients:
         for turn in range(10**6):
             plant = Plant(number * 10**6 + turn, f'{number} {turn}')
             body = {'id': plant.id, 'name': plant.name}
-            while not self._is_answered(request(body=body)):
+            while not self._is_acknowledged(request(body=body)):
                 if self._done.wait(0.01):
                     return
             self.acknowledged.append(plant)
             if self._done.is_set():
                 return
 
-    def _is_answered(self, data):
+    def _is_acknowledged(self, data):
         with suppress(OSError), RawClient(self.port) as client:
             answer = client.ask(data)
             assert answer is None or answer.status in (200, 503)
@@ -800,20 +800,22 @@ class Clients:
         return False
 
 
-def test_from_a_file_to_a_cluster(tmp_path, url):
-    """The way that docs/migrating.md describes loses no plant, under load."""
+def test_migration_to_a_database_loses_no_plant(tmp_path, url):
+    """The steps in docs/migrating.md lose no plant, under load."""
     copy = ['copy', f'jsonl:{tmp_path}/plants.jsonl', url]
     with Clients() as clients:
         with Server(tmp_path, workers=2) as server:
             clients.port = server.port
-            wait_until(lambda: len(clients.acknowledged) > 500, 'it is used')
+            wait_until(lambda: len(clients.acknowledged) > 500, 'plants are added')
             with command(*copy) as process:
                 code, output, errors = finish(process)
             assert (code, errors) == (0, '')
             first = counts(output)[0]
             assert first > 500
             more = len(clients.acknowledged) + 500
-            wait_until(lambda: len(clients.acknowledged) > more, 'it is still used')
+            wait_until(
+                lambda: len(clients.acknowledged) > more, 'more plants are added'
+            )
             server.signal(signal.SIGTERM)
             server.wait()
         with command(*copy) as process:
@@ -825,7 +827,9 @@ def test_from_a_file_to_a_cluster(tmp_path, url):
         more = len(clients.acknowledged) + 500
         with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
             clients.port = server.port
-            wait_until(lambda: len(clients.acknowledged) > more, 'it is used again')
+            wait_until(
+                lambda: len(clients.acknowledged) > more, 'plants are added again'
+            )
     there = plants_in(url)
     assert set(clients.acknowledged) <= set(there)
     assert len(there) <= len(clients.acknowledged) + 4

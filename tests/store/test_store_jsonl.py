@@ -1,4 +1,4 @@
-"""The store in a file keeps the contract, and its file is what it should be."""
+"""The file store: the contract, the bytes on disk, torn tails, damage, the index."""
 
 import contextlib
 import errno
@@ -34,18 +34,18 @@ PLANTS = [Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')]
 
 
 def index_of(path):
-    """Return where the index of a plant file is."""
+    """Return the path of the index of a plant file."""
     return path.with_name(path.name + '.index')
 
 
 def files(path):
-    """Return what is in the directory of the plant file, by name."""
+    """Return the files in the directory of the plant file: content by name."""
     return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
 
 
 @contextlib.contextmanager
 def renamed(path):
-    """Take a file away, and put it back at the end of the block."""
+    """Rename a file, and rename it back at the end of the block."""
     away = path.rename(path.with_name('away'))
     try:
         yield
@@ -73,9 +73,9 @@ class TestJSONLinesStore(StoreContract):
 
 
 class RecordingSystem:
-    """The system calls, noting those that change a file and what they change."""
+    """System calls; those that change a file are recorded, with its path."""
 
-    NOTED = ('open', 'pwrite', 'ftruncate', 'fsync', 'fdatasync')
+    RECORDED = ('open', 'pwrite', 'ftruncate', 'fsync', 'fdatasync')
 
     def __init__(self, **replaced):
         self.calls = []
@@ -83,7 +83,7 @@ class RecordingSystem:
 
     def __getattr__(self, name):
         real = self._replaced.get(name) or getattr(os, name)
-        if name not in self.NOTED:
+        if name not in self.RECORDED:
             return real
 
         def call(target, *arguments):
@@ -98,13 +98,9 @@ class RecordingSystem:
         return call
 
 
-# For the tests that add many plants one by one, and ask nothing of the disk.
-UNSYNCED = RecordingSystem(fdatasync=lambda fd: None)
-
-
 class TestFile:
-    def test_bytes(self, path):
-        """A line has its members in order, no white space, and UTF-8 as it is."""
+    def test_bytes_of_a_line(self, path):
+        """A line has its members in order, no white space, and unescaped UTF-8."""
         with JSONLinesStore(path) as store:
             for plant in (
                 Plant(-7, 'Fern', 'shade'),
@@ -120,13 +116,13 @@ class TestFile:
             b'{"id":0,"name":"\\"\\\\\\b\\f\\n\\r\\t\\u0001\\u001f"}\n'
         )
 
-    def test_making_a_store_touches_nothing(self, path):
-        """A store makes no file before its first use, nor when it is just closed."""
+    def test_unused_store_makes_no_file(self, path):
+        """A store makes no file before its first use, nor when it is closed unused."""
         JSONLinesStore(path).close()
         assert not files(path)
 
-    def test_relative_path(self, path, monkeypatch):
-        """A relative path means what it meant when the store was made."""
+    def test_relative_path_is_resolved_at_once(self, path, monkeypatch):
+        """A relative path refers to the working directory at the call of open_store."""
         monkeypatch.chdir(path.parent)
         store = open_store(f'jsonl:{path.name}')
         monkeypatch.chdir('/')
@@ -134,8 +130,8 @@ class TestFile:
             store.add(Plant(1, 'Fern'))
         assert path.read_bytes() == FERN
 
-    def test_mode(self, path):
-        """Every file that the store makes is for its owner alone."""
+    def test_new_files_are_private(self, path):
+        """Only the owner can read or write the files that the store makes."""
         mask = os.umask(0)
         try:
             path.touch(0o600)
@@ -152,8 +148,8 @@ class TestFile:
         assert set(modes) == {path.name, index_of(path).name, f'{path.name}.torn-1'}
         assert {oct(mode & 0o7777) for mode in modes.values()} == {'0o600'}
 
-    def test_mode_of_an_old_file(self, path):
-        """A file that was there keeps its mode."""
+    def test_existing_file_keeps_its_mode(self, path):
+        """A plant file that exists keeps its mode."""
         path.touch()
         path.chmod(0o640)
         with JSONLinesStore(path) as store:
@@ -171,7 +167,7 @@ class TestFile:
         assert made < synced < written
 
     def test_directory_of_an_empty_file_is_synced(self, path):
-        """An empty file's directory is synced too: its maker may have died before."""
+        """An empty file's directory is synced too: its maker may have been killed."""
         path.touch()
         system = RecordingSystem()
         with JSONLinesStore(path, system=system) as store:
@@ -183,9 +179,9 @@ class TestFile:
         system = RecordingSystem()
 
         def calls():
-            noted = [name for name, target in system.calls if target == str(path)]
+            names = [name for name, target in system.calls if target == str(path)]
             del system.calls[:]
-            return noted
+            return names
 
         with JSONLinesStore(path, system=system) as store:
             store.ping()
@@ -198,23 +194,23 @@ class TestFile:
                 store.add(Plant(1, 'Moss'))
             assert not calls()
 
-    def test_opening_is_synced(self, path):
-        """A store that opens syncs what others wrote: a repeat would acknowledge it."""
+    def test_open_syncs_the_file(self, path):
+        """An open syncs the lines of others, since a repeat would acknowledge them."""
         path.write_bytes(FERN)
         system = RecordingSystem()
         with JSONLinesStore(path, system=system) as store:
             store.ping()
             assert ('fsync', str(path)) in system.calls
 
-    def test_no_directory(self, path):
-        """A directory is never made, and the reason says that it is missing."""
+    def test_missing_directory_is_not_made(self, path):
+        """A missing directory is not made, and the reason says that it is missing."""
         store = JSONLinesStore(path.parent / 'none' / path.name)
         with store, pytest.raises(StoreUnavailable, match='directory does not exist'):
             store.add(Plant(1, 'Fern'))
         assert not files(path)
 
-    def test_not_a_file(self, path):
-        """What is not a file is unavailable, and the reason names no path."""
+    def test_directory_is_unavailable(self, path):
+        """A directory is unavailable as a store, and the reason names no path."""
         path.mkdir()
         with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable) as caught:
             store.ping()
@@ -222,13 +218,13 @@ class TestFile:
         assert str(path) in str(caught.value)
 
     def test_iteration_makes_no_file(self, path):
-        """To iterate over a store that does not exist is an error and makes nothing."""
+        """Iterating over a store without a file is an error, and makes no file."""
         with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable):
             list(store)
         assert not files(path)
 
     def test_check_opening_changes_nothing(self, path):
-        """What a start would meet is told of a store that is there or not yet."""
+        """check_opening accepts a missing file or a torn tail, and changes nothing."""
         with JSONLinesStore(path) as store:
             store.check_opening()
         assert not files(path)
@@ -238,8 +234,8 @@ class TestFile:
             store.check_opening()
         assert files(path) == {path.name: torn}
 
-    def test_check_opening_fails(self, path):
-        """A file that cannot be opened, or made, is told without a file being made."""
+    def test_check_opening_makes_no_file(self, path):
+        """check_opening reports a file that cannot be opened or made; it makes none."""
         path.mkdir()
         for wrong, reason in (
             (path, 'Is a directory'),
@@ -251,8 +247,8 @@ class TestFile:
                 store.close()
         assert list(path.iterdir()) == []
 
-    def test_observer(self, path):
-        """Whoever observes a store is told of each sync of its adds."""
+    def test_observer_learns_of_each_sync(self, path):
+        """An observer of the store is called for each sync of its adds."""
         seen = []
         with JSONLinesStore(path) as store:
             store.observe_syncs(lambda *sync: seen.append((sync[0], sync[1] > 0)))
@@ -266,22 +262,22 @@ class TestFile:
 class TestMissingFile:
     @pytest.fixture
     def forgotten(self, path):
-        """A plant file that is gone while its index is there."""
+        """A plant file that is missing while its index exists."""
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
         path.unlink()
         return path
 
-    def test_refused(self, forgotten):
-        """A missing file whose index is there is not made anew: it would forget ids."""
+    def test_missing_file_is_not_made_again(self, forgotten):
+        """A missing file with an index is not made again: it would forget ids."""
         with JSONLinesStore(forgotten) as store:
             for attempt in (store.ping, lambda: store.add(Plant(1, 'Moss'))):
                 with pytest.raises(StoreUnavailable, match=r'remove .*\.index'):
                     attempt()
         assert not forgotten.exists()
 
-    def test_comes_back(self, forgotten):
-        """A missing file that is put back is used again by the same store."""
+    def test_restored_file_is_used(self, forgotten):
+        """A missing file that is restored is used by the same store."""
         with JSONLinesStore(forgotten) as store:
             with pytest.raises(StoreUnavailable):
                 store.ping()
@@ -289,14 +285,14 @@ class TestMissingFile:
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
 
-    def test_create_always(self, forgotten):
-        """A missing file is made anew if that is asked for, and knows no id."""
+    def test_create_always_makes_a_missing_file(self, forgotten):
+        """With ``create='always'`` a missing file is made again, without ids."""
         with open_store(f'jsonl:{forgotten}', create='always') as store:
             store.add(Plant(1, 'Moss'))
             assert list(store) == [Plant(1, 'Moss')]
 
-    def test_create_never(self, path):
-        """A missing file is not made if that is asked for, index or not."""
+    def test_create_never_makes_no_file(self, path):
+        """With ``create='never'`` a missing file is an error, and is not made."""
         with open_store(f'jsonl:{path}', create='never') as store:
             for attempt in (store.ping, lambda: store.add(Plant(1, 'Fern'))):
                 with pytest.raises(StoreUnavailable, match='the file is gone'):
@@ -304,8 +300,8 @@ class TestMissingFile:
         assert not files(path)
 
     @pytest.mark.parametrize('create', ['always', 'first', 'never'])
-    def test_file_is_kept(self, path, create):
-        """A file that is there is kept, whatever is asked for."""
+    def test_existing_file_is_kept(self, path, create):
+        """A file that exists is kept, whatever ``create`` says."""
         path.write_bytes(FERN)
         with JSONLinesStore(path, create=create) as store, pytest.raises(IdTaken):
             store.add(Plant(1, 'Moss'))
@@ -326,8 +322,8 @@ BY_HAND = {
 class TestLinesByHand:
     @pytest.mark.parametrize('line', BY_HAND.values(), ids=BY_HAND)
     @pytest.mark.parametrize('open_before', [True, False], ids=['running', 'at-open'])
-    def test_read(self, path, line, open_before):
-        """A line that was written by hand is as good as one of ours."""
+    def test_line_written_by_hand_is_read(self, path, line, open_before):
+        """A valid line that was written by hand is read like one of the store."""
         plant = Plant(0 if b'-0' in line else 1, 'Fern')
         path.write_bytes(MOSS)
         with JSONLinesStore(path) as store:
@@ -341,7 +337,7 @@ class TestLinesByHand:
             assert sorted(store) == sorted([PLANTS[1], plant])
         assert path.read_bytes() == MOSS + line
 
-    def test_same_plant_twice(self, path):
+    def test_same_plant_twice_is_accepted(self, path):
         """A plant that is in the file twice is accepted."""
         text = FERN + MOSS + BY_HAND['order']
         path.write_bytes(text)
@@ -353,8 +349,8 @@ class TestLinesByHand:
         assert path.read_bytes() == text
 
     @pytest.mark.parametrize('known', [0, 1, 2, 3])
-    def test_two_plants_with_one_id(self, path, known):
-        """Two plants with one id are refused, however much the store knew before."""
+    def test_two_plants_with_one_id_are_refused(self, path, known):
+        """Two plants with one id are damage, however many lines were known before."""
         lines = [MOSS, FERN, b'{"id":3,"name":"Ivy"}\n', b'{"id":1,"name":"Reed"}\n']
         path.write_bytes(b''.join(lines[:known]))
         with JSONLinesStore(path) as store:
@@ -367,7 +363,7 @@ class TestLinesByHand:
         assert path.read_bytes() == b''.join(lines)
 
     def test_two_plants_with_one_id_stay_refused(self, path):
-        """Two plants with one id are refused at every start, not only at the first."""
+        """Two plants with one id are refused at every open, not only at the first."""
         path.write_bytes(FERN + b'{"id":1,"name":"Reed"}\n')
         for _ in range(3):
             with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt):
@@ -390,7 +386,7 @@ class TestTornTail:
     @pytest.mark.parametrize('torn', TORN.values(), ids=TORN)
     @pytest.mark.parametrize('sound', [b'', FERN + MOSS], ids=['empty', 'sound'])
     @pytest.mark.parametrize('open_before', [True, False], ids=['running', 'at-open'])
-    def test_cut(self, path, caplog, torn, sound, open_before):
+    def test_torn_tail_is_cut_off(self, path, caplog, torn, sound, open_before):
         """A torn tail is cut off and kept in a side file, with a warning."""
         path.write_bytes(sound)
         with JSONLinesStore(path) as store:
@@ -406,7 +402,7 @@ class TestTornTail:
         assert f'at byte {len(sound)},' in warning.getMessage()
         assert 'plants.jsonl.torn-1' in warning.getMessage()
 
-    def test_cut_again(self, path):
+    def test_each_torn_tail_has_its_own_side_file(self, path):
         """A second torn tail goes to another side file: nothing is overwritten."""
         for number in (1, 2, 3):
             path.write_bytes(FERN + b'torn %d' % number)
@@ -416,8 +412,8 @@ class TestTornTail:
             side = path.with_name(f'plants.jsonl.torn-{number}')
             assert side.read_bytes() == b'torn %d' % number
 
-    def test_kept_before_it_is_cut(self, path):
-        """A torn tail is kept durably before it is cut off, and the cut is synced."""
+    def test_side_file_is_synced_before_the_cut(self, path):
+        """The side file is durable before the tail is cut off; the cut is synced."""
         path.write_bytes(FERN + b'torn')
         system = RecordingSystem()
         with JSONLinesStore(path, system=system) as store:
@@ -427,8 +423,8 @@ class TestTornTail:
         assert ('fsync', str(path.parent)) in system.calls[:cut]
         assert ('fsync', str(path)) in system.calls[cut:]
 
-    def test_not_kept(self, path):
-        """A torn tail that cannot be kept is not cut off either."""
+    def test_tail_stays_if_it_cannot_be_kept(self, path):
+        """A torn tail that cannot be copied to a side file is not cut off."""
 
         def full(fd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -439,8 +435,8 @@ class TestTornTail:
             store.ping()
         assert path.read_bytes() == FERN + b'torn'
 
-    def test_left_out(self, path, caplog):
-        """Iteration leaves a torn tail out, with a warning, and changes nothing."""
+    def test_iteration_skips_a_torn_tail(self, path, caplog):
+        """Iteration skips a torn tail, with a warning, and changes nothing."""
         path.write_bytes(FERN + MOSS + b'torn')
         with JSONLinesStore(path) as store:
             assert list(store) == PLANTS
@@ -467,8 +463,8 @@ class TestDamage:
     @pytest.mark.parametrize('damage', DAMAGE.values(), ids=DAMAGE)
     @pytest.mark.parametrize('before', [b'', FERN], ids=['first', 'second'])
     @pytest.mark.parametrize('open_before', [True, False], ids=['running', 'at-open'])
-    def test_refused(self, path, damage, before, open_before):
-        """A damaged line that sound lines follow is refused, and nothing is changed."""
+    def test_damage_is_refused(self, path, damage, before, open_before):
+        """A damaged line before a sound one is refused, and nothing is changed."""
         path.write_bytes(before)
         with JSONLinesStore(path) as store:
             if open_before:
@@ -498,8 +494,8 @@ class TestDamage:
         assert files(path).keys() <= {path.name, index_of(path).name}
         assert path.read_bytes() == text
 
-    def test_repaired_in_place(self, path):
-        """A damaged line that somebody mends in the file is read by a running store."""
+    def test_line_repaired_in_place_is_read(self, path):
+        """A damaged line that is corrected in the file is read by an open store."""
         damage = DAMAGE['not-json']
         path.write_bytes(FERN)
         with JSONLinesStore(path) as store:
@@ -516,35 +512,35 @@ class TestDamage:
 
 
 def emptied(index):
-    """Leave no byte of it."""
+    """Make the index empty."""
     index.write_bytes(b'')
 
 
 def shortened(index):
-    """Cut it in the middle of a page."""
+    """Cut the index in the middle of a page."""
     os.truncate(index, 600)
 
 
 def overwritten(index):
-    """Put something else in its place."""
+    """Overwrite the index with other bytes."""
     index.write_bytes(b'plants' * 20_000)
 
 
 def zeroed(index):
-    """Make every byte zero."""
+    """Make every byte of the index zero."""
     index.write_bytes(bytes(index.stat().st_size))
 
 
 def exchanged(index):
-    """Put the index of another plant file in its place."""
+    """Replace the index by that of another plant file."""
     other = index.with_name('other.jsonl')
     with JSONLinesStore(other) as store:
         store.add(Plant(5, 'Other'))
     index_of(other).replace(index)
 
 
-def without_buckets(index):
-    """Damage every page but the first, which only a look-up notices."""
+def zeroed_after_the_first_sector(index):
+    """Zero all but the first 512 bytes."""
     text = index.read_bytes()
     index.write_bytes(text[:512] + bytes(len(text) - 512))
 
@@ -554,9 +550,11 @@ SPOILED = [Path.unlink, emptied, shortened, overwritten, zeroed, exchanged]
 
 class TestIndex:
     @pytest.mark.parametrize(
-        'spoil', [*SPOILED, without_buckets], ids=lambda function: function.__name__
+        'spoil',
+        [*SPOILED, zeroed_after_the_first_sector],
+        ids=lambda function: function.__name__,
     )
-    def test_rebuilt(self, path, spoil):
+    def test_spoiled_index_is_built_again(self, path, spoil):
         """An index that is missing, damaged or of another file is built again."""
         with JSONLinesStore(path) as store:
             for plant in PLANTS:
@@ -571,11 +569,11 @@ class TestIndex:
         assert path.read_bytes() == FERN + MOSS + b'{"id":3,"name":"Ivy"}\n'
 
     @pytest.mark.parametrize('open_before', [True, False], ids=['running', 'at-open'])
-    def test_damaged_and_behind(self, path, open_before):
-        """An index that is damaged and behind the file is built again, not believed."""
+    def test_damaged_index_that_is_behind_is_built_again(self, path, open_before):
+        """An index that is damaged and behind the file is built again."""
         killed = JSONLinesStore(path)
         killed.add(Plant(1, 'Fern'))
-        without_buckets(index_of(path))
+        zeroed_after_the_first_sector(index_of(path))
         with path.open('ab') as file:
             file.write(MOSS)
         try:
@@ -585,8 +583,8 @@ class TestIndex:
         finally:
             killed.close()
 
-    def test_behind(self, path):
-        """What was written by a process that died before its index is caught up."""
+    def test_index_that_is_behind_catches_up(self, path):
+        """A line of a process that was killed before it updated the index is found."""
         with JSONLinesStore(path) as killed:
             killed.add(Plant(1, 'Fern'))
             with path.open('ab') as file:
@@ -596,8 +594,8 @@ class TestIndex:
             with pytest.raises(IdTaken):
                 killed.add(Plant(2, 'Reed'))
 
-    def test_two_indexes(self, path):
-        """Stores that do not share an index any more still agree on every id."""
+    def test_stores_agree_after_the_index_is_removed(self, path):
+        """Stores that no longer share an index still agree on every id."""
         with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
             one.add(Plant(1, 'Fern'))
             index_of(path).unlink()
@@ -610,8 +608,8 @@ class TestIndex:
             with pytest.raises(IdTaken):
                 other.add(Plant(3, 'Reed'))
 
-    def test_start_costs_the_same(self, path, caplog):
-        """A start after a clean close reads no plants: the index is believed."""
+    def test_sound_index_is_not_built_again(self, path, caplog):
+        """An open after a clean close uses the index, and reads no plants."""
         caplog.set_level(logging.INFO)
         path.write_bytes(FERN)
         for _ in range(3):
@@ -619,8 +617,8 @@ class TestIndex:
                 store.add(PLANTS[1])
         assert caplog.text.count('building the index') == 1
 
-    def test_changed_while_closed(self, path):
-        """A file that was changed by hand while it was closed is indexed again."""
+    def test_file_changed_while_closed_is_indexed_again(self, path):
+        """A file that was edited while it was closed is indexed again."""
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
         path.write_bytes(FERN.replace(b'1', b'8'))
@@ -630,8 +628,8 @@ class TestIndex:
             with pytest.raises(IdTaken):
                 store.add(Plant(8, 'Reed'))
 
-    def test_rebuild_that_fails(self, path):
-        """A store goes on by itself after its index could not be opened again."""
+    def test_store_recovers_from_a_failed_rebuild(self, path):
+        """After a failed rebuild of the index the next add tries again."""
         refusing = []
 
         def refuse_index(name, *arguments):
@@ -652,13 +650,13 @@ class TestIndex:
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Reed'))
 
-    def test_large_batch(self, path):
-        """A batch of plants finds room in the index, however many they are."""
+    def test_index_takes_a_large_batch(self, path):
+        """The index takes a batch of 8,000 plants."""
         plants = [Plant(id, 'Fern') for id in range(8000)]
         with JSONLinesStore(path) as store:
             store.ping()
             batch = [Entry((plant, encode(plant)), 24) for plant in plants]
-            # As if all of them had come to wait at once.
+            # As if all of them had waited together.
             assert store._backend()._append(batch)
             assert not any(entry.error for entry in batch)
             assert list(store) == plants
@@ -667,8 +665,8 @@ class TestIndex:
 
 
 class TestThreadsAndForks:
-    def test_group_commit(self, path):
-        """Plants that wait together share one write and one sync."""
+    def test_waiting_adds_share_a_write_and_a_sync(self, path):
+        """Adds that wait together share one write and one sync."""
         held = threading.Event()
         go = threading.Event()
 
@@ -695,8 +693,8 @@ class TestThreadsAndForks:
         assert path.read_bytes().count(b'\n') == 9
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork_in_an_add(self, path):
-        """A fork while a thread syncs leaves both processes a store that works."""
+    def test_fork_during_a_sync(self, path):
+        """After a fork while a thread syncs, the store works in both processes."""
         syncing = threading.Event()
         go = threading.Event()
 
@@ -726,14 +724,14 @@ class TestThreadsAndForks:
             assert [plant.id for plant in store] == [1, 2, 3]
 
     def test_close_waits_for_a_sync(self, path):
-        """A close waits for a sync under way, whose plant is then acknowledged."""
+        """A close waits for a sync in flight, whose plant is then acknowledged."""
         syncing = threading.Event()
         closed = threading.Event()
 
         def sync(fd):
             if path.stat().st_size:
                 syncing.set()
-                # A close that does not wait is over long before this gives up.
+                # A close that did not wait would end long before this timeout.
                 assert not closed.wait(0.2)
             os.fdatasync(fd)
 
@@ -746,8 +744,8 @@ class TestThreadsAndForks:
         in_threads(lambda: store.add(Plant(1, 'Fern')), close)
         assert path.read_bytes() == FERN
 
-    def test_close_gives_everything_back(self, path):
-        """A closed store holds no descriptor, whether it could open or not."""
+    def test_close_leaves_no_descriptor(self, path):
+        """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
@@ -761,7 +759,7 @@ class TestThreadsAndForks:
 
 
 def test_hostile_names_in_one_file(path):
-    """A file of hostile names is read line by line and as a whole to the same end."""
+    """Iteration and a new index find the same plants in a file of hostile names."""
     plants = [Plant(id, text, text) for id, text in enumerate(HOSTILE.values())]
     with JSONLinesStore(path) as store:
         for plant in plants:
@@ -774,14 +772,14 @@ def test_hostile_names_in_one_file(path):
         assert list(store) == plants
 
 
-def test_size_of_no_file(path):
-    """A file that is missing has no plants, and is not made by asking."""
+def test_size_hint_of_a_missing_file_is_zero(path):
+    """size_hint of a missing file is 0, and makes no file."""
     assert JSONLinesStore(path).size_hint() == 0
     assert not path.exists()
 
 
-def test_close_while_the_lock_is_lost(path, monkeypatch):
-    """Closing does not wait for ever for who has the lock and will not give it back."""
+def test_close_while_a_thread_keeps_the_lock(path, monkeypatch):
+    """A close waits only for a limited time for a thread that keeps the lock."""
     monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
@@ -791,12 +789,12 @@ def test_close_while_the_lock_is_lost(path, monkeypatch):
         assert again.add(Plant(1, 'Fern')) is False
 
 
-def test_close_while_another_process_is_stuck(path, monkeypatch):
-    """Closing does not wait for ever for another process that has the lock either."""
+def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
+    """A close waits only for a limited time for a process that keeps the lock."""
     monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
-    # A lock of another description of the file is that of another process.
+    # To the kernel, a lock through another open() is that of another process.
     with path.open('rb') as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         in_threads(store.close)
