@@ -1,1 +1,1 @@
-"""Measurements of speed; ``make bench`` runs them."""
+"""The benchmarks; ``make bench`` runs them."""

@@ -1,14 +1,13 @@
-"""Measure this service and what people would use instead: ``python -m bench``.
+"""Measure this service and its alternatives: ``python -m bench``.
 
-Every contender is measured in turn, round after round, so that a noisy machine is noisy
-for all of them; every second round goes backwards. What counts is the median, and the
-ratio of two medians of one run. wrk runs on the same cores as the servers.
+The contenders are measured in turn, round after round, so that noise of the machine
+affects all of them; every second round is in reverse order. Compare medians, and ratios
+of two medians of one run. wrk runs on the same cores as the servers.
 
-A fast wrong server does not count. Before each round a contender must refuse what is
-not a new plant, a request without a token, and a different plant with a taken id. After
-the round the plants in its database must be those that it has acknowledged. A contender
-that promises durability must have synced at least once for as many plants as there are
-connections.
+A fast but wrong server does not count. Before each round a contender must refuse an
+invalid plant, a request without a token, and a different plant with a taken id. After
+the round its database must hold as many plants as it has acknowledged. A contender that
+promises durability may acknowledge at most one plant per connection with each sync.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from bench.serving import memory
 from bench.serving import serving
 
 WARM_UP = 1  # seconds
-WARM_IDS, HOT_IDS = 1_000, 500_000_000  # far from each other
+WARM_IDS, HOT_IDS = 1_000, 500_000_000  # the first ids; the ranges do not overlap
 
 
 def main() -> None:
@@ -142,7 +141,7 @@ def measure(
             if contender.checks:
                 check_answers(server)
             if case == Case(case.name):
-                time.sleep(1)  # until all workers are there and idle
+                time.sleep(1)  # until all workers are started and idle
                 figures['first_answer_s'] = first_answer_s
                 figures['memory_mib'] = memory(server.process.pid)
             warm = load(server, case.connections, WARM_UP, WARM_IDS)
@@ -155,7 +154,7 @@ def measure(
         stored = acknowledged
         if contender.checks and database.stored is not None:
             stored = database.stored()
-    # Both times that wrk stopped, plants under way may be stored without an answer.
+    # wrk stops twice; each time, requests in flight may be stored unanswered.
     if not acknowledged <= stored <= acknowledged + 2 * case.connections:
         raise Failed(f'{acknowledged} plants acknowledged, {stored} stored')
     if not hot.answers:
@@ -185,13 +184,13 @@ def count_syncs(path: Path) -> int:
 
 
 def describe_conditions(options: argparse.Namespace, directory: Path) -> str:
-    """Return where and how the figures are measured."""
+    """Return a description of the machine and of the measurements."""
     cores = len(os.sched_getaffinity(0))
     return (
         f'{cores} cores, Python {platform.python_version()}; '
         f'a write and its sync take {sync_ms(directory):.2f} ms. '
         'wrk and PostgreSQL run on the same cores. '
-        '2 workers or processes, if not said otherwise. '
+        '2 workers or processes, unless stated otherwise. '
         'Plants added a second and, in brackets, the p99 in ms: '
         f'medians of {options.rounds} rounds of {options.seconds} s. '
         'Memory is the PSS of all processes of the idle server, CPU the time of all '

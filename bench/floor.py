@@ -1,6 +1,6 @@
-"""The least that any WSGI application does: read the body, give a fixed answer.
+"""The minimal WSGI application: read the body, send a fixed response.
 
-It keeps nothing and logs nothing, so it shows what a server costs by itself.
+It stores nothing and logs nothing, so it shows the cost of the server alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEADERS = [
 
 
 def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-    """Serve any request."""
+    """Answer every request with 200."""
     environ['wsgi.input'].read(int(environ.get('CONTENT_LENGTH') or 0))
     start_response('200 OK', HEADERS)
     return [ANSWER]

@@ -2,8 +2,8 @@
 
 The same healthy load is measured alone; beside 400 clients that drip (200 a head and
 200 a body, a byte each tenth of a second, without an end); and beside 300 clients
-without a token, each of which sends 100 requests at once, again and again. All three in
-turn, round after round, so that a noisy machine is noisy for all of them.
+without a token that pipeline 100 requests at a time. The three are measured in turn,
+round after round, so that noise of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ BODY = (
 DRIPPING = 400  # clients
 DRIP_PAUSE = 0.1  # seconds
 PIPELINING = 300  # clients
-BURST = 100  # requests that a client sends before it waits for their answers
+BURST = 100  # requests that a client sends before it reads their responses
 REQUEST = b'GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n'
 ANSWER = b'HTTP/1.1 401 '
-TARGET = 2.0  # p99 beside hostile clients, as a ratio to the p99 alone
+MOST_P99_RATIO = 2.0  # the target: p99 beside hostile clients / p99 alone
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def connected(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 @contextmanager
 def repeating(step: Callable[[], None]) -> Iterator[None]:
-    """Call a function again and again in a thread, until the end of the block.
+    """Call a function repeatedly in a thread, until the end of the block.
 
     Raises:
         Failed: The function failed.
@@ -88,7 +88,7 @@ def repeating(step: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def dripping(port: int) -> Iterator[None]:
-    """Keep clients connected that drip, and check that none was answered or closed."""
+    """Keep dripping clients connected; check that none was answered or closed."""
     with connected(port, DRIPPING) as clients:
         for number, client in enumerate(clients):
             client.sendall(BODY if number % 2 else HEAD)
@@ -113,7 +113,7 @@ def pipelining(port: int) -> Iterator[None]:
     """Keep clients connected that pipeline requests without a token."""
     with connected(port, PIPELINING) as clients, selectors.DefaultSelector() as ready:
         expected = dict.fromkeys(clients, BURST)
-        tails = dict.fromkeys(clients, b'')  # an answer may come in two parts
+        tails = dict.fromkeys(clients, b'')  # a response may arrive in two parts
         for client in clients:
             client.sendall(REQUEST * BURST)
             ready.register(client, selectors.EVENT_READ)
@@ -149,7 +149,9 @@ def main() -> None:
     parser.description = __doc__
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--seconds', type=int, default=5, help='of each measurement')
-    parser.add_argument('--connections', type=int, default=16, help='of the healthy')
+    parser.add_argument(
+        '--connections', type=int, default=16, help='of healthy clients'
+    )
     add_options(parser, default=['jsonl'])
     options = parser.parse_args()
     contenders = chosen(options)
@@ -165,7 +167,7 @@ def main() -> None:
     for (name, crowd), rounds in rows.items():
         rate, p99, longest, mib = map(statistics.median, zip(*rounds, strict=True))
         ratio = p99 / statistics.median(alone[1] for alone in rows[name, 'alone'])
-        missed = ' MISSED' if ratio > TARGET else ''
+        missed = ' MISSED' if ratio > MOST_P99_RATIO else ''
         print(
             f'| {contenders[name].label} | {crowd} | {rate:,.0f} | {p99:.1f} '
             f'| {longest:.1f} | {mib:.0f} | {ratio:.2f}{missed} |'
@@ -178,8 +180,8 @@ def measure(
     """Run one round.
 
     Returns:
-        Of the healthy clients: adds a second, their p99 and their longest latency in
-        ms; and the memory of the server in MiB.
+        The adds a second, the p99 and the longest latency in ms of the healthy clients;
+        and the memory of the server in MiB.
     """
     with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as directory:
         environ = {
@@ -188,9 +190,9 @@ def measure(
         }
         with serving(contender.command, environ, contender.directory) as server:
             first_answer(server)
-            time.sleep(1)  # until all workers are there: the first would take them all
+            time.sleep(1)  # until all workers run, or the first would accept them all
             with CROWDS[crowd](server.port):
-                time.sleep(1)  # until they are taken: the healthy would queue behind
+                time.sleep(1)  # until all are accepted, before healthy clients connect
                 healthy = load(server, connections, seconds, first_id=1000)
                 mib = memory(server.process.pid)
     return healthy.rate, healthy.p99_ms, healthy.max_ms, mib

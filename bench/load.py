@@ -1,4 +1,4 @@
-"""Post plants: the first one, some that must be refused, as many as a server takes."""
+"""Send requests: the first plant, some that must be refused, then the load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.serving import PATIENCE
 from bench.serving import Failed
 from bench.serving import Server
 
-TOKEN = 'bench'  # that every contender accepts
+TOKEN = 'bench'  # every contender accepts it
 PLANT = '{"id": %d, "name": "Fern", "tag": "shade"}'
 FIRST_PLANT = PLANT % 1
 PLANT_WITHOUT_NAME = FIRST_PLANT.replace('"Fern"', 'null')
@@ -22,13 +22,13 @@ SCRIPT = Path(__file__).with_name('post.lua')
 
 
 class Load(NamedTuple):
-    """What wrk has measured.
+    """The figures of wrk.
 
     Attributes:
-        answers: How many requests were answered, all of them with 2xx.
-        rate: Answers a second.
+        answers: The number of responses, all of them with 2xx.
+        rate: Responses a second.
         p99_ms: 99th percentile of the latency.
-        max_ms: The longest.
+        max_ms: The longest latency.
     """
 
     answers: int
@@ -38,7 +38,7 @@ class Load(NamedTuple):
 
 
 def post(port: int, body: str, token: str | None = TOKEN) -> int:
-    """Post a body on a connection of its own; return the status of the answer."""
+    """Post a body on a new connection; return the status of the response."""
     connection = http.client.HTTPConnection('127.0.0.1', port, timeout=PATIENCE)
     headers = {'Content-Type': 'application/json'}
     if token is not None:
@@ -68,7 +68,7 @@ def first_answer(server: Server) -> float:
 
 
 def load(server: Server, connections: int, seconds: int, first_id: int) -> Load:
-    """Post as many new plants as a server takes, on kept connections.
+    """Post as many new plants as a server can take, on persistent connections.
 
     Raises:
         Failed: A request was not answered, or not with 2xx.
@@ -94,10 +94,10 @@ def load(server: Server, connections: int, seconds: int, first_id: int) -> Load:
 
 
 def check_answers(server: Server) -> None:
-    """Check that a server that has the first plant refuses what it must.
+    """Check the responses to invalid and repeated requests after the first plant.
 
     Raises:
-        Failed: It does not.
+        Failed: A response has the wrong status.
     """
     for what, token, body, accepted in (
         ('no token', None, FIRST_PLANT, (401, 403)),

@@ -1,4 +1,4 @@
-"""The tables of a run, in Markdown."""
+"""The figures of a run, and their tables in Markdown."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Case(NamedTuple):
     """A contender under a load, on a disk.
 
     Attributes:
-        name: Of the contender.
-        connections: How many clients there are, each on a kept connection.
-        delay_ms: How much longer each sync takes, in milliseconds.
+        name: The name of the contender.
+        connections: The number of clients, each with a persistent connection.
+        delay_ms: The delay that is added to each sync, in milliseconds.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Case(NamedTuple):
 
 @dataclass
 class Run:
-    """What a run has measured.
+    """The figures of a run.
 
     Attributes:
-        contenders: What was measured, by name.
-        conditions: Where and how, in sentences.
-        figures: By case, the figures of each round: ``rate``, ``p99_ms`` ...
-        failed: By case, why it was left out.
+        contenders: The contenders, by name.
+        conditions: A description of the machine and of the measurements.
+        figures: From each case to the figures of its rounds: ``rate``, ``p99_ms`` ...
+        failed: From each case that was left out to the reason.
     """
 
     contenders: Mapping[str, Contender]
@@ -59,14 +59,14 @@ AT_64 = [case for case in CASES if case[0] == 64]
 
 
 class Target(NamedTuple):
-    """What a figure of a contender, or its ratio to the best of others, should be.
+    """A bound for a figure of a contender, or for its ratio to the best of others.
 
     Attributes:
-        name: Of the contender.
-        figure: A rate should be at least the bound, anything else at most.
-        bound: In the figure's unit, or as a ratio.
-        others: Names of the contenders that the figure is divided by, if any.
-        cases: Where it should be so: connections and delays.
+        name: The name of the contender.
+        figure: The figure. A rate should be at least the bound, any other at most.
+        bound: In the unit of the figure, or a ratio.
+        others: The contenders by whose best figure it is divided, if any.
+        cases: The connections and delays for which the bound holds.
     """
 
     name: str
@@ -156,7 +156,7 @@ def targets_table(run: Run) -> Iterator[str]:
 
 
 def cell(run: Run, target: Target, case: tuple[int, int]) -> str:
-    """Return what was measured for a target, with a mark if the target is missed."""
+    """Return the value for a target, marked MISSED if it is not met."""
     value = run.median(Case(target.name, *case), target.figure)
     others = [run.median(Case(name, *case), target.figure) for name in target.others]
     measured = [other for other in others if other]

@@ -1,7 +1,7 @@
 """The JSON lines store with ten million plants: ``python -m bench.scale``.
 
-It is compared with an empty store, in turn, round after round. Each measurement has a
-process of its own.
+It is compared with an empty store, in turn, round after round. Each measurement runs
+in a new process.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ def write_plants(path: Path, count: int) -> None:
 
 
 def call_in_child(function: Callable[[str], Result], url: str) -> Result:
-    """Call a function in a new process, so that nothing is warm but the disk."""
+    """Call a function in a new process, so that only the page cache is warm."""
     with get_context('spawn').Pool(1, show_progress) as pool:
         return pool.apply(function, (url,))
 
 
 def show_progress() -> None:
-    """Print what stores log."""
+    """Print the log of stores, for example the progress of a long open."""
     logging.basicConfig(level=logging.INFO, format='%(message)s', stream=sys.stderr)
 
 
 def time_open(url: str) -> float:
-    """Return how long a store takes to be ready, in seconds."""
+    """Return the time until a store is ready, in seconds."""
     began = time.perf_counter()
     with open_store(url) as store:
         store.ping()
@@ -138,8 +138,8 @@ def add_forever(url: str, added: Connection) -> None:
 def worker_memory(url: str) -> float:
     """Return the private memory of a worker after a burst of adds, in MiB.
 
-    The larger of two workers. A page of a shared file that only one process has touched
-    counts as private, too.
+    This is the larger figure of two workers. A page of a shared file that only one
+    process has touched counts as private, too.
     """
     environ = {'PLANTS_TOKENS': TOKEN, 'PLANTS_STORE': url}
     with serving(CONTENDERS['jsonl'].command, environ, TOP) as server:

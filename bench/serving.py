@@ -1,4 +1,4 @@
-"""Start a server, measure its memory and CPU time, end it."""
+"""Start a server, measure its memory and CPU time, stop it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Failed(Exception):
 
 
 class Server(NamedTuple):
-    """A running server, in a process group of its own.
+    """A running server, in its own process group.
 
     Attributes:
-        port: Where it listens.
+        port: Its TCP port.
         process: Its first process, whose pid is the id of the group.
-        began: When it was started, by ``time.perf_counter``.
+        began: The time of its start, by ``time.perf_counter``.
     """
 
     port: int
@@ -40,19 +40,19 @@ class Server(NamedTuple):
 def serving(
     command: Sequence[str], environ: Mapping[str, str], directory: Path
 ) -> Iterator[Server]:
-    """Run a server until the end of the block, which ends all of its processes.
+    """Run a server in the block, then end all of its processes.
 
     Args:
-        command: What to run; ``{NAME}`` is the value of a variable that is added.
-        environ: Variables to add; ``PORT`` is added to them.
-        directory: Where to run it.
+        command: The command line; ``{NAME}`` stands for an added variable.
+        environ: The environment variables to add, besides ``PORT``.
+        directory: The working directory.
 
     Raises:
         Failed: The block failed; the end of the server's log is added.
     """
     port = free_port()
     added = {**environ, 'PORT': f'{port}'}
-    # In memory, so that a log is no load for the disk.
+    # In memory, so that the log does not load the disk.
     log = os.memfd_create('log')
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -75,7 +75,7 @@ def serving(
 
 
 def end(process: subprocess.Popen[bytes], number: int) -> None:
-    """End a process with a signal, then kill what is left of its group."""
+    """End a process with a signal, then kill the rest of its group."""
     process.send_signal(number)
     with suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE)
@@ -85,7 +85,7 @@ def end(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return a port on which no process listens."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port: int = free.getsockname()[1]
@@ -95,7 +95,7 @@ def free_port() -> int:
 def memory(group: int) -> float:
     """Return the proportional set size of a process group, in MiB.
 
-    A page that several processes share is counted once, a part for each.
+    A page that several processes share is divided among them, so it counts once.
     """
     total = 0
     for directory in processes(group):
@@ -110,7 +110,7 @@ def cpu_time(group: int) -> float:
     ticks = 0
     for directory in processes(group):
         with suppress(FileNotFoundError, ProcessLookupError):
-            ticks += sum(map(int, stat_of(directory)[11:13]))
+            ticks += sum(map(int, stat_fields(directory)[11:13]))
     return ticks / os.sysconf('SC_CLK_TCK')
 
 
@@ -118,10 +118,10 @@ def processes(group: int) -> Iterator[Path]:
     """Yield the directory in /proc of each process of a group."""
     for directory in Path('/proc').glob('[0-9]*'):
         with suppress(FileNotFoundError, ProcessLookupError):
-            if int(stat_of(directory)[2]) == group:
+            if int(stat_fields(directory)[2]) == group:
                 yield directory
 
 
-def stat_of(directory: Path) -> list[str]:
-    """Return what follows the name of a process in its ``stat`` file, see proc(5)."""
+def stat_fields(directory: Path) -> list[str]:
+    """Return the fields after the name in the ``stat`` file of a process: proc(5)."""
     return (directory / 'stat').read_text().rpartition(')')[2].split()

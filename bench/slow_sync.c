@@ -1,7 +1,7 @@
-/* Counts the syncs of processes, and can make each of them take longer.
+/* A library for LD_PRELOAD that counts the syncs of processes, and may delay each.
 
-   LD_PRELOAD=slow_sync.so, SYNC_COUNT=the path of a file with 8 zero bytes, in which all
-   of the processes count, SYNC_DELAY=microseconds. */
+   SYNC_COUNT is the path of a file with 8 zero bytes, the counter that all processes
+   share. SYNC_DELAY is the delay of each sync in microseconds. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

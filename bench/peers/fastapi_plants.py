@@ -1,4 +1,4 @@
-"""What the two FastAPI services have in common: the shapes and the token."""
+"""The code that the two FastAPI services share: the shapes and the token."""
 
 import os
 import secrets
@@ -17,14 +17,14 @@ TOKEN = os.environ['TOKEN']
 
 
 class Plant(BaseModel):
-    """What is answered."""
+    """The response."""
 
     name: StrictStr
     tag: StrictStr | None = None
 
 
 class NewPlant(Plant):
-    """What is sent."""
+    """The request."""
 
     id: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 
@@ -32,6 +32,6 @@ class NewPlant(Plant):
 async def check_token(
     sent: Annotated[HTTPAuthorizationCredentials, Depends(HTTPBearer())],
 ) -> None:
-    """Let nobody in without the token."""
+    """Refuse a request without the token."""
     if not secrets.compare_digest(sent.credentials.encode(), TOKEN.encode()):
         raise HTTPException(401)

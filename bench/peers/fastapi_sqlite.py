@@ -1,8 +1,8 @@
 """FastAPI, uvicorn and SQLite: ``uvicorn --workers 2 fastapi_sqlite:app``.
 
-A commit holds up the event loop, as it does in better-sqlite3. FastAPI's manual sends
-what blocks to a pool of threads (``def`` instead of ``async def``). With a connection
-for each thread, and with one for all, that took fewer plants a second.
+A commit blocks the event loop, as it does in better-sqlite3. FastAPI's manual runs
+blocking code in a pool of threads (``def`` instead of ``async def``). With a connection
+for each thread, and with one for all, that added fewer plants a second.
 """
 
 import os

@@ -1,4 +1,4 @@
-// What the two Fastify services have in common: the token, the shapes, the answers.
+// The code that the two Fastify services share: the token, the shapes, the responses.
 'use strict'
 
 const { createHash, timingSafeEqual } = require('node:crypto')

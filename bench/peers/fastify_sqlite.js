@@ -1,5 +1,5 @@
 // Fastify and better-sqlite3: node fastify_sqlite.js
-// One process: two (node:cluster) were slower, for each waits for the other's lock.
+// One process: two (node:cluster) were slower, because each waits for the other's lock.
 'use strict'
 
 const Database = require('better-sqlite3')

@@ -29,13 +29,13 @@ app = Flask(__name__)
 
 @app.errorhandler(HTTPException)
 def answer_error(ex: HTTPException):
-    """Answer JSON, also to what is refused."""
+    """Answer errors with JSON, too."""
     return {'error': ex.code, 'message': ex.description}, ex.code
 
 
 @app.before_request
 def check_token():
-    """Let nobody in without the token."""
+    """Refuse a request without the token."""
     sent = request.authorization
     if sent is None or sent.type != 'bearer' or not sent.token:
         abort(401)
