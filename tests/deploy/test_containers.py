@@ -1,4 +1,4 @@
-"""The image and the composition of ``deploy/``, run as far as no engine is needed."""
+"""The image and the composition in ``deploy/``, tested without a container engine."""
 
 import json
 import os
@@ -30,37 +30,37 @@ INSTRUCTIONS = [
 
 
 def instructions(name):
-    """Return what the instructions of one kind say, in their order."""
-    return [said for kind, said in INSTRUCTIONS if kind == name]
+    """Return the arguments of all instructions of one kind, in order."""
+    return [arguments for kind, arguments in INSTRUCTIONS if kind == name]
 
 
 class Image:
-    """A directory with what the Containerfile copies and installs, instead of an image.
+    """A directory in which the Containerfile is carried out, instead of an image.
 
     Args:
-        root: In place of the root of the file system.
+        root: The directory that stands for the root of the file system.
     """
 
     def __init__(self, root):
         self._scripts = root / 'usr/local/bin'
         subprocess.run([sys.executable, '-m', 'venv', root / 'usr/local'], check=True)
-        self.variables = dict(said.split('=', 1) for said in instructions('ENV'))
+        self.variables = dict(item.split('=', 1) for item in instructions('ENV'))
         self.plants = root / 'data/plants.jsonl'
         self.plants.parent.mkdir()
         self.variables['PLANTS_STORE'] = f'jsonl:{self.plants}'
         self.variables['PATH'] = f'{self._scripts}:{os.defpath}'
         self.directory = root
-        for kind, said in INSTRUCTIONS:
+        for kind, arguments in INSTRUCTIONS:
             if kind == 'WORKDIR':
-                self.directory = root / said.strip('/')
+                self.directory = root / arguments.strip('/')
                 self.directory.mkdir(parents=True)
             elif kind == 'COPY':
-                self._copy(*said.split())
-            elif kind == 'RUN' and said.startswith('pip '):
-                self.run(shlex.split(said), **offline_pip()).check_returncode()
+                self._copy(*arguments.split())
+            elif kind == 'RUN' and arguments.startswith('pip '):
+                self.run(shlex.split(arguments), **offline_pip()).check_returncode()
 
     def run(self, command, **variables):
-        """Run a command as it would be run there."""
+        """Run a command as in a container of the image."""
         return subprocess.run(
             ['env', *command],
             cwd=self.directory,
@@ -70,7 +70,7 @@ class Image:
         )
 
     def server(self, command, **variables):
-        """Return a server that runs there, on a port of the loopback device."""
+        """Return a server as in a container of the image, on a loopback port."""
         return Server(
             self.directory,
             command=['env', *command],
@@ -78,10 +78,10 @@ class Image:
         )
 
     def health(self, port):
-        """Return what the health check says of a server on a port: 0 is healthy."""
-        [said] = instructions('HEALTHCHECK')
+        """Run the health check for a port; return its exit code: 0 is healthy."""
+        [check] = instructions('HEALTHCHECK')
         return self.run(
-            json.loads(said.partition('CMD ')[2]), PORT=str(port)
+            json.loads(check.partition('CMD ')[2]), PORT=str(port)
         ).returncode
 
     def _copy(self, *paths):
@@ -95,8 +95,8 @@ class Image:
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory):
-    """What the Containerfile makes."""
-    wheels()  # without them it is skipped now, not after the making of a .venv
+    """The image that the Containerfile describes."""
+    wheels()  # without wheels, skip before a venv is made
     return Image(tmp_path_factory.mktemp('image'))
 
 
@@ -104,7 +104,7 @@ def image(tmp_path_factory):
 
 
 def test_image_serves(image):
-    """What the image has is enough to serve, to be healthy, and to stop."""
+    """The files of the image are enough to serve, to be healthy, and to stop."""
     [command] = map(json.loads, instructions('CMD'))
     with image.server([*command, '--bind', '127.0.0.1:0'], PORT=None) as server:
         assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
@@ -124,9 +124,9 @@ def test_image_listens_where_its_health_is_checked(image):
     assert instructions('EXPOSE') == [image.variables['PORT']]
 
 
-def test_image_has_what_runs():
-    """Every file that runs is copied, and the tests are not."""
-    copied = {name for said in instructions('COPY') for name in said.split()[:-1]}
+def test_image_has_only_what_runs():
+    """All files that the service needs are copied, and no others."""
+    copied = {name for item in instructions('COPY') for name in item.split()[:-1]}
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
 
 
@@ -136,7 +136,7 @@ def test_image_runs_as_a_user_that_owns_its_volume():
     uid, gid = map(int, user.split(':'))
     assert uid > 0
     assert gid > 0
-    [made] = [said for said in instructions('RUN') if 'useradd' in said]
+    [made] = [item for item in instructions('RUN') if 'useradd' in item]
     assert f'groupadd --gid {gid} plants' in made
     assert f'useradd --uid {uid} --gid {gid} ' in made
     assert instructions('VOLUME') == ['/data']
@@ -150,7 +150,7 @@ SECRETS = {'PLANTS_TOKENS': 'garden-token', 'DATABASE_PASSWORD': 'pass@word/?'}
 
 
 def compose(**variables):
-    """Run docker-compose, which says what the composition means."""
+    """Run docker-compose config, which prints the resolved composition."""
     return subprocess.run(
         [
             *(installed('docker-compose', 'docker-compose'), '--file'),
@@ -164,7 +164,7 @@ def compose(**variables):
 
 @pytest.fixture(scope='module')
 def services():
-    """The services of the composition, with the variables of deploy/.env filled in."""
+    """The services of the composition, with the variables of deploy/.env."""
     done = compose(**SECRETS)
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(done.stdout)['services']
@@ -172,7 +172,7 @@ def services():
 
 @pytest.mark.parametrize('missing', SECRETS)
 def test_composition_needs_its_secrets(missing):
-    """Without a token or a password nothing starts, and the message names the place."""
+    """Without a token or a password nothing starts, and the message names the file."""
     others = {name: value for name, value in SECRETS.items() if name != missing}
     done = compose(**others)
     assert done.returncode != 0
@@ -180,7 +180,7 @@ def test_composition_needs_its_secrets(missing):
 
 
 def test_composition_serves(services, image, url, tmp_path):
-    """The service takes plants into the database, at the socket that nginx knows."""
+    """The service listens on the socket for nginx, and stores into the database."""
     service = services['plants']
     assert service['environment']['PLANTS_STORE'].endswith('@database/plants')
     path = tmp_path / 'plants.sock'
@@ -198,7 +198,7 @@ def test_composition_serves(services, image, url, tmp_path):
 
 
 def test_composition_is_checked_at_the_port_of_the_service(services, image):
-    """The health check of the image asks where the composition lets it listen."""
+    """The health check of the image asks the port at which the service listens."""
     assert f':{image.variables["PORT"]} ' in services['plants']['command']
     assert 'healthcheck' not in services['plants']
     assert services['nginx']['depends_on']['plants']['condition'] == 'service_healthy'
@@ -215,7 +215,7 @@ def test_composition_agrees_on_the_database(services):
 
 
 def test_composition_leads_nginx_to_its_files(services):
-    """Each file that nginx.conf names is there: mounted, or a link to what is."""
+    """Each file that nginx.conf names is mounted, or a link to a mounted one."""
     recipe = (REPOSITORY / 'deploy/nginx.conf').read_text()
     nginx = services['nginx']
     mounted = dict(x.removesuffix(':ro').split(':')[::-1] for x in nginx['volumes'][1:])
@@ -228,7 +228,7 @@ def test_composition_leads_nginx_to_its_files(services):
 
 
 def test_composition_gives_the_service_time_to_stop(services):
-    """The engine waits for a stop longer than the workers may take."""
+    """The engine waits longer for a stop than the workers may take."""
     code = (REPOSITORY / 'gunicorn.conf.py').read_text()
     [seconds] = re.findall(r'^graceful_timeout = (\d+)$', code, re.MULTILINE)
     assert services['plants']['stop_grace_period'] == '40s'

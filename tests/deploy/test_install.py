@@ -1,4 +1,4 @@
-"""Installing from a checkout: the Makefile, the requirements, the version, the CI."""
+"""Installation from a checkout: the Makefile, the requirements, the version, the CI."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MAKE = ('make', '--no-print-directory', f'PYTHON={sys.executable}')
 
 
 def text(name):
-    """Return a file of the repository."""
+    """Return the text of a file of the repository."""
     return (REPOSITORY / name).read_text()
 
 
@@ -46,7 +46,7 @@ def checkout(tmp_path):
     ],
 )
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence):
-    """A wrong Python or system ends it at once with a sentence, and leaves nothing."""
+    """A wrong Python or system ends make at once with a reason; nothing is made."""
     python = checkout / 'python'
     python.write_text(
         f'#!{sys.executable}\n'
@@ -65,12 +65,12 @@ def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence
     assert done.returncode == 2
     assert done.stdout == ''
     assert done.stderr.splitlines()[0] == sentence
-    assert len(done.stderr.splitlines()) == 2  # and a line of make's own
+    assert len(done.stderr.splitlines()) == 2  # the other line is from make
     assert not (checkout / '.venv').exists()
 
 
 def test_make_run_installs_what_runs_and_serves(checkout):
-    """One command serves; the packages are those of requirements.txt and no others."""
+    """One command installs exactly requirements.txt with its needs, and serves."""
     subprocess.run(
         [*MAKE, '.venv/run'],
         cwd=checkout,
@@ -85,8 +85,8 @@ def test_make_run_installs_what_runs_and_serves(checkout):
         capture_output=True,
         check=True,
     )
-    found = {same(package['name']) for package in json.loads(done.stdout)}
-    needed = {same(wheel.name.split('-')[0]) for wheel in wheels()}
+    found = {normalized(package['name']) for package in json.loads(done.stdout)}
+    needed = {normalized(wheel.name.split('-')[0]) for wheel in wheels()}
     assert found - {'pip', 'setuptools'} == needed
     assert not needed & {'flask', 'pytest'}
 
@@ -94,8 +94,8 @@ def test_make_run_installs_what_runs_and_serves(checkout):
 # ---- the requirements
 
 
-def same(name):
-    """Return the name of a package as all its spellings have it."""
+def normalized(name):
+    """Return the normalized name of a package."""
     return re.sub(r'[-_.]+', '-', name).lower()
 
 
@@ -104,29 +104,29 @@ def pins(name):
     found = re.findall(
         r'^([\w.-]+)(?:\[\w+\])?==([\w.]+)(?: ;.*)?$', text(name), re.MULTILINE
     )
-    return {same(package): version for package, version in found}
+    return {normalized(package): version for package, version in found}
 
 
 @pytest.mark.parametrize('name', ['requirements.txt', 'requirements-test.txt'])
 def test_requirement_is_pinned_once(name):
-    """Each line names a version, the one that constraints.txt has too."""
+    """Each line pins the version that constraints.txt pins, too."""
     lines = [x for x in text(name).splitlines() if x[0] not in '#-']
     assert len(lines) == len(pins(name))
     assert pins(name).items() <= pins('constraints.txt').items()
 
 
 def test_wheel_is_pinned():
-    """A package that runs is pinned, also one that only other packages need."""
+    """Every package that runs is pinned, also one that only another package needs."""
     for wheel in wheels():
         name, version, *_ = wheel.name.split('-')
-        assert pins('constraints.txt')[same(name)] == version
+        assert pins('constraints.txt')[normalized(name)] == version
 
 
 # ---- the project
 
 
 def test_version_is_the_same_everywhere():
-    """Package data, image, newest changes and security promises name one version."""
+    """Package data, image, changelog and security policy name one version."""
     project = tomllib.loads(text('pyproject.toml'))['project']
     assert project['version'] == __version__
     assert f'image.version="{__version__}"' in text('deploy/Containerfile')
@@ -154,7 +154,7 @@ def test_commands_for_contributors_exist():
 
 
 def test_workflow_runs_the_script_and_nothing_else():
-    """The hosted CI is a checkout and the script that anybody can run."""
+    """The hosted CI only checks out, and runs the script that anybody can run."""
     workflow = yaml.safe_load(text('.github/workflows/ci.yml'))
     [job] = workflow['jobs'].values()
     checkout, run = job['steps']
@@ -172,6 +172,6 @@ def test_files_keep_to_the_editor_settings():
         text=True,
     )
     if done.returncode:
-        pytest.skip('it needs a checkout by git')
+        pytest.skip('this needs a git checkout')
     for name in done.stdout.splitlines():
         assert not re.search(r'[ \t]$|\t|\n\n\Z|[^\n]\Z', text(name), re.M), name

@@ -1,4 +1,4 @@
-"""The service behind nginx, as ``deploy/nginx.conf`` sets it up."""
+"""The service behind nginx, with ``deploy/nginx.conf``."""
 
 import gzip
 import itertools
@@ -46,10 +46,10 @@ def fern():
 
 
 class Nginx:
-    """nginx with the recipe, where only what it calls yours to change is changed.
+    """nginx with the recipe; only paths, port and host name are changed.
 
     Args:
-        directory: For its files; its socket for the upstream is there too.
+        directory: The directory for its files, and for the socket of the upstream.
     """
 
     def __init__(self, directory):
@@ -81,7 +81,7 @@ class Nginx:
             assert recipe.count(theirs) == 1, theirs
             recipe = recipe.replace(theirs, ours)
         (directory / 'plants.conf').write_text(recipe)
-        # NOTE: nginx's workers could not enter a directory of tests that is root's.
+        # NOTE: the default user of nginx's workers may not enter a directory of root.
         user = 'user root;' if directory.stat().st_uid == 0 else ''
         (directory / 'nginx.conf').write_text(user + MAIN.format(directory=directory))
 
@@ -127,7 +127,7 @@ class Nginx:
 
 @pytest.fixture(scope='module')
 def nginx(tmp_path_factory):
-    """What stands in front of whatever listens at its upstream."""
+    """nginx, in front of any upstream that listens."""
     with Nginx(tmp_path_factory.mktemp('nginx')) as nginx:
         yield nginx
     errors = (nginx.directory / 'error.log').read_text()
@@ -138,7 +138,7 @@ def nginx(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def server(nginx, tmp_path_factory):
-    """The service, with a probe to listen at the socket that nginx connects to."""
+    """The service, on the socket to which nginx connects and on a port."""
     directory = tmp_path_factory.mktemp('behind')
     arguments = f'--bind 127.0.0.1:0 --bind unix:{nginx.upstream}'
     with Server(directory, workers=2, GUNICORN_CMD_ARGS=arguments) as server:
@@ -146,15 +146,15 @@ def server(nginx, tmp_path_factory):
 
 
 def assert_error(answer, value):
-    """An answer is an ``Error`` with a value, whoever made it."""
+    """Check that a response of nginx or the service is an ``Error`` with a value."""
     assert answer.json.keys() == {'error', 'message'}
     assert (answer.status, answer.json['error']) == (value // 100, value)
     assert ('retry-after' in answer.headers) == (value == 50300)
     assert re.fullmatch('[0-9a-f]{16,32}', answer.headers['x-request-id'])
 
 
-def test_add(server, nginx):
-    """A plant comes through TLS, again and again, and is stored once."""
+def test_repeated_plant_is_stored_once(server, nginx):
+    """A plant is accepted through TLS three times, and stored once."""
     plant = fern()
     with nginx.connect() as client:
         for _ in range(3):
@@ -163,8 +163,8 @@ def test_add(server, nginx):
     assert server.plants().count(plant) == 1
 
 
-def test_chunked(server, nginx):
-    """A body in chunks is as good as one with a length."""
+def test_chunked_body_is_accepted(server, nginx):
+    """A chunked body is accepted like one with a Content-Length."""
     plant = fern()
     body = json.dumps(plant).encode()
     data = request(
@@ -174,8 +174,8 @@ def test_chunked(server, nginx):
     assert plant in server.plants()
 
 
-def test_fault_of_the_service(server, nginx):
-    """What the service refuses is answered in its own words."""
+def test_error_of_the_service_passes_unchanged(server, nginx):
+    """The Error of a request that the service refuses passes through nginx."""
     answer = nginx.ask(request(body={'id': 1.5, 'name': 'Fern'}))
     assert_error(answer, 40005)
     assert answer.json['message'] == 'id: 1.5 is not an integer'
@@ -206,18 +206,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(('value', 'data'), FAULTS.values(), ids=FAULTS)
-def test_fault_of_nginx(server, nginx, value, data):
-    """What nginx refuses is an Error too, with the value it has without nginx."""
+def test_error_of_nginx_has_the_same_value(server, nginx, value, data):
+    """A request that nginx refuses gets the error value of the service."""
     assert_error(nginx.ask(data), value)
 
 
-def test_no_tls(nginx):
-    """A client that speaks plain HTTP is told so with an Error."""
+def test_plain_http_is_refused(nginx):
+    """A request in plain HTTP on the TLS port is refused with an Error."""
     assert_error(nginx.ask(request(body=fern()), tls=False), 40000)
 
 
-def test_request_id(server, nginx):
-    """A request has one id for the client, for nginx's log and for the service's."""
+def test_request_id_is_the_same_everywhere(server, nginx):
+    """The client, the log of nginx and the log of the service have the same id."""
     answer = nginx.ask(request(body=fern(), x_request_id='from-the-client'))
     assert answer.headers['x-request-id'] == 'from-the-client'
     for sent in (None, 'not sane', 'x' * 200):
@@ -229,8 +229,8 @@ def test_request_id(server, nginx):
     wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'nginx logs it')
 
 
-def test_forged_headers(server, nginx):
-    """A client cannot say for nginx where the application is mounted, or who it is."""
+def test_forged_headers_are_ignored(server, nginx):
+    """A client cannot forge the mount point, the scheme or its address."""
     forged = {
         'SCRIPT_NAME': '/plants',
         'PATH_INFO': '/elsewhere',
@@ -256,8 +256,8 @@ TARGETS = [
 
 
 @pytest.mark.parametrize('target', TARGETS)
-def test_target(server, nginx, target):
-    """A target means what it means without nginx."""
+def test_target_is_passed_unchanged(server, nginx, target):
+    """A target gets the same status as without nginx."""
     data = request('POST', target, fern())
     assert nginx.ask(data).status == server.ask(data).status
 
@@ -272,14 +272,14 @@ def test_page_is_compressed(server, nginx):
     assert len(answer.body) < len(plain.body) / 3
 
 
-# ---- an upstream of the test's own
+# ---- the test as the upstream
 
 
 class Upstream:
-    """A socket where nginx expects the service; the test answers, or does not.
+    """A socket in place of the service, on which the test sends the responses.
 
     Args:
-        path: Of the socket.
+        path: The path of the socket.
     """
 
     def __init__(self, path):
@@ -295,13 +295,13 @@ class Upstream:
     def __exit__(self, *exc_info):
         self._listening.close()
 
-    def is_connected_to(self, seconds=0):
-        """Whether there is a connection to accept."""
+    def has_connection(self, seconds=0):
+        """Return whether a connection to accept arrives within some seconds."""
         return bool(select.select([self._listening], [], [], seconds)[0])
 
     @contextmanager
     def accept(self):
-        """Accept a connection; yield what receives and answers a request, and it."""
+        """Accept; yield functions to receive and to answer, and the connection."""
         connection, _ = self._listening.accept()
         connection.settimeout(PATIENCE)
         with connection, connection.makefile('rb') as stream:
@@ -324,26 +324,26 @@ class Upstream:
 
 @pytest.fixture
 def alone(tmp_path):
-    """What stands in front of nothing, until a test listens there."""
+    """A running nginx without an upstream, until the test starts one."""
     with Nginx(tmp_path) as nginx:
         yield nginx
 
 
-def test_service_away(alone):
-    """Without the service the answer is 503 with a time to try again."""
+def test_missing_service_is_answered_503(alone):
+    """Without the service the response is 503 with Retry-After."""
     answer = alone.ask(request('POST', '/plants?access_token=secret', fern()))
     assert_error(answer, 50300)
     logged = f' {answer.headers["x-request-id"]} POST /plants 503 '
     wait_until(lambda: logged in alone.log, 'it is logged, without the query')
     assert 'secret' not in alone.log
     with Upstream(alone.upstream):
-        pass  # now there is a socket, and nobody listens
+        pass  # afterwards the socket exists, and no process listens
     assert_error(alone.ask(request(body=fern())), 50300)
 
 
 @pytest.mark.parametrize('reply', [b'', b'HTTP/1.1 200 O'])
-def test_service_breaks_off(alone, reply):
-    """A service that ends in the middle of a request, or its answer, is 503."""
+def test_broken_response_is_answered_503(alone, reply):
+    """If the service ends during a request or its response, the client gets 503."""
     with Upstream(alone.upstream) as upstream, alone.connect() as client:
         client.send(request(body=fern()))
         with upstream.accept() as (receive, _, connection):
@@ -352,8 +352,8 @@ def test_service_breaks_off(alone, reply):
         assert_error(client.receive(), 50300)
 
 
-def test_closed_connection(alone):
-    """A request for which a kept connection turns out to be closed is sent again."""
+def test_request_on_a_closed_connection_is_retried(alone):
+    """If a persistent connection turns out to be closed, the request is retried."""
     with Upstream(alone.upstream) as upstream, alone.connect() as client:
         client.send(request(body=fern()))
         with upstream.accept() as (receive, answer, _):
@@ -369,8 +369,8 @@ def test_closed_connection(alone):
             assert client.receive().status == 200
 
 
-def test_slow_clients(alone):
-    """A request reaches the service when it is complete, with a length, at once."""
+def test_slow_request_is_buffered(alone):
+    """A slow request reaches the service only when complete, with a Content-Length."""
     plant = fern()
     body = json.dumps(plant).encode()
     slow = [
@@ -385,7 +385,7 @@ def test_slow_clients(alone):
             with alone.connect() as client:
                 for start in range(0, len(data) - 1, 20):
                     client.send(data[start : start + 20][: len(data) - 1 - start])
-                assert not upstream.is_connected_to(0.1)
+                assert not upstream.has_connection(0.1)
                 client.send(data[-1:])
                 with upstream.accept() as (receive, answer, _):
                     assert json.loads(receive()) == plant

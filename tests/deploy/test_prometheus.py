@@ -1,4 +1,4 @@
-"""The scrape configuration and the alerts of ``deploy/prometheus/``, run for real."""
+"""The scrape configuration and the alerts in ``deploy/prometheus/``, run for real."""
 
 import json
 import re
@@ -23,14 +23,14 @@ RECIPE = REPOSITORY / 'deploy/prometheus'
 
 @pytest.fixture
 def directory(tmp_path):
-    """The directory as an operator has it, with a token."""
+    """A copy of the configuration directory, with a token."""
     shutil.copytree(RECIPE, tmp_path / 'prometheus')
     (tmp_path / 'prometheus/plants-token').write_text(f'{TOKEN}\n')
     return tmp_path / 'prometheus'
 
 
 def promtool(*arguments):
-    """Return the exit code of promtool and what it prints."""
+    """Run promtool; return its exit code and output."""
     done = subprocess.run(
         [installed('promtool', 'prometheus'), *arguments],
         capture_output=True,
@@ -40,7 +40,7 @@ def promtool(*arguments):
 
 
 def test_configuration_is_sound(directory):
-    """Prometheus's own tool finds no fault, once there is a token."""
+    """Promtool finds no fault, once the token file exists."""
     configuration = directory / 'prometheus.yml'
     code, printed = promtool('check', 'config', '--lint-fatal', configuration)
     assert code == 0, printed
@@ -70,10 +70,10 @@ def rules():
 
 
 class Prometheus:
-    """Prometheus with the recipe, over plain HTTP, with a target of the test's.
+    """Prometheus with the configuration, over plain HTTP and with another target.
 
     Args:
-        directory: With the recipe.
+        directory: The directory of the configuration.
         target: The port of the service.
     """
 
@@ -110,7 +110,7 @@ class Prometheus:
         self._process.wait(PATIENCE)
 
     def get(self, path):
-        """Return the data of an answer of its API, or nothing while it starts."""
+        """Return the data of a response of its API, or ``None`` while it starts."""
         try:
             with urlopen(f'http://127.0.0.1:{self._port}/api/v1/{path}') as answer:
                 return json.load(answer)['data']
@@ -125,7 +125,7 @@ class Prometheus:
 
 
 def test_service_is_scraped(directory, tmp_path):
-    """Prometheus reads /metrics with its token; what the rules ask for is there."""
+    """Prometheus scrapes /metrics with the token; all metrics of the rules exist."""
     with (
         Server(tmp_path, PLANTS_METRICS='1', workers=2) as server,
         Prometheus(directory, server.port) as prometheus,

@@ -1,4 +1,4 @@
-"""The units of ``deploy/``: reviewed by systemd's tools, and run as systemd would."""
+"""The units in ``deploy/``: checked by systemd's tools, and run without systemd."""
 
 import json
 import os
@@ -40,21 +40,21 @@ def analyze(*arguments):
 
 
 def unit(section, path=UNITS[0]):
-    """Return what a section of a unit says, each name with the list of its values."""
+    """Return a section of a unit: from each name to the list of its values."""
     [text] = re.findall(
         rf'^\[{section}\]\n(.*?)(?:\Z|^\[)', path.read_text(), re.M | re.S
     )
-    said = {}
+    values = {}
     for name, value in re.findall(r'^(\w+)=(.*)$', text, re.M):
-        said.setdefault(name, []).append(value)
-    return said
+        values.setdefault(name, []).append(value)
+    return values
 
 
-# ---- systemd: what its own tools say
+# ---- checked by the tools of systemd
 
 
 def test_units_are_sound(tmp_path):
-    """Systemd finds nothing wrong with the units where the service is installed."""
+    """Systemd-analyze finds no fault in the units, once the program exists."""
     for path in UNITS:
         text = path.read_text().replace('/opt/plants/.venv/bin/gunicorn', '/bin/true')
         (tmp_path / path.name).write_text(text)
@@ -63,7 +63,7 @@ def test_units_are_sound(tmp_path):
 
 
 def test_unit_is_hardened():
-    """Systemd's own review leaves the service next to nothing that it could do."""
+    """The exposure level of the service, by systemd-analyze, is at most 1.0."""
     done = analyze('security', '--offline=true', '--threshold=10', UNITS[0])
     assert done.returncode == 0, done.stdout
     [level] = re.findall(r'Overall exposure level for \S+: ([\d.]+) ', done.stdout)
@@ -77,17 +77,17 @@ def test_unit_waits_for_the_workers():
     assert int(unit('Service')['TimeoutStopSec'][0]) > int(seconds)
 
 
-# ---- systemd: what it does with the service, done by hand
+# ---- run without systemd
 
 
 class Service:
-    """The service as its unit says, with what systemd does for it.
+    """The service run according to its unit, with a stand-in for systemd.
 
-    There is a socket that outlives the service, one for what the service notifies of,
-    and a copy of the tokens that is made at the start. What is not here is the sandbox.
+    The stand-in has the listening socket, which outlives the service, the notification
+    socket, and a copy of the tokens, made at each start. It has no sandbox.
 
     Args:
-        directory: In place of the root of the file system.
+        directory: The directory that stands for the root of the file system.
     """
 
     def __init__(self, directory):
@@ -126,23 +126,26 @@ class Service:
         self._notified.close()
 
     def start(self):
-        """Start it, and wait until it says that it is ready."""
-        [(id, path)] = (self._said(x).split(':') for x in self._unit['LoadCredential'])
+        """Start the service, and wait for its READY notification."""
+        [(id, path)] = (
+            self._translated(x).split(':') for x in self._unit['LoadCredential']
+        )
         shutil.copy(path, self._credentials / id)
         descriptor = self._listening.fileno()
         [command] = self._unit['ExecStart']
-        script = f'exec 3<&{descriptor}; LISTEN_PID=$$ exec {self._said(command)}'
+        script = f'exec 3<&{descriptor}; LISTEN_PID=$$ exec {self._translated(command)}'
         [directory] = self._unit['WorkingDirectory']
         with self.log_path.open('ab') as log:
             self.process = subprocess.Popen(
                 ['bash', '-c', script],
-                cwd=self._said(directory),
+                cwd=self._translated(directory),
                 env={
                     'PATH': os.defpath,
                     'LISTEN_FDS': '1',
                     'NOTIFY_SOCKET': self._notified.getsockname(),
                     **dict(
-                        self._said(x).split('=', 1) for x in self._unit['Environment']
+                        self._translated(x).split('=', 1)
+                        for x in self._unit['Environment']
                     ),
                 },
                 pass_fds=[descriptor],
@@ -166,7 +169,8 @@ class Service:
         with RawClient(over=socket_to(self._path)) as client:
             return client.ask(data)
 
-    def _said(self, text):
+    def _translated(self, text):
+        """Return a value of the unit with the paths of the test."""
         for theirs, ours in self._places.items():
             text = text.replace(theirs, str(ours))
         return text
@@ -174,7 +178,7 @@ class Service:
 
 @pytest.fixture
 def service(tmp_path):
-    """The service, as systemd runs it, with a token."""
+    """The running service, with one token."""
     with Service(tmp_path) as service:
         service.tokens_path.write_text(f'garden {TOKEN}\n')
         service.start()
@@ -182,7 +186,7 @@ def service(tmp_path):
 
 
 def test_service_serves(service):
-    """It takes the socket, the tokens and the place for plants from systemd."""
+    """The service uses the socket, the tokens and the directory from systemd."""
     plant = {'id': 1, 'name': 'Fern'}
     assert service.ask(request(body=plant)).status == 200
     assert [json.loads(service.plants_path.read_bytes())] == [plant]
@@ -192,14 +196,14 @@ def test_service_serves(service):
 
 
 def test_service_reloads(service):
-    """A reload replaces the workers and lets the main process be."""
+    """A reload replaces the workers, and not the main process."""
 
     def workers():
         log = service.log_path.read_text()
         return set(map(int, re.findall(r'Booting worker with pid: (\d+)', log)))
 
     number = len(os.sched_getaffinity(0))
-    wait_until(lambda: len(workers()) == number, 'all workers are there')
+    wait_until(lambda: len(workers()) == number, 'all workers are started')
     old = workers()
     service.reload()
     wait_until(lambda: not any(map(is_alive, old)), 'the old workers end')
@@ -209,14 +213,14 @@ def test_service_reloads(service):
 
 
 def test_restart_refuses_no_connection(service):
-    """Who connects during a restart waits for it, and is answered."""
+    """Clients that connect during a restart wait, and get a response."""
     done = threading.Event()
 
     def add(first_id):
         id = first_id
         while not done.is_set():
             answer = service.ask(request(body={'id': id, 'name': 'Fern'}))
-            assert answer is not None, 'not answered'
+            assert answer is not None, 'no response'
             assert answer.status == 200
             id += 1
         return id - first_id
@@ -234,7 +238,7 @@ def test_restart_refuses_no_connection(service):
 
 
 def test_tokens_change_at_a_restart(service):
-    """A changed tokens file counts after a restart, since it is a copy that is read."""
+    """A changed tokens file applies after a restart, because the service has a copy."""
     other = request(body={'id': 1, 'name': 'Fern'}, authorization='Bearer other')
     service.tokens_path.write_text('garden other\n')
     assert service.ask(other).status == 401
