@@ -679,21 +679,3 @@ def test_full_disk_loses_no_plant(path, serve, full_disk):
         assert_stored(path, plants)
         assert_remembered(clients[0], plants)
     assert_no_damage(path)
-
-
-@pytest.mark.parametrize('full_disk', ['small file system'], indirect=True)
-def test_readiness_agrees_with_adds_on_an_almost_full_disk(path, serve, full_disk):
-    """With a few KiB of free space, /readyz and adds answer alike."""
-    if not full_disk.shows_free_space:
-        return  # readiness cannot see a limit on the file size before a write
-    plants = [fern(id) for id in range(2_300)]
-    write_plants(path, plants)
-    with serve(workers=1) as server, closing(Client(server)) as client:
-        for id in range(2_300, 3_000):
-            if id % 50 == 0:
-                # Room for the next 50 plants, and little else.
-                full_disk.leave_room(server, room=8_192)
-            answer = client.post(fern(id))
-            if answer.status_int != 200:
-                break
-        assert client.get('/readyz').status_int == answer.status_int
