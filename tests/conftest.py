@@ -1,4 +1,4 @@
-"""What tests share: an application, the command line, a plant file, a database."""
+"""Fixtures of all tests: application, command line, plant file, PostgreSQL."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from store.__main__ import main
 from store.memory import MemoryStore
 
 with warnings.catch_warnings():
-    # WebOb imports cgi, which says by a warning that it will be removed.
+    # WebOb imports cgi, which warns that it will be removed.
     warnings.simplefilter('ignore', DeprecationWarning)
     from webtest import TestApp
 
@@ -26,23 +26,23 @@ pytest_plugins = ['exchange']
 
 TOKEN = 'correct-horse.battery~staple'
 
-# Files are in memory where there is room for them: the tests wait for thousands of
-# syncs, and no sync shows whether it did anything before the power is cut.
-MEMORY = '/dev/shm'
+# Keep the files in memory where there is room: the tests wait for thousands of syncs,
+# and only a power cut would show whether a sync did anything.
+MEMORY_DIRECTORY = '/dev/shm'
 if (
     'TMPDIR' not in os.environ
-    and os.path.isdir(MEMORY)
-    and shutil.disk_usage(MEMORY).free > 2 * 2**30
+    and os.path.isdir(MEMORY_DIRECTORY)
+    and shutil.disk_usage(MEMORY_DIRECTORY).free > 2 * 2**30
 ):
-    os.environ['TMPDIR'] = tempfile.tempdir = MEMORY
+    os.environ['TMPDIR'] = tempfile.tempdir = MEMORY_DIRECTORY
 
 
 class Client(TestApp):
-    """A client that takes any status for an answer.
+    """A client that returns answers of any status, errors included.
 
     Args:
         app: The application.
-        token: What to send as bearer token, if anything.
+        token: The bearer token to send, if any.
     """
 
     def __init__(self, app, token=None):
@@ -53,13 +53,13 @@ class Client(TestApp):
         return super().do_request(req, status, expect_errors=True)
 
     def send(self, body, path='/plants', content_type='application/json', **headers):
-        """Post bytes; a header's name is written with underscores, None leaves it out.
+        """Post bytes; write header names with underscores; None leaves a header out.
 
         Args:
-            body: Of the request.
-            path: Where to.
-            content_type: Of the body.
-            headers: More headers, or others in place of the usual ones.
+            body: The bytes of the body.
+            path: The path to post to.
+            content_type: The media type of the body.
+            headers: Headers to add, or to send in place of the usual ones.
         """
         headers = {'content_type': content_type, **headers}
         return self.request(
@@ -73,9 +73,9 @@ class Client(TestApp):
             },
         )
 
-    def add(self, plant, **others):
-        """Post a plant, or whatever it is, as JSON text; the others are ``send``'s."""
-        return self.send(json.dumps(plant).encode(), **others)
+    def add(self, plant, **options):
+        """Post a plant, or any other value, as JSON; the options are ``send``'s."""
+        return self.send(json.dumps(plant).encode(), **options)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def store():
 
 @pytest.fixture
 def serve():
-    """Return a function that serves a store to a client who has the token."""
+    """Return a function that returns a client, with the token, of a store."""
 
     def serve(store, **options):
         options.setdefault('tokens', {'tester': TOKEN})
@@ -97,7 +97,7 @@ def serve():
 
 @pytest.fixture
 def client(serve, store):
-    """Return a client of the store who has the token."""
+    """Return a client of the store, with the token."""
     return serve(store)
 
 
@@ -109,7 +109,7 @@ def app(client):
 
 @pytest.fixture
 def stranger(app):
-    """Return a client of the same application who has no token."""
+    """Return a client of the same application, without a token."""
     return Client(app)
 
 
@@ -117,7 +117,7 @@ def stranger(app):
 def run(capfdbinary):
     """Return a function that runs a command of the store in this process.
 
-    It returns the exit code, what was printed, and the lines of complaint.
+    The function returns the exit code, the bytes of stdout and the lines of stderr.
     """
 
     def run(*arguments):
@@ -134,8 +134,8 @@ def run(capfdbinary):
 
 @pytest.fixture(scope='session')
 def server():
-    """A PostgreSQL server that each test leaves as it was: at work."""
-    # Imported here, for those who need none.
+    """A PostgreSQL server for all tests. Each test leaves it running."""
+    # Imported here: most test modules need no database.
     from postgresql import PostgreSQL
 
     with PostgreSQL() as server:
@@ -144,24 +144,24 @@ def server():
 
 @pytest.fixture
 def url(server):
-    """The URL of a store in PostgreSQL without plants."""
+    """The URL of an empty store in PostgreSQL."""
     return server.new_url()
 
 
 @pytest.fixture
 def path(tmp_path):
-    """Where the plant file of a test is; it does not exist yet."""
+    """The path of a plant file that does not exist yet."""
     return tmp_path / 'plants.jsonl'
 
 
 @pytest.fixture
 def rebuilt(caplog):
-    """Return a function that tells whether the log spoke of a new index since."""
+    """Return a function: whether the log reported a new index since its last call."""
     caplog.set_level(logging.INFO, logger='store')
 
     def rebuilt():
-        spoke = 'building the index' in caplog.text
+        found = 'building the index' in caplog.text
         caplog.clear()
-        return spoke
+        return found
 
     return rebuilt

@@ -1,4 +1,4 @@
-"""What every answer that is not 200 has to be, and a store that makes some."""
+"""A check of error answers, and a store whose methods all fail."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from store.memory import MemoryStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# jsonschema itself on the published file: nothing of ours between the two.
+# jsonschema itself reads the published file, with none of our code in between.
 ERROR = Draft202012Validator(json.loads((ROOT / 'schemas/Error.json').read_bytes()))
 
 CHALLENGES = {40100: 'Bearer', 40101: 'Bearer error="invalid_token"'}
@@ -33,7 +33,7 @@ def assert_error(response, value):
 
     Args:
         response: The answer, as WebTest returns it.
-        value: What its ``error`` must be.
+        value: The expected ``error``.
 
     Returns:
         Its ``message``.

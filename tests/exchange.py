@@ -1,4 +1,4 @@
-"""What the tests of the server send, and what they expect of each answer."""
+"""Requests to a real server, checks of its answers, and servers as fixtures."""
 
 import itertools
 import json
@@ -12,21 +12,17 @@ from server import TOKEN
 from server import Server
 from server import request
 
-MAX_BODY = 65_536
-
-
+MAX_BODY = 65_536  # bytes
 SECRET = 'a-token-that-nobody-knows'
-
-
-TAKEN = {'id': 0, 'name': 'Taken'}
-
-
-QUICK = 1.0  # seconds; on a busy machine, for what takes a millisecond
-
-
-PAGE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
-# More time for an idle client than for a request.
-SHORT = ['from serving import worker', 'worker.REQUEST_TIMEOUT = 1', 'keepalive = 3']
+STORED_PLANT = {'id': 0, 'name': 'Taken'}
+MAX_ANSWER_SECONDS = 1.0  # on a busy machine; a healthy server needs a millisecond
+LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
+# Configuration lines: a connection may idle for longer than a request may take.
+SHORT_LIMITS = [
+    'from serving import worker',
+    'worker.REQUEST_TIMEOUT = 1',
+    'keepalive = 3',
+]
 
 ids = itertools.count(1)
 
@@ -37,7 +33,7 @@ def fern(**members):
 
 
 def table(names, rows):
-    """Parametrize with a dict, from ids to rows."""
+    """Parametrize a test with a dict from test ids to rows."""
     return pytest.mark.parametrize(names, list(rows.values()), ids=list(rows))
 
 
@@ -49,7 +45,7 @@ def chunked(*pieces, end=b'0\r\n\r\n', **how):
 
 
 def assert_error(answer, value):
-    """An answer is an ``Error`` with a value, and tells no secret."""
+    """Check that an answer is an ``Error`` with a value, and shows no secret."""
     assert (answer.status, answer.json['error']) == (value // 100, value), answer
     assert answer.json.keys() == {'error', 'message'}
     message = answer.json['message']
@@ -60,51 +56,51 @@ def assert_error(answer, value):
 
 
 def ask_in_step(client, data, *, pipelined=True, head=False):
-    """Return the answer to a complete request that leaves the connection in step.
+    """Send a complete request; return its answer, and check the connection after it.
 
-    The connection serves the request that follows, or its end was announced and
-    nothing that follows is answered.
+    The connection is in step: either it answers the next request, or the answer had
+    ``Connection: close`` and the next request is not answered.
     """
     following = request('GET', '/livez', x_request_id='following')
     client.send(data + following if pipelined else data)
     answer = client.receive(head=head)
     assert answer is not None, 'closed without an answer'
     if answer.announces_close:
-        assert client.receive() is None, 'answered after the announced end'
+        assert client.receive() is None, 'answered after Connection: close'
     else:
         if not pipelined:
             client.send(following)
         next_answer = client.receive()
-        assert next_answer is not None, 'closed without an announcement'
+        assert next_answer is not None, 'closed without Connection: close'
         assert next_answer.headers['x-request-id'] == 'following', 'out of step'
         assert next_answer.json == {'status': 'live'}
     return answer
 
 
-def head(*lines):
-    """Return the bytes of a head, whatever its lines are."""
+def raw_head(*lines):
+    """Return the bytes of a request head with these lines, valid or not."""
     return '\r\n'.join([*lines, '', '']).encode('latin-1')
 
 
 def assert_quick(server, rounds=10, between=lambda: None):
-    """A healthy client is answered quickly, whatever the others do."""
+    """Check that a healthy client is answered quickly, whatever other clients do."""
     for _ in range(rounds):
         between()
         began = time.monotonic()
         with server.connect() as client:
             assert client.ask(request(body=fern())).status == 200
-        assert time.monotonic() - began < QUICK
+        assert time.monotonic() - began < MAX_ANSWER_SECONDS
 
 
 def edit(path, old, new):
-    """Put a text in the place of another in a file."""
+    """Replace the only occurrence of a text in a file."""
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
 
 
-def objects(text):
-    """Return the lines of a log, each of which is a JSON object."""
+def parse_json_log(text):
+    """Return the JSON objects of a log, one per line."""
     lines = [json.loads(line) for line in text.splitlines()]
     for line in lines:
         assert {'time', 'level', 'pid', 'logger', 'message'} <= line.keys()
@@ -113,9 +109,9 @@ def objects(text):
 
 @pytest.fixture(scope='session')
 def service(tmp_path_factory):
-    """The service with two workers, whose log shows no token and no accident."""
+    """A server with two workers; its log must show no token and no traceback."""
     with Server(tmp_path_factory.mktemp('server'), workers=2) as server:
-        assert server.ask(request(body=TAKEN)).status == 200
+        assert server.ask(request(body=STORED_PLANT)).status == 200
         yield server
     assert TOKEN not in server.log
     assert SECRET not in server.log
@@ -131,7 +127,7 @@ def connection(service):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A directory with what a checkout has, and no plants."""
+    """A directory with the files of a checkout, and no plant file."""
     for name in ROOMS:
         (tmp_path / name).symlink_to(REPOSITORY / name)
     return tmp_path

@@ -1,4 +1,4 @@
-"""The packages that run, as wheels that pip installs without a network."""
+"""The wheels of requirements.txt, for tests that install them without a network."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def wheels():
 
 
 def offline_pip():
-    """Return the variables with which pip knows the wheels and nothing else."""
+    """Return the environment variables that make pip use only the wheels."""
     assert wheels()
     return {
         'PIP_CONFIG_FILE': os.devnull,

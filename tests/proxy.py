@@ -1,4 +1,4 @@
-"""What stands between a client and a server, and lets them down."""
+"""A TCP proxy that can stall, or lose answers, between a client and a server."""
 
 import select
 import socket
@@ -7,24 +7,24 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Forwards what is sent to its port, until it is told otherwise.
+    """Forwards connections to a server, until a test stops it or loses answers.
 
     Args:
-        port: Where to, at 127.0.0.1.
+        port: The server's port on 127.0.0.1.
 
     Attributes:
-        port: Where it listens.
+        port: The port where the proxy listens.
     """
 
     def __init__(self, port):
         self._target = port
         self._listener = socket.create_server(('127.0.0.1', 0))
         self.port = self._listener.getsockname()[1]
-        self._flows = threading.Event()
-        self._flows.set()
+        self._forwarding = threading.Event()
+        self._forwarding.set()
         self._ended = False
-        self._cuts = 0  # how many connections to close
-        self._answers = None  # how many to let pass before it stops
+        self._answers_to_lose = 0  # each closes its connection
+        self._answers_to_pass = None  # before it stops; None: no limit
         self._threads = []
 
     def __enter__(self):
@@ -33,29 +33,29 @@ class Proxy:
 
     def __exit__(self, *exc_info):
         self._ended = True
-        self._flows.set()
+        self._forwarding.set()
         for thread in self._threads:
             thread.join()
         self._listener.close()
 
     def stop(self, after=None):
-        """Forward nothing more, as a network does that drops every packet.
+        """Forward nothing more, like a network that drops every packet.
 
         Args:
-            after: This many answers still pass; at once by default.
+            after: Let this many answers pass first; by default none.
         """
-        self._answers = after
+        self._answers_to_pass = after
         if after is None:
-            self._flows.clear()
+            self._forwarding.clear()
 
     def go_on(self):
-        """Forward what waits, and what comes."""
-        self._answers = None
-        self._flows.set()
+        """Forward again, the data that waits first."""
+        self._answers_to_pass = None
+        self._forwarding.set()
 
     def cut(self, times=1):
-        """Close the connections that bring the next answers, and lose the answers."""
-        self._cuts = times
+        """Lose the next answers, and close the connections that they come on."""
+        self._answers_to_lose = times
 
     def _start(self, function, *arguments):
         self._threads.append(threading.Thread(target=function, args=arguments))
@@ -68,25 +68,25 @@ class Proxy:
                 self._start(self._serve, client)
 
     def _serve(self, client):
-        self._flows.wait()
+        self._forwarding.wait()
         target = ('127.0.0.1', self._target)
         with client, suppress(OSError), socket.create_connection(target) as server:
             other = {client: server, server: client}
             while not self._ended:
                 for source in select.select([client, server], [], [], 0.02)[0]:
-                    self._flows.wait()
+                    self._forwarding.wait()
                     data = source.recv(65_536)
-                    if not data or (source is server and self._loses()):
+                    if not data or (source is server and self._loses_answer()):
                         return
                     other[source].sendall(data)
 
-    def _loses(self):
-        """Whether this answer is lost, and the connection with it."""
-        if self._answers is not None:
-            self._answers -= 1
-            if self._answers < 0:
-                self._flows.clear()
-                self._flows.wait()
-        lost = self._cuts > 0
-        self._cuts -= lost
+    def _loses_answer(self):
+        """Whether to lose this answer and close its connection; wait while stopped."""
+        if self._answers_to_pass is not None:
+            self._answers_to_pass -= 1
+            if self._answers_to_pass < 0:
+                self._forwarding.clear()
+                self._forwarding.wait()
+        lost = self._answers_to_lose > 0
+        self._answers_to_lose -= lost
         return lost

@@ -1,4 +1,4 @@
-"""Real servers on real sockets, and a client that sends whatever bytes it is given."""
+"""Real servers on real sockets, and a client that can send any bytes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# What a checkout needs to serve.
+# The files of a checkout that a server needs.
 ROOMS = ('app.py', 'gunicorn.conf.py', 'schemas', 'serving', 'store', 'web')
 SCRIPTS = Path(sys.executable).parent
 GUNICORN = (
@@ -26,11 +26,11 @@ GUNICORN = (
     *('-c', str(REPOSITORY / 'gunicorn.conf.py')),
 )
 TOKEN = 'a-token-that-no-log-may-show'
-PATIENCE = 20  # seconds; much longer than anything takes that works
+PATIENCE = 20  # seconds; far longer than any wait of a test that passes
 
 
 def wait_until(condition, what, seconds=PATIENCE):
-    """Return what a condition returns, as soon as that is true."""
+    """Poll a condition until it returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):
         assert time.monotonic() < deadline, f'{what}: not within {seconds} s'
@@ -39,12 +39,11 @@ def wait_until(condition, what, seconds=PATIENCE):
 
 
 def installed(program, packages):
-    """Return where a program is; where it is not installed, skip the test.
+    """Return the path of a program, or skip the test if it is not installed.
 
-    What the tests need besides pip's packages is not worth refusing all the others to
-    somebody who has only those. ``.ci/run`` installs it.
+    The other tests run with pip's packages alone. ``.ci/run`` installs the programs.
     """
-    # Debian keeps servers where only root's commands are looked for.
+    # Debian installs servers in /usr/sbin, which only root has in PATH.
     path = shutil.which(program, path=f'{os.environ["PATH"]}:/usr/sbin')
     if path is None:
         pytest.skip(f'it needs {program}: apt-get install {packages}')
@@ -52,7 +51,7 @@ def installed(program, packages):
 
 
 def configured(directory, *lines):
-    """Return the arguments for gunicorn that add lines to our configuration."""
+    """Return arguments for gunicorn: our configuration with lines added at its end."""
     path = directory / 'more.conf.py'
     ours = REPOSITORY / 'gunicorn.conf.py'
     begin = [
@@ -65,11 +64,11 @@ def configured(directory, *lines):
 
 
 def hurried(directory, **limits):
-    """Return the arguments for a server that waits less long for its database.
+    """Return arguments for gunicorn that shorten the time limits of the database.
 
     Args:
-        directory: Of the server.
-        limits: Of ``store.postgresql.limits``, in seconds.
+        directory: The server's directory.
+        limits: Names in ``store.postgresql.limits``, in seconds.
     """
     lines = ['from store.postgresql import limits']
     lines += [f'limits.{name} = {seconds}' for name, seconds in limits.items()]
@@ -77,14 +76,14 @@ def hurried(directory, **limits):
 
 
 def free_port():
-    """Return a port that nobody listens at."""
+    """Return a port that no process listens on."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         return free.getsockname()[1]
 
 
 def socket_to(path):
-    """Return a socket that is connected to the one at a path."""
+    """Return a socket that is connected to the unix socket at a path."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(PATIENCE)
     connected.connect(str(path))
@@ -92,7 +91,7 @@ def socket_to(path):
 
 
 def is_alive(pid):
-    """Whether a process runs; one that ended and waits for its parent does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         return ') Z ' not in Path(f'/proc/{pid}/stat').read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -102,8 +101,8 @@ def is_alive(pid):
 def request(method='POST', target='/plants', body=b'', *, version='1.1', **headers):
     """Return the bytes of a request with the token and a body of JSON.
 
-    A keyword is a header, ``content_type='text/plain'`` for example: a list is one that
-    comes several times, and ``None`` takes one away that would be there by default.
+    A keyword is a header, for example ``content_type='text/plain'``. A list sends the
+    header several times, and ``None`` removes a default header.
     """
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -122,7 +121,7 @@ def request(method='POST', target='/plants', body=b'', *, version='1.1', **heade
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, its header names in lower case."""
+    """An answer. Its header names are in lower case."""
 
     status: int
     headers: dict
@@ -142,9 +141,9 @@ class RawClient:
     """One connection: send bytes, receive answers one after another.
 
     Args:
-        port: Where to connect to.
-        timeout: How long to wait for anything, in seconds.
-        over: A socket that is connected already, instead.
+        port: The port to connect to.
+        timeout: For each operation on the socket, in seconds.
+        over: A connected socket to use instead of a port.
     """
 
     def __init__(self, port=None, timeout=PATIENCE, *, over=None):
@@ -158,8 +157,8 @@ class RawClient:
         self.close()
 
     def send(self, data):
-        # A server may close while a body that it refuses is still on its way: what it
-        # answered before is there to be received all the same.
+        # A server may refuse a body and close while we still send it. Its answer can
+        # be received all the same.
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(data)
 
@@ -167,10 +166,10 @@ class RawClient:
         """Return the next answer, or ``None`` if the server closed the connection.
 
         Args:
-            head: It answers a HEAD request, and so has no body.
+            head: Whether it answers a HEAD request, and so has no body.
 
         Raises:
-            ConnectionError: It is cut off.
+            ConnectionError: The answer is cut off.
         """
         try:
             line = self._stream.readline()
@@ -183,7 +182,7 @@ class RawClient:
         except ConnectionResetError:
             return None
         if len(body) < length:
-            raise ConnectionError(f'it ends after {len(body)} of {length} bytes')
+            raise ConnectionError(f'the body ends after {len(body)} of {length} bytes')
         return Answer(status, headers, body)
 
     def ask(self, data):
@@ -192,11 +191,11 @@ class RawClient:
         return self.receive()
 
     def is_readable(self, seconds=0):
-        """Whether there is an answer, or the end, to receive."""
+        """Whether an answer, or the end of the stream, can be received."""
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def finish_sending(self):
-        """Let the server see the end of the stream, and go on receiving."""
+        """Send the end of the stream; answers can still be received."""
         with suppress(OSError):  # the server may have closed already
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -219,14 +218,14 @@ class RawClient:
 class Server:
     """A server in a process group of its own, with its files in a directory.
 
-    It listens at a port that the system chooses, and it is entered when it answers and
-    all its workers do. When it is left, every process of the group has ended.
+    It listens on a port that the system chooses. As a context manager it waits at the
+    beginning until every worker answers, and at the end it ends the process group.
 
     Args:
-        directory: Where it runs, and where its log and its plants are.
-        arguments: For the command line.
-        command: What to run; gunicorn as the repository configures it by default.
-        workers: How many, or ``None`` if that is left to the configuration.
+        directory: The working directory, with the log and the plant file.
+        arguments: Added to the command.
+        command: By default gunicorn, as the repository configures it.
+        workers: Their number, or ``None`` to leave it to the configuration.
         environment: Variables to set, or with ``None`` to remove.
     """
 
@@ -244,7 +243,7 @@ class Server:
         }
         settings = {
             'PLANTS_TOKENS': TOKEN,
-            # Not an argument, so that a command stays what people type.
+            # Not an argument, so that a test can run exactly what people type.
             'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0',
             'WEB_CONCURRENCY': workers and str(workers),
         }
@@ -266,7 +265,7 @@ class Server:
         self.stop()
 
     def start(self):
-        """Start it, and do not wait for it."""
+        """Start the server without waiting for it."""
         with self._log_path.open('wb') as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -279,7 +278,7 @@ class Server:
             )
 
     def stop(self):
-        """End it, at once if it can and by force if it cannot."""
+        """End the server: SIGINT, and SIGKILL if it runs after 3 seconds."""
         try:
             self.interrupt()
             self.wait(3)
@@ -291,7 +290,7 @@ class Server:
             self._process.wait()
 
     def run(self, seconds=PATIENCE):
-        """Start it, where it is expected to end by itself; return its exit code."""
+        """Start a server that ends by itself; return its exit code."""
         self.start()
         try:
             return self.wait(seconds)
@@ -299,7 +298,7 @@ class Server:
             self.stop()
 
     def wait(self, seconds=PATIENCE):
-        """Wait for its end and return its exit code."""
+        """Wait until the server ends; return its exit code."""
         return self._process.wait(seconds)
 
     def signal(self, number):
@@ -317,7 +316,7 @@ class Server:
 
     @property
     def log(self):
-        """Everything that it wrote, to both of its streams."""
+        """The server's stdout and stderr."""
         return self._log_path.read_text('utf-8', 'replace')
 
     @property
@@ -326,19 +325,19 @@ class Server:
         return found and int(found[1])
 
     def worker_pids(self):
-        """Return the workers that are alive."""
+        """Return the process ids of the workers that are alive."""
         pids = map(int, re.findall(r'Booting worker with pid: (\d+)', self.log))
         return {pid for pid in pids if is_alive(pid)}
 
     def memory(self):
-        """Return what all workers have in memory, in MiB."""
+        """Return the resident memory of all workers, in MiB."""
         pages = 0
         for pid in self.worker_pids():
             pages += int(Path(f'/proc/{pid}/statm').read_text().split()[1])
         return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
 
     def worker_of(self, answer):
-        """Return the worker that logged the request of an answer."""
+        """Return the process id of the worker that sent an answer, from the log."""
         id = re.escape(answer.headers['x-request-id'])
         line = rf'(?:\[|"pid": )(\d+)(?:\] \[INFO\] |.*"request_id": "){id}[ "]'
         return int(wait_until(lambda: re.search(line, self.log), 'it is logged')[1])
@@ -357,7 +356,7 @@ class Server:
         return (self.directory / 'plants.jsonl').read_bytes().splitlines()
 
     def plants(self):
-        """Return the plants of the plant file, as they are read without the store."""
+        """Return the plants of the plant file, read without the store."""
         return [json.loads(line) for line in self.lines()]
 
     def _wait_for_workers(self):
@@ -369,7 +368,7 @@ class Server:
                 assert self._is_running()
                 answer = None
                 with suppress(ConnectionError):
-                    # NOTE: kept open, so that the next one goes to another worker.
+                    # NOTE: kept open, so that the next client gets another worker.
                     client = connections.enter_context(self.connect())
                     answer = client.ask(request('GET', '/livez'))
                 if answer and self._workers:

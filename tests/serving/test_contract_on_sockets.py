@@ -5,7 +5,7 @@ import json
 import pytest
 from exchange import MAX_BODY
 from exchange import SECRET
-from exchange import TAKEN
+from exchange import STORED_PLANT
 from exchange import ask_in_step
 from exchange import assert_error
 from exchange import chunked
@@ -55,7 +55,7 @@ REFUSED = {
         chunked(b' ' * MAX_BODY, b' ', content_type='application/json'),
     ),
     '40004 not UTF-8': (40004, request(body=b'{"id":1,"name":"\xff"}')),
-    '40006': (40006, request(body=TAKEN | {'tag': 'other'})),
+    '40006': (40006, request(body=STORED_PLANT | {'tag': 'other'})),
     '40100': (40100, request(body=fern(), authorization=None)),
     '40101': (40101, request(body=fern(), authorization=f'Bearer {SECRET}')),
     '40100 before the path': (40100, request(target='/none', authorization=None)),
@@ -69,8 +69,10 @@ REFUSED = {
 
 
 @table('value, data', REFUSED)
-def test_refusal_has_its_value_and_stores_nothing(service, connection, value, data):
-    """What is not allowed is told by its value, stores nothing and harms no other."""
+def test_refused_request_has_its_value_and_stores_nothing(
+    service, connection, value, data
+):
+    """A refused request gets its error value, stores nothing and stays in step."""
     before = service.lines()
     assert_error(ask_in_step(connection, data), value)
     assert service.lines() == before
@@ -106,8 +108,8 @@ def test_probes_need_no_token(connection, path):
     assert answer.status == 200
 
 
-def test_store_that_is_away_is_503_until_it_is_back(tmp_path):
-    """While the plant file is gone adding is 503, and afterwards it goes on."""
+def test_missing_plant_file_is_503_until_it_is_back(tmp_path):
+    """Adds are 503 while the plant file is missing, and 200 when it is back."""
     plants = tmp_path / 'plants.jsonl'
     with Server(tmp_path) as server, server.connect() as client:
         assert client.ask(request(body=fern())).status == 200
@@ -134,7 +136,7 @@ app = create_app(BrokenStore(), tokens=['{TOKEN}'])
 
 
 def test_unexpected_fault_is_500_and_logged(tmp_path):
-    """A fault of the service is 500, with its traceback in the log only."""
+    """An unexpected exception is 500, with its traceback in the log only."""
     (tmp_path / 'broken.py').write_text(BROKEN_APPLICATION)
     with Server(tmp_path, 'broken:app') as server, server.connect() as client:
         assert_error(ask_in_step(client, request(body=fern())), 50000)
@@ -161,7 +163,7 @@ AUTHORIZATIONS = {
 
 @table('authorization, value', AUTHORIZATIONS)
 def test_anything_but_one_good_token_is_401(service, connection, authorization, value):
-    """Anything but exactly one good token is 401."""
+    """Anything but exactly one valid token is 401."""
     before = service.lines()
     data = request(body=fern(), authorization=authorization)
     assert_error(ask_in_step(connection, data), value)
@@ -169,8 +171,8 @@ def test_anything_but_one_good_token_is_401(service, connection, authorization, 
 
 
 @pytest.mark.parametrize('scheme', ['Bearer', 'bearer', 'BEARER', 'Bearer  '])
-def test_scheme_is_taken_in_any_case(connection, scheme):
-    """The scheme is taken in any case, and with more than one space behind it."""
+def test_scheme_is_accepted_in_any_case(connection, scheme):
+    """The scheme may be in any case, with more than one space after it."""
     data = request(body=fern(), authorization=f'{scheme} {TOKEN}')
     assert ask_in_step(connection, data).status == 200
 
@@ -191,8 +193,8 @@ METHODS = {
 
 
 @table('data, value', METHODS)
-def test_other_method_is_405(connection, data, value):
-    """No method but POST does anything to /plants, and 405 tells which one does."""
+def test_other_method_is_refused(connection, data, value):
+    """Only POST is allowed on /plants; the 405 says so in its Allow header."""
     answer = ask_in_step(connection, data)
     assert_error(answer, value)
     assert answer.headers.get('allow') == ('POST' if value == 40500 else None)
@@ -207,15 +209,15 @@ def test_head_has_no_body(connection, path, status):
 
 
 @pytest.mark.parametrize('target', ['http://localhost/plants', '/plants?a=b'])
-def test_target_may_be_absolute(service, connection, target):
-    """A target may be absolute, and a query means nothing."""
+def test_target_may_be_absolute_or_have_a_query(service, connection, target):
+    """A target may be absolute, and its query is ignored."""
     plant = fern()
     assert ask_in_step(connection, request('POST', target, plant)).status == 200
     assert plant in service.plants()
 
 
 def test_log_names_tokens_and_never_shows_them(service, connection):
-    """The log has the name of a token, its path and status, and never the token."""
+    """The log has the name of a token, the path and the status, never the token."""
     for authorization in (f'Bearer {TOKEN}', f'Bearer {SECRET}', SECRET):
         target = f'/plants?access_token={SECRET}'
         connection.ask(request('POST', target, fern(), authorization=authorization))
@@ -224,8 +226,8 @@ def test_log_names_tokens_and_never_shows_them(service, connection):
     assert SECRET not in service.log
 
 
-def test_page_of_another_origin_may_ask(tmp_path):
-    """A browser's questions are answered without a token, and errors can be read."""
+def test_cross_origin_request_is_answered(tmp_path):
+    """A preflight needs no token, and a page of the origin can read an error."""
     page = 'https://a.example'
     with Server(tmp_path, PLANTS_CORS_ORIGINS=page) as server:
         asked = {'origin': page, 'access_control_request_method': 'POST'}

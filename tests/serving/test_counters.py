@@ -1,4 +1,4 @@
-"""Metrics of a server with many processes: every worker tells what all have counted."""
+"""Metrics of a server with several processes: each worker reports the sum of all."""
 
 import os
 import re
@@ -17,8 +17,8 @@ from server import request
 from server import wait_until
 
 
-def upgrade(server):
-    """Return the process id of the new master that SIGUSR2 starts beside the old."""
+def start_new_master(server):
+    """Send SIGUSR2; return the process id of the new master beside the old one."""
     children = Path(f'/proc/{server.pid}/task/{server.pid}/children')
     before = set(children.read_text().split())
     server.signal(signal.SIGUSR2)
@@ -30,12 +30,12 @@ def upgrade(server):
     return wait_until(new, 'a new master starts')
 
 
-# As a script, since what `python -m gunicorn` starts at SIGUSR2 finds modules of
-# gunicorn in the place of Python's.
+# A script: the new master of `python -m gunicorn` would import modules of gunicorn in
+# place of Python's.
 SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
-def counted(server, name='plants_request_seconds_count', **labels):
+def read_metric(server, name='plants_request_seconds_count', **labels):
     """Return the sum of the samples that have a name and labels."""
     answer = server.ask(request('GET', '/metrics'))
     assert answer.status == 200
@@ -47,7 +47,7 @@ def counted(server, name='plants_request_seconds_count', **labels):
     )
 
 
-def directory_of(pid):
+def counters_directory(pid):
     """Return the directory of the counters that a process has mapped."""
     found = re.search(
         r'(/\S*/plants-counters-[^/]+)/', Path(f'/proc/{pid}/maps').read_text()
@@ -55,106 +55,106 @@ def directory_of(pid):
     return Path(found[1])
 
 
-def add(server, first, number):
-    """Add plants, each on a connection of its own, so that every worker has some."""
+def add_plants(server, first, number):
+    """Add plants, each on a connection of its own, so that every worker gets some."""
     for id in range(first, first + number):
         assert server.ask(request(body={'id': id, 'name': 'Fern'})).status == 200
 
 
-def test_metrics_of_all_workers(tmp_path):
-    """Every worker tells what all have counted, with the store's syncs."""
+def test_each_worker_reports_the_sum_of_all(tmp_path):
+    """Each worker reports what all have counted, with the syncs of the store."""
     with Server(tmp_path, workers=2, PLANTS_METRICS='1') as server:
-        add(server, 1, 20)
+        add_plants(server, 1, 20)
         for _ in range(4):
-            assert counted(server, route='/plants', status='200', error='0') == 20
-        assert counted(server, 'plants_store_sync_seconds_count') == 20
-        assert counted(server, 'plants_store_batch_plants_sum') == 20
-        directory = directory_of(next(iter(server.worker_pids())))
+            assert read_metric(server, route='/plants', status='200', error='0') == 20
+        assert read_metric(server, 'plants_store_sync_seconds_count') == 20
+        assert read_metric(server, 'plants_store_batch_plants_sum') == 20
+        directory = counters_directory(next(iter(server.worker_pids())))
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not directory.exists()
 
 
-def test_metrics_outlive_workers(tmp_path):
-    """A worker that was killed, and a reload, lose no count and leave no file."""
+def test_counts_survive_killed_and_reloaded_workers(tmp_path):
+    """A killed worker and a reload lose no count and leave no file."""
     with Server(tmp_path, workers=2, PLANTS_METRICS='1') as server:
-        add(server, 1, 10)
-        directory = directory_of(next(iter(server.worker_pids())))
+        add_plants(server, 1, 10)
+        directory = counters_directory(next(iter(server.worker_pids())))
         victim = max(server.worker_pids())
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(server.worker_pids() - {victim}) == 2, 'another starts')
-        add(server, 11, 10)
-        assert counted(server, route='/plants') == 20
+        add_plants(server, 11, 10)
+        assert read_metric(server, route='/plants') == 20
         for _ in range(3):
             old = server.worker_pids()
             server.signal(signal.SIGHUP)
             wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
-        add(server, 21, 10)
-        assert counted(server, route='/plants') == 30
+        add_plants(server, 21, 10)
+        assert read_metric(server, route='/plants') == 30
         assert len(list(directory.glob('*.db'))) <= 15
     assert not directory.exists()
 
 
-def test_metrics_outlive_an_upgrade(tmp_path):
-    """After SIGUSR2 both masters' workers tell everything, and the last one tidies."""
+def test_counts_survive_an_upgrade(tmp_path):
+    """Workers of both masters report all counts; the last master removes the files."""
     with Server(tmp_path, command=SCRIPT, PLANTS_METRICS='1') as server:
-        add(server, 1, 10)
+        add_plants(server, 1, 10)
         [worker] = server.worker_pids()
-        directory = directory_of(worker)
-        new = upgrade(server)
+        directory = counters_directory(worker)
+        new = start_new_master(server)
         try:
             wait_until(lambda: len(server.worker_pids()) == 2, 'a new worker starts')
-            add(server, 11, 10)
-            assert counted(server, route='/plants') == 20
+            add_plants(server, 11, 10)
+            assert read_metric(server, route='/plants') == 20
             server.signal(signal.SIGTERM)
             server.wait()
             wait_until(lambda: 'promoted' in server.log, 'the new master takes over')
-            add(server, 21, 10)
-            assert counted(server, route='/plants') == 30
+            add_plants(server, 21, 10)
+            assert read_metric(server, route='/plants') == 30
         finally:
             os.kill(new, signal.SIGTERM)
             wait_until(lambda: not is_alive(new), 'it ends')
     assert not directory.exists()
 
 
-def test_metrics_after_a_failed_upgrade(tmp_path):
+def test_counts_survive_a_failed_upgrade(tmp_path):
     """A new master that ends leaves the counters to the old one."""
     with Server(tmp_path, command=SCRIPT, PLANTS_METRICS='1') as server:
-        add(server, 1, 10)
-        new = upgrade(server)
+        add_plants(server, 1, 10)
+        new = start_new_master(server)
         wait_until(lambda: len(server.worker_pids()) == 2, 'a new worker starts')
         os.kill(new, signal.SIGTERM)
         wait_until(lambda: not is_alive(new), 'it ends')
-        assert counted(server, route='/plants') == 10
-        directory = directory_of(min(server.worker_pids()))
+        assert read_metric(server, route='/plants') == 10
+        directory = counters_directory(min(server.worker_pids()))
     assert not directory.exists()
 
 
-def test_foreign_directory_of_counters(tmp_path):
-    """A directory that somebody else has set is neither used nor removed."""
+def test_multiprocess_directory_of_the_environment_is_not_used(tmp_path):
+    """A PROMETHEUS_MULTIPROC_DIR that was set before is neither used nor removed."""
     foreign = tmp_path / 'foreign'
     foreign.mkdir()
     for metrics in ('0', '1'):
         settings = {'PLANTS_METRICS': metrics, 'PROMETHEUS_MULTIPROC_DIR': str(foreign)}
         with Server(tmp_path, **settings) as server:
-            add(server, 1, 1)
+            add_plants(server, 1, 1)
         assert list(foreign.iterdir()) == []
 
 
-def test_metrics_of_another_server(tmp_path):
-    """A server with one process counts in that process."""
+def test_server_with_one_process_reports_its_counts(tmp_path):
+    """A server with one process reports what that process has counted."""
     for name in ROOMS:
         (tmp_path / name).symlink_to(REPOSITORY / name)
     command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
     with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
-        add(server, 1, 3)
-        assert counted(server, route='/plants') == 3
+        add_plants(server, 1, 3)
+        assert read_metric(server, route='/plants') == 3
 
 
-def test_metrics_know_the_workers_of_a_reload(tmp_path):
-    """What an old worker leaves behind is not what a new one needs."""
+def test_reload_leaves_the_pid_files_of_new_workers(tmp_path):
+    """After a reload there is a pid file for each new worker, and no other."""
     with Server(tmp_path, workers=2, PLANTS_METRICS='1') as server:
-        add(server, 1, 1)
-        directory = directory_of(next(iter(server.worker_pids())))
+        add_plants(server, 1, 1)
+        directory = counters_directory(next(iter(server.worker_pids())))
 
         def are_known():
             pids = set()
@@ -167,4 +167,4 @@ def test_metrics_know_the_workers_of_a_reload(tmp_path):
             old = server.worker_pids()
             server.signal(signal.SIGHUP)
             wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
-            wait_until(are_known, 'just those are known', 5)
+            wait_until(are_known, 'only those have pid files', 5)

@@ -1,9 +1,9 @@
-"""Where a request ends: whatever a body is, the connection stays in step or ends."""
+"""Where a body ends: after it the connection answers the next request, or closes."""
 
 import json
 
 import pytest
-from exchange import TAKEN
+from exchange import STORED_PLANT
 from exchange import ask_in_step
 from exchange import assert_error
 from exchange import chunked
@@ -14,9 +14,9 @@ from server import request
 
 
 @pytest.fixture(scope='module')
-def narrow(tmp_path_factory):
-    """The service with a limit that most bodies of these tests exceed."""
-    directory = tmp_path_factory.mktemp('narrow')
+def small_limit(tmp_path_factory):
+    """A server with a body limit that most bodies of these tests exceed."""
+    directory = tmp_path_factory.mktemp('server')
     with Server(directory, PLANTS_MAX_BODY='100') as server:
         yield server
 
@@ -31,7 +31,7 @@ CHUNKED = {
 
 @pytest.mark.parametrize('template', CHUNKED.values(), ids=CHUNKED)
 def test_chunked_body_is_read(service, connection, template):
-    """A chunked body is as good as one with a length."""
+    """A chunked body is read like one with a length."""
     plant = fern()
     body = json.dumps(plant)
     data = chunked(end=template.format(size=len(body), body=body).encode())
@@ -39,7 +39,7 @@ def test_chunked_body_is_read(service, connection, template):
     assert plant in service.plants()
 
 
-def test_chunk_of_each_byte_is_read(service, connection):
+def test_body_of_one_byte_chunks_is_read(service, connection):
     """A body may come in any number of chunks."""
     plant = fern()
     data = chunked(*(bytes([byte]) for byte in json.dumps(plant).encode()))
@@ -79,7 +79,7 @@ CUT_OFF = {
 
 @pytest.mark.parametrize('data', CUT_OFF.values(), ids=CUT_OFF)
 def test_body_that_ends_early_is_refused(service, connection, data):
-    """A body that ends too early is 40000, is not stored and ends the connection."""
+    """A body that ends early is 40000, is not stored and ends the connection."""
     before = service.lines()
     connection.send(data)
     connection.finish_sending()
@@ -91,16 +91,16 @@ def test_body_that_ends_early_is_refused(service, connection, data):
 
 
 @pytest.mark.parametrize('data', CUT_OFF.values(), ids=CUT_OFF)
-def test_client_that_goes_away_leaves_nothing(service, data):
-    """A client that goes away in the middle of a body leaves nothing behind."""
+def test_client_that_disconnects_in_a_body_stores_nothing(service, data):
+    """A client that disconnects in the middle of a body stores nothing."""
     before = service.lines()
     with service.connect() as client:
         client.send(data)
-    assert service.ask(request(body=TAKEN)).status == 200
+    assert service.ask(request(body=STORED_PLANT)).status == 200
     assert service.lines() == before
 
 
-LYING_LENGTHS = {
+INVALID_LENGTHS = {
     'negative': {'content_length': '-1'},
     'signed': {'content_length': '+30'},
     'not a number': {'content_length': 'ten'},
@@ -113,16 +113,16 @@ LYING_LENGTHS = {
 }
 
 
-@pytest.mark.parametrize('headers', LYING_LENGTHS.values(), ids=LYING_LENGTHS)
-def test_length_that_lies_is_refused(connection, headers):
-    """A length that cannot be trusted is 40000 and ends the connection."""
+@pytest.mark.parametrize('headers', INVALID_LENGTHS.values(), ids=INVALID_LENGTHS)
+def test_invalid_length_is_refused(connection, headers):
+    """An invalid or ambiguous length is 40000 and ends the connection."""
     answer = ask_in_step(connection, request(body=fern(), **headers))
     assert_error(answer, 40000)
     assert answer.announces_close
 
 
-def test_rest_of_a_longer_body_is_no_plant(service, connection):
-    """What is left of a body that is longer than it says is never taken for a plant."""
+def test_bytes_after_a_body_store_nothing(service, connection):
+    """Bytes after the end of a body are never stored as a plant."""
     before = service.lines()
     smuggled = request(body=fern())
     connection.send(request(body=b'{"id":1' + smuggled, content_length='5'))
@@ -132,8 +132,8 @@ def test_rest_of_a_longer_body_is_no_plant(service, connection):
     assert service.lines() == before
 
 
-def test_client_that_waits_is_told_to_go_on(service, connection):
-    """A client that asks before it sends its body is told to go on."""
+def test_expectation_is_answered_with_100(service, connection):
+    """A client that sends ``Expect: 100-continue`` gets 100 before its body."""
     plant = fern()
     head, _, body = request(body=plant, expect='100-continue').partition(b'\r\n\r\n')
     assert connection.ask(head + b'\r\n\r\n').status == 100
@@ -142,7 +142,7 @@ def test_client_that_waits_is_told_to_go_on(service, connection):
 
 
 def test_pipelined_requests_are_answered_in_order(service, connection):
-    """Requests that are sent together are answered in their order, faults included."""
+    """Pipelined requests are answered in their order, errors included."""
     plants = [fern(name=f'Fern {number}') for number in range(50)]
     bad = request(body=b'{}')
     connection.send(b''.join(request(body=plant) + bad for plant in plants))
@@ -166,17 +166,17 @@ UNREAD = {
 @pytest.mark.parametrize('size', [1_000, 65_535, 65_536, 100_000, 1_000_000])
 @table('value, how', UNREAD)
 def test_refused_body_leaves_the_connection_in_step(
-    narrow, value, how, size, framing, pipelined
+    small_limit, value, how, size, framing, pipelined
 ):
     """A refused body of any size leaves the connection in step."""
     body = b'a' * size
     data = request(body=body, **how) if framing is request else chunked(body, **how)
-    with narrow.connect() as client:
+    with small_limit.connect() as client:
         assert_error(ask_in_step(client, data, pipelined=pipelined), value)
 
 
 def test_length_with_leading_zeros_is_a_length(connection):
-    """A body is as long as its length says, in however many digits."""
+    """Leading zeros do not change a Content-Length."""
     body = b'a' * 100_000
     data = request(body=body, content_length=f'{len(body):030}', authorization=None)
     answer = ask_in_step(connection, data)

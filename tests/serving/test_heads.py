@@ -1,4 +1,4 @@
-"""Heads that mean nothing, or more than one thing: refused, never guessed."""
+"""Request heads that are invalid or ambiguous are refused, never guessed."""
 
 import socket
 import ssl
@@ -14,7 +14,7 @@ from exchange import ask_in_step
 from exchange import assert_error
 from exchange import chunked
 from exchange import fern
-from exchange import head
+from exchange import raw_head
 from exchange import table
 from server import PATIENCE
 from server import RawClient
@@ -24,7 +24,7 @@ from server import wait_until
 
 
 def client_hello():
-    """Return what a client that expects TLS sends first."""
+    """Return the first bytes of a TLS client."""
     outgoing = ssl.MemoryBIO()
     tls = ssl.create_default_context().wrap_bio(
         ssl.MemoryBIO(), outgoing, server_hostname='localhost'
@@ -35,7 +35,7 @@ def client_hello():
 
 
 def heads(**more):
-    """Return a request with a plant, and header lines put in behind its first line."""
+    """Return requests, by name, each with lines inserted after the request line."""
     return {
         name.replace('_', ' '): request(body=fern()).replace(
             b'\r\n', b'\r\n' + lines.encode() + b'\r\n', 1
@@ -53,21 +53,21 @@ TOO_MUCH = {
     'head without an end': (43100, request('GET', x=SECRET * 80_000)[:-4]),
     'header without an end': (
         43100,
-        head('GET / HTTP/1.1', 'X: ' + 'a' * 200_000)[:-4],
+        raw_head('GET / HTTP/1.1', 'X: ' + 'a' * 200_000)[:-4],
     ),
     'expects something else': (41700, request(body=fern(), expect='200-ok')),
 }
 
-# What a proxy in front might read otherwise (RFC 9112, sections 2.2, 3, 5.2, 6.1).
+# A proxy might read these differently (RFC 9112, sections 2.2, 3, 5.2, 6.1).
 SMUGGLED = {
     'bare line feeds': request(body=fern()).replace(b'\r\n', b'\n'),
     'one bare line feed': request(body=fern()).replace(b'\r\n', b'\n', 1),
     'bare line feed in a header': request(body=fern(), x='a\nContent-Length: 0'),
     'bare line feeds at the end': request('GET', '/livez')[:-4] + b'\n\n',
-    'two spaces': head('GET  /livez HTTP/1.1', 'Host: x'),
-    'two spaces before the version': head('GET /livez  HTTP/1.1', 'Host: x'),
-    'tab in the request line': head('GET\t/livez\tHTTP/1.1', 'Host: x'),
-    'space before the method': head(' GET /livez HTTP/1.1', 'Host: x'),
+    'two spaces': raw_head('GET  /livez HTTP/1.1', 'Host: x'),
+    'two spaces before the version': raw_head('GET /livez  HTTP/1.1', 'Host: x'),
+    'tab in the request line': raw_head('GET\t/livez\tHTTP/1.1', 'Host: x'),
+    'space before the method': raw_head(' GET /livez HTTP/1.1', 'Host: x'),
     'no host': request(body=fern(), host=None),
     'two hosts': request(body=fern(), host=['localhost', 'localhost']),
     'two content types': request(body=fern(), content_type=['application/json'] * 2),
@@ -98,20 +98,20 @@ SMUGGLED = {
 
 NOT_HTTP = {
     'empty lines': b'\r\n\r\n\r\n',
-    'one word': head(SECRET),
-    'no version': head(f'GET /{SECRET}'),
-    'version unknown': head(f'GET /{SECRET} HTTP/9.9'),
-    'version of FTP': head('GET / FTP/1.1'),
-    'method in small letters': head('get / HTTP/1.1', f'A: {SECRET}'),
-    'method of symbols': head('G@T / HTTP/1.1', f'A: {SECRET}'),
-    'target with a space': head(f'GET /{SECRET} {SECRET} HTTP/1.1'),
-    'target relative': head('GET plants HTTP/1.1'),
-    'target * for GET': head('GET * HTTP/1.1'),
-    'target of NUL': head('GET /\0 HTTP/1.1'),
-    'target not ASCII': head(f'GET /plants?access_token={SECRET}\xff HTTP/1.1'),
-    'target with half an address': head(f'GET http://[?token={SECRET} HTTP/1.1'),
-    'header without colon': head('GET / HTTP/1.1', f'Authorization {SECRET}'),
-    'header name missing': head('GET / HTTP/1.1', f': Bearer {SECRET}'),
+    'one word': raw_head(SECRET),
+    'no version': raw_head(f'GET /{SECRET}'),
+    'version unknown': raw_head(f'GET /{SECRET} HTTP/9.9'),
+    'version of FTP': raw_head('GET / FTP/1.1'),
+    'method in small letters': raw_head('get / HTTP/1.1', f'A: {SECRET}'),
+    'method of symbols': raw_head('G@T / HTTP/1.1', f'A: {SECRET}'),
+    'target with a space': raw_head(f'GET /{SECRET} {SECRET} HTTP/1.1'),
+    'target relative': raw_head('GET plants HTTP/1.1'),
+    'target * for GET': raw_head('GET * HTTP/1.1'),
+    'target of NUL': raw_head('GET /\0 HTTP/1.1'),
+    'target not ASCII': raw_head(f'GET /plants?access_token={SECRET}\xff HTTP/1.1'),
+    'target with half an address': raw_head(f'GET http://[?token={SECRET} HTTP/1.1'),
+    'header without colon': raw_head('GET / HTTP/1.1', f'Authorization {SECRET}'),
+    'header name missing': raw_head('GET / HTTP/1.1', f': Bearer {SECRET}'),
     'zeros': b'\0' * 100 + b'\r\n',
     'HTTP/2': b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0',
     'TLS': client_hello(),
@@ -126,13 +126,13 @@ REFUSED = (
 
 @table('value, data', REFUSED)
 def test_bad_head_is_refused_and_ends_the_connection(service, connection, value, data):
-    """It is an Error at once, with an id and a date; the log has the id, no secret."""
+    """A bad head gets an Error with an id and a date; the log has the id, no secret."""
     before = service.lines()
     connection.send(data + request(body=fern()))
     answer = connection.receive()
     assert_error(answer, value)
     assert answer.announces_close
-    assert connection.receive() is None, 'something behind it was answered'
+    assert connection.receive() is None, 'the next request was answered'
     assert service.lines() == before
     made = parsedate_to_datetime(answer.headers['date'])
     assert answer.headers['date'] == format_datetime(made, usegmt=True)
@@ -142,15 +142,15 @@ def test_bad_head_is_refused_and_ends_the_connection(service, connection, value,
     assert SECRET not in service.log
 
 
-def test_head_that_breaks_off_is_not_answered(connection):
-    """The end of the connection in the middle of a head is no request."""
+def test_incomplete_head_is_not_answered(connection):
+    """A connection that ends in the middle of a head gets no answer."""
     connection.send(request(body=fern())[:40])
     connection.finish_sending()
     assert connection.receive() is None
 
 
 def test_empty_line_before_a_request_is_ignored(connection):
-    """One line end behind a body, which old clients send, does no harm."""
+    """One line end after a body, which old clients send, is ignored."""
     assert ask_in_step(connection, b'\r\n' + request(body=fern())).status == 200
 
 
@@ -165,7 +165,7 @@ CONNECTIONS = {
 
 @pytest.mark.parametrize('options', CONNECTIONS.values(), ids=CONNECTIONS)
 def test_close_is_seen_wherever_it_stands(connection, options):
-    """A client that wants the connection to end after its request gets that."""
+    """``close`` anywhere in the Connection headers ends the connection."""
     answer = ask_in_step(connection, request(body=fern(), connection=options))
     assert answer.status == 200
     assert answer.announces_close
@@ -180,14 +180,14 @@ HTTP_1_0 = {
 
 @pytest.mark.parametrize('headers', HTTP_1_0.values(), ids=HTTP_1_0)
 def test_http_1_0_connection_ends_after_one_answer(connection, headers):
-    """HTTP/1.0 needs no host, never gets an interim answer, and ends as announced."""
+    """HTTP/1.0 needs no host, gets no interim answer, and ends as announced."""
     answer = ask_in_step(connection, request(body=fern(), version='1.0', **headers))
     assert answer.status == 200
     assert answer.announces_close
 
 
-def test_http_1_0_connection_is_kept_for_who_asks(connection):
-    """An HTTP/1.0 client that asks for it keeps its connection."""
+def test_http_1_0_connection_is_kept_on_request(connection):
+    """An HTTP/1.0 client that asks for keep-alive keeps its connection."""
     data = request(body=fern(), version='1.0', connection='keep-alive')
     answer = ask_in_step(connection, data)
     assert answer.status == 200
@@ -195,8 +195,8 @@ def test_http_1_0_connection_is_kept_for_who_asks(connection):
 
 
 @pytest.mark.parametrize('where', ['loopback', 'unix socket'])
-def test_variables_of_wsgi_are_no_headers(tmp_path, where):
-    """A header that would become a variable is dropped, from whatever neighbour."""
+def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path, where):
+    """SCRIPT_NAME and the like are dropped, also from a proxy on this machine."""
     bound = ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s')
     with Server(tmp_path, *bound) as server:
         connected = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""Hostile clients: each has its time and its share, and holds up nobody else."""
+"""Slow and hostile clients are limited, and delay no other client."""
 
 import os
 import re
@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from exchange import PAGE
-from exchange import QUICK
-from exchange import SHORT
-from exchange import TAKEN
+from exchange import LARGE_FILE
+from exchange import MAX_ANSWER_SECONDS
+from exchange import SHORT_LIMITS
+from exchange import STORED_PLANT
 from exchange import assert_error
 from exchange import assert_quick
 from exchange import chunked
@@ -28,27 +28,27 @@ from server import configured
 from server import request
 from server import wait_until
 
-STRANGER = request('GET', '/x', authorization=None)
+UNAUTHORIZED = request('GET', '/x', authorization=None)
 
 
 @pytest.fixture(scope='module')
 def impatient(tmp_path_factory):
-    """The service with more time for an idle client than for a request."""
+    """A server with 1 s for a request and 3 s for an idle connection."""
     directory = tmp_path_factory.mktemp('impatient')
-    with Server(directory, *configured(directory, *SHORT)) as server:
+    with Server(directory, *configured(directory, *SHORT_LIMITS)) as server:
         yield server
 
 
-def worker_of(server):
-    """Return the only worker."""
+def only_worker(server):
+    """Return the process id of the only worker."""
     (pid,) = server.worker_pids()
     return pid
 
 
-def connections_of(server):
+def count_sockets(server):
     """Return how many sockets the only worker has open."""
     names = []
-    for entry in Path(f'/proc/{worker_of(server)}/fd').iterdir():
+    for entry in Path(f'/proc/{only_worker(server)}/fd').iterdir():
         with suppress(FileNotFoundError):  # it was closed in between
             names.append(os.readlink(entry))
     return sum(name.startswith('socket:') for name in names)
@@ -57,24 +57,24 @@ def connections_of(server):
 # ---- time
 
 
-COMPLETE = request('GET', '/livez')
-DRIPPING = {
+PROBE = request('GET', '/livez')
+INCOMPLETE = {
     'head': (b'', b'POST /plants HTTP/1.1\r\nX-Slow: ', None),
     'body': (b'', request(body=b' ', content_length='1000'), 40000),
     'chunks': (b'', chunked(b' ', end=b'ff\r\n'), 40000),
     'trailers': (b'', chunked(b' ', end=b'0\r\nX: '), 40000),
-    'head behind another request': (COMPLETE, request()[:40], None),
+    'head behind another request': (PROBE, request()[:40], None),
     'body behind another request': (
-        COMPLETE,
+        PROBE,
         request(body=b' ', content_length='1000'),
         40000,
     ),
 }
 
 
-@table('before, data, value', DRIPPING)
-def test_request_that_drips_is_ended_in_time(impatient, before, data, value):
-    """A request that is not complete in its time ends, whatever came before it."""
+@table('before, data, value', INCOMPLETE)
+def test_incomplete_request_is_ended_at_its_time_limit(impatient, before, data, value):
+    """An incomplete request is ended at its time limit, also behind another request."""
     with impatient.connect() as client:
         client.send(before + data)
         if before:
@@ -82,12 +82,12 @@ def test_request_that_drips_is_ended_in_time(impatient, before, data, value):
         began = time.monotonic()
 
         def ended():
-            if not before:  # what came with another request has its time from there on
+            if not before:  # behind another request the time runs without more bytes
                 client.send(b' ')
             return client.is_readable(0.02)
 
-        wait_until(ended, 'it is ended', 5)
-        # Not the three seconds of an idle client.
+        wait_until(ended, 'the request is ended', 5)
+        # The request limit of 1 s counts, not the idle limit of 3 s.
         assert 0.5 < time.monotonic() - began < 2.8
         answer = client.receive()
         if value is None:
@@ -98,52 +98,52 @@ def test_request_that_drips_is_ended_in_time(impatient, before, data, value):
             assert client.receive() is None
 
 
-def test_request_has_its_whole_time_behind_another(impatient):
-    """A request that begins on a kept connection has the time of a first one."""
+def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
+    """The time limit of a request begins with that request."""
     with impatient.connect() as client:
         for _ in range(3):
             time.sleep(0.7)
-            assert client.ask(COMPLETE).status == 200
+            assert client.ask(PROBE).status == 200
 
 
-def test_idle_client_has_the_time_of_an_idle_client(impatient):
-    """A kept connection that sends nothing is closed, not before its time."""
+def test_idle_connection_is_closed_at_its_time_limit(impatient):
+    """A kept connection without a request is closed at the idle limit, not before."""
     with impatient.connect() as client:
-        assert client.ask(COMPLETE).status == 200
+        assert client.ask(PROBE).status == 200
         assert not client.is_readable(2)
         assert client.is_readable(5)
         assert client.receive() is None
 
 
 def test_first_request_may_come_late(tmp_path):
-    """A new connection has its time for a first request, also if none is kept."""
+    """A new connection may wait with its first request, also with --keep-alive=0."""
     with Server(tmp_path, '--keep-alive=0') as server, server.connect() as client:
-        time.sleep(1.5)  # the worker looks every second
-        assert client.ask(COMPLETE).status == 200
+        time.sleep(1.5)  # the worker checks time limits every second
+        assert client.ask(PROBE).status == 200
 
 
 @pytest.mark.parametrize('reads', ['nothing', 'a little'])
-def test_reader_that_stalls_loses_its_connection(impatient, reads):
-    """A client whose buffers are full when its time is up does not keep its place."""
-    before = connections_of(impatient)
+def test_client_that_stops_reading_is_disconnected(impatient, reads):
+    """A client that does not read its answers is disconnected at its time limit."""
+    before = count_sockets(impatient)
     with ExitStack() as opened:
         clients = []
         for _ in range(5):
             client = opened.enter_context(impatient.connect())
-            client.send(request('GET', PAGE) * 20)
+            client.send(request('GET', LARGE_FILE) * 20)
             clients.append(client)
         if reads == 'a little':
             for client in clients:
                 assert len(client.receive().body) > 2**20
-        wait_until(lambda: connections_of(impatient) <= before, 'they are closed', 8)
-    assert impatient.ask(COMPLETE).status == 200
+        wait_until(lambda: count_sockets(impatient) <= before, 'they are closed', 8)
+    assert impatient.ask(PROBE).status == 200
 
 
-def test_reader_that_is_slow_gets_everything(impatient):
-    """A client that takes longer than a request may, a piece at a time, gets it all."""
-    whole = impatient.ask(request('GET', PAGE)).body
+def test_slow_reader_gets_everything(impatient):
+    """A client that reads a piece at a time gets it all, also after the time limit."""
+    whole = impatient.ask(request('GET', LARGE_FILE)).body
     with impatient.connect() as client:
-        client.send(request('GET', PAGE) * 3)
+        client.send(request('GET', LARGE_FILE) * 3)
         received = b''
         while len(received) < 3 * len(whole):
             received += client._socket.recv(2**19)
@@ -151,8 +151,8 @@ def test_reader_that_is_slow_gets_everything(impatient):
         assert received.count(whole) == 3
 
 
-def test_urgent_data_loses_nothing(service):
-    """A byte out of band, which nobody reads, does not stop what follows it."""
+def test_urgent_data_does_not_disturb_a_request(service):
+    """A byte of TCP urgent data, which the server ignores, does not stop a request."""
     with service.connect() as client:
         data = request(body=fern())
         for place in (0, 10, len(data) - 3):
@@ -168,8 +168,8 @@ def test_urgent_data_loses_nothing(service):
 
 @pytest.mark.parametrize('megabytes', [5, 50])
 @pytest.mark.parametrize('framing', ['length', 'chunks'])
-def test_large_body_is_answered_to_who_sends_it_all(service, megabytes, framing):
-    """A client that reads after it has sent its whole body finds its 40003."""
+def test_client_that_sends_all_of_a_large_body_is_answered(service, megabytes, framing):
+    """A client that reads only after its whole body was sent gets its 40003."""
     body = b' ' * (megabytes * 2**20)
     with service.connect() as client:
         if framing == 'length':
@@ -192,11 +192,11 @@ ENDLESS = {
 
 
 @table('head, piece', ENDLESS)
-def test_endless_body_is_answered_at_once_and_ends(impatient, head, piece):
-    """It is refused as soon as it is too long, ends in time and slows nobody down."""
+def test_endless_body_is_refused_at_once_and_cut_off(impatient, head, piece):
+    """An endless body is refused at the limit, cut off in time, and delays nobody."""
     with impatient.connect() as client:
         client.send(head + piece + piece)
-        assert client.is_readable(QUICK)
+        assert client.is_readable(MAX_ANSWER_SECONDS)
         answer = client.receive()
         assert_error(answer, 40003)
         assert answer.announces_close
@@ -211,76 +211,75 @@ def test_endless_body_is_answered_at_once_and_ends(impatient, head, piece):
             poured = pool.submit(pour)
             try:
                 assert_quick(impatient, rounds=5)
-                poured.result(8)  # a second for a request, and one to look again
+                poured.result(8)  # 1 s for the request, and 1 s until the worker checks
             finally:
                 done.set()
 
 
 LINGERING = {
-    'connection: close': request(body=TAKEN, connection='close'),
+    'connection: close': request(body=STORED_PLANT, connection='close'),
     'not HTTP': b'\r\n\r\n\r\n',
     'refused body': request(body=b'a' * 70_000, authorization=None),
 }
 
 
 @pytest.mark.parametrize('data', LINGERING.values(), ids=LINGERING)
-def test_client_that_does_not_close_is_closed(impatient, data):
-    """A client that keeps its end open after an announced close loses its place."""
-    before = connections_of(impatient)
+def test_connection_that_the_client_leaves_open_is_closed(impatient, data):
+    """After an announced close the server closes what the client leaves open."""
+    before = count_sockets(impatient)
     with ExitStack() as opened:
         for _ in range(8):
             client = opened.enter_context(impatient.connect())
             assert client.ask(data).announces_close
         assert_quick(impatient, rounds=1)
-        wait_until(lambda: connections_of(impatient) <= before, 'they are closed', 8)
+        wait_until(lambda: count_sockets(impatient) <= before, 'they are closed', 8)
 
 
 # ---- turns
 
 
-def pipelining(server, opened, number, seconds):
-    """Have strangers send requests without a pause and read the answers."""
-    sockets = []
+def send_pipelines(server, opened, number, seconds):
+    """Let clients without a token pipeline requests without a pause."""
+    data = UNAUTHORIZED * 50
+    selector = select.epoll()
+    opened.callback(selector.close)
+    sockets = {}
     for _ in range(number):
         client = opened.enter_context(server.connect())
         client._socket.setblocking(False)
-        sockets.append(client._socket)
-    data = STRANGER * 50
-    selector = select.epoll()
-    opened.callback(selector.close)
-    by_fd = {one.fileno(): one for one in sockets}
-    for number in by_fd:
-        selector.register(number, select.EPOLLIN | select.EPOLLOUT)
+        fd = client._socket.fileno()
+        sockets[fd] = client._socket
+        selector.register(fd, select.EPOLLIN | select.EPOLLOUT)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for number, events in selector.poll(0.1):
+        for fd, events in selector.poll(0.1):
             with suppress(BlockingIOError, ConnectionError):
                 if events & select.EPOLLIN:
-                    by_fd[number].recv(2**18)
+                    sockets[fd].recv(2**18)
                 if events & select.EPOLLOUT:
-                    by_fd[number].send(data)
+                    sockets[fd].send(data)
 
 
-def test_strangers_that_pipeline_slow_nobody_down(tmp_path):
-    """Adds of a healthy client are answered meanwhile, and no heartbeat stops."""
+def test_pipelining_clients_delay_nobody(tmp_path):
+    """Meanwhile adds of another client are answered, and the heartbeat goes on."""
     unmeasured = {'COVERAGE_PROCESS_CONFIG': None}
     with Server(tmp_path, '--timeout=2', **unmeasured) as server, ExitStack() as opened:
-        pid = worker_of(server)
+        pid = only_worker(server)
         with ThreadPoolExecutor(1) as pool, server.connect() as healthy:
-            crowd = pool.submit(pipelining, server, opened, 900, 4)
+            crowd = pool.submit(send_pipelines, server, opened, 900, 4)
             slowest = 0
             while not crowd.done():
                 began = time.monotonic()
                 assert healthy.ask(request(body=fern())).status == 200
                 slowest = max(slowest, time.monotonic() - began)
             crowd.result()
-        assert slowest < 2 * QUICK
-        assert worker_of(server) == pid
+        assert slowest < 2 * MAX_ANSWER_SECONDS
+        assert only_worker(server) == pid
         assert 'WORKER TIMEOUT' not in server.log
 
 
-def test_slow_clients_hold_up_nobody(service):
-    """With 400 heads and bodies that do not end, others are answered as before."""
+def test_slow_clients_delay_nobody(service):
+    """With 400 unfinished heads and bodies, other clients are answered quickly."""
     before = service.memory()
     workers = service.worker_pids()
     with ExitStack() as opened:
@@ -303,8 +302,8 @@ def test_slow_clients_hold_up_nobody(service):
 # ---- memory, connections, files
 
 
-def test_unfinished_heads_cost_some_kilobytes(tmp_path):
-    """A stranger who sends almost all of a large head fills no memory."""
+def test_unfinished_head_uses_little_memory(tmp_path):
+    """A client that sends almost all of a large head costs at most 0.1 MiB."""
     fields = ''.join(f'x{number}: {"a" * 8_000}\r\n' for number in range(98))
     with (
         Server(tmp_path, COVERAGE_PROCESS_CONFIG=None) as server,
@@ -317,19 +316,19 @@ def test_unfinished_heads_cost_some_kilobytes(tmp_path):
                 client.send(f'GET / HTTP/1.1\r\n{fields}'.encode()[:size])
         assert_quick(server, rounds=3)
         grown = server.memory() - before
-        # 150 that wait with 28 kB, and 150 that were refused at 32.
+        # 150 heads of 28 kB are incomplete, and 150 were refused at 32 kB.
         assert grown < 300 * 0.1, f'{grown:.1f} MiB'
 
 
 @pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (60, 3)])
-def test_answers_that_nobody_takes_fill_no_memory(tmp_path, clients, requests):
-    """Large answers to clients that do not read wait in the sockets."""
+def test_unread_answers_use_little_memory(tmp_path, clients, requests):
+    """Large answers to clients that do not read stay in the buffers of the sockets."""
     with Server(tmp_path) as server, ExitStack() as opened:
-        server.ask(request('GET', PAGE))
+        server.ask(request('GET', LARGE_FILE))
         before = server.memory()
         for _ in range(clients):
             client = opened.enter_context(server.connect())
-            client.send(request('GET', PAGE) * requests)
+            client.send(request('GET', LARGE_FILE) * requests)
             assert client.is_readable(PATIENCE)
         assert_quick(server, rounds=3)
         assert server.memory() < before + 20
@@ -349,11 +348,11 @@ def test_connections_are_bounded(tmp_path):
             assert waiting.receive().status == 200
 
 
-def test_more_connections_than_files_wait(tmp_path):
-    """A worker that may open no more files lives on, and serves when it may again."""
+def test_connections_above_the_file_limit_wait(tmp_path):
+    """A worker at its file limit survives, and serves again when files are closed."""
     command = ['bash', '-c', 'ulimit -n 64; exec "$@"', 'limited', *GUNICORN]
     with Server(tmp_path, command=command) as server:
-        pid = worker_of(server)
+        pid = only_worker(server)
         with ExitStack() as connections:
             for _ in range(100):
                 client = connections.enter_context(server.connect())
@@ -362,12 +361,12 @@ def test_more_connections_than_files_wait(tmp_path):
             wait_until(lambda: len(list(open_files.iterdir())) >= 60, 'all are open')
             assert not client.is_readable(0.3)
         assert server.ask(request(body=fern())).status == 200
-        assert worker_of(server) == pid
+        assert only_worker(server) == pid
         assert 'Traceback' not in server.log
 
 
-def test_files_are_not_short(service):
-    """Workers may have as many files open as the system lets them."""
+def test_workers_raise_their_file_limit(service):
+    """The soft limit of open files of a worker is the hard limit."""
     for pid in service.worker_pids():
         limits = Path(f'/proc/{pid}/limits').read_text()
         [(soft, hard)] = re.findall(
@@ -376,13 +375,13 @@ def test_files_are_not_short(service):
         assert soft == hard
 
 
-def test_reader_that_leaves_leaves_nothing_behind(impatient):
-    """A client that goes away in the middle of its answer leaves no socket."""
-    before = connections_of(impatient)
+def test_client_that_disconnects_leaves_no_socket(impatient):
+    """A client that disconnects in the middle of its answer leaves no open socket."""
+    before = count_sockets(impatient)
     for _ in range(20):
         with impatient.connect() as client:
-            client.send(request('GET', PAGE) * 3)
+            client.send(request('GET', LARGE_FILE) * 3)
             assert client.is_readable(PATIENCE)
     assert_quick(impatient, rounds=1)
-    wait_until(lambda: connections_of(impatient) <= before, 'they are closed')
+    wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
     assert 'ERROR' not in impatient.log

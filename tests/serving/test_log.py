@@ -1,4 +1,4 @@
-"""The log: its two formats, what it shows and what never."""
+"""The log: its two formats, its fields, and the secrets that it never shows."""
 
 import re
 import signal
@@ -8,7 +8,7 @@ from datetime import UTC
 from datetime import datetime
 
 import pytest
-from exchange import objects
+from exchange import parse_json_log
 from server import PATIENCE
 from server import TOKEN
 from server import RawClient
@@ -18,23 +18,20 @@ from server import request
 from server import wait_until
 
 SECRET = 'a-secret-that-no-log-may-show'
-
-
 FERN = {'id': 1, 'name': SECRET}
 
+each_format = pytest.mark.parametrize('log', ['text', 'json'])
 
-LOGS = pytest.mark.parametrize('log', ['text', 'json'])
 
-
-def test_json_lines(tmp_path):
-    """Each line is an object: of requests, of gunicorn, of a refused request."""
+def test_json_log_has_an_object_per_line(tmp_path):
+    """Requests, refused requests and gunicorn's messages are JSON objects."""
     began = datetime.now(UTC)
     with Server(tmp_path, PLANTS_LOG='json') as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
         server.ask(request('HEAD', '/livez', authorization=None), head=True)
         server.ask(request('GET', '/pl%0aants'))
         server.ask(b'GET / HTTP/9\r\n\r\n')
-    lines = objects(server.log)
+    lines = parse_json_log(server.log)
     [added] = [line for line in lines if line.get('request_id') == 'my-id']
     assert list(added) == [
         *('time', 'level', 'pid', 'logger', 'message', 'request_id', 'token', 'method'),
@@ -76,19 +73,19 @@ app = create_app(BrokenStore(), tokens=['{TOKEN}'])
 """
 
 
-def test_json_traceback(tmp_path):
-    """A traceback is a member of the one line that is about it."""
+def test_traceback_is_part_of_a_json_line(tmp_path):
+    """A traceback is a member of the line that reports the exception."""
     (tmp_path / 'broken.py').write_text(BROKEN_APPLICATION)
     with Server(tmp_path, 'broken:app', PLANTS_LOG='json') as server:
         assert server.ask(request(body=FERN)).status == 500
-    [line] = [line for line in objects(server.log) if 'exception' in line]
+    [line] = [line for line in parse_json_log(server.log) if 'exception' in line]
     assert line['level'] == 'ERROR'
     assert line['exception'].startswith('Traceback')
     assert line['exception'].endswith('ZeroDivisionError: two\nlines')
 
 
-def test_text_lines(tmp_path):
-    """A line for people has gunicorn's form, and the same facts in their order."""
+def test_text_line_has_the_fields_of_a_json_line(tmp_path):
+    """A text line has gunicorn's format, and the fields of JSON in their order."""
     with Server(tmp_path) as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
     line = (
@@ -98,9 +95,9 @@ def test_text_lines(tmp_path):
     assert re.search(f'^{line}$', server.log, re.MULTILINE)
 
 
-@LOGS
+@each_format
 def test_no_secret_is_logged(tmp_path, log):
-    """No token, body or query is logged, whatever they were mistaken for."""
+    """No token, body or query is logged, wherever in a request it was put."""
     plants = tmp_path / 'plants.jsonl'
     with Server(tmp_path, '--log-level', 'debug', PLANTS_LOG=log) as server:
         for authorization in (f'Bearer {SECRET}', f'Basic {SECRET}', SECRET, None):
@@ -126,7 +123,7 @@ def test_no_secret_is_logged(tmp_path, log):
         assert server.ask(request(body=FERN)).status == 503
         (tmp_path / 'away').rename(plants)
         server.ask(f'POST {SECRET}'.encode() + b'\r\n' + request(body=FERN))
-    # Where a client has put it as the method it is no secret.
+    # A client may send it as the method, which is logged.
     shown = [
         line
         for line in server.log.splitlines()
@@ -136,22 +133,22 @@ def test_no_secret_is_logged(tmp_path, log):
     assert TOKEN not in server.log
 
 
-def test_json_access_log(tmp_path):
-    """The access log is made of JSON lines too, and shows nothing that it knows."""
+def test_access_log_is_json_without_secrets(tmp_path):
+    """The access log is JSON too, without gunicorn's fields, which hold the token."""
     with Server(tmp_path, '--access-logfile', '-', PLANTS_LOG='json') as server:
         server.ask(request(body=FERN))
     [line] = [
         line
-        for line in objects(server.log)
+        for line in parse_json_log(server.log)
         if line['logger'] == 'gunicorn.access' and '/plants' in line['message']
     ]
     assert line.keys() == {'time', 'level', 'pid', 'logger', 'message'}
     assert TOKEN not in server.log
 
 
-@LOGS
+@each_format
 def test_log_file_is_rotated(tmp_path, log):
-    """A log file that was moved away is opened again at SIGUSR1, by every process."""
+    """On SIGUSR1 every process reopens a log file that was moved away."""
     path, moved = tmp_path / 'server.log', tmp_path / 'moved.log'
     arguments = ['--error-logfile', path.name, '--capture-output']
     with Server(tmp_path, *arguments, PLANTS_LOG=log) as server:
@@ -169,11 +166,11 @@ def test_log_file_is_rotated(tmp_path, log):
         assert 'before' in moved.read_text()
         assert 'Handling signal: usr1' in moved.read_text()
         if log == 'json':
-            objects(moved.read_text() + path.read_text())
+            parse_json_log(moved.read_text() + path.read_text())
 
 
-def test_log_that_cannot_be_written_costs_no_plant(tmp_path):
-    """With the disk of the log full, requests are answered as ever."""
+def test_full_disk_of_the_log_stops_no_request(tmp_path):
+    """With the disk of the log full, requests are answered as usual."""
     port = free_port()
     arguments = ('--error-logfile', '/dev/full', '--bind', f'127.0.0.1:{port}')
     server = Server(tmp_path, *arguments)
@@ -193,7 +190,7 @@ def test_log_that_cannot_be_written_costs_no_plant(tmp_path):
 
 
 def test_syslog_has_the_lines_of_requests(tmp_path):
-    """What gunicorn sends to syslog has the lines of the service in it."""
+    """What gunicorn sends to syslog includes the lines of requests."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as syslog:
         syslog.bind(('127.0.0.1', 0))
         syslog.settimeout(PATIENCE)

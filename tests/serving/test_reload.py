@@ -1,4 +1,4 @@
-"""Reloads: new files are taken up, bad ones refused, and the master never waits."""
+"""Reloads: new files are used, bad files refused, and the master never blocks."""
 
 import fcntl
 import os
@@ -33,11 +33,13 @@ def reload(server):
     """Reload, and wait until every worker is a new one."""
     old = server.worker_pids()
     server.signal(signal.SIGHUP)
-    wait_until(lambda: server.worker_pids() and not old & server.worker_pids(), 'new')
+    wait_until(
+        lambda: server.worker_pids() and not old & server.worker_pids(), 'all are new'
+    )
 
 
-def replaced(server):
-    """Kill a worker, and return when there is another one."""
+def replace_worker(server):
+    """Kill a worker, and wait until there is another one."""
     (victim, *others) = server.worker_pids()
     os.kill(victim, signal.SIGKILL)
 
@@ -45,12 +47,12 @@ def replaced(server):
         pids = server.worker_pids() - {victim}
         return len(pids) > len(others)
 
-    wait_until(is_another, 'there is another', 5)
-    wait_until(lambda: not Path(f'/proc/{victim}').exists(), 'it is no zombie', 5)
+    wait_until(is_another, 'there is another worker', 5)
+    wait_until(lambda: not Path(f'/proc/{victim}').exists(), 'it is reaped', 5)
 
 
-def children(pid):
-    """Return the processes that a process has started."""
+def child_pids(pid):
+    """Return the process ids of the children of a process."""
     found = set()
     for task in Path(f'/proc/{pid}/task').iterdir():  # threads have children, too
         with suppress(FileNotFoundError):  # it has just ended
@@ -58,14 +60,14 @@ def children(pid):
     return found
 
 
-def statuses(server, **members):
-    """Add plants, each on a connection of its own; return how they were answered."""
+def add_plants(server, **members):
+    """Add plants, each on a connection of its own; return the set of statuses."""
     with ExitStack() as opened:
         clients = [opened.enter_context(server.connect()) for _ in range(10)]
         return {client.ask(request(body=fern(**members))).status for client in clients}
 
 
-def test_reload_takes_up_all_files(copy):
+def test_reload_uses_all_new_files(copy):
     """New workers run the code, the schemas and the configuration as they are now."""
     with Server(copy, command=SCRIPT) as server:
         edit(copy / 'app.py', "{'status': 'live'}", "{'status': 'still alive'}")
@@ -78,8 +80,8 @@ def test_reload_takes_up_all_files(copy):
         assert_error(server.ask(request(body=fern() | {'name': 'Ferns'})), 40005)
 
 
-def test_new_code_judges_new_files(copy):
-    """New code alone says whether new files will do."""
+def test_new_files_are_checked_by_new_code(copy):
+    """Only the new code decides whether new files are valid."""
     with Server(copy, command=SCRIPT) as server:
         edit(copy / 'schemas' / '__init__.py', "glob('*.json')", "glob('[NPE]*.json')")
         (copy / 'schemas' / 'other.json').write_text('true')
@@ -95,7 +97,7 @@ BROKEN = {
 
 
 def test_reload_that_would_fail_changes_nothing(copy, subtests):
-    """What new workers could not start with changes nothing, until it is mended."""
+    """Files that new workers could not start with are refused until they are fixed."""
     with Server(copy, command=SCRIPT) as server:
         workers = server.worker_pids()
         for number, (name, (file, old, new, word)) in enumerate(BROKEN.items(), 1):
@@ -114,8 +116,8 @@ def test_reload_that_would_fail_changes_nothing(copy, subtests):
         assert server.ask(request(body=fern())).status == 200
 
 
-def test_made_token_survives_a_reload(tmp_path):
-    """The token that was made is printed once and still good after SIGHUP."""
+def test_generated_token_survives_a_reload(tmp_path):
+    """The generated token is printed once and is still accepted after SIGHUP."""
     with Server(tmp_path, PLANTS_TOKENS=None) as server:
         [header] = re.findall("'(Authorization: .+?)'", server.log)
         token = header.rpartition(' ')[2]
@@ -143,8 +145,8 @@ def test_broken_tokens_file_keeps_the_old_tokens(tmp_path):
         assert server.ask(request(body=fern())).status == 200
 
 
-def test_half_edited_files_do_not_matter_before_a_reload(copy):
-    """A worker that starts anew serves what the master has read, and nobody ends."""
+def test_half_edited_files_are_not_read_before_a_reload(copy):
+    """A replaced worker serves what the master has read, and no process ends."""
     with Server(copy, command=SCRIPT, workers=2) as server:
         for path in (
             'schemas/NewPlant.json',
@@ -154,47 +156,47 @@ def test_half_edited_files_do_not_matter_before_a_reload(copy):
         ):
             (copy / path).write_text(HALF)
         for _ in range(3):
-            replaced(server)
-        assert statuses(server) == {200}
+            replace_worker(server)
+        assert add_plants(server) == {200}
         answer = server.ask(request(body={'id': 'x'}))
         assert_error(answer, 40005)
         assert 'ERROR] Exception' not in server.log
 
 
-def test_edit_counts_in_no_worker_or_in_all(copy):
-    """A valid edit of a schema counts after a reload, in old and new workers alike."""
+def test_edited_schema_is_used_by_no_worker_or_by_all(copy):
+    """A valid edit of a schema is used after a reload, by all workers alike."""
     with Server(copy, command=SCRIPT, workers=2) as server:
         edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
-        replaced(server)
-        assert statuses(server, name='Ferns') == {200}
+        replace_worker(server)
+        assert add_plants(server, name='Ferns') == {200}
         reload(server)
-        assert statuses(server, name='Ferns') == {400}
-        assert statuses(server, name='Moss') == {200}
+        assert add_plants(server, name='Ferns') == {400}
+        assert add_plants(server, name='Moss') == {200}
 
 
 @contextmanager
 def locked(directory):
-    """Hold the lock of the plant file, as anybody may who can read it."""
+    """Hold the lock of the plant file, as any process may that can read the file."""
     with (directory / 'plants.jsonl').open('rb') as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
 def test_master_does_not_wait_for_the_lock(tmp_path):
-    """While somebody has the plant file, workers are replaced and the server ends."""
+    """While another process has the lock, workers are replaced and the server ends."""
     with Server(tmp_path, workers=2) as server:
         with locked(tmp_path):
             workers = server.worker_pids()
             server.signal(signal.SIGHUP)
-            wait_until(lambda: children(server.pid) > workers, 'it is rehearsed')
-            replaced(server)
+            wait_until(lambda: child_pids(server.pid) > workers, 'it is rehearsed')
+            replace_worker(server)
             wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
             assert 'plants.jsonl' in server.log
             assert server.ask(request('GET', '/livez')).status == 200
             server.signal(signal.SIGHUP)
             workers = server.worker_pids()
-            wait_until(lambda: children(server.pid) > workers, 'it is rehearsed')
-            rehearsal = children(server.pid) - workers
+            wait_until(lambda: child_pids(server.pid) > workers, 'it is rehearsed')
+            rehearsal = child_pids(server.pid) - workers
             server.signal(signal.SIGTERM)
             assert server.wait(5) == 0
         wait_until(lambda: not any(map(is_alive, rehearsal)), 'nothing is left')
@@ -207,29 +209,29 @@ HANGING = [
 ]
 
 
-def test_rehearsal_that_hangs_is_given_up(tmp_path):
-    """Code that does not come to an end refuses a reload, and hinders nothing."""
+def test_hanging_rehearsal_is_ended(tmp_path):
+    """A rehearsal that hangs refuses the reload, and blocks nothing else."""
     hang = tmp_path / 'hang'
     with Server(tmp_path, *configured(tmp_path, *HANGING)) as server:
         for ends in ('in time', 'with the server'):
             workers = server.worker_pids()
             hang.touch()
             server.signal(signal.SIGHUP)
-            wait_until(lambda old=workers: children(server.pid) > old, 'it hangs')
-            rehearsal = children(server.pid) - workers
+            wait_until(lambda old=workers: child_pids(server.pid) > old, 'it hangs')
+            rehearsal = child_pids(server.pid) - workers
             if ends == 'in time':
-                replaced(server)
+                replace_worker(server)
                 wait_until(lambda: 'within 4 s' in server.log, 'it is given up')
                 hang.unlink()
                 reload(server)
-                assert statuses(server) == {200}
+                assert add_plants(server) == {200}
         server.signal(signal.SIGTERM)
         assert server.wait(5) == 0
         wait_until(lambda: not any(map(is_alive, rehearsal)), 'nothing is left')
 
 
-def test_reload_that_fails_after_all_serves_as_before(tmp_path):
-    """A file that changes between the rehearsal and the reload ends nothing."""
+def test_reload_that_fails_after_the_rehearsal_serves_as_before(tmp_path):
+    """A file that changes between the rehearsal and the reload ends no process."""
     lines = [
         'import sys',
         "if sys.argv[0] != '-c' and Path('broken').exists(): statsd_host = 'x:1'",
@@ -238,14 +240,14 @@ def test_reload_that_fails_after_all_serves_as_before(tmp_path):
         (tmp_path / 'broken').touch()
         reload(server)
         assert 'Served as before, but for gunicorn.conf.py: statsd_host' in server.log
-        assert statuses(server) == {200}
+        assert add_plants(server) == {200}
         (tmp_path / 'broken').unlink()
         reload(server)
-        assert statuses(server) == {200}
+        assert add_plants(server) == {200}
 
 
-def test_many_reloads_at_once_are_few(tmp_path):
-    """However many SIGHUPs come, files are rehearsed once or twice, not in parallel."""
+def test_many_signals_at_once_are_few_reloads(tmp_path):
+    """For 500 SIGHUPs files are rehearsed once or twice, and not in parallel."""
     with Server(tmp_path) as server:
         (old,) = server.worker_pids()
         for _ in range(500):
@@ -258,10 +260,10 @@ def test_many_reloads_at_once_are_few(tmp_path):
             return old not in server.worker_pids()
 
         wait_until(is_over, 'it is reloaded')
-        wait_until(lambda: len(children(server.pid)) == 1, 'it is over')
+        wait_until(lambda: len(child_pids(server.pid)) == 1, 'it is over')
         assert most < 8
         assert server.log.count('Handling signal: hup') <= 3
-        assert statuses(server) == {200}
+        assert add_plants(server) == {200}
 
 
 GENERATIONS = """
@@ -292,8 +294,8 @@ print([ref() for ref in first if ref() is not None])
 """
 
 
-def test_reload_leaves_nothing_of_the_old_code(tmp_path):
-    """What a reload replaces is freed, so that a master does not grow with reloads."""
+def test_reload_frees_the_old_code(tmp_path):
+    """The old code is freed, so that a master does not grow with reloads."""
     environment = {
         name: text for name, text in os.environ.items() if 'COVERAGE' not in name
     }
@@ -308,7 +310,7 @@ def test_reload_leaves_nothing_of_the_old_code(tmp_path):
 
 
 def test_reload_to_an_address_in_use_is_refused(copy):
-    """An address that cannot be had is found out before the old one is given up."""
+    """A new address is tried before the old one is given up."""
     settings = copy / 'gunicorn.conf.py'
     text = settings.read_text()
     with ExitStack() as opened:
@@ -323,7 +325,7 @@ def test_reload_to_an_address_in_use_is_refused(copy):
             server.signal(signal.SIGHUP)
             wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
             assert f'127.0.0.1:{taken}: Address already in use' in server.log
-            assert statuses(server) == {200}
+            assert add_plants(server) == {200}
             sockets[2].close()
             settings.write_text(f"{text}\nbind = '127.0.0.1:{second}'\n")
             reload(server)
@@ -331,8 +333,8 @@ def test_reload_to_an_address_in_use_is_refused(copy):
                 assert client.ask(request('GET', '/livez')).status == 200
 
 
-def test_reload_may_change_the_kind_of_worker(copy):
-    """A reload from gunicorn's threads to our worker and back is a reload like any."""
+def test_reload_may_change_the_worker_class(copy):
+    """A reload may change to gunicorn's gthread worker, and back to ours."""
     settings = copy / 'gunicorn.conf.py'
     ours = settings.read_text()
     threads = ours.replace('worker_class = PlantsWorker', "worker_class = 'gthread'")
@@ -340,18 +342,18 @@ def test_reload_may_change_the_kind_of_worker(copy):
         for text in (threads, ours):
             settings.write_text(text)
             reload(server)
-            assert statuses(server) == {200}
+            assert add_plants(server) == {200}
 
 
-def test_file_that_counts_is_the_one_of_the_last_start(tmp_path):
-    """A worker that comes after another file took its place adds nothing to that."""
+def test_new_worker_adds_nothing_to_another_file(tmp_path):
+    """A worker that starts after the plant file was replaced refuses the new file."""
     plants, away = tmp_path / 'plants.jsonl', tmp_path / 'away'
     with Server(tmp_path) as server:
-        assert statuses(server) == {200}
+        assert add_plants(server) == {200}
         plants.rename(away)
         plants.touch()
-        replaced(server)
-        assert statuses(server) == {503}
+        replace_worker(server)
+        assert add_plants(server) == {503}
         assert plants.read_bytes() == b''
         away.replace(plants)
-        assert statuses(server) == {200}
+        assert add_plants(server) == {200}

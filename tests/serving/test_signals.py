@@ -1,4 +1,4 @@
-"""Signals: to end, to stop workers, to start others; with requests at work."""
+"""Signals that end, replace, add and remove workers, under load and without."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextlib import suppress
 
 import pytest
-from exchange import TAKEN
+from exchange import STORED_PLANT
 from exchange import assert_error
 from exchange import fern
 from server import GUNICORN
@@ -26,11 +26,11 @@ from server import wait_until
 
 @pytest.fixture
 def busy(tmp_path):
-    """A server with connections that are kept, half sent and silent."""
+    """A server with idle, incomplete and silent connections."""
     with Server(tmp_path, workers=2) as server, ExitStack() as connections:
         clients = [connections.enter_context(server.connect()) for _ in range(8)]
         for client in clients[:2]:
-            assert client.ask(request(body=TAKEN)).status == 200
+            assert client.ask(request(body=STORED_PLANT)).status == 200
         for client in clients[2:4]:
             client.send(b'POST /plants HTTP/1.1\r\nHost: lo')
         for client in clients[4:6]:
@@ -39,7 +39,7 @@ def busy(tmp_path):
 
 
 def assert_clean_end(server, seconds):
-    """The server and its workers end in time, and report nothing unusual."""
+    """Check that the server and its workers end in time, and log no error."""
     workers = server.worker_pids()
     assert server.wait(seconds) == 0
     assert not [pid for pid in workers if is_alive(pid)]
@@ -48,30 +48,30 @@ def assert_clean_end(server, seconds):
 
 
 def test_interrupt_ends_all_at_once(busy):
-    """Ctrl-C ends the server at once, whatever its connections are doing."""
+    """Ctrl-C ends the server at once, whatever its connections do."""
     busy.interrupt()
     assert_clean_end(busy, seconds=3)
 
 
 def test_interrupt_of_the_master_ends_all_at_once(busy):
-    """SIGINT to the master alone does the same."""
+    """SIGINT to the master alone ends the server at once, too."""
     busy.signal(signal.SIGINT)
     assert_clean_end(busy, seconds=3)
 
 
-def test_interrupts_without_number_end_all(busy):
-    """Who presses Ctrl-C again and again does not stop the server from ending."""
+def test_repeated_interrupts_end_all(busy):
+    """Ctrl-C again and again does not keep the server from ending."""
     for _ in range(2_000):
         busy.interrupt()
     assert_clean_end(busy, seconds=3)
 
 
 def test_interrupt_under_load_ends_all(tmp_path):
-    """Ctrl-C ends the server at once also while requests pour in."""
+    """Ctrl-C ends the server at once, also under many requests."""
     done = threading.Event()
 
     def pour():
-        with suppress(OSError):  # cut off and then refused, as it ends
+        with suppress(OSError):  # the server ends: cut off, then refused
             while not done.is_set():
                 with server.connect(timeout=5) as client:
                     for _ in range(10):
@@ -95,7 +95,7 @@ def test_terminate_lets_a_request_be_answered(tmp_path):
     data = request(body=plant)
     with Server(tmp_path, workers=2) as server, server.connect() as client:
         client.send(data[:-5])
-        # NOTE: a worker takes connections in their order, so that one is taken now.
+        # NOTE: a worker accepts connections in order, so the first one is accepted now.
         assert server.ask(request('GET', '/livez')).status == 200
         server.signal(signal.SIGTERM)
         wait_until(lambda: 'Handling signal: term' in server.log, 'SIGTERM is seen')
@@ -106,7 +106,7 @@ def test_terminate_lets_a_request_be_answered(tmp_path):
 
 
 def test_killed_worker_is_replaced_and_no_plant_lost(tmp_path):
-    """After kill -9 of the only worker another one takes over, with every plant."""
+    """After kill -9 of the only worker another one serves, with every plant."""
     plant = fern()
     with Server(tmp_path) as server:
         assert server.ask(request(body=plant)).status == 200
@@ -123,18 +123,18 @@ SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
 class Load:
-    """Clients that add plants, each in its way, and note every request that fails.
+    """Clients that add plants in three ways, and record every request that fails.
 
     Some *keep* a connection and send one request after another, some *pause* between
-    them, so that the connection idles, and some open a *fresh* one for each request.
+    requests, so that the connection idles, and some open a *fresh* one for each.
 
     Args:
-        server: Where they go.
+        server: The server to load.
 
     Attributes:
         added: The plants that were answered with 200.
-        lost: Those that were answered by the end of a connection, or not at all.
-        refused: Those for which there was no connection.
+        lost: The plants that got no complete answer before their connection ended.
+        refused: The plants for which no connection could be made.
     """
 
     CLIENTS = ('keep', 'fresh', 'pause') * 4
@@ -151,15 +151,15 @@ class Load:
         with ThreadPoolExecutor(len(self.CLIENTS)) as pool:
             clients = [pool.submit(getattr(self, f'_{way}')) for way in self.CLIENTS]
             try:
-                self.go_on()
+                self.wait_for_adds()
                 yield
             finally:
                 self._done.set()
             for client in clients:
                 client.result()
 
-    def go_on(self):
-        """Wait until some more plants are added."""
+    def wait_for_adds(self):
+        """Wait until 200 more plants are added."""
         wanted = len(self.added) + 200
         wait_until(lambda: len(self.added) >= wanted, 'the load goes on')
 
@@ -168,7 +168,7 @@ class Load:
             plant = fern()
             try:
                 client = RawClient(self._port)
-            except ConnectionError:  # the socket may close just then
+            except ConnectionError:  # the listening socket may close meanwhile
                 self.refused.append(plant)
                 self._done.wait(0.01)
                 continue
@@ -196,7 +196,7 @@ class Load:
 
 
 def assert_all_stored(server, load):
-    """What was answered with 200 is stored, and once, and nothing looks unusual."""
+    """Check that each plant answered with 200 is stored once, with no error logged."""
     stored = Counter(plant['id'] for plant in server.plants())
     assert set(stored.values()) == {1}
     assert {plant['id'] for plant in load.added} <= stored.keys()
@@ -205,17 +205,17 @@ def assert_all_stored(server, load):
 
 
 def reload(server, load):
-    """SIGHUP, twice."""
+    """Send SIGHUP twice."""
     for _ in range(2):
         old = server.worker_pids()
         server.signal(signal.SIGHUP)
         wait_until(lambda old=old: not old & server.worker_pids(), 'all are replaced')
-        load.go_on()
+        load.wait_for_adds()
     assert len(server.worker_pids()) == 2
 
 
 def scale(server, load):
-    """SIGTTIN and SIGTTOU, up to four workers and down to one."""
+    """Send SIGTTIN up to four workers, and SIGTTOU down to one."""
     for number, workers in (
         (signal.SIGTTIN, 3),
         (signal.SIGTTIN, 4),
@@ -225,17 +225,17 @@ def scale(server, load):
     ):
         server.signal(number)
         wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
-        load.go_on()
+        load.wait_for_adds()
 
 
 def recycle(server, load):
-    """--max-requests, until every worker was replaced several times."""
+    """Wait until --max-requests has replaced every worker several times."""
     wait_until(lambda: server.log.count('Booting worker') > 6, 'they are replaced')
 
 
 @contextmanager
 def upgraded(server):
-    """SIGUSR2: a second master beside the first, with workers of its own."""
+    """Send SIGUSR2: a second master runs beside the first, with its own workers."""
     server.signal(signal.SIGUSR2)
     wait_until(lambda: server.log.count('Listening at') == 2, 'there are two masters')
     new = int(re.findall(r'Listening at: \S+ \((\d+)\)', server.log)[1])
@@ -258,8 +258,8 @@ OPERATIONS = {
 @pytest.mark.parametrize(
     ('operate', 'arguments'), OPERATIONS.values(), ids=OPERATIONS.keys()
 )
-def test_no_request_fails_while_workers_come_and_go(tmp_path, operate, arguments):
-    """Workers come and go, and every request is answered, on whatever connection."""
+def test_no_request_fails_while_workers_are_replaced(tmp_path, operate, arguments):
+    """While workers start and end, every request on every connection is answered."""
     with Server(tmp_path, *arguments, workers=2) as server:
         load = Load(server)
         with load.running():
@@ -279,15 +279,15 @@ def test_upgrade_loses_no_request(tmp_path, command):
             with load.running():
                 server.signal(signal.SIGTERM)
                 assert server.wait() == 0
-                load.go_on()
+                load.wait_for_adds()
             assert not load.lost
             assert not load.refused
             assert_all_stored(server, load)
             assert len(server.plants()) == len(load.added)
 
 
-def test_upgrade_at_once_cuts_off_and_no_more(tmp_path):
-    """SIGQUIT to the old master cuts off what it does, and nothing after that."""
+def test_quick_upgrade_cuts_off_only_running_requests(tmp_path):
+    """SIGQUIT to the old master cuts off its requests, and none after them."""
     with Server(tmp_path, workers=2) as server:
         load = Load(server)
         with upgraded(server):
@@ -295,26 +295,26 @@ def test_upgrade_at_once_cuts_off_and_no_more(tmp_path):
                 server.signal(signal.SIGQUIT)
                 assert server.wait(5) == 0
                 cut = len(load.lost)
-                load.go_on()
+                load.wait_for_adds()
             assert cut <= len(load.lost) <= len(load.CLIENTS)
             assert not load.refused
             assert_all_stored(server, load)
 
 
-def test_stop_answers_what_was_taken(tmp_path):
-    """SIGTERM: what a worker has taken is answered, what none has taken is refused."""
+def test_terminate_under_load_stores_only_answered_plants(tmp_path):
+    """After SIGTERM under load, the stored plants are those answered with 200."""
     with Server(tmp_path, workers=2) as server:
         load = Load(server)
         with load.running():
             server.signal(signal.SIGTERM)
             assert server.wait(5) == 0
-        # A connection that waited for a worker is cut off unread: nothing is stored.
+        # A connection that no worker had accepted is cut off unread: nothing is stored.
         assert_all_stored(server, load)
         assert len(server.plants()) == len(load.added)
 
 
-def test_idle_connections_outlive_a_reload(tmp_path):
-    """A kept connection that idles is answered once more, or is seen to be closed."""
+def test_reload_ends_idle_connections_in_order(tmp_path):
+    """After a reload an idle connection is answered once more, or closed if silent."""
     with Server(tmp_path, workers=2) as server, ExitStack() as connections:
         clients = [connections.enter_context(server.connect()) for _ in range(20)]
         for client in clients:
@@ -329,7 +329,7 @@ def test_idle_connections_outlive_a_reload(tmp_path):
             assert client.receive() is None
 
 
-EARLY = """
+SLOW_START = """
 import time
 after_fork = post_fork
 
@@ -340,9 +340,9 @@ def post_fork(server, worker):
 """
 
 
-def test_worker_that_starts_stops_with_the_others(tmp_path):
-    """A worker that has no signal handlers yet stops with the others, at once."""
-    server = Server(tmp_path, *configured(tmp_path, EARLY))
+def test_worker_that_is_starting_stops_at_once(tmp_path):
+    """A worker that has no signal handlers yet stops at once with the server."""
+    server = Server(tmp_path, *configured(tmp_path, SLOW_START))
     server.start()
     try:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
@@ -352,7 +352,7 @@ def test_worker_that_starts_stops_with_the_others(tmp_path):
         server.stop()
 
 
-def test_upgrade_keeps_the_token_that_was_made(tmp_path):
+def test_upgrade_keeps_the_generated_token(tmp_path):
     """The new master of SIGUSR2 accepts the token that the old one has printed."""
     with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
         [token] = re.findall("'Authorization: Bearer (.+?)'", server.log)

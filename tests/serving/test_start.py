@@ -1,4 +1,4 @@
-"""The start: commands, refusals, checks, tokens, users, what is told."""
+"""Startup: commands, refusals, checks, tokens, users and the startup message."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 from exchange import SECRET
 from exchange import assert_error
 from exchange import fern
-from exchange import objects
+from exchange import parse_json_log
 from exchange import table
 from server import PATIENCE
 from server import SCRIPTS
@@ -45,7 +45,7 @@ def test_command_serves(checkout, command):
 
 
 def test_printed_curl_line_works(tmp_path):
-    """With no token configured one is made, and the line that is printed can be run."""
+    """Without a configured token one is generated, and the printed curl line works."""
     with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
         [line] = re.findall('^ *(curl .+)$', server.log, re.MULTILINE)
         for _ in range(4):
@@ -58,7 +58,7 @@ def test_printed_curl_line_works(tmp_path):
 
 
 def assert_start_refused(server, *words):
-    """It ends with a sentence that has these words, and with nothing else."""
+    """Check that a start ends with just one sentence, and that it has these words."""
     assert server.run() == 1
     [sentence] = [line for line in server.log.splitlines() if '[INFO]' not in line]
     for word in words:
@@ -66,7 +66,7 @@ def assert_start_refused(server, *words):
     assert SECRET not in sentence
 
 
-# tests/http has all that a setting may be; these are one of each kind.
+# One bad setting of each kind; tests/http tries all values.
 BAD_STARTS = {
     'memory: and two workers': (
         {'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'},
@@ -87,14 +87,14 @@ BAD_STARTS = {
 
 @table('environment, words', BAD_STARTS)
 def test_bad_setting_stops_a_start_and_a_check(tmp_path, environment, words):
-    """Both end with one sentence that names it, and leave nothing behind."""
+    """A start and a check end with a sentence that names the setting, and no file."""
     for arguments in (['-p', 'pid'], ['--check-config']):
         assert_start_refused(Server(tmp_path, *arguments, **environment), *words)
         assert [path.name for path in tmp_path.iterdir()] == ['server.log']
 
 
 def test_damaged_file_stops_the_start(tmp_path):
-    """A damaged line with sound ones behind it stops the start and stays as it is."""
+    """A damaged line before a sound one stops the start; the file stays as it is."""
     damaged = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
     (tmp_path / 'plants.jsonl').write_bytes(damaged)
     assert_start_refused(Server(tmp_path, workers=2), 'plants.jsonl', 'line 2', 'check')
@@ -130,7 +130,7 @@ def test_memory_store_has_one_worker(tmp_path):
 
 
 def test_memory_store_keeps_one_worker(tmp_path):
-    """A worker asked for by SIGTTIN would have its own plants: there is none."""
+    """SIGTTIN adds no worker: a second worker would have plants of its own."""
     with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
         before = server.worker_pids()
         server.signal(signal.SIGTTIN)
@@ -140,8 +140,8 @@ def test_memory_store_keeps_one_worker(tmp_path):
         assert server.worker_pids() == before
 
 
-def test_start_is_told_once(tmp_path):
-    """A start tells address, store, tokens and workers, and workers do not."""
+def test_startup_message_is_logged_once(tmp_path):
+    """A start logs address, store, tokens and workers; new workers log nothing."""
     with Server(tmp_path, workers=2) as server:
         port = server.port
         server.signal(signal.SIGHUP)
@@ -156,12 +156,14 @@ def test_start_is_told_once(tmp_path):
     ]
 
 
-def test_start_is_told_in_json(tmp_path):
-    """With JSON lines the start is one, and so is the token that was made."""
+def test_startup_message_is_one_json_line(tmp_path):
+    """In JSON the startup message is one line, and so is the generated token."""
     listed = f'{TOKEN},sha256:{"a" * 64}'
     with Server(tmp_path, PLANTS_LOG='json', PLANTS_TOKENS=listed) as server:
         port = server.port
-    [line] = [x for x in objects(server.log) if x['message'].endswith('is ready')]
+    [line] = [
+        x for x in parse_json_log(server.log) if x['message'].endswith('is ready')
+    ]
     assert (
         line
         | {
@@ -174,23 +176,23 @@ def test_start_is_told_in_json(tmp_path):
     )
     with Server(tmp_path, PLANTS_LOG='json', PLANTS_TOKENS=None) as server:
         pass
-    [line] = [x for x in objects(server.log) if 'No token' in x['message']]
+    [line] = [x for x in parse_json_log(server.log) if 'No token' in x['message']]
     assert 'curl http://127.0.0.1' in line['message']
 
 
 @pytest.mark.parametrize('log', ['text', 'json'])
-def test_refused_start(tmp_path, log):
+def test_refused_start_is_one_line(tmp_path, log):
     """A start that is refused is one line of the log."""
     server = Server(tmp_path, PLANTS_LOG=log, PLANTS_MAX_BODY='0')
     assert server.run() == 1
     *_, last = server.log.splitlines()
     if log == 'json':
-        assert objects(server.log)[-1]['level'] == 'CRITICAL'
+        assert parse_json_log(server.log)[-1]['level'] == 'CRITICAL'
     assert "PLANTS_MAX_BODY: '0' is not a positive number" in last
 
 
-def test_refused_start_with_a_log_file(tmp_path):
-    """Who keeps the log in a file is told at the terminal, too."""
+def test_refused_start_is_printed_beside_a_log_file(tmp_path):
+    """With a log file, the reason is printed on the terminal, too."""
     server = Server(tmp_path, '--error-logfile', 'error.log', PLANTS_LOG='xml')
     assert server.run() == 1
     assert server.log == "Error: PLANTS_LOG: 'xml' is not text or json\n"
@@ -198,7 +200,7 @@ def test_refused_start_with_a_log_file(tmp_path):
 
 
 def check(directory, *arguments, option='--check-config', **environment):
-    """Check without a start; return the exit code and what is printed."""
+    """Run a check, which must change no file; return its exit code and output."""
     server = Server(directory, option, *arguments, **environment)
     before = {path: path.read_bytes() for path in directory.iterdir()}
     code = server.run()
@@ -210,10 +212,10 @@ def check(directory, *arguments, option='--check-config', **environment):
 
 
 @pytest.mark.parametrize('option', ['--check', '--check-config'])
-def test_check(tmp_path, option):
-    """A check says what a start would, makes nothing and prints no token."""
-    told = {None: 'none configured, one will be made', TOKEN: '1'}
-    for tokens, words in told.items():
+def test_check_prints_what_a_start_would_use(tmp_path, option):
+    """A check prints what a start would use, creates no file and prints no token."""
+    expected = {None: 'none configured, one will be made', TOKEN: '1'}
+    for tokens, words in expected.items():
         code, printed = check(tmp_path, option=option, PLANTS_TOKENS=tokens)
         assert code == 0
         assert [line.strip() for line in printed.splitlines()] == [
@@ -224,11 +226,11 @@ def test_check(tmp_path, option):
         ]
 
 
-def test_check_in_json(tmp_path):
-    """A check is told in JSON where the log is; settings may come with --env."""
+def test_check_prints_json_where_the_log_is_json(tmp_path):
+    """A check prints JSON where the log is JSON; settings may come with --env."""
     code, printed = check(tmp_path, '--env', 'PLANTS_LOG=json')
     assert code == 0
-    [line] = objects(printed)
+    [line] = parse_json_log(printed)
     assert (line['store'], line['workers']) == ('jsonl:plants.jsonl', 1)
 
 
@@ -242,8 +244,8 @@ def test_passwords_are_not_shown(tmp_path):
     assert SECRET not in server.log
 
 
-def test_print_config(tmp_path):
-    """The server prints its settings, and makes no token for it."""
+def test_print_config_generates_no_token(tmp_path):
+    """--print-config prints the settings, without a token."""
     code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
     assert code == 0
     assert 'worker_class' in printed
@@ -266,16 +268,16 @@ def test_port_in_use_is_one_sentence(service, tmp_path):
 
 
 @pytest.mark.parametrize('address', ['[::1]:0', 'localhost:0'])
-def test_address_may_be_any_that_gunicorn_takes(tmp_path, address):
-    """The addresses are looked at before the start, not misunderstood."""
+def test_check_of_addresses_accepts_ipv6_and_host_names(tmp_path, address):
+    """The check of addresses before a start accepts IPv6 and host names."""
     bound = ('--bind', '127.0.0.1:0', '--bind', address)
     with Server(tmp_path, *bound) as server:
         assert server.ask(request(body=fern())).status == 200
 
 
 @pytest.mark.parametrize('option', ['--daemon', '--preload'])
-def test_token_that_nobody_would_see_is_not_made(tmp_path, option):
-    """Without a terminal, or with a second application, there must be a token."""
+def test_daemon_and_preload_need_a_configured_token(tmp_path, option):
+    """With --daemon or --preload no token is generated: nobody would see it."""
     server = Server(tmp_path, option, PLANTS_TOKENS=None)
     words = ('nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE')
     assert_start_refused(server, *words)
@@ -289,7 +291,7 @@ def test_preload_serves(tmp_path):
         assert 'No token' not in server.log
 
 
-def test_daemon_serves_until_it_is_told_to_stop(tmp_path):
+def test_daemon_serves_until_sigterm(tmp_path):
     """--daemon leaves the terminal, logs to its file and ends at SIGTERM."""
     arguments = ('--daemon', '-p', 'pid', '--error-logfile', 'error.log')
     server = Server(tmp_path, *arguments)
@@ -307,8 +309,8 @@ def test_daemon_serves_until_it_is_told_to_stop(tmp_path):
         wait_until(lambda: not is_alive(number), 'it ends')
 
 
-def test_reuse_port_serves_with_a_token_that_was_made(tmp_path):
-    """With a socket for each worker, the address is told and the curl line works."""
+def test_reuse_port_serves_with_a_generated_token(tmp_path):
+    """With a socket for each worker, the address is printed and the curl line works."""
     port = free_port()
     arguments = ('--reuse-port', '--bind', f'127.0.0.1:{port}')
     server = Server(tmp_path, *arguments, workers=2, PLANTS_TOKENS=None)
@@ -333,13 +335,13 @@ def public():
         yield Path(name)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as somebody else')
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as another user')
 @pytest.mark.parametrize('text', [None, b'{"id":-1,"name":"Fern"}\n{"id":'])
 def test_user_that_serves_owns_the_files(public, text):
-    """With --user the plants, and all that lies beside them, belong to that user."""
+    """With --user the plant file, and every file beside it, belongs to that user."""
     nobody = getpwnam('nobody')
     os.chown(public, nobody.pw_uid, nobody.pw_gid)
-    if text is not None:  # a torn one, whose rest is kept beside it
+    if text is not None:  # it has a torn tail, which is kept in a side file
         (public / 'plants.jsonl').write_bytes(text)
         os.chown(public / 'plants.jsonl', nobody.pw_uid, nobody.pw_gid)
     user = ('--user', 'nobody', '--group', str(nobody.pw_gid))
@@ -355,7 +357,7 @@ def test_user_that_serves_owns_the_files(public, text):
         assert {path.owner() for path in files} == {'nobody'}
 
 
-OTHER = """
+OTHER_APP = """
 def application(environ, start_response):
     start_response('200 OK', [('Content-Length', '5')])
     return [b'other']
@@ -363,9 +365,9 @@ def application(environ, start_response):
 
 
 @pytest.mark.parametrize('option', ['--preload', '--keep-alive=5'])
-def test_other_application_is_not_told_of_plants(tmp_path, option):
-    """An application of somebody else's is served without a word, token or file."""
-    (tmp_path / 'other.py').write_text(OTHER)
+def test_other_application_is_served_without_plants(tmp_path, option):
+    """Another application is served without our log lines, token or plant file."""
+    (tmp_path / 'other.py').write_text(OTHER_APP)
     arguments = ('other:application', option)
     with Server(tmp_path, *arguments, workers=None, PLANTS_TOKENS=None) as server:
         assert server.ask(request('GET')).body == b'other'
@@ -379,8 +381,8 @@ def test_other_application_is_not_told_of_plants(tmp_path, option):
     assert names == {'other.py', 'server.log'}
 
 
-def test_server_at_a_unix_socket_has_no_page(tmp_path):
-    """A start without an address for a browser names none."""
+def test_server_at_a_unix_socket_names_no_page(tmp_path):
+    """Without an address for a browser, the startup message names no page."""
     server = Server(tmp_path, '--bind', f'unix:{tmp_path}/s', PLANTS_TOKENS=None)
     server.start()
     try:
@@ -391,10 +393,9 @@ def test_server_at_a_unix_socket_has_no_page(tmp_path):
         server.stop()
 
 
-def test_no_variable_of_ours_is_planted(tmp_path):
-    """Master and workers share what the fork carries, not the environment."""
+def test_environment_is_not_changed(tmp_path):
+    """Master and workers share state by the fork, not by environment variables."""
     with Server(tmp_path, workers=2) as server:
         for pid in {server.pid, *server.worker_pids()}:
             environment = Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
-            planted = [text for text in environment if text.startswith(b'_PLANTS')]
-            assert not planted
+            assert not [text for text in environment if text.startswith(b'_PLANTS')]

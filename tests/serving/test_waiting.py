@@ -1,4 +1,4 @@
-"""Requests that wait for the store: one thread serves all, and nothing holds it up."""
+"""Requests that wait for the store: they do not block the worker's event loop."""
 
 import fcntl
 import threading
@@ -14,18 +14,16 @@ from server import hurried
 from server import request
 from server import wait_until
 
-CROWD = 40  # more than the worker has threads for what blocks
-
-
-PROMPT = 2  # seconds that an answer may take on a crowded machine
+CROWD = 40  # requests; more than the worker's pool has threads
+MAX_ANSWER_SECONDS = 2  # on a busy machine, for a request that needs no store
 
 
 @pytest.fixture(params=['adds first', 'probes first'])
-def asked(request):
-    """Return a function that asks for much, and returns who waits for an answer."""
+def send_crowd(request):
+    """Return a function that sends 40 adds and 40 probes, and returns the clients."""
 
     def ask(server, opened):
-        kinds = [[adding(id) for id in range(CROWD)], [probing()] * CROWD]
+        kinds = [[add_request(id) for id in range(CROWD)], [ready_request()] * CROWD]
         if request.param == 'probes first':
             kinds.reverse()
         clients = []
@@ -37,26 +35,26 @@ def asked(request):
     return ask
 
 
-def adding(id):
+def add_request(id):
     """Return a request that adds a plant."""
     return request(body={'id': id, 'name': 'Fern'})
 
 
-def probing():
+def ready_request():
     """Return a request that asks whether an add would work."""
     return request('GET', '/readyz')
 
 
 def assert_prompt(server):
-    """Check that others are served."""
+    """Check that requests which need no store are answered quickly."""
     for _ in range(5):
         began = time.monotonic()
         assert server.ask(request('GET', '/livez')).status == 200
         assert server.ask(request(authorization=None)).status == 401
-        assert time.monotonic() - began < PROMPT
+        assert time.monotonic() - began < MAX_ANSWER_SECONDS
 
 
-def threads(server):
+def count_threads(server):
     """Return how many threads the only worker has."""
     (pid,) = server.worker_pids()
     return len(list(Path(f'/proc/{pid}/task').iterdir()))
@@ -64,61 +62,65 @@ def threads(server):
 
 @contextmanager
 def locked(path):
-    """Hold the lock of a plant file, as a process does that builds its index."""
+    """Hold the lock of a plant file, like a process that builds its index."""
     with path.open('rb') as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def test_locked_file_hinders_only_adds(tmp_path, asked):
-    """While another process has the file, everything else is served."""
+def test_locked_file_delays_only_requests_to_the_store(tmp_path, send_crowd):
+    """While another process has the lock, requests without the store are answered."""
     with ExitStack() as opened, Server(tmp_path) as server:
-        assert server.ask(adding(-1)).status == 200
+        assert server.ask(add_request(-1)).status == 200
         with locked(tmp_path / 'plants.jsonl'):
-            clients = asked(server, opened)
+            clients = send_crowd(server, opened)
             assert_prompt(server)
             assert not any(client.is_readable() for client in clients)
-            assert threads(server) <= 20
+            assert count_threads(server) <= 20
         assert [client.receive().status for client in clients] == [200] * len(clients)
         assert len(server.lines()) == CROWD + 1
 
 
-def test_interrupt_ends_a_server_that_waits_for_the_file(tmp_path):
-    """Ctrl-C ends the server also while an add waits for the file."""
+def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
+    """Ctrl-C ends the server also while an add waits for the lock."""
     with Server(tmp_path) as server, server.connect() as client:
-        assert server.ask(adding(-1)).status == 200
+        assert server.ask(add_request(-1)).status == 200
         with locked(tmp_path / 'plants.jsonl'):
-            client.send(adding(1))
+            client.send(add_request(1))
             assert_prompt(server)
             server.interrupt()
             assert server.wait(5) == 0
         assert 'ERROR' not in server.log
 
 
-def test_hanging_database_hinders_only_adds(tmp_path, server, url, asked):
-    """While the database hangs, everything else is served; then nobody has to wait."""
+def test_hanging_database_delays_only_requests_to_the_store(
+    tmp_path, server, url, send_crowd
+):
+    """While the database hangs, other requests are answered, and adds end with 503."""
     with (
         ExitStack() as opened,
-        Proxy(server.port) as way,
+        Proxy(server.port) as proxy,
         Server(
             tmp_path,
             *hurried(tmp_path, ANSWER_WITHIN=1),
-            PLANTS_STORE=url.replace(str(server.port), str(way.port)),
+            PLANTS_STORE=url.replace(str(server.port), str(proxy.port)),
         ) as service,
     ):
-        assert service.ask(adding(-1)).status == 200
-        way.stop()
-        clients = asked(service, opened)
+        assert service.ask(add_request(-1)).status == 200
+        proxy.stop()
+        clients = send_crowd(service, opened)
         assert_prompt(service)
         statuses = {client.receive().status for client in clients}
         assert statuses == {503}
-        assert threads(service) <= 30
-        way.go_on()
-        wait_until(lambda: service.ask(probing()).status == 200, 'it is ready again')
-        assert service.ask(adding(1)).status == 200
+        assert count_threads(service) <= 30
+        proxy.go_on()
+        wait_until(
+            lambda: service.ask(ready_request()).status == 200, 'it is ready again'
+        )
+        assert service.ask(add_request(1)).status == 200
 
 
-def test_adds_that_come_together_are_stored_once(tmp_path):
+def test_concurrent_adds_are_stored_once(tmp_path):
     """Plants of many connections are stored once each, and each client is answered."""
     with Server(tmp_path) as server, ExitStack() as opened:
         clients = [opened.enter_context(server.connect()) for _ in range(CROWD)]
@@ -126,7 +128,7 @@ def test_adds_that_come_together_are_stored_once(tmp_path):
 
         def add(place, client):
             for number in range(20):
-                answer = client.ask(adding(place + CROWD * number))
+                answer = client.ask(add_request(place + CROWD * number))
                 if answer.status != 200:
                     failed.append(answer)
 

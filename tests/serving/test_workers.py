@@ -1,4 +1,4 @@
-"""Kinds of workers: ours over TLS and with two, and gunicorn's own."""
+"""Worker classes: gunicorn's own, and ours with TLS and with other applications."""
 
 import re
 import signal
@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from exchange import PAGE
-from exchange import SHORT
+from exchange import LARGE_FILE
+from exchange import SHORT_LIMITS
 from exchange import ask_in_step
 from exchange import assert_error
 from exchange import fern
-from exchange import head
+from exchange import raw_head
 from server import PATIENCE
 from server import RawClient
 from server import Server
@@ -26,8 +26,8 @@ from server import wait_until
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
-def test_other_kind_of_worker_serves_plants(tmp_path, kind):
-    """Gunicorn's own workers serve the same application, adds in a crowd too."""
+def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
+    """Gunicorn's own workers serve the same application, also many adds at once."""
     with Server(tmp_path, '-k', kind, workers=2) as server:
         with ThreadPoolExecutor(8) as pool:
             plants = [fern() for _ in range(40)]
@@ -47,7 +47,7 @@ def test_other_kind_of_worker_serves_plants(tmp_path, kind):
 
 @pytest.fixture(scope='module')
 def certificate(tmp_path_factory):
-    """A self-made certificate of localhost, with its key."""
+    """A self-signed certificate for localhost, with its key."""
     directory = tmp_path_factory.mktemp('tls')
     command = [installed('openssl', 'openssl'), 'req', '-x509', '-nodes']
     command += ['-newkey', 'rsa:2048', '-subj', '/CN=localhost', '-days', '2']
@@ -58,7 +58,7 @@ def certificate(tmp_path_factory):
 
 
 class TLSServer(Server):
-    """A server that is asked over TLS."""
+    """A server whose clients connect with TLS."""
 
     def __init__(self, directory, *arguments, certificate, **how):
         files = ('--certfile', certificate / 'certificate')
@@ -78,15 +78,15 @@ class TLSServer(Server):
 
 
 def test_tls_is_served(tmp_path, certificate):
-    """Requests, pipelines, refusals and large bodies are as they are without TLS."""
-    more = configured(tmp_path, *SHORT)
+    """Requests, pipelines, errors and large bodies work as they do without TLS."""
+    more = configured(tmp_path, *SHORT_LIMITS)
     with TLSServer(tmp_path, *more, certificate=certificate, workers=2) as server:
         with server.connect() as client:
             for _ in range(3):
                 assert ask_in_step(client, request(body=fern())).status == 200
             client.send(request(body=fern()) * 20)
             assert {client.receive().status for _ in range(20)} == {200}
-            assert len(client.ask(request('GET', PAGE)).body) > 2**20
+            assert len(client.ask(request('GET', LARGE_FILE)).body) > 2**20
             assert_error(ask_in_step(client, request(body=b' ' * 5 * 2**20)), 40003)
         with server.connect() as client:
             client.send(b'GET / HTTP/9.9\r\n\r\n')
@@ -94,9 +94,9 @@ def test_tls_is_served(tmp_path, certificate):
         assert 'Traceback' not in server.log
 
 
-def test_handshake_that_never_comes_is_ended(tmp_path, certificate):
-    """A client of TLS that says nothing, or something else, holds up nobody."""
-    more = configured(tmp_path, *SHORT)
+def test_connection_without_a_handshake_is_closed(tmp_path, certificate):
+    """A client that sends nothing, or no TLS, is disconnected and delays nobody."""
+    more = configured(tmp_path, *SHORT_LIMITS)
     with TLSServer(tmp_path, *more, certificate=certificate) as server:
         with ExitStack() as opened:
             silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
@@ -138,7 +138,7 @@ def broken():
 
 
 def test_application_that_fails_ends_only_its_connection(tmp_path):
-    """Whatever an application does with its answer, its worker goes on."""
+    """An exception of an application, also in mid-answer, does not end its worker."""
     path = tmp_path / 'other.py'
     path.write_text(OTHER_APP)
     with Server(tmp_path, 'other:app', workers=None) as server:
@@ -172,8 +172,8 @@ def app(environ, start_response):
 """
 
 
-def test_requests_with_one_head_are_told_apart(tmp_path):
-    """A head that was read before says nothing about the body and the client."""
+def test_requests_with_the_same_head_keep_their_environ(tmp_path):
+    """What is cached of a head does not include the body and the client."""
     (tmp_path / 'environ.py').write_text(ENVIRON_APP)
     settings = ('--workers', '1', '--forwarded-allow-ips', '127.0.0.2')
     with Server(tmp_path, 'environ:app', *settings, workers=None) as server:
@@ -195,10 +195,10 @@ def test_requests_with_one_head_are_told_apart(tmp_path):
 
 
 def test_fault_of_the_worker_ends_only_its_connection(tmp_path):
-    """Whatever goes wrong with a connection, others are served, and it is logged."""
+    """An unexpected error of a connection is logged, and other clients are served."""
     lines = 'PlantsWorker.handle_error = None'
     with Server(tmp_path, *configured(tmp_path, lines)) as server:
-        assert server.ask(head('GET / HTTP/9.9')) is None
+        assert server.ask(raw_head('GET / HTTP/9.9')) is None
         assert server.ask(request(body=fern())).status == 200
         assert 'a connection was lost' in server.log
 
@@ -214,12 +214,12 @@ def test_connections_are_spread(service, at_once):
         held = connections_of_workers(service, at_once)
         return len(held) == 2 and min(held.values()) >= 6
 
-    # Not always: a worker that the machine holds up for some milliseconds gets fewer.
+    # Not always: a worker that the machine delays by some milliseconds gets fewer.
     assert sum(is_even() for _ in range(10)) >= 8
 
 
 def connections_of_workers(server, at_once):
-    """Connect 16 clients; return how many of them each worker has."""
+    """Connect 16 clients; return how many of them each worker serves."""
     held = Counter()
     with ExitStack() as connections:
         clients = []
