@@ -1,4 +1,4 @@
-"""The README and docs/ name what users set, meet or type, and their examples work."""
+"""The README and docs/ list all settings, errors and commands; examples work."""
 
 import ast
 import os
@@ -52,7 +52,7 @@ FERN, MOSS = Plant(1, 'Fern', 'shade'), Plant(2, 'Moss')
 
 
 def lines_of(page):
-    """Yield each line of a page, with the level of the heading that it is, or 0."""
+    """Yield each line of a page with its heading level; 0 is no heading."""
     is_code = False
     for line in PAGES[page].splitlines():
         is_code ^= line.startswith('```')
@@ -87,7 +87,7 @@ def block(page, heading, language=''):
 
 
 def rows(text):
-    """Return the rows of all tables, each as a list of cells; heads are left out."""
+    """Return the rows of all tables, each as a list of cells, without header rows."""
     tables = re.findall(r'^\|.*\n\|[-|]+\n((?:\|.*\n?)+)', text, re.M)
     return [
         [cell.strip() for cell in line.strip('|').split('|')]
@@ -97,7 +97,7 @@ def rows(text):
 
 
 def quoted(cell):
-    """Return what a cell has in backquotes."""
+    """Return the texts of a cell that are in backquotes."""
     return re.findall('`([^`]+)`', cell)
 
 
@@ -105,21 +105,21 @@ def quoted(cell):
 
 
 def test_readme_is_short():
-    """The README is for somebody with ten minutes."""
+    """The README can be read in ten minutes."""
     assert len(README.splitlines()) <= 130
     assert max(map(len, README.splitlines())) <= 100
 
 
 @pytest.mark.parametrize('page', DOCS)
-def test_page_is_listed_and_says_for_whom_it_is(page):
-    """Each page begins with its reader, and the README leads there."""
+def test_page_is_linked_and_names_its_reader(page):
+    """The README links to each page, and each page begins with whom it is for."""
     assert f'({page})' in README
     assert re.match(r'# .+\n\nFor ', PAGES[page])
 
 
 @pytest.mark.parametrize('page', PAGES)
-def test_links_lead_somewhere(page):
-    """Each link leads to a file, and to a heading of it if it names one."""
+def test_links_have_targets(page):
+    """Each link is to a file that exists, and to a heading in it if it names one."""
     for link in re.findall(r'\]\(([^)]+)\)', PAGES[page]):
         if link.startswith('https://'):
             continue
@@ -137,7 +137,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, link
 
 
-# ---- what has a name
+# ---- lists of names
 
 
 def test_settings_are_listed():
@@ -160,7 +160,11 @@ def test_paths_are_listed():
     """Each path that is described has a row, and each row is described."""
     listed = set(re.findall(r'^\| `([A-Z]+ /\S+)`', README, re.M))
     paths = openapi.describe(1, metrics=True)['paths']
-    described = {f'{m.upper()} {path}' for path, ms in paths.items() for m in ms}
+    described = {
+        f'{method.upper()} {path}'
+        for path, methods in paths.items()
+        for method in methods
+    }
     assert listed == described
 
 
@@ -195,7 +199,7 @@ def test_modules_are_listed():
 
 
 def test_commands_are_shown():
-    """Each command of the store is shown, and each one that is shown is right."""
+    """Each command of the store is shown, and the shown arguments are valid."""
     pages = '\n'.join(PAGES.values())
     shown = re.findall(r'(?<=python -m store )[a-z]+[^`|&>#\n]*', pages)
     parser = _parser({})
@@ -212,12 +216,12 @@ def test_metrics_and_alerts_are_listed(serve, store):
     rules = yaml.safe_load(RULES.read_text())['groups'][0]['rules']
     table = rows(section('docs/operating.md', '## Metrics and alerts'))
     names = {quoted(cells[0])[0] for cells in table}
-    expected = {n for n in metrics if not n.startswith(('process_', 'python_'))}
+    expected = {name for name in metrics if not re.match('process_|python_', name)}
     assert names == expected | {'process_...'} | {rule['alert'] for rule in rules}
 
 
 def test_limits_are_stated():
-    """The limits in the text are those of the code."""
+    """The limits in the pages are those of the code."""
     settings = gunicorn.config.Config().settings
     lines = (REPOSITORY / 'gunicorn.conf.py').read_text()
     ours = {name: int(n) for name, n in re.findall(r'^(\w+) = ([\d_]+)$', lines, re.M)}
@@ -312,7 +316,7 @@ def test_reasons_of_503_are_listed():
     for function, call in calls('store/jsonl', 'store/postgresql', 'web'):
         if name_of(call.func) in ('StoreUnavailable', '_unavailable') and call.args:
             found.update(patterns(function, call.args[0]))
-    found -= {re.escape('it was replaced meanwhile')}  # of a command, not of a server
+    found -= {re.escape('it was replaced meanwhile')}  # a command says it, not a server
     table = rows(
         section('docs/operating.md', '### 503: the store cannot take plants now')
     )
@@ -327,9 +331,9 @@ def test_reasons_of_503_are_listed():
 
 @pytest.fixture
 def shell(tmp_path):
-    """A function that runs lines of a shell as an operator would, and what they print.
+    """A function that runs shell lines in a checkout with a plant file.
 
-    They run in a checkout with a plant file.
+    It returns the exit code and the output.
     """
     for name in ROOMS:
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -353,7 +357,7 @@ def shell(tmp_path):
 
 
 def replay(shell, text):
-    """Return what a terminal shows where the commands of a text are typed."""
+    """Return what a terminal shows when the commands of a text are typed."""
     lines = []
     for command in re.findall(r'^\$ (.*(?:(?<=\\)\n.*)*)', text, re.M):
         lines += ["cat <<'COMMAND'", f'$ {command}', 'COMMAND', command]
@@ -370,7 +374,7 @@ def replay(shell, text):
     ],
 )
 def test_commands_print_what_is_shown(shell, tmp_path, heading, damage):
-    """Whoever types the commands of operating.md sees what the page shows."""
+    """The commands of operating.md print what the page shows."""
     if damage:
         lines = [encode(FERN), b'{"id":3\n', encode(MOSS)]
         (tmp_path / 'plants.jsonl').write_bytes(b''.join(lines))
@@ -386,7 +390,7 @@ def service(tmp_path_factory):
         yield service
 
 
-def test_first_request(service):
+def test_first_request_is_answered_as_shown(service):
     """The command at the top of the README prints the answer below it."""
     curl = installed('curl', 'curl')
     command, shown = re.fullmatch(
@@ -398,7 +402,7 @@ def test_first_request(service):
 
 
 def test_log_looks_as_shown(service):
-    """The banner and the line of a request look as operating.md shows them."""
+    """The startup message and the line of a request look as operating.md shows them."""
     banner = re.escape(
         blocks(section('docs/operating.md', '## Start, stop, reload'))[0]
     )
@@ -412,8 +416,8 @@ def test_log_looks_as_shown(service):
     assert shape(lines[0]) == shape(shown)
 
 
-def test_readme_embeds(tmp_path, monkeypatch):
-    """The lines for embedders make an application."""
+def test_readme_example_makes_an_application(tmp_path, monkeypatch):
+    """The Python example of the README makes an application."""
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(blocks(README, 'python')[0], names)
@@ -421,8 +425,8 @@ def test_readme_embeds(tmp_path, monkeypatch):
     assert client.add({'id': 1, 'name': 'Fern'}).json == {'name': 'Fern'}
 
 
-def test_tokens_file_is_read(tmp_path, serve, store):
-    """The file that operating.md shows accepts the token whose digest it has."""
+def test_tokens_file_example_is_accepted(tmp_path, serve, store):
+    """The tokens file in operating.md accepts the token whose digest it has."""
     from web.tokens import TokensFile
 
     path = tmp_path / 'tokens'
@@ -483,12 +487,12 @@ print(*sorted(name for name, m in modules if getattr(m, '__file__', None) in our
 
 @pytest.mark.parametrize('host', ['a WSGI program', 'Flask', 'Django'])
 def test_host_serves_plants(tmp_path, host):
-    """Each host serves its own page and plants, and no other module names are taken."""
+    """Each host serves its own page and plants, and no other module names are used."""
     code = block('docs/embedding.md', f'## In {host}', 'python')
     (tmp_path / 'host.py').write_text(code)
     printed = python(USE_HOST, tmp_path, tmp_path)
-    home, plant, error, is_ours, names = printed.splitlines()
-    assert (home, plant, is_ours) == ('home', '{"name": "Fern"}', 'False')
+    home, plant, error, is_live_ours, names = printed.splitlines()
+    assert (home, plant, is_live_ours) == ('home', '{"name": "Fern"}', 'False')
     assert '40500' in error
     taken = section('docs/embedding.md', '## What you need').partition(
         '**The names.**'
@@ -498,7 +502,7 @@ def test_host_serves_plants(tmp_path, host):
 
 
 def test_store_waits_as_greenlets_do(tmp_path):
-    """With the scheduler of the page greenlets add plants together."""
+    """With the scheduler of the page, greenlets add plants at the same time."""
     code = block('docs/embedding.md', '## Under your server', 'python')
     use = (
         'import gevent; from store import Plant; '
@@ -514,7 +518,7 @@ def test_store_is_used_without_http(tmp_path):
     assert python(code, tmp_path) == "['Fern']\n"
 
 
-def test_author_runs_the_contract(tmp_path):
+def test_example_package_passes_the_contract(tmp_path):
     """The package and the tests of the page for authors work together."""
     entry = tomllib.loads(block('docs/stores.md', '### As a package', 'toml'))
     [(group, names)] = entry['project']['entry-points'].items()
@@ -537,7 +541,7 @@ def test_author_runs_the_contract(tmp_path):
     assert re.search(r'^4 passed', printed, re.M), printed
 
 
-def test_example_records_are_records():
+def test_file_format_is_shown_as_written():
     """The lines that the page shows are what the store writes."""
     shown = block('docs/stores.md', '### The file format')
     assert shown.encode() == encode(FERN) + encode(MOSS)
@@ -547,7 +551,7 @@ def test_example_records_are_records():
 
 
 def test_file_is_restored(shell, tmp_path):
-    """An old copy of the file is the store again, and takes plants."""
+    """An old copy of the file holds its plants, and new ones can be added."""
     backup, restore = blocks(section('docs/operating.md', '### A file'), 'bash')
     assert shell(f'set -e\n{backup}') == (0, '2 plants verified, no damage\n')
     with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
@@ -559,7 +563,7 @@ def test_file_is_restored(shell, tmp_path):
 
 
 def test_database_is_restored(shell, url):
-    """A dump of the table is the store again, and takes plants."""
+    """A dump of the table holds its plants, and new ones can be added."""
     backup, restore = blocks(section('docs/operating.md', '### A database'), 'bash')
     with open_store(url) as store:
         store.add_many([FERN, MOSS])

@@ -1,4 +1,4 @@
-"""``python app.py``: what it explains, what it becomes, and what it needs."""
+"""``python app.py``: help, version, missing requirements, the start of gunicorn."""
 
 import ast
 import runpy
@@ -16,7 +16,7 @@ from web.settings import VARIABLES
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Return what the module sees of the interpreter, to be changed."""
+    """Return a stand-in for ``sys`` in the module, which a test can change."""
     interpreter = SimpleNamespace(
         version_info=sys.version_info,
         platform=sys.platform,
@@ -30,7 +30,7 @@ def interpreter(monkeypatch):
 
 @pytest.fixture
 def executed(monkeypatch):
-    """Return the list of what the process became."""
+    """Return a list of the commands given to ``os.execv``."""
     executed = []
     monkeypatch.setattr(
         commandline.os, 'execv', lambda path, command: executed.append((path, command))
@@ -38,10 +38,10 @@ def executed(monkeypatch):
     return executed
 
 
-def test_it_becomes_gunicorn_with_the_configuration_of_the_repository(
+def test_gunicorn_is_run_with_the_configuration_of_the_repository(
     interpreter, executed
 ):
-    """Arguments are handed on to gunicorn, whatever the working directory is."""
+    """Arguments are passed to gunicorn, whatever the working directory is."""
     interpreter.argv += ['--bind', ':80']
     commandline.main()
     ((path, command),) = executed
@@ -53,8 +53,8 @@ def test_it_becomes_gunicorn_with_the_configuration_of_the_repository(
 
 
 @pytest.mark.parametrize('flag', ['--help', '-h'])
-def test_help_tells_every_variable(flag, interpreter, executed, capsys):
-    """The help has what each variable sets, in lines that fit a terminal."""
+def test_help_lists_every_variable(flag, interpreter, executed, capsys):
+    """The help lists each variable, in lines that fit a terminal."""
     interpreter.argv.append(flag)
     commandline.main()
     lines = capsys.readouterr().out.splitlines()
@@ -80,7 +80,7 @@ def test_version_is_that_of_the_service(flag, interpreter, executed, capsys):
         ('platform', 'darwin', 'Linux is needed, this is darwin.'),
     ],
 )
-def test_wrong_interpreter_is_told_in_a_sentence(
+def test_wrong_interpreter_is_refused_with_a_sentence(
     attribute, value, sentence, interpreter, executed
 ):
     """An old Python and another system are refused before anything is imported."""
@@ -91,8 +91,8 @@ def test_wrong_interpreter_is_told_in_a_sentence(
     assert executed == []
 
 
-def test_missing_package_is_told(interpreter, executed, monkeypatch):
-    """The sentence names the package and how to make and use the environment."""
+def test_missing_package_is_named(interpreter, executed, monkeypatch):
+    """The message names the package, and how to make and use the environment."""
     specs = {'falcon': 'found'}
     monkeypatch.setattr(commandline, 'find_spec', specs.get)
     with pytest.raises(SystemExit, match=r'package gunicorn .*make venv.*\.venv/bin'):
@@ -100,8 +100,8 @@ def test_missing_package_is_told(interpreter, executed, monkeypatch):
     assert executed == []
 
 
-def test_script_does_what_the_module_says(monkeypatch, capsys):
-    """``python app.py`` ends when it has explained itself."""
+def test_script_ends_after_its_version(monkeypatch, capsys):
+    """``python app.py --version`` prints the version and ends."""
     monkeypatch.setattr(sys, 'argv', ['app.py', '--version'])
     with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(REPOSITORY / 'app.py'), run_name='__main__')
@@ -109,8 +109,8 @@ def test_script_does_what_the_module_says(monkeypatch, capsys):
     assert capsys.readouterr().out == f'plant store {__version__}\n'
 
 
-def test_missing_environment_is_told_with_the_command_that_makes_it(tmp_path):
-    """Outside the virtual environment no traceback ends the start, but a sentence."""
+def test_missing_environment_is_refused_with_a_command(tmp_path):
+    """Outside the virtual environment the start ends with a sentence, no traceback."""
     finished = subprocess.run(
         # -S: without the packages that are installed.
         [sys.executable, '-S', str(REPOSITORY / 'app.py')],
@@ -127,6 +127,6 @@ def test_missing_environment_is_told_with_the_command_that_makes_it(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['app.py', 'web/__init__.py', 'web/commandline.py'])
-def test_old_python_can_parse_what_refuses_it(name):
-    """A syntax error must not come before the sentence."""
+def test_old_python_can_parse_the_check_that_refuses_it(name):
+    """An old Python must print the sentence, not a syntax error."""
     ast.parse((REPOSITORY / name).read_text(), feature_version=(3, 7))

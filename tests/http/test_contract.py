@@ -1,4 +1,4 @@
-"""What a client may rely on: ``POST /plants`` and everything around it."""
+"""The contract: ``POST /plants``, error values, paths, methods, headers, the log."""
 
 import io
 import json
@@ -28,15 +28,15 @@ PUBLIC = ['/livez', '/readyz', '/openapi.json', '/docs']
 
 
 def assert_plant(response, plant):
-    """Check that an answer is 200 with this very plant."""
+    """Check that an answer is 200 with this plant."""
     assert response.status_int == 200, response.text
     assert response.headers['Content-Type'] == 'application/json'
     PLANT_SCHEMA.validate(response.json)
     assert response.json == plant
 
 
-class Untouchable(io.BytesIO):
-    """A body that nobody may read."""
+class UnreadableBody(io.BytesIO):
+    """A body that fails the test if it is read."""
 
     def read(self, size=-1):
         raise AssertionError('the body was read')
@@ -75,23 +75,23 @@ def test_tag_is_optional(client, store):
     ids=str,
 )
 def test_body_of_another_shape_is_refused(body, fault, client, store):
-    """What is not a NewPlant is 40005, with the member and the rule in words."""
+    """A body that is no NewPlant is 40005; the message names member and rule."""
     assert fault in assert_error(client.add(body), 40005)
     assert list(store) == []
 
 
-def test_every_fault_is_told_at_once(client):
+def test_every_fault_is_reported_at_once(client):
     """A body with several faults is answered with all of them."""
     message = assert_error(client.add({'name': 1, 'tag': 2}), 40005)
     for fault in ('id: is missing', 'name: 1 is not', 'tag: 2 is not'):
         assert fault in message
 
 
-# ---- the open points
+# ---- what the specification leaves open
 
 
 def test_unknown_members_are_accepted_and_dropped(client, store):
-    """Members that no schema names are neither refused nor answered nor stored."""
+    """Members that no schema names are accepted, and neither answered nor stored."""
     body = {**FERN, 'colour': 'green', 'ID': 2, 'soil': {'id': 3}, '': None}
     assert_plant(client.add(body), {'name': 'Fern', 'tag': 'shade'})
     assert list(store) == [Plant(1, 'Fern', 'shade')]
@@ -162,15 +162,15 @@ def test_id_of_another_form_is_refused(id, client, store):
 
 
 def test_minus_zero_is_zero(client, store):
-    """``-0`` is an integer literal, and the id it stands for is 0."""
+    """``-0`` is an integer literal for the id 0."""
     assert client.send(b'{"id":-0,"name":"Fern"}').status_int == 200
     assert_error(client.add({'id': 0, 'name': 'Moss'}), 40006)
 
 
 @pytest.mark.parametrize('text', ['', ' ', 'x' * 60_000], ids=len)
 @pytest.mark.parametrize('member', ['name', 'tag'])
-def test_text_of_any_length(member, text, client, store):
-    """``name`` and ``tag`` may be empty, and as long as the body may be."""
+def test_text_may_have_any_length(member, text, client, store):
+    """``name`` and ``tag`` may be empty, and as long as the body limit allows."""
     plant = {'name': 'Fern', 'tag': 'shade', member: text}
     assert_plant(client.add({'id': 1, **plant}), plant)
     assert list(store) == [Plant(1, **plant)]
@@ -190,8 +190,8 @@ def test_nul_is_refused(member, text, client, store):
 
 
 @pytest.mark.parametrize('limit', [None, 100, 70_000])
-def test_body_limit(limit, serve, store):
-    """A body of exactly the limit is read (65,536 bytes by default), no byte more."""
+def test_body_is_read_up_to_the_limit(limit, serve, store):
+    """A body of exactly the limit (65,536 bytes by default) is read, no byte more."""
     client = serve(store, **({'max_body_bytes': limit} if limit else {}))
     limit = limit or 65_536
     assert client.send(json.dumps(FERN).encode().ljust(limit)).status_int == 200
@@ -203,7 +203,7 @@ def test_body_limit(limit, serve, store):
 
 
 def chunked(body, ended=True):
-    """Return the arguments of a request with a chunked body, as a server gives it."""
+    """Return the arguments of a request whose chunked body the server has decoded."""
     return {
         'method': 'POST',
         'headers': {'Content-Type': 'application/json', 'Transfer-Encoding': 'chunked'},
@@ -211,38 +211,38 @@ def chunked(body, ended=True):
     }
 
 
-def test_chunked_body(client):
+def test_chunked_body_is_read_to_its_end(client):
     """A body without a length is read to its end, where the server marks the end."""
     body = io.BytesIO(json.dumps(FERN).encode())
     response = client.request('/plants', **chunked(body))
     assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
 
 
-def test_chunked_body_that_is_empty(client):
-    """A chunked body without a byte is as good as none: 40001."""
+def test_empty_chunked_body_is_40001(client):
+    """A chunked body without a byte is a missing body: 40001."""
     assert_error(client.request('/plants', **chunked(io.BytesIO())), 40001)
 
 
-def test_chunked_body_beyond_the_limit(client):
-    """Of an endless body no more is read than shows that it is too large."""
+def test_endless_body_is_40003(client):
+    """Reading an endless body stops as soon as it is larger than the limit."""
     body = io.BytesIO(b' ' * 1_000_000)
     assert_error(client.request('/plants', **chunked(body)), 40003)
     assert body.tell() <= 65_537
 
 
-def test_chunked_body_of_the_limit(client):
+def test_chunked_body_is_read_up_to_the_limit(client):
     """A chunked body of exactly the limit is read."""
     body = io.BytesIO(json.dumps(FERN).encode().ljust(65_536))
     assert client.request('/plants', **chunked(body)).status_int == 200
 
 
-def test_chunked_body_where_nothing_marks_its_end(client):
-    """Where a server does not mark the end, the body is not waited for."""
-    assert_error(client.request('/plants', **chunked(Untouchable(), False)), 40001)
+def test_chunked_body_without_a_marked_end_is_40001(client):
+    """Where the server does not mark the end, the body is not read."""
+    assert_error(client.request('/plants', **chunked(UnreadableBody(), False)), 40001)
 
 
-def test_body_that_arrives_in_pieces(client):
-    """A read may return less than it was asked for; the body is put together."""
+def test_body_that_arrives_in_pieces_is_read(client):
+    """A read may return less than was asked for; the pieces are joined."""
 
     class Dripping(io.BytesIO):
         def read(self, size=-1):
@@ -258,16 +258,16 @@ def test_body_that_arrives_in_pieces(client):
     assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
 
 
-def test_body_that_breaks_off(client, store):
-    """A body shorter than announced is 40000, even if what came is a plant."""
+def test_truncated_body_is_40000(client, store):
+    """A body shorter than its length is 40000, even if the bytes are a plant."""
     body = json.dumps(FERN).encode()
     response = client.send(body, content_length=str(len(body) + 1))
     assert_error(response, 40000)
     assert list(store) == []
 
 
-def test_body_that_cannot_be_read(client):
-    """An error of the server's while the body is read is 40000, and not shown."""
+def test_body_that_cannot_be_read_is_40000(client):
+    """An OSError while the body is read is 40000, and its text is not shown."""
 
     class Broken(io.BytesIO):
         def read(self, size=-1):
@@ -282,16 +282,16 @@ def test_body_that_cannot_be_read(client):
     ['abc', '-1', '1.5', '0x10', '1 2', '1,1', '9' * 5_000],
     ids=lambda length: length[:20],
 )
-def test_length_that_is_no_number(length, client):
-    """A Content-Length that the server lets through and nobody can read is 40000."""
-    client.lint = False  # it would not let it through
+def test_invalid_length_is_40000(length, client):
+    """A Content-Length that is no number, and that a server lets through, is 40000."""
+    client.lint = False  # it would refuse such a length
     response = client.send(json.dumps(FERN).encode(), content_length=length)
     assert_error(response, 40000)
 
 
 @pytest.mark.parametrize('content_type', [None, 'application/json', 'text/plain'])
 @pytest.mark.parametrize('length', [None, '0'])
-def test_body_missing(length, content_type, client):
+def test_missing_body_is_40001(length, content_type, client):
     """No body, with or without a length, of whatever type, is 40001."""
     response = client.send(b'', content_type=content_type, content_length=length)
     assert_error(response, 40001)
@@ -309,8 +309,8 @@ def test_body_missing(length, content_type, client):
         'application/json; indent=4',
     ],
 )
-def test_media_type_accepted(content_type, client):
-    """``application/json`` is taken in any case, with parameters, but only UTF-8."""
+def test_json_media_type_is_accepted(content_type, client):
+    """``application/json`` may be in any case, with parameters; UTF-8 is required."""
     assert client.add(FERN, content_type=content_type).status_int == 200
 
 
@@ -338,26 +338,26 @@ def test_media_type_accepted(content_type, client):
         'é/ü',
     ],
 )
-def test_media_type_refused(content_type, client, store):
+def test_other_media_type_is_40002(content_type, client, store):
     """Any other type, and no type at all, is 40002."""
     assert_error(client.add(FERN, content_type=content_type), 40002)
     assert list(store) == []
 
 
 @pytest.mark.parametrize('coding', ['gzip', 'br', 'deflate', 'gzip, identity', 'x'])
-def test_content_coding_refused(coding, client):
-    """A compressed body is 40002: nothing here could open it."""
+def test_compressed_body_is_40002(coding, client):
+    """A compressed body is 40002: the service decompresses nothing."""
     assert_error(client.add(FERN, content_encoding=coding), 40002)
 
 
-def test_identity_coding_accepted(client):
-    """``Content-Encoding: identity`` means nothing and does no harm."""
+def test_identity_coding_is_accepted(client):
+    """``Content-Encoding: identity`` is ignored."""
     assert client.add(FERN, content_encoding='identity').status_int == 200
 
 
 # ---- the order of checks
 
-# Each step puts right what the one before was refused for; the rest stays wrong.
+# Each step corrects what the step before was refused for; the rest stays wrong.
 LADDER = [
     (40100, {}),
     (40101, {'token': 'wrong'}),
@@ -373,8 +373,8 @@ LADDER = [
 
 
 @pytest.mark.parametrize('step', range(len(LADDER)), ids=lambda step: LADDER[step][0])
-def test_order_of_checks(step, serve, store):
-    """Of many faults, the first in the order of the ladder is answered."""
+def test_first_fault_in_the_order_of_checks_is_answered(step, serve, store):
+    """Of several faults, the first in the order of the ladder is answered."""
     request = {'path': '/nowhere', 'method': 'PUT', 'body': b'', 'content_type': 'x/y'}
     for _, better in LADDER[: step + 1]:
         request |= better
@@ -400,14 +400,14 @@ def test_order_of_checks(step, serve, store):
         (40003, '/plants', {'content_length': '65537'}),
     ],
 )
-def test_body_is_not_read_in_vain(value, path, headers, client):
+def test_body_is_not_read_if_the_head_is_refused(value, path, headers, client):
     """A request that is refused for its head is refused without reading its body."""
     headers = {'content_type': 'application/json', 'content_length': '60', **headers}
     response = client.request(
         path,
         method='POST',
         headers={name.replace('_', '-'): text for name, text in headers.items()},
-        environ={'wsgi.input': Untouchable()},
+        environ={'wsgi.input': UnreadableBody()},
     )
     assert_error(response, value)
 
@@ -419,7 +419,7 @@ UNKNOWN_METHODS = ['BREW', 'post', 'Post', 'PROPFIND', 'WEBSOCKET', 'X', 'RESPON
 
 
 def assert_method_not_allowed(response, allowed):
-    """Check that an answer is 40500; an answer to HEAD has the head only."""
+    """Check that an answer is 40500; the answer to HEAD has no body."""
     if response.request.method == 'HEAD':
         assert response.status_int == 405
         assert response.body == b''
@@ -431,22 +431,22 @@ def assert_method_not_allowed(response, allowed):
 @pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
 def test_only_post_is_allowed(method, client):
     """Every other method on /plants is 40500 with Allow, known to HTTP or not."""
-    client.lint = False  # it takes an unknown method for a mistake of the server's
+    client.lint = False  # it takes an unknown method for a fault of the server
     response = client.request('/plants', method=method)
     assert_method_not_allowed(response, 'POST')
 
 
 @pytest.mark.parametrize('method', ['POST', *METHODS[2:], *UNKNOWN_METHODS])
 @pytest.mark.parametrize('path', PUBLIC)
-def test_only_get_and_head_are_allowed(path, method, client):
-    """What is public may be asked with GET and HEAD and nothing else."""
+def test_only_get_and_head_are_allowed_on_public_paths(path, method, client):
+    """Public paths answer GET and HEAD and no other method."""
     client.lint = False
     assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
 
 
 @pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
-def test_method_is_not_told_to_a_stranger(method, stranger):
-    """Without a token every method, whatever it is, is 401."""
+def test_any_method_without_a_token_is_401(method, stranger):
+    """Without a token every method, known or not, is 401."""
     stranger.lint = False
     response = stranger.request('/plants', method=method)
     assert response.status_int == 401
@@ -476,21 +476,21 @@ UNKNOWN_PATHS = [
 
 @pytest.mark.parametrize('path', UNKNOWN_PATHS)
 @pytest.mark.parametrize('method', ['GET', 'POST', 'OPTIONS', 'BREW'])
-def test_unknown_path(method, path, client):
-    """A path that does not exist is 40400 to whoever has a token."""
+def test_unknown_path_is_40400(method, path, client):
+    """A path that does not exist is 40400 to a client with a token."""
     client.lint = False
     assert_error(client.request(path, method=method), 40400)
 
 
 @pytest.mark.parametrize('path', UNKNOWN_PATHS)
-def test_unknown_path_is_not_told_to_a_stranger(path, stranger):
-    """Without a token nobody learns which paths exist: 401 comes before 404."""
+def test_unknown_path_without_a_token_is_401(path, stranger):
+    """Without a token no client learns which paths exist: 401 comes before 404."""
     assert_error(stranger.get(path), 40100)
     assert_error(stranger.get(path, headers={'Authorization': 'Bearer no'}), 40101)
 
 
 def test_query_is_ignored(client):
-    """A query string changes nothing, and is no place for a token."""
+    """A query string changes nothing, and a token in it is not accepted."""
     assert client.send(json.dumps(FERN).encode(), '/plants?id=2').status_int == 200
     token = client.authorization[1]
     client.authorization = None
@@ -502,8 +502,8 @@ def test_query_is_ignored(client):
 
 
 @pytest.mark.parametrize('path', PUBLIC)
-def test_public_path(path, stranger):
-    """What is public is there for everybody, with GET and with HEAD."""
+def test_public_path_needs_no_token(path, stranger):
+    """A public path needs no token, with GET and with HEAD."""
     response = stranger.get(path)
     assert response.status_int == 200, response.text
     head = stranger.head(path)
@@ -513,7 +513,7 @@ def test_public_path(path, stranger):
 
 @pytest.mark.parametrize('path', PUBLIC)
 def test_public_path_ignores_a_wrong_token(path, stranger):
-    """A token that nobody asked for is not looked at."""
+    """On a public path a token is not checked."""
     headers = {'Authorization': 'Bearer wrong'}
     assert stranger.get(path, headers=headers).status_int == 200
 
@@ -528,8 +528,8 @@ def test_public_path_ignores_a_wrong_token(path, stranger):
     ],
     ids=lambda fault: type(fault).__name__,
 )
-def test_live_is_not_ready(fault, serve):
-    """With a store that does not work the process is alive, and not ready."""
+def test_service_without_its_store_is_live_and_not_ready(fault, serve):
+    """With a store that does not work the process is live, and not ready."""
     client = serve(FaultyStore(fault))
     client.authorization = None
     assert client.get('/livez').json == {'status': 'live'}
@@ -542,8 +542,8 @@ def test_live_is_not_ready(fault, serve):
 
 
 @pytest.mark.parametrize('retry_after', [1, 7])
-def test_store_unavailable(retry_after, serve, caplog):
-    """A store that takes no plants now is 50300 with its reason; the log has more."""
+def test_unavailable_store_is_50300_with_its_reason(retry_after, serve, caplog):
+    """A store that takes no plants now is 50300 with the reason; the log has more."""
     fault = StoreUnavailable('it is full', store='/srv/x', retry_after=retry_after)
     response = serve(FaultyStore(fault)).add(FERN)
     message = assert_error(response, 50300)
@@ -555,7 +555,7 @@ def test_store_unavailable(retry_after, serve, caplog):
 
 
 class OtherStoreError(StoreError):
-    """What a store that somebody else wrote might raise."""
+    """An error that the store of another package might raise."""
 
 
 @pytest.mark.parametrize(
@@ -567,8 +567,8 @@ class OtherStoreError(StoreError):
     ],
     ids=lambda fault: type(fault).__name__,
 )
-def test_store_that_needs_an_operator(fault, serve, caplog):
-    """A damaged or closed store is 50300; what is wrong is for the log alone."""
+def test_broken_store_is_50300_without_details(fault, serve, caplog):
+    """A damaged or closed store is 50300; only the log has the details."""
     message = assert_error(serve(FaultyStore(fault)).add(FERN), 50300)
     for secret in ('/', 'green', 'plants.jsonl', 'repair'):
         assert secret not in message
@@ -586,8 +586,8 @@ def test_store_that_needs_an_operator(fault, serve, caplog):
     ],
     ids=lambda exception: type(exception).__name__,
 )
-def test_unexpected_exception(exception, serve, caplog):
-    """An exception nobody thought of is 50000, told in full to the log alone."""
+def test_unexpected_exception_is_50000_without_details(exception, serve, caplog):
+    """An unexpected exception is 50000; only the log has the details."""
     response = serve(FaultyStore(exception)).add(FERN, x_request_id='find-me')
     assert 'hunter2' not in assert_error(response, 50000)
     assert 'hunter2' not in str(response.headers)
@@ -598,7 +598,7 @@ def test_unexpected_exception(exception, serve, caplog):
 
 
 def test_service_goes_on_after_an_exception(serve, store, monkeypatch):
-    """One request that failed does not harm the next."""
+    """A request that failed does not affect the next."""
     client = serve(store)
     with monkeypatch.context() as patch:
         patch.setattr(store, 'add', lambda plant: 1 / 0)
@@ -608,8 +608,8 @@ def test_service_goes_on_after_an_exception(serve, store, monkeypatch):
 
 # ---- headers
 
-# A request for each kind of answer: what answers it and its value.
-KINDS = {
+# For 200 and some error values, a request that is answered with it.
+REQUESTS = {
     200: lambda client: client.add(FERN),
     40005: lambda client: client.add({}),
     40101: lambda client: client.add(FERN, authorization='Bearer wrong'),
@@ -619,11 +619,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize('accept', ['application/xml', 'text/html', 'x', '', 'a/b;q=0'])
-@pytest.mark.parametrize('value', KINDS)
+@pytest.mark.parametrize('value', REQUESTS)
 def test_answer_is_json_whatever_is_accepted(value, accept, client):
     """``Accept`` does not change an answer: there is one representation."""
     client.extra_environ['HTTP_ACCEPT'] = accept
-    response = KINDS[value](client)
+    response = REQUESTS[value](client)
     if value == 200:
         assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
     else:
@@ -632,18 +632,18 @@ def test_answer_is_json_whatever_is_accepted(value, accept, client):
 
 @pytest.mark.parametrize('fault', [StoreUnavailable('full'), RuntimeError()], ids=repr)
 def test_fault_of_the_server_is_json_whatever_is_accepted(fault, serve):
-    """A fault of the server is told in JSON too, whatever ``Accept`` asks for."""
+    """A fault of the server is JSON too, whatever ``Accept`` asks for."""
     client = serve(FaultyStore(fault))
     client.extra_environ['HTTP_ACCEPT'] = 'application/xml'
     response = client.add(FERN)
     assert_error(response, 50300 if isinstance(fault, StoreError) else 50000)
 
 
-@pytest.mark.parametrize('value', KINDS)
-def test_request_id_is_taken_over(value, client):
-    """A sane ``X-Request-Id`` comes back, whatever the answer is."""
+@pytest.mark.parametrize('value', REQUESTS)
+def test_request_id_is_returned(value, client):
+    """A valid ``X-Request-Id`` is returned, whatever the answer is."""
     client.extra_environ['HTTP_X_REQUEST_ID'] = 'a1-B2_c3.d4'
-    assert KINDS[value](client).headers['X-Request-Id'] == 'a1-B2_c3.d4'
+    assert REQUESTS[value](client).headers['X-Request-Id'] == 'a1-B2_c3.d4'
 
 
 @pytest.mark.parametrize(
@@ -651,8 +651,8 @@ def test_request_id_is_taken_over(value, client):
     ['0', 'x' * 128, '01ARZ3NDEKTSV4RRFFQ69G5FAV', 'Root=1-67891233-abcdef'],
     ids=lambda request_id: request_id[:30],
 )
-def test_request_id_that_is_sane(request_id, stranger):
-    """The usual forms of request ids are sane, up to 128 characters."""
+def test_usual_request_id_is_valid(request_id, stranger):
+    """The usual forms of request ids are valid, up to 128 characters."""
     response = stranger.get('/livez', headers={'X-Request-Id': request_id})
     assert response.headers['X-Request-Id'] == request_id
 
@@ -662,8 +662,8 @@ def test_request_id_that_is_sane(request_id, stranger):
     [None, '', ' ', 'a b', 'x' * 129, 'é', '"a"', '<a>', 'a,b', 'a;b', 'a\\', 'a\n'],
     ids=lambda request_id: ascii(request_id)[:20],
 )
-def test_request_id_is_made(request_id, stranger):
-    """Without a sane ``X-Request-Id`` each request gets one of its own."""
+def test_request_id_is_generated(request_id, stranger):
+    """Without a valid ``X-Request-Id`` each request gets one of its own."""
     if request_id is not None:
         stranger.extra_environ['HTTP_X_REQUEST_ID'] = request_id
     made = [stranger.get('/livez').headers['X-Request-Id'] for _ in range(3)]
@@ -681,17 +681,17 @@ def requests_logged(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_requests_are_logged_by_level(client, requests_logged, caplog):
-    """Where the log takes no more than warnings there is no line about a request."""
+def test_request_is_not_logged_at_level_warning(client, requests_logged, caplog):
+    """If the log takes only warnings, there is no line about a request."""
     caplog.set_level(logging.WARNING, 'plants')
     client.add(FERN)
     assert requests_logged() == []
 
 
-@pytest.mark.parametrize('value', KINDS)
+@pytest.mark.parametrize('value', REQUESTS)
 def test_each_request_is_logged(value, client, requests_logged):
     """One line has id, token, method, path, status, value, duration and bytes."""
-    response = KINDS[value](client)
+    response = REQUESTS[value](client)
     (line,) = requests_logged()
     name = '-' if value in (40101, 40500) else 'tester'
     path = {40400: '/nowhere', 40500: '/livez'}.get(value, '/plants')
@@ -703,7 +703,7 @@ def test_each_request_is_logged(value, client, requests_logged):
 
 
 def test_log_has_no_token(client, requests_logged):
-    """Neither a right token nor a wrong one is ever written to the log."""
+    """Neither a valid token nor a wrong one is ever logged."""
     token = client.authorization[1]
     client.add(FERN)
     client.authorization = ('Bearer', 'wrong-token')
@@ -716,7 +716,7 @@ def test_log_has_no_token(client, requests_logged):
 
 
 @pytest.mark.parametrize('path', ['/a%0Ab', '/%0D', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
-def test_log_line_cannot_be_broken(path, stranger, requests_logged):
+def test_path_cannot_break_a_log_line(path, stranger, requests_logged):
     """A path is logged in a form that can neither end a line nor colour it."""
     stranger.get(path)
     (line,) = requests_logged()
@@ -728,8 +728,8 @@ def test_log_line_cannot_be_broken(path, stranger, requests_logged):
 # ---- inside another WSGI stack
 
 
-def test_mounted_under_a_prefix(client):
-    """Under any prefix all paths are where they were, below it."""
+def test_paths_are_the_same_under_a_prefix(client):
+    """Under any prefix the same paths exist, below the prefix."""
     mounted = {'environ': {'SCRIPT_NAME': '/garden'}}
     headers = {'Content-Type': 'application/json'}
     body = json.dumps(FERN).encode()

@@ -1,4 +1,4 @@
-"""What a page of another origin may do."""
+"""CORS: what a page of another origin may do."""
 
 import pytest
 from conftest import TOKEN
@@ -14,24 +14,24 @@ FERN = {'id': 1, 'name': 'Fern'}
 
 @pytest.fixture(params=['listed', 'all'])
 def allowed(request):
-    """Return what is configured: the page's origin and another one, or all."""
+    """Return the configured origins: the page's and another one, or all."""
     return '*' if request.param == 'all' else [PAGE, 'http://localhost:3000']
 
 
 @pytest.fixture
 def client(serve, store, allowed):
-    """Return a client who has the token."""
+    """Return a client with the token."""
     return serve(store, cors_origins=allowed)
 
 
 @pytest.fixture
 def stranger(client):
-    """Return a client of the same application who has no token."""
+    """Return a client of the same application, without a token."""
     return Client(client.app)
 
 
 def preflight(client, path='/plants', origin=PAGE, method='POST', **headers):
-    """Ask for leave as a browser does, without a token."""
+    """Send a preflight as a browser does, without a token."""
     headers = {
         'Origin': origin,
         'Access-Control-Request-Method': method,
@@ -42,7 +42,7 @@ def preflight(client, path='/plants', origin=PAGE, method='POST', **headers):
 
 
 def assert_readable(answer, allowed):
-    """A page of the origin may read the answer and the headers it needs."""
+    """Check that a page of the origin can read the answer and its headers."""
     origin = '*' if allowed == '*' else PAGE
     assert answer.headers['Access-Control-Allow-Origin'] == origin
     exposed = answer.headers['Access-Control-Expose-Headers'].split(', ')
@@ -52,8 +52,8 @@ def assert_readable(answer, allowed):
 
 
 @pytest.mark.parametrize('path', ['/plants', '/livez', '/no/such/path'])
-def test_preflight(stranger, allowed, path):
-    """A preflight needs no token, has no body, and is the same for every path."""
+def test_preflight_is_answered_without_a_token(stranger, allowed, path):
+    """A preflight has no body, and is the same for every path."""
     answer = preflight(stranger, path)
     assert (answer.status_code, answer.body) == (204, b'')
     assert_readable(answer, allowed)
@@ -65,8 +65,8 @@ def test_preflight(stranger, allowed, path):
     assert 'X-Request-Id' in answer.headers
 
 
-def test_answers(client, stranger, store, allowed):
-    """Answers of every kind can be read, those that refuse included."""
+def test_page_can_read_every_answer(client, stranger, store, allowed):
+    """Answers of every kind can be read, errors included."""
     send = {'origin': PAGE}
     answer = client.add(FERN, **send)
     assert answer.json == {'name': 'Fern'}
@@ -87,8 +87,8 @@ def test_answers(client, stranger, store, allowed):
     assert errors[50300].headers['Retry-After']
 
 
-def test_other_options(client, stranger):
-    """OPTIONS that is no preflight is refused as ever: 401, or 405 with the token."""
+def test_options_that_is_no_preflight_is_refused(client, stranger):
+    """OPTIONS that is no preflight is 401 without a token, and 405 with one."""
     for origin in ({'Origin': PAGE}, {}):
         refused = stranger.request('/plants', method='OPTIONS', headers=origin)
         assert_error(refused, 40100)
@@ -98,8 +98,8 @@ def test_other_options(client, stranger):
 
 
 @pytest.mark.parametrize('origin', [OTHER, 'null', PAGE.upper(), f'{PAGE}.evil', ''])
-def test_origin_not_listed(serve, store, origin):
-    """A page of another origin gets no leave, and cannot read any answer."""
+def test_page_of_an_unlisted_origin_reads_nothing(serve, store, origin):
+    """A page of another origin gets no preflight, and cannot read any answer."""
     client = serve(store, cors_origins=PAGE)
     assert_error(preflight(Client(client.app), origin=origin), 40100)
     answers = [
@@ -114,8 +114,8 @@ def test_origin_not_listed(serve, store, origin):
 
 
 @pytest.mark.parametrize('path', ['/plants', '/livez'])
-def test_off(serve, store, path):
-    """Without origins nothing speaks of them, and OPTIONS is 401 or 405."""
+def test_no_origins_is_no_cors(serve, store, path):
+    """Without origins there are no CORS headers, and OPTIONS is 401 or 405."""
     client = serve(store)
     assert_error(preflight(Client(client.app)), 40100)
     refused = preflight(client, path)
@@ -127,7 +127,7 @@ def test_off(serve, store, path):
 
 
 @pytest.mark.parametrize('origins', [[''], 'a.example', ['*', PAGE], [f'{PAGE}/']])
-def test_bad_origins(store, origins):
-    """An embedder is told of an origin that no browser sends."""
+def test_bad_origin_is_refused(store, origins):
+    """``create_app`` refuses an origin that no browser sends."""
     with pytest.raises(ValueError, match='is not an origin'):
         create_app(store, tokens=[TOKEN], cors_origins=origins)

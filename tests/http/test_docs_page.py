@@ -1,4 +1,4 @@
-"""The page at ``/docs``, as a browser gets it and as a person uses it."""
+"""The page at ``/docs``: its files, and its use in a browser."""
 
 import gzip
 import json
@@ -34,8 +34,8 @@ FILES = {
 
 
 @pytest.mark.parametrize('path', FILES)
-def test_file(path, stranger):
-    """Each file of the page is public, has its type, and may do nothing foreign."""
+def test_file_is_public_and_loads_only_our_files(path, stranger):
+    """Each file is public, has its type, and a policy against foreign content."""
     response = stranger.get(path)
     assert response.status_int == 200
     assert response.headers['Content-Type'] == f'{FILES[path]}; charset=utf-8'
@@ -52,7 +52,7 @@ def test_file(path, stranger):
 
 @pytest.fixture
 def raw(app):
-    """A client that shows an answer as it was sent: WebTest decompresses it."""
+    """A client that returns an answer as it was sent: WebTest decompresses it."""
     return testing.TestClient(app)
 
 
@@ -75,7 +75,7 @@ def test_file_is_compressed_for_clients_that_accept_it(path, raw):
 
 
 def test_large_file_shrinks_to_a_third(raw):
-    """The page loads fast over a slow line: its bundle has 1.5 MB uncompressed."""
+    """The page loads fast on a slow line: its bundle has 1.5 MB uncompressed."""
     path = '/docs/swagger-ui-bundle.js'
     compressed = raw.simulate_get(path, headers={'Accept-Encoding': 'gzip'})
     assert 3 * len(compressed.content) < len(raw.simulate_get(path).content)
@@ -85,13 +85,13 @@ def test_large_file_shrinks_to_a_third(raw):
     ('path', 'seconds'),
     [('/docs', 0), ('/docs/docs.js', 0), ('/docs/swagger-ui-bundle.js', 86_400)],
 )
-def test_large_files_are_kept(path, seconds, stranger):
-    """What is large and seldom changes is not fetched each time, what is ours is."""
+def test_large_files_are_cached(path, seconds, stranger):
+    """Swagger UI's large files may be cached for a day, our small files may not."""
     assert stranger.get(path).headers['Cache-Control'] == f'max-age={seconds}'
 
 
-def test_page_needs_nothing_else(stranger):
-    """The page names its own files and the description, and those relatively."""
+def test_page_refers_only_to_our_files(stranger):
+    """The page names its own files and the description, by relative paths."""
     page = stranger.get('/docs').text + stranger.get('/docs/docs.js').text
     named = set(
         re.findall(r"""(?:href|src|url)(?:=|: )["'](?!data:)([^"']*)["']""", page)
@@ -116,15 +116,15 @@ def test_page_needs_nothing_else(stranger):
         '/openapi.json/',
     ],
 )
-def test_no_other_file(path, client, stranger):
-    """No other name leads to a file, whatever it is; strangers do not learn which."""
+def test_other_names_are_no_files(path, client, stranger):
+    """Other names are 40400; without a token they are 401."""
     assert_error(client.get(path), 40400)
     assert_error(stranger.get(path), 40100)
 
 
 @pytest.mark.parametrize('path', FILES)
-def test_page_without_swagger_ui(path, serve, store, monkeypatch):
-    """Without the package that has Swagger UI there is no page, and that is said."""
+def test_page_without_swagger_ui_is_40400(path, serve, store, monkeypatch):
+    """Without Swagger UI's package there is no page, and the message says so."""
     monkeypatch.setitem(sys.modules, 'swagger_ui_bundle', None)
     stranger = Client(serve(store).app)
     assert 'swagger-ui-bundle-v2' in assert_error(stranger.get(path), 40400)
@@ -134,8 +134,8 @@ def test_page_without_swagger_ui(path, serve, store, monkeypatch):
 
 # ---- in a browser
 
-# Mounted as Django, Flask or Werkzeug would; and behind a proxy that takes the prefix
-# away and does not tell.
+# Mounted as Django, Flask or Werkzeug would; and behind a proxy that removes the prefix
+# without a header that says so.
 MOUNTED = """
 from werkzeug.exceptions import NotFound
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -166,7 +166,7 @@ def browser(tmp_path_factory):
     options.binary_location = installed('chromium', CHROMIUM)
     for argument in [
         '--headless',
-        '--no-sandbox',  # it cannot have one as root, where CI runs
+        '--no-sandbox',  # there is none for root, and CI runs as root
         '--disable-gpu',
         '--disable-quic',
         '--disable-background-networking',
@@ -185,20 +185,20 @@ def browser(tmp_path_factory):
 
 
 class Page:
-    """The page as a person uses it.
+    """The page, with the actions of its user.
 
     Args:
-        browser: To show it in.
-        url: Of it.
+        browser: The browser that shows the page.
+        url: The URL of the page.
     """
 
     def __init__(self, browser, url):
         self._browser = browser
-        self.complaints()  # those of the page before
+        self.console_messages()  # drop those of the page before
         browser.get(url)
 
     def find(self, selector):
-        """Return what a CSS selector finds, as soon as it is there to be used."""
+        """Wait until a CSS selector finds a visible element, and return it."""
 
         def shown(browser):
             elements = browser.find_elements(By.CSS_SELECTOR, selector)
@@ -218,7 +218,7 @@ class Page:
         offered = json.loads(field.get_attribute('value'))
         field.clear()
         field.click()
-        # As one who pastes: the page is drawn again at every key.
+        # Pasted, not typed: the page is drawn again at every key.
         self._browser.execute_cdp_cmd('Input.insertText', {'text': json.dumps(plant)})
         return offered
 
@@ -230,7 +230,7 @@ class Page:
         return int(status.split()[0]), json.loads(body)
 
     def resize(self, width):
-        """Give the window a width, in pixels."""
+        """Set the width of the window, in pixels."""
         self._browser.execute_cdp_cmd(
             'Emulation.setDeviceMetricsOverride',
             {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False},
@@ -241,17 +241,17 @@ class Page:
         return self._browser.execute_script(script)
 
     def take_picture(self, path):
-        """Save what the window shows."""
+        """Save a screenshot of the window."""
         assert self._browser.save_screenshot(str(path))
 
-    def complaints(self):
-        """Return what the browser has to say, of its console."""
+    def console_messages(self):
+        """Return the messages in the browser's console since the last call."""
         return [line['message'] for line in self._browser.get_log('browser')]
 
 
 @pytest.fixture(scope='module', params=SITES)
 def server(request, tmp_path_factory):
-    """A server that has the application somewhere, and the URL where that is."""
+    """A server of one of the SITES, and the URL of the application in it."""
     code, prefix = SITES[request.param]
     directory = tmp_path_factory.mktemp('server')
     if code:
@@ -268,45 +268,45 @@ def page(browser, server):
     """The page, freshly loaded."""
     page = Page(browser, f'{server[1]}/docs')
     page.find('.opblock')
-    assert page.complaints() == []
+    assert page.console_messages() == []
     yield page
     browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 
-def test_person_adds_a_plant(page, server):
+def test_page_adds_a_plant(page, server):
     """With the token, a plant that is filled in and sent is added and answered."""
     page.authorize(TOKEN)
     offered = page.fill_in({'id': 7, 'name': 'Fern', 'tag': 'shade'})
     assert offered == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
     assert page.send() == (200, {'name': 'Fern', 'tag': 'shade'})
     assert {'id': 7, 'name': 'Fern', 'tag': 'shade'} in server[0].plants()
-    assert page.complaints() == []
+    assert page.console_messages() == []
 
 
 @pytest.mark.parametrize('server', ['alone'], indirect=True)
-def test_person_has_a_wrong_token(page):
-    """With a wrong token the page shows the error, and the browser does not ask."""
+def test_page_shows_the_error_of_a_wrong_token(page):
+    """With a wrong token the page shows the error; the browser asks for no password."""
     page.authorize('guessed')
     page.fill_in({'id': 8, 'name': 'Fern'})
     status, error = page.send()
     assert (status, error['error']) == (401, 40101)
-    # The browser notes in its console what was refused, and nothing else.
-    (complaint,) = page.complaints()
-    assert '401' in complaint
+    # The browser reports only the refused request in its console.
+    (message,) = page.console_messages()
+    assert '401' in message
 
 
 @pytest.mark.parametrize('server', ['mounted'], indirect=True)
-def test_page_works_below_a_slash(browser, server):
+def test_page_works_with_a_slash_at_the_end(browser, server):
     """At ``/docs/`` the page finds its files and the service too."""
     page = Page(browser, f'{server[1]}/docs/')
     page.authorize(TOKEN)
     page.fill_in({'id': 9, 'name': 'Moss'})
     assert page.send() == (200, {'name': 'Moss'})
-    assert page.complaints() == []
+    assert page.console_messages() == []
 
 
-# What is seen beyond the edges of the window or of a frame that does not scroll.
-OUTSIDE = """
+# Find the elements beyond the edges of the window, unless a parent clips or scrolls.
+FIND_OUTSIDE = """
 function frame(element) {
     const parent = element.parentElement;
     if (!parent) return {left: 0, right: innerWidth};
@@ -326,10 +326,10 @@ return outside;
 
 @pytest.mark.parametrize('server', ['alone'], indirect=True)
 @pytest.mark.parametrize('width', [1280, 400])
-def test_nothing_is_outside_its_frame(width, page, tmp_path):
+def test_page_fits_its_window(width, page, tmp_path):
     """With everything unfolded the page fits a wide window, and a narrow one.
 
-    A picture of it is kept if it does not.
+    A screenshot is kept if it does not.
     """
     page.resize(width)
     page.authorize(TOKEN)
@@ -342,8 +342,8 @@ def test_nothing_is_outside_its_frame(width, page, tmp_path):
     page.take_picture(tmp_path / f'docs-{width}.png')
     assert page.run('return innerWidth') == width
     assert page.run('return document.documentElement.scrollWidth') <= width
-    assert page.run(OUTSIDE) == []
-    # No frame around the page.
+    assert page.run(FIND_OUTSIDE) == []
+    # The page has no margin.
     body = page.run('return document.body.getBoundingClientRect()')
     inside = page.run('return document.documentElement.clientWidth')
     assert (body['left'], body['right']) == (0, inside)

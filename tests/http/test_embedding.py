@@ -1,4 +1,4 @@
-"""The application inside other people's WSGI stacks and under other servers."""
+"""The application in other WSGI stacks, under other servers, in threads and forks."""
 
 import io
 import json
@@ -77,7 +77,7 @@ def served_by_waitress(application):
     )
 
     def stop():
-        # In its own thread: closing a descriptor that it polls would be an error.
+        # In the server's thread: closing a descriptor that it polls would be an error.
         server.trigger.pull_trigger(lambda: waitress.wasyncore.close_all(sockets))
 
     with in_thread(server.run, stop):
@@ -120,7 +120,7 @@ CHUNKED_DECODED_BY = ['waitress', 'cheroot']
 
 @pytest.fixture
 def start():
-    """A function that serves an application until the test ends."""
+    """A function that serves an application until the test ends, and returns a port."""
     with ExitStack() as running:
         yield lambda server, application: running.enter_context(
             SERVERS[server](application)
@@ -148,10 +148,10 @@ class Answer(NamedTuple):
 
 
 def exchange(port, *arguments, **headers):
-    """Send one request and return its answer, with everything up to the end.
+    """Send one request and return its answer, with all bytes up to the end.
 
-    All in one piece: a server that answers before it has read the body, and then
-    closes, would reset the connection under a client that is still sending.
+    The request is sent in one piece: a server that answers before it has read the
+    body, and then closes, would reset the connection of a client that still sends.
     """
     with socket.create_connection(('127.0.0.1', port), PATIENCE) as connection:
         connection.sendall(request(*arguments, connection='close', **headers))
@@ -204,18 +204,18 @@ def each_store(request, tmp_path):
 
 
 @pytest.fixture
-def plants(store):
-    """The application of a store; breaking a rule of WSGI is a failure."""
-    return validator(unchecked(store))
+def application(store):
+    """The application of a store; the test fails if it breaks a rule of WSGI."""
+    return validator(make_application(store))
 
 
 @pytest.fixture
-def unchecked_plants(store):
-    """The same without the validator, which cheroot's input of chunks does not pass."""
-    return unchecked(store)
+def unchecked_app(store):
+    """The same without the validator, which cheroot's chunked input does not pass."""
+    return make_application(store)
 
 
-def unchecked(store):
+def make_application(store):
     """Make the application of a store."""
     return create_app(store, tokens=[TOKEN], max_body_bytes=MAX_BODY)
 
@@ -223,7 +223,7 @@ def unchecked(store):
 # ---- mounted under a prefix
 
 
-def in_werkzeug(plants):
+def in_werkzeug(application):
     """Mount it beside a plain WSGI application."""
 
     def home(environ, start_response):
@@ -233,18 +233,18 @@ def in_werkzeug(plants):
         )
         return [b'home']
 
-    return DispatcherMiddleware(home, {'/home/garden': plants})
+    return DispatcherMiddleware(home, {'/home/garden': application})
 
 
-def in_flask(plants):
+def in_flask(application):
     """Mount it in the WSGI stack of a Flask application."""
     site = flask.Flask('site')
     site.add_url_rule('/', view_func=lambda: 'home', endpoint='home')
-    site.wsgi_app = DispatcherMiddleware(site.wsgi_app, {'/home/garden': plants})
+    site.wsgi_app = DispatcherMiddleware(site.wsgi_app, {'/home/garden': application})
     return site
 
 
-def in_django(plants):
+def in_django(application):
     """Mount it beside the WSGI handler of a Django project."""
     if not django.conf.settings.configured:
         urls = (django.urls.path('', lambda request: django.http.HttpResponse('home')),)
@@ -252,13 +252,13 @@ def in_django(plants):
             ROOT_URLCONF=urls, ALLOWED_HOSTS=['127.0.0.1'], LOGGING_CONFIG=None
         )
     site = django.core.wsgi.get_wsgi_application()
-    return DispatcherMiddleware(site, {'/home/garden': plants})
+    return DispatcherMiddleware(site, {'/home/garden': application})
 
 
 @pytest.fixture(params=[in_werkzeug, in_flask, in_django])
-def site(request, plants, start):
+def site(request, application, start):
     """The port of a web site that has the application under /home/garden."""
-    return start('waitress', request.param(plants))
+    return start('waitress', request.param(application))
 
 
 def test_mounted_application_adds_plants(site, store):
@@ -277,17 +277,17 @@ def test_mounted_application_adds_plants(site, store):
         pytest.param('/home/garden/no/such', {}, 40400, id='unknown'),
         pytest.param('/home/garden', {}, 40400, id='prefix-alone'),
         pytest.param('/home/garden/', {}, 40400, id='prefix-and-slash'),
-        # The prefix ends where the application begins: it is not cut off twice.
+        # The prefix is removed once, not twice.
         pytest.param('/home/garden/home/garden/plants', {}, 40400, id='prefix-twice'),
     ],
 )
 def test_mounted_application_answers_for_its_prefix(site, path, headers, value):
-    """Whatever is under the prefix is answered with our errors, not the site's."""
+    """Every path under the prefix is answered with our errors, not the site's."""
     assert_error(exchange(site, 'POST', path, FERN, **headers), value)
 
 
 def test_mounted_application_keeps_its_public_paths(site):
-    """What is public without a prefix is public under it."""
+    """A path that needs no token without a prefix needs none under it."""
     for path in ['livez', 'readyz', 'openapi.json', 'docs', 'docs/docs.js']:
         answer = exchange(site, 'GET', f'/home/garden/{path}', **NO_TOKEN)
         assert answer.status_int == 200
@@ -325,19 +325,19 @@ def test_site_keeps_its_own_paths(site):
         pytest.param('OPTIONS', '/livez', b'', NO_TOKEN, 40500, id='options'),
     ],
 )
-def test_faults_are_sound_wsgi(
-    start, plants, store, server, method, path, body, headers, value
+def test_errors_are_valid_wsgi(
+    start, application, store, server, method, path, body, headers, value
 ):
-    """Every kind of fault reaches the client, and the WSGI validator finds nothing."""
-    port = start(server, plants)
+    """Each kind of error reaches the client, and the WSGI validator finds no fault."""
+    port = start(server, application)
     assert_error(exchange(port, method, path, body, **headers), value)
     assert not list(store)
 
 
 @every_server
-def test_success_is_sound_wsgi(start, plants, store, server):
-    """A plant is added, and the WSGI validator finds nothing."""
-    answer = exchange(start(server, plants), 'POST', '/plants', FERN)
+def test_success_is_valid_wsgi(start, application, store, server):
+    """A plant is added, and the WSGI validator finds no fault."""
+    answer = exchange(start(server, application), 'POST', '/plants', FERN)
     assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
     assert list(store) == [Plant(1, 'Fern', 'shade')]
 
@@ -347,9 +347,9 @@ def test_success_is_sound_wsgi(start, plants, store, server):
     ('path', 'status'),
     [('/livez', 200), ('/readyz', 200), ('/plants', 405), ('/no/such', 404)],
 )
-def test_head_has_no_body(start, plants, server, path, status):
+def test_head_has_no_body(start, application, server, path, status):
     """HEAD is answered as GET is, without the body."""
-    port = start(server, plants)
+    port = start(server, application)
     answer = exchange(port, 'HEAD', path)
     assert (answer.status_int, answer.body) == (status, b'')
     assert answer.headers['Content-Type'] == 'application/json'
@@ -357,9 +357,9 @@ def test_head_has_no_body(start, plants, server, path, status):
 
 
 @pytest.mark.parametrize('server', ['waitress', 'cheroot'])
-def test_connection_outlives_a_fault(start, plants, server):
-    """A body that was refused unread does not disturb the next request."""
-    with RawClient(start(server, plants)) as client:
+def test_connection_outlives_a_refused_body(start, application, server):
+    """A body that was refused unread does not affect the next request."""
+    with RawClient(start(server, application)) as client:
         refused = client.ask(request(body=FERN, **WRONG_TOKEN))
         assert (refused.status, refused.json['error']) == (401, 40101)
         answer = client.ask(request(body=FERN))
@@ -388,18 +388,18 @@ def exchange_chunked(port, body, **headers):
 
 @lengths
 @pytest.mark.parametrize('server', CHUNKED_DECODED_BY)
-def test_chunked_body_is_read(start, unchecked_plants, store, server, length):
-    """A chunked body is a body where the server marks its end."""
-    port = start(server, unchecked_plants)
+def test_chunked_body_is_read(start, unchecked_app, store, server, length):
+    """A chunked body is read where the server marks its end."""
+    port = start(server, unchecked_app)
     answer = exchange_chunked(port, chunked(FERN), **length)
     assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
     assert list(store) == [Plant(1, 'Fern', 'shade')]
 
 
 @lengths
-def test_chunked_body_is_refused(start, plants, store, length):
-    """A chunked body is as good as missing where the server does not decode it."""
-    answer = exchange_chunked(start('wsgiref', plants), chunked(FERN), **length)
+def test_chunked_body_that_is_not_decoded_is_40001(start, application, store, length):
+    """Where the server does not decode chunks, the body is missing."""
+    answer = exchange_chunked(start('wsgiref', application), chunked(FERN), **length)
     assert 'Content-Length' in assert_error(answer, 40001)
     assert not list(store)
 
@@ -413,15 +413,15 @@ def test_chunked_body_is_refused(start, plants, store, length):
         pytest.param(FERN[:20], 40004, id='not-json'),
     ],
 )
-def test_chunked_body_keeps_the_rules(start, unchecked_plants, server, body, value):
-    """What is refused with a Content-Length is refused in chunks as well."""
-    port = start(server, unchecked_plants)
+def test_chunked_body_has_the_same_errors(start, unchecked_app, server, body, value):
+    """A body that is refused with a Content-Length is refused in chunks as well."""
+    port = start(server, unchecked_app)
     assert_error(exchange_chunked(port, chunked(body)), value)
 
 
-def test_broken_chunks_are_a_fault_of_the_client(start, unchecked_plants, store):
-    """Chunks that the server cannot decode are 40000, not a fault of the service."""
-    port = start('cheroot', unchecked_plants)
+def test_broken_chunks_are_40000(start, unchecked_app, store):
+    """Chunks that the server cannot decode are 40000, not an error of the service."""
+    port = start('cheroot', unchecked_app)
     answer = exchange_chunked(port, chunked(FERN).replace(b'7\r\n', b'seven\r\n'))
     assert_error(answer, 40000)
     assert not list(store)
@@ -440,33 +440,33 @@ def test_broken_chunks_are_a_fault_of_the_client(start, unchecked_plants, store)
         ('HTTP_AUTHORIZATION', 40100),
     ],
 )
-def test_variable_without_a_value(unchecked_plants, variable, value, nothing):
-    """A variable that is empty and one that is absent are the same thing."""
+def test_empty_variable_is_like_an_absent_one(unchecked_app, variable, value, nothing):
+    """An empty variable of the environ and an absent one mean the same."""
     environ = {'SCRIPT_NAME': '/garden', variable: nothing}
-    assert_error(call(unchecked_plants, FERN, **environ), value)
+    assert_error(call(unchecked_app, FERN, **environ), value)
 
 
 @pytest.mark.parametrize('nothing', ['', None], ids=['empty', 'absent'])
-def test_variables_that_do_not_matter(unchecked_plants, nothing):
+def test_query_and_prefix_may_be_empty_or_absent(unchecked_app, nothing):
     """A plant is added without a query string and a prefix, empty or absent."""
     nothings = {'SCRIPT_NAME': nothing, 'QUERY_STRING': nothing}
-    answer = call(unchecked_plants, FERN, **nothings)
+    answer = call(unchecked_app, FERN, **nothings)
     assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
 
 
-def test_absent_length_of_a_chunked_body(plants):
+def test_chunked_body_may_have_an_empty_length(application):
     """A chunked body may come with an empty CONTENT_LENGTH."""
     environ = {'CONTENT_LENGTH': '', 'HTTP_TRANSFER_ENCODING': 'chunked'}
-    assert_error(call(plants, FERN, **environ), 40001)
-    answer = call(plants, FERN, **environ, **{'wsgi.input_terminated': True})
+    assert_error(call(application, FERN, **environ), 40001)
+    answer = call(application, FERN, **environ, **{'wsgi.input_terminated': True})
     assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
 
 
-# ---- several in one process
+# ---- a store of the embedder
 
 
-class Frost(PlantStore):
-    """A store of an embedder's own, which is never available."""
+class FrozenStore(PlantStore):
+    """A store of an embedder, which is never available."""
 
     def add(self, plant):
         raise StoreUnavailable('the ground is frozen', store='frost', retry_after=7)
@@ -481,9 +481,9 @@ class Frost(PlantStore):
         pass
 
 
-def test_store_of_the_embedder():
-    """A store of the embedder's own is used like ours, and its faults are answered."""
-    frost = validator(create_app(Frost(), tokens=[TOKEN]))
+def test_store_of_an_embedder_is_used():
+    """An embedder's store is used like ours, and its errors are answered."""
+    frost = validator(create_app(FrozenStore(), tokens=[TOKEN]))
     for answer in [
         call(frost, FERN),
         call(frost, REQUEST_METHOD='GET', PATH_INFO='/readyz'),
@@ -495,9 +495,9 @@ def test_store_of_the_embedder():
 # ---- threads
 
 
-def test_eight_threads_at_once(each_store):
+def test_eight_threads_lose_no_plant(each_store):
     """Eight threads use one application: no plant is lost, no id is given twice."""
-    plants = validator(create_app(each_store, tokens=[TOKEN]))
+    application = validator(create_app(each_store, tokens=[TOKEN]))
     threads, rounds = 8, 40
     barrier = threading.Barrier(threads, timeout=PATIENCE)
 
@@ -507,8 +507,8 @@ def test_eight_threads_at_once(each_store):
             own = {'id': 1000 * (thread + 1) + turn, 'name': f'of {thread}'}
             contested = {'id': turn, 'name': f'of {thread}'}
             barrier.wait()
-            assert call(plants, json.dumps(own).encode()).status_int == 200
-            results.append(call(plants, json.dumps(contested).encode()))
+            assert call(application, json.dumps(own).encode()).status_int == 200
+            results.append(call(application, json.dumps(contested).encode()))
         return results
 
     with ThreadPoolExecutor(threads) as pool:
@@ -556,7 +556,7 @@ if moment == 'in-use':
     for thread in threads:
         thread.start()
 child = os.fork()
-signal.alarm(10)  # a lock that stayed held must not hold up the tests
+signal.alarm(10)  # a lock that stays held must not block the tests
 add_own(4000 if child else 5000)
 won = sum(add(id, 'parent' if child else 'child') for id in range(6000, 6200))
 if child:
@@ -577,8 +577,8 @@ if child:
         pytest.param('in-use', 500, id='in-use-by-threads'),
     ],
 )
-def test_application_made_before_a_fork(tmp_path, moment, own):
-    """Parent and child use what was made before the fork: no plant is lost."""
+def test_fork_loses_no_plant(tmp_path, moment, own):
+    """Parent and child use an application made before the fork: no plant is lost."""
     url = f'jsonl:{tmp_path / "plants.jsonl"}'
     result = subprocess.run(
         [sys.executable, '-c', PREFORK, url, moment],
@@ -602,13 +602,13 @@ def test_application_made_before_a_fork(tmp_path, moment, own):
 
 
 def waitress_serve(directory):
-    """Make a server of what people type by habit."""
+    """Return a server that runs ``waitress-serve app:app``."""
     command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
     return Server(directory, command=command, workers=None, PYTHONPATH=str(REPOSITORY))
 
 
 @pytest.mark.parametrize('end', ['SIGINT', 'SIGTERM', 'SIGKILL'])
-def test_waitress_serve(tmp_path, end):
+def test_plant_outlives_waitress(tmp_path, end):
     """Under waitress-serve a plant outlives the server, however that ends."""
     with waitress_serve(tmp_path) as server:
         assert server.ask(request(body=FERN)).status == 200

@@ -34,7 +34,7 @@ FAULTS = {
 
 @pytest.mark.parametrize('value', ErrorValue, ids=lambda value: value.name)
 def test_every_value_is_answered_to_some_request(value, serve, store):
-    """Each value of the table is what some request is answered, in full form."""
+    """Each error value is the answer to some request, with its body and headers."""
     if value in FAULTS:
         answer = serve(FaultyStore(FAULTS[value])).add(FERN)
     else:
@@ -43,7 +43,7 @@ def test_every_value_is_answered_to_some_request(value, serve, store):
 
 
 def test_values_are_the_published_ones():
-    """Clients depend on the numbers: none changes its meaning, none goes away."""
+    """Clients depend on the numbers: none changes its meaning, none is removed."""
     assert {value.name: int(value) for value in ErrorValue} == {
         'BAD_REQUEST': 40000,
         'BODY_MISSING': 40001,
@@ -62,7 +62,7 @@ def test_values_are_the_published_ones():
 
 
 def test_server_can_make_an_error_without_a_request(client):
-    """What the HTTP server refuses by itself gets the same body from one function."""
+    """The HTTP server makes the bodies of its own errors with the same function."""
     body = error_body(41400, 'the request line is too long: "é"')
     ERROR.validate(json.loads(body))
     assert body == (

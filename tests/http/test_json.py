@@ -1,4 +1,4 @@
-"""JSON text and the schema files: what is read, what is refused, and in which words."""
+"""JSON text and the schema files: what is accepted, what is refused, the messages."""
 
 import json
 import math
@@ -30,7 +30,7 @@ FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 
 
 def case_id(value):
-    """Return a short readable name of a case, whatever bytes it has."""
+    """Return a short readable name of a test case, whatever bytes it has."""
     return ascii(value)[:40] if isinstance(value, (bytes, str)) else ascii(value)[:15]
 
 
@@ -195,11 +195,11 @@ REFUSED = [
     ),
     *(b'"%c"' % code for code in range(0x20)),
     *(b'{"%c":1}' % code for code in (0, 9, 10, 13, 31)),
-    # white space that only looks like it
+    # what only looks like white space
     *(b'\0', b'1\0', b'\0001', b'\0{}', b'{}\0', b'[\0]', b'\x0b1', b'1\x0c', b'\x1f1'),
     *('\xa01', '1\xa0', '\x851', '\u20281', '1\u2029', '\u30001', '\u200b1', '[\xa0]'),
     *(b'\x1a', b'1\x1a', b'\x7f', b'1\x7f', b'\x1e{}', b'\x1e{}\n'),
-    # member names that are there twice, at any depth, however they are written
+    # duplicate member names, at any depth, escaped or not
     *(b'{"a":1,"a":1}', b'{"a":1,"a":2}', b'{"a":1,"b":2,"a":3}', b'{"":1,"":2}'),
     *(b'[{"a":1,"a":2}]', b'{"b":{"a":1,"a":2}}', b'[[[{"b":[{"a":1,"a":2}]}]]]'),
     *(b'{"a":1,"\\u0061":2}', b'{"\\u0061":1,"\\u0061":2}', b'{"/":1,"\\/":2}'),
@@ -274,7 +274,7 @@ REFUSED = [text if isinstance(text, bytes) else text.encode() for text in REFUSE
 
 
 @pytest.fixture(scope='module')
-def anything():
+def forgetful_client():
     """Return a client of a service whose store takes every plant and keeps none."""
 
     class Forgetful(MemoryStore):
@@ -284,8 +284,8 @@ def anything():
     return Client(create_app(Forgetful(), tokens='token'), 'token')
 
 
-def test_there_are_enough_cases():
-    """No case is there twice, so that the number of them means something."""
+def test_cases_are_different():
+    """No case is listed twice, so that their number means something."""
     texts = [*REFUSED, *(text for text, _ in ACCEPTED)]
     assert len(texts) == len(set(texts))
     assert len(texts) > 400
@@ -293,7 +293,7 @@ def test_there_are_enough_cases():
 
 @pytest.mark.parametrize(('text', 'value'), ACCEPTED, ids=case_id)
 def test_text_is_accepted(text, value):
-    """JSON text as RFC 8259 has it stands for one value, types included."""
+    """Valid JSON text (RFC 8259) is parsed to one value, of the right types."""
     parsed = parse(text)
     assert parsed == value
     # Equality is not enough: 1 == 1.0 == True, and 0.0 == -0.0.
@@ -301,14 +301,14 @@ def test_text_is_accepted(text, value):
 
 
 @pytest.mark.parametrize('text', [text for text, _ in ACCEPTED], ids=case_id)
-def test_accepted_text_is_no_plant(text, anything):
-    """A body that is JSON, but no plant, is told so: 40005, never 40004."""
-    assert_error(anything.send(text), 40005)
+def test_json_that_is_no_plant_is_40005(text, forgetful_client):
+    """A body that is JSON, but no plant, is 40005, never 40004."""
+    assert_error(forgetful_client.send(text), 40005)
 
 
 @pytest.mark.parametrize('text', REFUSED, ids=case_id)
 def test_text_is_refused(text):
-    """What is not JSON text is refused with a message that can be encoded."""
+    """Invalid JSON text is refused with a message that can be encoded."""
     with pytest.raises(NotJSON) as raised:
         parse(text)
     message = str(raised.value)
@@ -318,13 +318,13 @@ def test_text_is_refused(text):
 
 
 @pytest.mark.parametrize('text', REFUSED, ids=case_id)
-def test_refused_text_is_answered(text, anything):
-    """A body that is not JSON text is 40004 and nothing worse."""
-    assert_error(anything.send(text), 40004)
+def test_refused_text_is_40004(text, forgetful_client):
+    """A body that is no JSON text is 40004."""
+    assert_error(forgetful_client.send(text), 40004)
 
 
 def test_empty_text_is_refused():
-    """No text at all is not JSON text."""
+    """Empty text is no JSON text."""
     with pytest.raises(NotJSON):
         parse(b'')
 
@@ -345,15 +345,15 @@ def test_empty_text_is_refused():
     ],
     ids=case_id,
 )
-def test_words_for_refused_text(text, words, anything):
+def test_message_names_the_fault_and_its_place(text, words, forgetful_client):
     """The message says what is wrong and, where that helps, at which place."""
-    assert words in assert_error(anything.send(text), 40004)
+    assert words in assert_error(forgetful_client.send(text), 40004)
 
 
 @pytest.mark.parametrize('text', [b'"a', b'"\n"', b'"\\x"'], ids=case_id)
-def test_words_are_a_sentence(text, anything):
-    """The place is told once, in good English."""
-    assert ' at at ' not in assert_error(anything.send(text), 40004)
+def test_message_names_the_place_once(text, forgetful_client):
+    """The message names the place once, in a correct sentence."""
+    assert ' at at ' not in assert_error(forgetful_client.send(text), 40004)
 
 
 # ---- depth
@@ -368,15 +368,15 @@ SHAPES = {
 
 @pytest.mark.parametrize('shape', SHAPES)
 @pytest.mark.parametrize('depth', [2, 32, 62])
-def test_depth_that_is_always_fine(depth, shape, anything):
-    """64 levels, of which the plant is one, are read whatever they are made of."""
+def test_64_levels_are_accepted(depth, shape, forgetful_client):
+    """64 levels, of which the plant is one, are read, whatever they are made of."""
     body = b'{"id":1,"name":"Fern","x":%s}' % SHAPES[shape](depth)
-    assert anything.send(body).status_int == 200
+    assert forgetful_client.send(body).status_int == 200
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-def test_depth_that_is_never_fine(shape, serve, store):
-    """100,000 levels are refused, closed or left open, and do no harm."""
+def test_100_000_levels_are_refused(shape, serve, store):
+    """100,000 levels are refused, closed or left open, and the service goes on."""
     client = serve(store, max_body_bytes=2_000_000)
     for text in (SHAPES[shape](100_000), SHAPES[shape](100_000)[:300_000]):
         with pytest.raises(NotJSON):
@@ -390,19 +390,19 @@ def test_depth_that_is_never_fine(shape, serve, store):
     ['%s', '{"id":1,"name":%s}', '{"id":%s}', '{"id":1,"name":"","x":%s}'],
 )
 @pytest.mark.parametrize('shape', ['arrays', 'objects'])
-def test_every_depth_between(shape, body, anything):
-    """Wherever the bound is, beyond it text is refused and before it it is read."""
+def test_depth_has_one_bound(shape, body, forgetful_client):
+    """Text up to some depth is read, and all deeper text is refused."""
     before, beyond = {200, 40005}, {40004}
     answered = []
     for depth in (*range(64, 800, 16), *range(800, 1_050)):
         text = body.encode() % SHAPES[shape](depth)
-        response = anything.send(text)
+        response = forgetful_client.send(text)
         answered.append(response.json.get('error', 200))
     assert set(answered) <= before | beyond
     assert answered == sorted(answered, key=beyond.__contains__)
 
 
-# ---- the words of a shape's faults
+# ---- messages about a NewPlant
 
 
 @pytest.mark.parametrize(
@@ -441,13 +441,13 @@ def test_every_depth_between(shape, body, anything):
     ],
     ids=str,
 )
-def test_words_for_faults(value, faults):
-    """Every fault names its member and the rule, each once."""
+def test_faults_name_member_and_rule(value, faults):
+    """Each fault names its member and the rule, and is listed once."""
     assert sorted(Schema('NewPlant').faults(value)) == faults
 
 
-def test_words_for_a_pattern():
-    """What a pattern forbids is shown escaped, and the pattern with it."""
+def test_fault_of_a_pattern_is_escaped():
+    """Text that a pattern forbids is shown escaped, with the pattern."""
     (fault,) = Schema('NewPlant').faults({'id': 1, 'name': 'a\0b'})
     # The pattern as it is in the file, where a backslash is written twice.
     assert fault == r'name: "a\u0000b" does not match "^[^\\u0000]*$"'
@@ -466,28 +466,28 @@ def test_words_for_a_pattern():
     ],
     ids=case_id,
 )
-def test_long_input_is_cut(body, anything):
+def test_long_input_is_cut_in_the_message(body, forgetful_client):
     """A message shows the beginning of long input and says that it is cut."""
-    message = assert_error(anything.add(body), 40005)
+    message = assert_error(forgetful_client.add(body), 40005)
     assert len(message) < 300
     assert '...' in message
 
 
-def test_long_member_name_is_cut(anything):
-    """A member name that is there twice is cut too."""
+def test_long_duplicate_name_is_cut_in_the_message(forgetful_client):
+    """A duplicate member name is cut, too."""
     name = b'"%s":1' % (b'a' * 30_000)
-    message = assert_error(anything.send(b'{%s,%s}' % (name, name)), 40004)
+    message = assert_error(forgetful_client.send(b'{%s,%s}' % (name, name)), 40004)
     assert len(message) < 300
 
 
 def test_faults_can_be_encoded():
-    """Every fault is text that an answer can carry, whatever the input was."""
+    """Every fault is text that UTF-8 can encode, whatever the input was."""
     for text in ('\U0010ffff', '\u2028', '\x7f', '\ufffe', '"', '\\'):
         for fault in Schema('NewPlant').faults({'id': text, 'name': [text]}):
             fault.encode()
 
 
-# ---- names that come back as they were sent
+# ---- names that are answered as they were sent
 
 NAMES = [
     *(chr(plane << 16 | 0x1234) for plane in range(17)),  # one of every plane
@@ -563,14 +563,14 @@ NAMES = [
 
 
 def test_names_are_different():
-    """No name is there twice, so none hides behind another one's success."""
+    """No name is listed twice, so that each one tests something."""
     assert len(NAMES) == len(set(NAMES))
     assert len(NAMES) > 150
 
 
 @pytest.mark.parametrize('escaped', [True, False], ids=['escaped', 'raw'])
 @pytest.mark.parametrize('text', NAMES, ids=case_id)
-def test_name_comes_back(text, escaped, client, store):
+def test_name_is_answered_and_stored_as_it_was_sent(text, escaped, client, store):
     """A name and a tag are answered and stored character by character."""
     body = json.dumps({'id': 1, 'name': text, 'tag': text}, ensure_ascii=escaped)
     response = client.send(body.encode())
@@ -582,8 +582,8 @@ def test_name_comes_back(text, escaped, client, store):
 @pytest.mark.parametrize(
     'text', ['Fern', '\xc5', 'A\u030a', 'שרך', '\t', ''], ids=ascii
 )
-def test_name_is_told_from_its_likes(text, client):
-    """Names are compared as they are: no normal form, no case, no trimming."""
+def test_similar_names_differ(text, client):
+    """Names are compared exactly: no normalization, no case folding, no trimming."""
     for _ in range(2):
         assert client.add({'id': 1, 'name': text}).status_int == 200
     for other in (f'{text} ', f'{text}\u200b', f'\ufeff{text}', 'fern', '\u212b'):
@@ -611,7 +611,7 @@ def edit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
 def test_operator_bounds_a_name(name, edit, serve, store):
-    """A ``maxLength`` in either file is the rule from the next start on."""
+    """A ``maxLength`` in either file holds from the next start on."""
 
     def bound(schema):
         schema['properties'].setdefault('name', {})['maxLength'] = 4
@@ -624,15 +624,15 @@ def test_operator_bounds_a_name(name, edit, serve, store):
     assert list(store) == [Plant(**FERN)]
 
 
-def test_operator_demands_a_tag(edit, serve, store):
-    """A member that the operator requires is told to be missing."""
+def test_operator_requires_a_tag(edit, serve, store):
+    """A member that the operator requires is reported as missing."""
     edit('Plant', lambda schema: schema['required'].append('tag'))
     message = assert_error(serve(store).add({'id': 1, 'name': 'Fern'}), 40005)
     assert message == 'tag: is missing'
 
 
 def test_operator_narrows_the_ids(edit, serve, store):
-    """An edited range is the range, in the words of the message too."""
+    """An edited range is checked, and the message names it."""
     edit('NewPlant', lambda schema: schema['properties']['id'].update(minimum=1))
     client = serve(store)
     message = assert_error(client.add({'id': 0, 'name': 'Fern'}), 40005)
@@ -655,7 +655,7 @@ def test_operator_adds_a_nested_member(edit, serve, store):
 )
 @pytest.mark.parametrize('literal', [b'1.0', b'1e0'])
 def test_integer_is_a_literal_in_every_file(literal, name, edit, serve, store):
-    """A number with a fraction or an exponent is no integer, whichever file says so."""
+    """A number with a fraction or an exponent is no integer, in either file."""
     edit(name, lambda schema: schema['properties'].update(size={'type': 'integer'}))
     body = b'{"id": 1, "name": "Fern", "size": %s}'
     message = assert_error(serve(store).send(body % literal), 40005)
@@ -663,8 +663,8 @@ def test_integer_is_a_literal_in_every_file(literal, name, edit, serve, store):
 
 
 @pytest.mark.parametrize('literal', [b'1e999', b'1' * 400], ids=['1e999', '400 digits'])
-def test_number_without_a_float_is_answered(literal, edit, serve, store):
-    """A number that no float can hold is refused by ``multipleOf``: 40005, not 500."""
+def test_number_that_no_float_can_hold_is_40005(literal, edit, serve, store):
+    """``multipleOf`` refuses a number that no float can hold: 40005, not 500."""
     rule = {'multipleOf': 0.5, 'maximum': 5}
     edit('Plant', lambda schema: schema['properties'].update(size=rule))
     body = b'{"id": 1, "name": "Fern", "size": %s}'
@@ -681,7 +681,7 @@ def test_number_without_a_float_is_answered(literal, edit, serve, store):
     ids=str,
 )
 def test_operators_rule_is_named_beside_long_input(rule, named, edit, serve, store):
-    """However long the input is, the message has the rule that it breaks."""
+    """However long the input is, the message names the rule that it breaks."""
     edit('Plant', lambda schema: schema['properties']['name'].update(rule))
     message = assert_error(serve(store).add({'id': 1, 'name': 'x' * 1_000}), 40005)
     assert len(message) < 300
@@ -702,7 +702,7 @@ def test_operators_rule_is_named_beside_long_input(rule, named, edit, serve, sto
     ids=str,
 )
 def test_broken_schema_stops_the_start(change, name, edit, serve, store):
-    """A schema that is none is noticed at the start, not at the first plant."""
+    """An invalid schema is found at the start, not at the first plant."""
     edit(name, lambda schema: schema['properties'].update(name=change))
     with pytest.raises((ValueError, SchemaError, re.error)):
         serve(store)
@@ -723,8 +723,8 @@ def test_broken_schema_stops_the_start(change, name, edit, serve, store):
     ],
     ids=str,
 )
-def test_reference_that_leads_nowhere(reference, edit):
-    """A reference to what is not there is a fault of its file, at any depth."""
+def test_reference_that_leads_nowhere_is_refused(reference, edit):
+    """A reference to nothing is an error that names its file, at any depth."""
     if isinstance(reference, str):
         reference = {'$ref': reference}
     edit('NewPlant', lambda schema: schema['properties'].update(pot=reference))
@@ -736,23 +736,23 @@ def test_reference_that_leads_nowhere(reference, edit):
     'reference',
     ['Plant.json', '#', 'Plant.json#/properties/name', '#pot', 'pots/Pot.json'],
 )
-def test_reference_that_leads_somewhere(reference, edit, serve, store):
-    """A reference to a file, a place in it, an anchor or an embedded schema is good."""
+def test_valid_reference_is_accepted(reference, edit, serve, store):
+    """A reference may be to a file, a place in it, an anchor or an embedded schema."""
     pot = {'$id': 'pots/Pot.json', 'items': {'$ref': '../Plant.json'}}
     members = {'pot': {'$ref': reference}, 'pots': pot, 'size': {'$anchor': 'pot'}}
     edit('NewPlant', lambda schema: schema['properties'].update(members))
     assert serve(store).add(FERN).status_int == 200
 
 
-def test_schema_that_is_no_object(edit):
-    """A file of a schema that is just true or false is refused."""
+def test_schema_that_is_no_object_is_refused(edit):
+    """A schema file that is just true or false is refused."""
     Path(schemas.DIRECTORY, 'Plant.json').write_text('true')
     with pytest.raises(ValueError, match=r'Plant\.json: true is not an object'):
         schemas.load()
 
 
 def test_schema_that_is_no_json_stops_the_start(edit, serve, store):
-    """A schema file that cannot be read is noticed at the start."""
+    """A schema file that is no JSON is found at the start."""
     Path(schemas.DIRECTORY, 'NewPlant.json').write_text('{')
     with pytest.raises(ValueError, match='line 1'):
         serve(store)
@@ -769,7 +769,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=20,
 )
-# Near enough to a plant that both verdicts come up.
+# So near to a plant that valid and invalid values are generated.
 NEAR_PLANTS = st.fixed_dictionaries(
     {},
     optional={
@@ -779,11 +779,11 @@ NEAR_PLANTS = st.fixed_dictionaries(
         'x': VALUES,
     },
 )
-THOROUGHLY = settings(max_examples=120, deadline=None, database=None)
+MANY_EXAMPLES = settings(max_examples=120, deadline=None, database=None)
 
 
 def is_new_plant(value):
-    """Say whether a value is a NewPlant, by the words of the specification."""
+    """Whether a value is a NewPlant, as the specification says it."""
 
     def is_text(text):
         return isinstance(text, str) and '\0' not in text
@@ -797,11 +797,11 @@ def is_new_plant(value):
     )
 
 
-@THOROUGHLY
+@MANY_EXAMPLES
 @given(value=VALUES | NEAR_PLANTS, escaped=st.booleans())
-def test_just_the_new_plants_are_accepted(anything, value, escaped):
-    """Of all JSON values those that are a NewPlant are 200, the others 40005."""
-    response = anything.send(json.dumps(value, ensure_ascii=escaped).encode())
+def test_only_new_plants_are_accepted(forgetful_client, value, escaped):
+    """Every JSON value that is a NewPlant is 200, every other one 40005."""
+    response = forgetful_client.send(json.dumps(value, ensure_ascii=escaped).encode())
     if is_new_plant(value):
         assert response.status_int == 200, response.text
         expected = {
@@ -830,13 +830,13 @@ RULES = [
 
 
 @pytest.mark.parametrize('rule', RULES, ids=str)
-def test_compiled_schema_is_the_schema(rule, edit):
-    """What is accepted is what jsonschema accepts, for an operator's rules as well."""
+def test_compiled_schema_agrees_with_jsonschema(rule, edit):
+    """What is accepted is what jsonschema accepts, also with an operator's rules."""
     edit('Plant', lambda schema: schema['properties']['name'].update(rule))
     schema = Schema('NewPlant')
 
-    @settings(THOROUGHLY, max_examples=20)
-    # Where dialects of patterns differ: which of these are letters, digits, blanks.
+    @settings(MANY_EXAMPLES, max_examples=20)
+    # Dialects of patterns differ in which of these are letters, digits or blanks.
     @example(value={'id': 1, 'name': '\xe9'})
     @example(value={'id': 1, 'name': '\u0661'})
     @example(value={'id': 1, 'name': '\x1c'})
@@ -853,7 +853,7 @@ def test_compiled_schema_is_the_schema(rule, edit):
     check()
 
 
-# How a pattern may be part of a rule, and what the rule is then asked about a text.
+# Where in a rule a pattern may be, and the value whose validity tells if it matches.
 PATTERN_RULES = {
     'pattern': (lambda pattern: {'pattern': pattern}, lambda text: text),
     'names': (
@@ -870,7 +870,7 @@ PATTERNS = [
     *(r'^\w*$', r'^\W*$', r'^\d+$', r'^\D*$', r'^\s+$', r'^\S*$', r'\bFern\b'),
     *('(?i)^fern$', r'^(.)\1$', '^(?!Fern)', r'^\u00e9$', r'^[\d\s]*\Z'),
 ]
-# Where dialects differ: letters, digits, blanks, ends of lines, pairs of surrogates.
+# Dialects differ in letters, digits, blanks, line ends and pairs of surrogates.
 DISPUTED = [
     *('', '\0', 'a\0', '\n', 'a\n', '\r', '\u2028', '\x85', '\x1c', '\xa0', '\ufeff'),
     *('\u180e', '\xe9', '\xe9Fern', '\u0661', '\xb2', '\u212a', '\u017f', '\U0001f600'),
@@ -880,8 +880,8 @@ DISPUTED = [
 
 @pytest.mark.parametrize('form', PATTERN_RULES)
 @pytest.mark.parametrize('pattern', PATTERNS)
-def test_patterns_are_those_of_jsonschema(pattern, form, edit):
-    """Wherever a pattern is, it matches what it matches for jsonschema alone."""
+def test_patterns_match_as_in_jsonschema(pattern, form, edit):
+    """A pattern matches the same texts as in jsonschema, wherever it is in a rule."""
     rule_of, value_of = PATTERN_RULES[form]
     rule = rule_of(pattern)
     edit('Plant', lambda schema: schema['properties'].update(soil=rule))
@@ -899,27 +899,27 @@ def test_patterns_are_those_of_jsonschema(pattern, form, edit):
 
     for text in DISPUTED:
         check(text)
-    settings(THOROUGHLY, max_examples=5)(given(st.text())(check))()
+    settings(MANY_EXAMPLES, max_examples=5)(given(st.text())(check))()
 
 
-def test_published_schema_needs_no_second_look(monkeypatch):
-    """The compiled validator accepts plants by itself: jsonschema is not asked."""
+def test_valid_plant_does_not_need_jsonschema(monkeypatch):
+    """The compiled validator accepts plants without a call of jsonschema."""
     asked = []
     monkeypatch.setattr(Schema, 'faults', lambda self, value: asked.append(value))
     assert Schema('NewPlant').read(json.dumps(FERN).encode()) == FERN
     assert asked == []
 
 
-@THOROUGHLY
+@MANY_EXAMPLES
 @given(value=VALUES, escaped=st.booleans(), indent=st.sampled_from([None, '\t']))
 def test_parse_undoes_dumps(value, escaped, indent):
-    """Every JSON value is read as it was written."""
+    """Every JSON value is parsed to what was written."""
     text = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
     assert repr(parse(text)) == repr(value)
 
 
 def spoil(text, place, junk):
-    """Return text with some bytes in place of one of its bytes."""
+    """Return text with one of its bytes replaced."""
     place %= len(text)
     return text[:place] + junk + text[place + 1 :]
 
@@ -932,11 +932,11 @@ SPOILED = st.builds(
 )
 
 
-@THOROUGHLY
+@MANY_EXAMPLES
 @given(body=st.binary(min_size=1) | SPOILED)
-def test_any_bytes_are_answered(anything, body):
-    """Whatever the body is, the answer is a plant or a fault of the body."""
-    response = anything.send(body)
+def test_any_bytes_are_a_plant_or_an_error_of_the_body(forgetful_client, body):
+    """Whatever the body is, the answer is a plant, 40004 or 40005."""
+    response = forgetful_client.send(body)
     if response.status_int != 200:
         value = response.json['error']
         assert value in (ErrorValue.NOT_JSON, ErrorValue.NOT_A_NEW_PLANT)

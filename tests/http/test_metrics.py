@@ -1,4 +1,4 @@
-"""What Prometheus is told at ``/metrics``, about one process and about several."""
+"""``/metrics``: what it reports of one process and of several."""
 
 import os
 import subprocess
@@ -24,12 +24,12 @@ REQUESTS = 'plants_request_seconds'
 
 @pytest.fixture
 def client(serve, store):
-    """Return a client who has the token, of an application that measures."""
+    """Return a client, with the token, of an application with metrics."""
     return serve(store, metrics=True)
 
 
-def families(client):
-    """Return what is told, metric by metric."""
+def read_families(client):
+    """Return the metrics that a client reads, parsed."""
     answer = client.get('/metrics')
     assert answer.status_code == 200
     assert answer.content_type == 'text/plain'
@@ -45,12 +45,12 @@ def samples_of(families):
     }
 
 
-def metrics(client):
-    """Return the samples that a client is told."""
-    return samples_of(families(client))
+def read_samples(client):
+    """Return the samples that a client reads, as ``samples_of`` does."""
+    return samples_of(read_families(client))
 
 
-def requests(
+def request_sample(
     samples,
     route='/plants',
     status='200',
@@ -59,13 +59,13 @@ def requests(
     method='POST',
     **labels,
 ):
-    """Return a sample of the requests with a method, route, status and error value."""
+    """Return the sample of requests with a method, route, status and error value."""
     labels |= {'method': method, 'route': route, 'status': status, 'error': error}
     return samples.get((f'{REQUESTS}_{suffix}', *sorted(labels.items())))
 
 
 def test_requests_are_counted_by_method_route_status_and_error(client):
-    """Paths that do not exist share one label, whatever they are."""
+    """Each combination has a count; all paths that do not exist share one."""
     for _ in range(3):
         client.add(FERN)
     client.add(FERN | {'name': 'Moss'})
@@ -73,43 +73,43 @@ def test_requests_are_counted_by_method_route_status_and_error(client):
     client.get('/livez')
     for number in range(5):
         client.get(f'/no/such/path/{number}')
-    samples = metrics(client)
-    assert requests(samples) == 3
-    assert requests(samples, status='400', error='40006') == 1
-    assert requests(samples, '', '401', '40101') == 1
-    assert requests(samples, '', '404', '40400', method='GET') == 5
-    assert requests(samples, '/livez', method='GET') == 1
-    assert requests(samples, '/metrics', method='GET') is None
-    assert requests(metrics(client), '/metrics', method='GET') == 1
+    samples = read_samples(client)
+    assert request_sample(samples) == 3
+    assert request_sample(samples, status='400', error='40006') == 1
+    assert request_sample(samples, '', '401', '40101') == 1
+    assert request_sample(samples, '', '404', '40400', method='GET') == 5
+    assert request_sample(samples, '/livez', method='GET') == 1
+    assert request_sample(samples, '/metrics', method='GET') is None
+    assert request_sample(read_samples(client), '/metrics', method='GET') == 1
     assert 'path/1' not in str(samples)
 
 
 def test_unknown_methods_share_a_label(client):
-    """A client cannot make up labels: methods without a responder are ``other``."""
+    """A client cannot create labels: methods that no resource has are ``other``."""
     client.lint = False
     for method in ('BREW', 'PUT', 'get', 'WEBSOCKET'):
         client.request('/plants', method=method)
-    samples = metrics(client)
-    assert requests(samples, status='405', error='40500', method='other') == 4
+    samples = read_samples(client)
+    assert request_sample(samples, status='405', error='40500', method='other') == 4
     assert 'BREW' not in str(samples)
 
 
-def test_times(client):
-    """Times are counted in buckets from half a millisecond to ten seconds."""
+def test_durations_are_counted_in_buckets(client):
+    """Durations are counted in buckets from half a millisecond to ten seconds."""
     client.add(FERN)
-    samples = metrics(client)
+    samples = read_samples(client)
     bounds = [
         float(dict(labels)['le'])
         for name, *labels in samples
         if name == f'{REQUESTS}_bucket' and ('route', '/plants') in labels
     ]
     assert (bounds[0], bounds[-2], bounds[-1]) == (0.0005, 10, float('inf'))
-    assert requests(samples, suffix='bucket', le='10.0') == 1
-    assert 0 < requests(samples, suffix='sum') < 10
+    assert request_sample(samples, suffix='bucket', le='10.0') == 1
+    assert 0 < request_sample(samples, suffix='sum') < 10
 
 
 def test_requests_in_progress_are_counted(serve):
-    """A request counts until it is answered, also if it fails; the scrape is one."""
+    """A request counts until it is answered or fails; the scrape itself is one."""
     began, go_on = threading.Event(), threading.Event()
 
     class SlowStore(MemoryStore):
@@ -122,21 +122,21 @@ def test_requests_in_progress_are_counted(serve):
     thread = threading.Thread(target=client.add, args=[FERN])
     thread.start()
     assert began.wait(20)
-    assert metrics(client)['plants_requests_in_progress',] == 2
+    assert read_samples(client)['plants_requests_in_progress',] == 2
     go_on.set()
     thread.join(20)
-    assert metrics(client)['plants_requests_in_progress',] == 1
+    assert read_samples(client)['plants_requests_in_progress',] == 1
 
 
-def test_syncs(serve, tmp_path):
-    """The syncs of a store that has any are counted, with their time and plants."""
+def test_syncs_are_counted(serve, tmp_path):
+    """The syncs of a store are counted, with their time and plants."""
     with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
         client = serve(store, metrics=True)
-        assert metrics(client)['plants_store_sync_seconds_count',] == 0
+        assert read_samples(client)['plants_store_sync_seconds_count',] == 0
         client.add(FERN)
         store.add(Plant(2, 'Moss'))
         client.add(FERN | {'id': 2})
-        samples = metrics(client)
+        samples = read_samples(client)
     assert samples['plants_store_sync_seconds_count',] == 2
     assert samples['plants_store_batch_plants_count',] == 2
     assert samples['plants_store_batch_plants_sum',] == 2
@@ -144,24 +144,24 @@ def test_syncs(serve, tmp_path):
 
 
 def test_two_applications_over_one_store_both_see_its_syncs(serve, tmp_path):
-    """The second metered application does not take the syncs away from the first."""
+    """A second application with metrics does not take the syncs from the first."""
     with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
         clients = [serve(store, metrics=True) for _ in range(2)]
         clients[0].add(FERN)
         for client in clients:
-            assert metrics(client)['plants_store_sync_seconds_count',] == 1
+            assert read_samples(client)['plants_store_sync_seconds_count',] == 1
 
 
 @pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])
-def test_readiness_of_the_store_is_told(fault, serve):
-    """The store is ready or not, as at ``/readyz``; the rest is told anyway."""
+def test_readiness_of_the_store_is_reported(fault, serve):
+    """The store is ready or not, as at ``/readyz``; the other metrics do not change."""
 
     class Store(MemoryStore):
         def ping(self):
             if fault is not None:
                 raise fault
 
-    samples = metrics(serve(Store(), metrics=True))
+    samples = read_samples(serve(Store(), metrics=True))
     assert samples['plants_store_ready',] == (fault is None)
     assert 'plants_requests_in_progress' in str(samples)
 
@@ -172,27 +172,27 @@ def test_failed_reloads_of_the_tokens_are_counted(serve, store, tmp_path, monkey
     path = tmp_path / 'tokens'
     path.write_text('correct-horse.battery~staple\n')
     client = serve(store, metrics=True, tokens=TokensFile(path))
-    assert metrics(client)['plants_token_reload_failures_total',] == 0
+    assert read_samples(client)['plants_token_reload_failures_total',] == 0
     path.write_text('more than two words\n')
     for _ in range(2):
-        assert metrics(client)['plants_token_reload_failures_total',] == 1
+        assert read_samples(client)['plants_token_reload_failures_total',] == 1
 
 
-def test_version_is_told(client):
+def test_version_is_reported(client):
     """The version is a label of a metric whose value is always 1."""
-    assert metrics(client)['plant_store_build_info', ('version', __version__)] == 1
+    assert read_samples(client)['plant_store_build_info', ('version', __version__)] == 1
 
 
 def test_process_is_measured(client):
-    """CPU time, memory, open files and start time of the process are told."""
-    samples = metrics(client)
+    """CPU time, memory and open files of the process are reported."""
+    samples = read_samples(client)
     for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
         assert samples[f'process_{name}',] > 0
 
 
 def test_every_metric_has_help(client):
-    """What is measured is said in a sentence."""
-    for family in families(client):
+    """Each metric has a sentence of help."""
+    for family in read_families(client):
         assert family.documentation.endswith('.'), family.name
 
 
@@ -209,8 +209,8 @@ for path in ('/livez', '/livez', '/readyz'):
 """
 
 
-def test_processes_that_share_a_directory(serve, tmp_path):
-    """Each of several processes tells what all of them have counted."""
+def test_processes_that_share_a_directory_report_the_sum(serve, tmp_path):
+    """Each of several processes reports what all of them have counted."""
     for _ in range(2):
         subprocess.run(
             [sys.executable, '-c', OTHER_PROCESS, str(tmp_path)],
@@ -220,16 +220,14 @@ def test_processes_that_share_a_directory(serve, tmp_path):
         )
     pids = {'master': os.getpid(), 'worker-1': os.getppid(), 'worker-2': 2**22 + 1}
     processes = Processes(str(tmp_path), lambda: pids)
-    samples = metrics(serve(MemoryStore(), metrics=processes))
-    assert requests(samples, '/livez', method='GET') == 4
-    assert requests(samples, '/readyz', method='GET') == 2
+    samples = read_samples(serve(MemoryStore(), metrics=processes))
+    assert request_sample(samples, '/livez', method='GET') == 4
+    assert request_sample(samples, '/readyz', method='GET') == 2
     assert samples['plants_store_ready',] == 1
-    # The third has ended.
+    # The third process has ended.
     for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
-        told = [
-            dict(labels) for found, *labels in samples if found == f'process_{name}'
-        ]
-        assert {labels['process'] for labels in told} == {'master', 'worker-1'}
+        labels = [dict(rest) for found, *rest in samples if found == f'process_{name}']
+        assert {label['process'] for label in labels} == {'master', 'worker-1'}
 
 
 FORKED = """
@@ -270,7 +268,7 @@ os.wait()
 def test_application_made_before_a_fork_measures_in_each_process(tmp_path):
     """A worker counts for itself, under its name, from where its predecessor ended.
 
-    Of what a dead worker left only the requests in progress are forgotten.
+    Of the counts of a dead worker only the requests in progress are dropped.
     """
     done = subprocess.run(
         [sys.executable, '-c', FORKED],
@@ -281,21 +279,21 @@ def test_application_made_before_a_fork_measures_in_each_process(tmp_path):
         check=True,
     )
     samples = samples_of(text_string_to_metric_families(done.stdout))
-    assert requests(samples, '/livez', method='GET') == 2
+    assert request_sample(samples, '/livez', method='GET') == 2
     assert samples['plants_requests_in_progress',] == 1
     assert samples['process_open_fds', ('process', 'worker-1')] > 0
 
 
-def test_applications_are_apart(client, serve):
-    """Two applications of one process count each for itself."""
+def test_two_applications_count_separately(client, serve):
+    """Two applications of one process count separately."""
     other = serve(MemoryStore(), metrics=True)
     client.add(FERN)
-    assert requests(metrics(client)) == 1
-    assert requests(metrics(other)) is None
+    assert request_sample(read_samples(client)) == 1
+    assert request_sample(read_samples(other)) is None
 
 
 def test_metrics_need_the_token(client, serve, store):
-    """A stranger is refused; where metrics are off there is no such path."""
+    """Without a token /metrics is 401; where metrics are off it is 404."""
     stranger = Client(client.app)
     assert_error(stranger.get('/metrics'), 40100)
     assert_error(client.post('/metrics'), 40500)
@@ -307,7 +305,7 @@ def test_metrics_need_the_token(client, serve, store):
 
 @pytest.mark.parametrize('metrics', [False, True])
 def test_library_is_imported_only_if_metrics_are_on(metrics):
-    """An embedder without metrics does not need the library."""
+    """An embedder without metrics does not need prometheus_client."""
     code = f"""
 import sys
 from app import create_app

@@ -1,4 +1,4 @@
-"""The description of the interface, and whether the service keeps to it."""
+"""The OpenAPI description, and whether the service does what it says."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SCHEMAS = REPOSITORY / 'schemas'
 
 @pytest.fixture
 def description(stranger):
-    """The description, as a stranger gets it."""
+    """The OpenAPI description, as a client without a token gets it."""
     return stranger.get('/openapi.json').json
 
 
@@ -45,7 +45,7 @@ def edited(tmp_path, monkeypatch):
 
 
 def responses(description):
-    """Yield each answer of each operation: path, status, and the answer itself."""
+    """Yield each answer of each operation: path, status, and its description."""
     for path, methods in description['paths'].items():
         for operation in methods.values():
             for status, answer in operation['responses'].items():
@@ -55,14 +55,14 @@ def responses(description):
                 yield path, status, answer
 
 
-def test_description_is_openapi(description):
-    """The description is what OpenAPI 3.1 demands."""
+def test_description_is_valid_openapi(description):
+    """The description is a valid OpenAPI 3.1 document."""
     assert description['openapi'].startswith('3.1.')
     validate(description)
 
 
 def test_description_is_made_once(serve, store, edited):
-    """The description is of the rules that hold: those of the start."""
+    """The description shows the schemas as they were at the start, which are in use."""
     client = serve(store)
     before = client.get('/openapi.json').body
     edited('Plant', {'title': 'Shrub'})
@@ -70,7 +70,7 @@ def test_description_is_made_once(serve, store, edited):
 
 
 def test_every_error_value_has_an_example(description):
-    """Each value is there under its status, as an Error that says what it means."""
+    """Each value is an example under its status, with its meaning as the message."""
     error = Draft202012Validator(json.loads((SCHEMAS / 'Error.json').read_bytes()))
     found = {}
     for path, status, answer in responses(description):
@@ -98,7 +98,7 @@ def test_every_error_value_has_an_example(description):
         ('default', {'Allow'}),
     ],
 )
-def test_headers_of_the_answers(description, status, headers):
+def test_headers_of_the_answers_are_described(description, status, headers):
     """Each answer names its headers."""
     (answer,) = (
         answer
@@ -108,8 +108,8 @@ def test_headers_of_the_answers(description, status, headers):
     assert set(answer['headers']) == {'X-Request-Id', *headers}
 
 
-def test_only_what_is_public_needs_no_token(description, stranger):
-    """An operation that is open to strangers is described so, and no other is."""
+def test_only_public_operations_are_described_without_a_token(description, stranger):
+    """An operation that needs no token is described so, and no other one is."""
     assert description['security'] == [{'bearerAuth': []}]
     for path, methods in description['paths'].items():
         for method, operation in methods.items():
@@ -119,7 +119,7 @@ def test_only_what_is_public_needs_no_token(description, stranger):
 
 
 def test_words_of_the_specification_come_first(description):
-    """What the specification calls things is there; our words come after it."""
+    """Each text begins with the words of the specification; ours come after them."""
     assert description['info']['description'].startswith(
         'A sample interface for a plant store'
     )
@@ -143,7 +143,7 @@ def test_words_of_the_specification_come_first(description):
 
 
 def test_scheme_says_where_a_token_comes_from(description):
-    """The security scheme has the usual name and tells whom to ask for a token."""
+    """The security scheme has the usual name and says who gives out tokens."""
     (scheme,) = description['components']['securitySchemes'].items()
     assert scheme[0] == 'bearerAuth'
     assert (scheme[1]['type'], scheme[1]['scheme']) == ('http', 'bearer')
@@ -163,7 +163,7 @@ def test_metrics_are_described_where_they_are_served(store, serve, description):
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant', 'Error'])
 def test_shapes_are_the_files(description, name):
-    """A component is its file, apart from where it is."""
+    """Each component is its schema file, except for its $schema and $id."""
     text = (SCHEMAS / f'{name}.json').read_text()
     schema = json.loads(re.sub(r'"(\w+)\.json"', r'"#/components/schemas/\1"', text))
     del schema['$schema'], schema['$id']
@@ -171,7 +171,7 @@ def test_shapes_are_the_files(description, name):
 
 
 def test_edited_file_changes_the_description(edited, serve, store):
-    """What an operator writes into a file is described; references still lead there."""
+    """An operator's edit of a file is described; references lead to the same place."""
     edited('Soil', {'$defs': {'ph': {'type': 'number'}}, 'properties': {'a': True}})
     edited(
         'Plant',
@@ -207,25 +207,25 @@ def test_edited_file_changes_the_description(edited, serve, store):
 
 
 def schemas_of(client):
-    """Return the shapes that a service describes."""
+    """Return the schemas in the description of a service."""
     return client.get('/openapi.json').json['components']['schemas']
 
 
 def test_limit_is_described(store, serve):
-    """The longest body is the configured one."""
+    """The description names the configured body limit."""
     description = serve(store, max_body_bytes=1234).get('/openapi.json').json
     body = description['paths']['/plants']['post']['requestBody']
     assert '1234' in body['description']
 
 
-def test_version(description):
-    """The version is that of the service."""
+def test_version_is_that_of_the_service(description):
+    """The version in the description is that of the service."""
     assert description['info']['version'] == __version__
 
 
 @pytest.mark.parametrize('base', ['http://a', 'https://a/b', 'https://a:1/b/c'])
 def test_base_url_is_where_the_description_is(description, base):
-    """The plants are beside the description, under whatever host and prefix that is."""
+    """Paths are relative to the description, under whatever host and prefix it is."""
     (server,) = description['servers']
     assert urljoin(f'{base}/openapi.json', server['url']).rstrip('/') == base
 
@@ -233,8 +233,8 @@ def test_base_url_is_where_the_description_is(description, base):
 # ---- the service against its description
 
 
-def test_service_keeps_its_description(tmp_path):
-    """Requests right and wrong, of all kinds, are answered as it is described."""
+def test_service_answers_as_described(tmp_path):
+    """Valid and invalid requests of all kinds are answered as described."""
     with Server(tmp_path) as server:
         result = subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""What the environment says, who is let in, and what importing the module does."""
+"""Settings of the environment, tokens, the tokens file, ``app:app`` and importing."""
 
 import dataclasses
 import hashlib
@@ -32,12 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FERN = {'id': 1, 'name': 'Fern'}
 
-# One character longer than the other; no message may show either.
+# One character longer than TOKEN. No message may show either.
 OTHER = f'{TOKEN}r'
 
 
 def sha256(token):
-    """Return the entry that stands for a token without telling it."""
+    """Return the ``sha256:`` entry of a token."""
     return f'sha256:{hashlib.sha256(token.encode()).hexdigest()}'
 
 
@@ -52,8 +52,8 @@ def path(tmp_path):
 # ---- Settings
 
 
-def test_defaults(tmp_path, monkeypatch):
-    """With nothing set there is a file in the working directory, and no token."""
+def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
+    """The default is a file in the working directory, and no token."""
     monkeypatch.chdir(tmp_path)
     settings = Settings.from_environ({})
     assert settings == Settings(
@@ -62,8 +62,8 @@ def test_defaults(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_variable():
-    """Each variable sets one field; other variables are not looked at."""
+def test_each_variable_sets_a_field():
+    """Each variable sets one field; other variables are ignored."""
     settings = Settings.from_environ(
         {
             'PLANTS_STORE': 'memory:',
@@ -86,7 +86,7 @@ def test_every_variable():
 
 
 def test_settings_are_frozen():
-    """Settings are read once and never change; they do not show a token."""
+    """Settings cannot be changed, and their repr shows no token."""
     settings = Settings.from_environ({'PLANTS_TOKENS': TOKEN})
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.max_body_bytes = 1
@@ -106,7 +106,7 @@ def test_settings_are_frozen():
     ],
 )
 def test_unknown_variable_is_refused_with_the_nearest_name(name, nearest):
-    """A misspelt variable stops the start; nothing of its value is shown."""
+    """A misspelt variable stops the start; the message does not show its value."""
     with pytest.raises(ValueError, match=f'^{name}: there is no such') as raised:
         Settings.from_environ({name: TOKEN})
     shown = str(raised.value).split()[-1]
@@ -115,7 +115,7 @@ def test_unknown_variable_is_refused_with_the_nearest_name(name, nearest):
 
 
 def test_metrics_without_their_package_are_refused(monkeypatch):
-    """The sentence names the package; without metrics nobody needs it."""
+    """The message names the package; without metrics it is not needed."""
     monkeypatch.setitem(sys.modules, 'prometheus_client', None)
     assert Settings.from_environ({'PLANTS_METRICS': '0'}).metrics is False
     with pytest.raises(ValueError, match=r'^PLANTS_METRICS: .* prometheus_client'):
@@ -131,8 +131,8 @@ def test_metrics_without_their_package_are_refused(monkeypatch):
     ],
     ids=repr,
 )
-def test_bad_store(url):
-    """A URL that is no store's is refused with the stores that there are."""
+def test_bad_store_url_is_refused(url):
+    """A URL of no known store is refused; the message lists the stores."""
     with pytest.raises(ValueError, match=r'^PLANTS_STORE: ') as raised:
         Settings.from_environ({'PLANTS_STORE': url})
     message = str(raised.value)
@@ -149,7 +149,7 @@ def test_bad_store(url):
     ],
     ids=lambda text: ascii(text)[:30],
 )
-def test_bad_max_body(text):
+def test_bad_max_body_is_refused(text):
     """A limit that is not a positive number of bytes is refused."""
     with pytest.raises(ValueError, match=r'^PLANTS_MAX_BODY: ') as raised:
         Settings.from_environ({'PLANTS_MAX_BODY': text})
@@ -161,8 +161,8 @@ def test_bad_max_body(text):
     ('variable', 'default', 'other'),
     [('PLANTS_LOG', 'text', 'json'), ('PLANTS_METRICS', '0', '1')],
 )
-def test_one_of_two(variable, default, other):
-    """Of two values one is what holds by default, and a third is refused."""
+def test_only_two_values_are_accepted(variable, default, other):
+    """One of two values is the default, and every other value is refused."""
     assert Settings.from_environ({variable: default}) == Settings.from_environ({})
     assert Settings.from_environ({variable: other}) != Settings.from_environ({})
     for text in ('', ' ', other.upper() + ' ', 'on', 'yes', 'true', '2'):
@@ -182,8 +182,8 @@ def test_one_of_two(variable, default, other):
     ],
     ids=repr,
 )
-def test_bad_origins(text):
-    """An origin that no browser sends is refused with an example of one."""
+def test_bad_origin_is_refused(text):
+    """An origin that no browser sends is refused; the message has an example."""
     with pytest.raises(ValueError, match=r'^PLANTS_CORS_ORIGINS: ') as raised:
         Settings.from_environ({'PLANTS_CORS_ORIGINS': text})
     assert 'https://example.org' in str(raised.value)
@@ -200,7 +200,7 @@ def test_bad_origins(text):
         ),
     ],
 )
-def test_origins(text):
+def test_origin_of_a_browser_is_accepted(text):
     """Every kind of origin that a browser sends is accepted, and * for all."""
     assert Settings.from_environ({'PLANTS_CORS_ORIGINS': text}).cors_origins == (text,)
 
@@ -230,8 +230,8 @@ BAD_TOKENS = {
 
 @pytest.mark.parametrize('name', BAD_TOKENS)
 @pytest.mark.parametrize('before', ['', f'{TOKEN},'], ids=['alone', 'after a good one'])
-def test_bad_tokens(before, name):
-    """A bad token stops the start with its number; no message has its text."""
+def test_bad_token_is_refused_by_its_number(before, name):
+    """A bad token stops the start; the message has its number, not its text."""
     with pytest.raises(ValueError, match=r'^PLANTS_TOKENS: ') as raised:
         Settings.from_environ({'PLANTS_TOKENS': before + BAD_TOKENS[name]})
     assert str(raised.value).startswith(f'PLANTS_TOKENS: token-{2 if before else 1}: ')
@@ -243,7 +243,7 @@ def test_bad_tokens(before, name):
 
 
 @pytest.mark.parametrize('listed', ['', ' ', '\n', ',,,', ' , '], ids=repr)
-def test_tokens_that_are_none(listed):
+def test_empty_list_of_tokens_is_refused(listed):
     """A variable that is set but has no token stops the start: nothing runs open."""
     with pytest.raises(ValueError, match='PLANTS_TOKENS: there is no token'):
         Settings.from_environ({'PLANTS_TOKENS': listed})
@@ -259,8 +259,8 @@ def test_tokens_that_are_none(listed):
     ],
     ids=['plain', 'blanks', 'empty entries', 'digests'],
 )
-def test_tokens_between_commas(listed):
-    """Commas part the tokens, called by their numbers; blanks there do not matter."""
+def test_tokens_are_separated_by_commas(listed):
+    """Tokens are named by their numbers; blanks around commas are ignored."""
     tokens = Settings.from_environ({'PLANTS_TOKENS': listed}).tokens
     assert len(tokens) == 2
     assert tokens.name_of(TOKEN) == 'token-1'
@@ -269,8 +269,8 @@ def test_tokens_between_commas(listed):
 
 @pytest.mark.parametrize('listed', ['', TOKEN])
 @pytest.mark.parametrize('path', ['', '/etc/tokens'])
-def test_both_token_variables(path, listed):
-    """Two places for the tokens are an error, even if one of them is empty."""
+def test_both_token_variables_are_refused(path, listed):
+    """Both variables for tokens are an error, even if one of them is empty."""
     with pytest.raises(
         ValueError, match=r'PLANTS_TOKENS.*PLANTS_TOKENS_FILE'
     ) as raised:
@@ -278,8 +278,8 @@ def test_both_token_variables(path, listed):
     assert TOKEN not in str(raised.value)
 
 
-def test_tokens_file_that_is_not_there(tmp_path):
-    """A tokens file that is missing stops the start, with its path."""
+def test_missing_tokens_file_is_refused(tmp_path):
+    """A missing tokens file stops the start; the message has its path."""
     path = tmp_path / 'tokens'
     with pytest.raises(
         ValueError, match=r'^PLANTS_TOKENS_FILE: .*No such file'
@@ -291,8 +291,8 @@ def test_tokens_file_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     'path', ['', '/', '/dev/null', '/dev/null/x', 'a\0b'], ids=repr
 )
-def test_tokens_file_that_is_no_file(path):
-    """Whatever the path is, what cannot be read or has no token stops the start."""
+def test_unreadable_tokens_file_is_refused(path):
+    """A path that cannot be read, or has no token, stops the start."""
     with pytest.raises(ValueError, match=r'^PLANTS_TOKENS_FILE: '):
         Settings.from_environ({'PLANTS_TOKENS_FILE': path})
 
@@ -311,8 +311,8 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize('name', BAD_FILES)
-def test_bad_tokens_file(name, path):
-    """A bad tokens file stops the start; the message has no token."""
+def test_bad_tokens_file_is_refused(name, path):
+    """A bad tokens file stops the start; the message shows no token."""
     path.write_bytes(BAD_FILES[name])
     with pytest.raises(ValueError, match=r'^PLANTS_TOKENS_FILE: ') as raised:
         Settings.from_environ({'PLANTS_TOKENS_FILE': str(path)})
@@ -321,7 +321,7 @@ def test_bad_tokens_file(name, path):
 
 
 def test_bad_tokens_file_is_named(path):
-    """The message about a bad tokens file says which file and which line."""
+    """The message about a bad tokens file has its path and the line."""
     path.write_text(f'{TOKEN}\n\n{OTHER}"\n')
     with pytest.raises(ValueError, match='line 3: a token has only') as raised:
         Settings.from_environ({'PLANTS_TOKENS_FILE': str(path)})
@@ -353,7 +353,7 @@ def test_bad_tokens_file_is_named(path):
     ],
     ids=lambda value: ascii(value)[:50],
 )
-def test_lines_of_a_file(lines, names):
+def test_line_of_a_tokens_file_is_read(lines, names):
     """A line is a token or its digest, with or without a name."""
     assert_accepts(Tokens.parse(lines), names)
 
@@ -376,24 +376,24 @@ def test_lines_of_a_file(lines, names):
     ],
     ids=lambda value: ascii(value).partition(' object at')[0][:50],
 )
-def test_tokens_as_they_are(tokens, names):
-    """Tokens or their digests are called by their numbers, or by a mapping's names."""
+def test_tokens_are_named_by_number_or_mapping(tokens, names):
+    """Tokens or their digests are named by number, or by the keys of a mapping."""
     assert_accepts(Tokens.of(tokens), names)
 
 
 def assert_accepts(tokens, names):
-    """Check that just these tokens are accepted, under these names."""
+    """Check that exactly these tokens are accepted, under these names."""
     assert len(tokens) == len(names)
     assert {token: tokens.name_of(token) for token in names} == names
     for token in ('', 'token', 'garden', sha256(TOKEN), f' {TOKEN}', TOKEN.upper()):
         assert tokens.name_of(token) is None
 
 
-# What is no part of a token where nothing is cut off.
-AROUND = ['', ' ', '#', f'{OTHER},', f' {OTHER}', f'{OTHER} ', f'{OTHER}\n']
+# What ``Tokens.of`` refuses: it strips nothing from a token.
+NOT_STRIPPED = ['', ' ', '#', f'{OTHER},', f' {OTHER}', f'{OTHER} ', f'{OTHER}\n']
 
 
-@pytest.mark.parametrize('bad', [*BAD_TOKENS.values(), *AROUND], ids=ascii)
+@pytest.mark.parametrize('bad', [*BAD_TOKENS.values(), *NOT_STRIPPED], ids=ascii)
 @pytest.mark.parametrize(
     ('tokens', 'where'),
     [
@@ -403,8 +403,8 @@ AROUND = ['', ' ', '#', f'{OTHER},', f' {OTHER}', f'{OTHER} ', f'{OTHER}\n']
     ],
     ids=['text', 'list', 'mapping'],
 )
-def test_bad_token_as_it_is(tokens, where, bad):
-    """A bad token is refused by its name, never shown, cut, or taken for none."""
+def test_bad_token_is_refused_by_its_name(tokens, where, bad):
+    """A bad token is refused by its name; it is never shown, cut, or ignored."""
     with pytest.raises(ValueError, match=f'^{where}: ') as raised:
         create_app(MemoryStore(), tokens=tokens(bad))
     for secret in (TOKEN, OTHER, sha256(OTHER)[7:-1]):
@@ -426,8 +426,8 @@ def test_bad_token_as_it_is(tokens, where, bad):
     ],
     ids=lambda value: ascii(value)[:50],
 )
-def test_bad_line_of_a_file(line, words):
-    """A bad line is refused by its number, with what a line may be, never shown."""
+def test_bad_line_is_refused_by_its_number(line, words):
+    """The message has the number of the line and what a line may be, not the line."""
     with pytest.raises(ValueError, match=r'^line 4: ') as raised:
         Tokens.parse([f'old {TOKEN}', '', '# comment', line])
     assert words in str(raised.value)
@@ -447,26 +447,26 @@ def test_bad_line_of_a_file(line, words):
     ],
     ids=['digests', 'list', 'mapping', 'iterator', 'no lines', 'no token'],
 )
-def test_there_are_never_no_tokens(make):
+def test_no_tokens_are_an_error(make):
     """However tokens are made, to have none is an error."""
     with pytest.raises(ValueError, match=r'^there is no token$'):
         make()
 
 
-def test_tokens_are_not_kept():
-    """Nothing in a running service has the token itself, only its digest."""
+def test_only_digests_are_kept():
+    """A running service keeps only the digest of a token."""
     for tokens in (Tokens.parse([f'garden {TOKEN}']), Tokens.of({'garden': TOKEN})):
         assert TOKEN not in repr(vars(tokens))
         assert TOKEN not in repr(tokens)
 
 
-def serve(tokens):
-    """Return a client without a token of a service that accepts these."""
+def serve_tokens(tokens):
+    """Return a client, without a token, of a service that accepts these tokens."""
     return Client(create_app(MemoryStore(), tokens=tokens))
 
 
 def status_of(client, authorization):
-    """Return the error value that an Authorization header leads to, or 200."""
+    """Return the error value of a request with an Authorization header, or 200."""
     headers = {} if authorization is None else {'authorization': authorization}
     response = client.add(FERN, **headers)
     if response.status_int == 200:
@@ -483,9 +483,9 @@ def status_of(client, authorization):
         *(f'Bearer   {TOKEN}', f'Bearer {TOKEN}   ', f'Bearer  {TOKEN} '),
     ],
 )
-def test_authorization_that_lets_in(authorization):
-    """The scheme is taken in any case, with any number of spaces after it."""
-    assert status_of(serve([TOKEN]), authorization) == 200
+def test_authorization_with_a_token_is_accepted(authorization):
+    """The scheme may be in any case, with any number of spaces after it."""
+    assert status_of(serve_tokens([TOKEN]), authorization) == 200
 
 
 @pytest.mark.parametrize(
@@ -498,9 +498,9 @@ def test_authorization_that_lets_in(authorization):
     ],
     ids=repr,
 )
-def test_authorization_without_a_bearer_token(authorization):
-    """No header, another scheme, or no token behind it: 40100."""
-    assert status_of(serve([TOKEN]), authorization) == 40100
+def test_authorization_without_a_bearer_token_is_40100(authorization):
+    """No header, another scheme, or no token after it is 40100."""
+    assert status_of(serve_tokens([TOKEN]), authorization) == 40100
 
 
 @pytest.mark.parametrize(
@@ -517,19 +517,19 @@ def test_authorization_without_a_bearer_token(authorization):
     ],
     ids=lambda authorization: ascii(authorization)[:60],
 )
-def test_authorization_with_a_wrong_token(authorization):
-    """A bearer token that is not exactly one of ours: 40101."""
-    assert status_of(serve({'garden': TOKEN}), authorization) == 40101
+def test_wrong_bearer_token_is_40101(authorization):
+    """A bearer token that is not exactly one of ours is 40101."""
+    assert status_of(serve_tokens({'garden': TOKEN}), authorization) == 40101
 
 
-def test_every_accepted_token_lets_in():
+def test_several_tokens_are_accepted():
     """Several tokens may be valid at once, however they are written."""
-    client = serve([TOKEN, sha256(OTHER), 'third'])
+    client = serve_tokens([TOKEN, sha256(OTHER), 'third'])
     for token in (TOKEN, OTHER, 'third'):
         assert status_of(client, f'Bearer {token}') == 200
 
 
-# ---- what an embedder gives
+# ---- the arguments of create_app
 
 
 @pytest.mark.parametrize(
@@ -537,13 +537,13 @@ def test_every_accepted_token_lets_in():
     [[], (), {}, '', ' ', [''], [' '], ['# none']],
     ids=repr,
 )
-def test_create_app_without_tokens(tokens):
-    """There is no open service: without a token the application is not built."""
+def test_create_app_refuses_an_empty_token(tokens):
+    """The service never runs open: without a token no application is made."""
     with pytest.raises(ValueError, match='token'):
         create_app(MemoryStore(), tokens=tokens)
 
 
-def test_create_app_with_no_tokens_argument():
+def test_create_app_requires_the_tokens_argument():
     """Tokens cannot be forgotten: the argument has no default."""
     with pytest.raises(TypeError):
         create_app(MemoryStore())
@@ -554,13 +554,13 @@ def test_create_app_with_no_tokens_argument():
     [None, [None], {'garden': None}, {'garden': 1}, b'abc', [b'abc']],
     ids=repr,
 )
-def test_token_is_text(tokens):
-    """What is no text, a variable that is not set for one, is never a token."""
+def test_token_must_be_text(tokens):
+    """None, a number or bytes are never a token: None may be a variable not set."""
     with pytest.raises((ValueError, TypeError, AttributeError)):
         create_app(MemoryStore(), tokens=tokens)
 
 
-def test_two_applications_in_one_process():
+def test_two_applications_are_independent():
     """Stores, tokens and limits belong to an application, not to the process."""
     stores = [MemoryStore(), MemoryStore()]
     first = Client(create_app(stores[0], tokens=TOKEN), TOKEN)
@@ -584,7 +584,7 @@ def test_two_applications_in_one_process():
 
 @pytest.fixture
 def pass_a_second(monkeypatch):
-    """Return a function that makes the service believe that a second has passed."""
+    """Return a function that advances the clock of the service by a second."""
     now = time.monotonic()
     clock = SimpleNamespace(
         monotonic=lambda: now, perf_counter=time.perf_counter, time=time.time
@@ -598,9 +598,9 @@ def pass_a_second(monkeypatch):
     return pass_a_second
 
 
-def test_rotation(path, pass_a_second):
-    """A token is added, both are valid, and the old one is taken away."""
-    client = serve(TokensFile(path))
+def test_tokens_are_rotated(path, pass_a_second):
+    """A token is added, both are accepted, and the old one is removed."""
+    client = serve_tokens(TokensFile(path))
 
     def statuses():
         return [status_of(client, f'Bearer {token}') for token in (TOKEN, OTHER)]
@@ -614,9 +614,9 @@ def test_rotation(path, pass_a_second):
     assert statuses() == [40101, 200]
 
 
-def test_changed_file_is_taken_up_within_a_second(path):
-    """A running service needs no reload to accept a token that was added."""
-    client = serve(TokensFile(path))
+def test_changed_tokens_file_is_read_within_a_second(path):
+    """A running service accepts an added token without a reload."""
+    client = serve_tokens(TokensFile(path))
     path.write_text(f'{TOKEN}\n{OTHER}\n')
     deadline = time.monotonic() + 1
     while (status := status_of(client, f'Bearer {OTHER}')) != 200:
@@ -625,8 +625,8 @@ def test_changed_file_is_taken_up_within_a_second(path):
     assert status == 200
 
 
-def test_replaced_file_is_taken_up(path, pass_a_second):
-    """A file that another one was moved over is a changed file, size and age aside."""
+def test_replaced_tokens_file_is_read(path, pass_a_second):
+    """A file replaced by a rename is read, whatever its size and time."""
     tokens = TokensFile(path)
     spare = path.with_name('spare')
     spare.write_text(f'new {TOKEN[::-1]}\n')
@@ -636,7 +636,7 @@ def test_replaced_file_is_taken_up(path, pass_a_second):
     assert tokens.name_of(TOKEN[::-1]) == 'new'
 
 
-BREAK = {
+DAMAGE = {
     'removed': lambda path: path.unlink(),
     'a directory': lambda path: (path.unlink(), path.mkdir()),
     'empty': lambda path: path.write_text(''),
@@ -647,11 +647,11 @@ BREAK = {
 }
 
 
-@pytest.mark.parametrize('damage', BREAK)
-def test_broken_file_keeps_the_tokens(damage, path, pass_a_second, caplog):
-    """A file that cannot be used changes nothing, and is logged once."""
-    client = serve(TokensFile(path))
-    BREAK[damage](path)
+@pytest.mark.parametrize('damage', DAMAGE)
+def test_broken_tokens_file_keeps_the_old_tokens(damage, path, pass_a_second, caplog):
+    """A tokens file that cannot be used changes nothing, and is logged once."""
+    client = serve_tokens(TokensFile(path))
+    DAMAGE[damage](path)
     for _ in range(3):
         pass_a_second()
         assert status_of(client, f'Bearer {TOKEN}') == 200
@@ -669,8 +669,8 @@ def test_broken_file_keeps_the_tokens(damage, path, pass_a_second, caplog):
     assert status_of(client, f'Bearer {TOKEN}') == 40101
 
 
-def test_same_file_back_is_taken_up(path, pass_a_second):
-    """A file that was moved away and back is read again."""
+def test_tokens_file_that_is_back_is_read(path, pass_a_second):
+    """A tokens file that was moved away, edited and moved back is read again."""
     tokens = TokensFile(path)
     away = path.rename(path.with_name('away'))
     pass_a_second()
@@ -690,8 +690,8 @@ def test_same_file_back_is_taken_up(path, pass_a_second):
     ],
     ids=['CRLF', 'comments', 'digests'],
 )
-def test_form_of_the_file(content, path):
-    """A tokens file has comments and empty lines, and line ends of any system."""
+def test_tokens_file_may_have_comments_and_any_line_end(content, path):
+    """A tokens file may have comments, empty lines, and line ends of any system."""
     path.write_bytes(content.encode())
     tokens = Settings.from_environ({'PLANTS_TOKENS_FILE': str(path)}).tokens
     assert tokens.name_of(TOKEN) == 'garden'
@@ -702,8 +702,8 @@ def test_form_of_the_file(content, path):
 @pytest.mark.parametrize(
     'first', ['# garden', '', 'garden secret'], ids=['comment', 'blank', 'token']
 )
-def test_byte_order_mark_is_no_part_of_the_file(first, path):
-    """A mark that an editor put first makes no comment a token, no name another."""
+def test_byte_order_mark_is_ignored(first, path):
+    """A byte order mark of an editor changes neither a comment nor a name."""
     path.write_bytes(f'\ufeff{first}\nold {TOKEN}\n'.encode())
     tokens = TokensFile(path)
     names = {'garden': None, 'secret': None, TOKEN: 'old'}
@@ -712,8 +712,8 @@ def test_byte_order_mark_is_no_part_of_the_file(first, path):
     assert {token: tokens.name_of(token) for token in names} == names
 
 
-def test_taken_up_without_the_log_showing_a_token(path, pass_a_second, caplog):
-    """How many tokens are accepted now is logged, and none of them."""
+def test_number_of_new_tokens_is_logged(path, pass_a_second, caplog):
+    """The log has how many tokens are accepted after a change, and no token."""
     caplog.set_level(logging.INFO, 'plants')
     tokens = TokensFile(path)
     path.write_text(f'{TOKEN}\n{OTHER}\n')
@@ -741,7 +741,7 @@ def run(script, directory, **environ):
 
 
 def test_import_has_no_side_effect(tmp_path):
-    """Importing reads no variable, touches no file, prints and starts nothing."""
+    """Importing reads no variable, touches no file, and prints or starts nothing."""
     script = """
         import logging, signal, sys, threading
         handlers = [signal.getsignal(number) for number in signal.valid_signals()]
@@ -751,15 +751,15 @@ def test_import_has_no_side_effect(tmp_path):
         assert not logging.getLogger().handlers
         assert not logging.getLogger('plants').handlers
         assert handlers == [signal.getsignal(n) for n in signal.valid_signals()]
-        assert 'lmdb' not in sys.modules and 'gunicorn' not in sys.modules
+        assert 'gunicorn' not in sys.modules
     """
     environ = {'PLANTS_STORE': 'bad', 'PLANTS_TOKENS': '', 'PLANTS_MAX_BODY': 'bad'}
     assert run(script, tmp_path, **environ) == ('', '')
     assert list(tmp_path.iterdir()) == []
 
 
-def test_application_is_made_when_it_is_looked_at(tmp_path):
-    """``app:app`` is one application, made from the environment at the first look."""
+def test_application_is_made_at_first_access(tmp_path):
+    """``app:app`` is one application, made from the environment at first access."""
     script = """
         import app
         first = app.app
@@ -773,22 +773,22 @@ def test_application_is_made_when_it_is_looked_at(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_module_has_no_other_made_up_attributes():
-    """A name that the module does not have is an AttributeError with its name."""
+def test_unknown_attribute_is_an_error():
+    """Another name that the module does not have is an AttributeError with the name."""
     with pytest.raises(AttributeError, match='application'):
         app.application  # noqa: B018
     assert not hasattr(app, 'App')
 
 
 def test_get_app_refuses_a_bad_environment():
-    """A bad variable is told before a store is opened or a token made."""
+    """A bad variable is refused before a store is opened or a token generated."""
     with pytest.raises(ValueError, match='PLANTS_MAX_BODY'):
         get_app({'PLANTS_STORE': 'memory:', 'PLANTS_MAX_BODY': 'bad'})
 
 
 @pytest.fixture
 def at_exit(monkeypatch):
-    """Return the list of what would be called at the end of the process."""
+    """Return the list of the functions registered with ``atexit``."""
     registered = []
     monkeypatch.setattr(app.atexit, 'register', registered.append)
     return registered
@@ -838,8 +838,8 @@ def curl_of(notice):
     return address, headers, body
 
 
-def test_token_is_made_and_printed_once(at_exit, capsys):
-    """With no token configured one is made, and printed with a curl line that works."""
+def test_token_is_generated_and_printed_once(at_exit, capsys):
+    """Without a configured token one is generated; the printed curl line works."""
     client = Client(get_app({'PLANTS_STORE': 'memory:'}))
     printed, notice = capsys.readouterr()
     assert printed == ''
@@ -856,8 +856,8 @@ def test_token_is_made_and_printed_once(at_exit, capsys):
     assert capsys.readouterr() == ('', '')
 
 
-def test_each_start_makes_another_token(at_exit, capsys):
-    """A token that was made is random: no start can guess another's."""
+def test_each_start_generates_another_token(at_exit, capsys):
+    """A generated token is random: no start can guess that of another."""
     tokens = set()
     for _ in range(5):
         get_app({'PLANTS_STORE': 'memory:'})
@@ -869,12 +869,12 @@ def test_each_start_makes_another_token(at_exit, capsys):
 def test_child_of_a_fork_keeps_the_tokens_that_were_read(path, caplog):
     """A child that starts while the file is broken accepts what its parent has read.
 
-    When the file is right again the child takes up the new tokens by itself.
+    When the file is valid again, the child reads the new tokens by itself.
     """
     tokens = TokensFile(path)
     path.write_text('more than two words\n')
     pid = os.fork()
-    if not pid:  # no assertion leaves the child
+    if not pid:  # an assertion must not raise out of the child
         time.sleep(TokensFile.CHECK_EVERY)
         kept = tokens.name_of(TOKEN) == 'old' and tokens.name_of(OTHER) is None
         path.write_text(f'new {OTHER}\n')
@@ -888,8 +888,8 @@ def test_child_of_a_fork_keeps_the_tokens_that_were_read(path, caplog):
 @pytest.mark.parametrize(
     'name', ['a\nb', 'a\x1b[2Jb', 'a\x00', '\u2028', '\x7f'], ids=ascii
 )
-def test_name_that_breaks_a_line(path, name):
-    """A token has no name that could break or disguise a line of the log."""
+def test_name_that_would_break_a_log_line_is_refused(path, name):
+    """A name must be printable: it could break or disguise a line of the log."""
     with pytest.raises(ValueError, match='printable'):
         Tokens.of({name: TOKEN})
     if not name[1:2].isspace() and name != '\u2028':
