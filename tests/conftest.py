@@ -108,7 +108,7 @@ def app(client):
 
 
 @pytest.fixture
-def stranger(app):
+def anonymous(app):
     """Return a client of the same application, without a token."""
     return Client(app)
 

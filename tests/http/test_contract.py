@@ -445,10 +445,10 @@ def test_only_get_and_head_are_allowed_on_public_paths(path, method, client):
 
 
 @pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
-def test_any_method_without_a_token_is_401(method, stranger):
+def test_any_method_without_a_token_is_401(method, anonymous):
     """Without a token every method, known or not, is 401."""
-    stranger.lint = False
-    response = stranger.request('/plants', method=method)
+    anonymous.lint = False
+    response = anonymous.request('/plants', method=method)
     assert response.status_int == 401
     assert response.headers['WWW-Authenticate'] == 'Bearer'
 
@@ -483,10 +483,10 @@ def test_unknown_path_is_40400(method, path, client):
 
 
 @pytest.mark.parametrize('path', UNKNOWN_PATHS)
-def test_unknown_path_without_a_token_is_401(path, stranger):
+def test_unknown_path_without_a_token_is_401(path, anonymous):
     """Without a token no client learns which paths exist: 401 comes before 404."""
-    assert_error(stranger.get(path), 40100)
-    assert_error(stranger.get(path, headers={'Authorization': 'Bearer no'}), 40101)
+    assert_error(anonymous.get(path), 40100)
+    assert_error(anonymous.get(path, headers={'Authorization': 'Bearer no'}), 40101)
 
 
 def test_query_is_ignored(client):
@@ -502,20 +502,20 @@ def test_query_is_ignored(client):
 
 
 @pytest.mark.parametrize('path', PUBLIC)
-def test_public_path_needs_no_token(path, stranger):
+def test_public_path_needs_no_token(path, anonymous):
     """A public path needs no token, with GET and with HEAD."""
-    response = stranger.get(path)
+    response = anonymous.get(path)
     assert response.status_int == 200, response.text
-    head = stranger.head(path)
+    head = anonymous.head(path)
     assert (head.status_int, head.body) == (200, b'')
     assert head.headers['Content-Type'] == response.headers['Content-Type']
 
 
 @pytest.mark.parametrize('path', PUBLIC)
-def test_public_path_ignores_a_wrong_token(path, stranger):
+def test_public_path_ignores_a_wrong_token(path, anonymous):
     """On a public path a token is not checked."""
     headers = {'Authorization': 'Bearer wrong'}
-    assert stranger.get(path, headers=headers).status_int == 200
+    assert anonymous.get(path, headers=headers).status_int == 200
 
 
 @pytest.mark.parametrize(
@@ -651,9 +651,9 @@ def test_request_id_is_returned(value, client):
     ['0', 'x' * 128, '01ARZ3NDEKTSV4RRFFQ69G5FAV', 'Root=1-67891233-abcdef'],
     ids=lambda request_id: request_id[:30],
 )
-def test_usual_request_id_is_valid(request_id, stranger):
+def test_usual_request_id_is_valid(request_id, anonymous):
     """The usual forms of request ids are valid, up to 128 characters."""
-    response = stranger.get('/livez', headers={'X-Request-Id': request_id})
+    response = anonymous.get('/livez', headers={'X-Request-Id': request_id})
     assert response.headers['X-Request-Id'] == request_id
 
 
@@ -662,11 +662,11 @@ def test_usual_request_id_is_valid(request_id, stranger):
     [None, '', ' ', 'a b', 'x' * 129, 'é', '"a"', '<a>', 'a,b', 'a;b', 'a\\', 'a\n'],
     ids=lambda request_id: ascii(request_id)[:20],
 )
-def test_request_id_is_generated(request_id, stranger):
+def test_request_id_is_generated(request_id, anonymous):
     """Without a valid ``X-Request-Id`` each request gets one of its own."""
     if request_id is not None:
-        stranger.extra_environ['HTTP_X_REQUEST_ID'] = request_id
-    made = [stranger.get('/livez').headers['X-Request-Id'] for _ in range(3)]
+        anonymous.extra_environ['HTTP_X_REQUEST_ID'] = request_id
+    made = [anonymous.get('/livez').headers['X-Request-Id'] for _ in range(3)]
     assert len({*made, request_id}) == 4
     assert all(made)
 
@@ -716,9 +716,9 @@ def test_log_has_no_token(client, requests_logged):
 
 
 @pytest.mark.parametrize('path', ['/a%0Ab', '/%0D', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
-def test_path_cannot_break_a_log_line(path, stranger, requests_logged):
+def test_path_cannot_break_a_log_line(path, anonymous, requests_logged):
     """A path is logged in a form that can neither end a line nor colour it."""
-    stranger.get(path)
+    anonymous.get(path)
     (line,) = requests_logged()
     assert line.isascii()
     assert line.isprintable()

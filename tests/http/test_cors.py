@@ -25,7 +25,7 @@ def client(serve, store, allowed):
 
 
 @pytest.fixture
-def stranger(client):
+def anonymous(client):
     """Return a client of the same application, without a token."""
     return Client(client.app)
 
@@ -52,9 +52,9 @@ def assert_readable(answer, allowed):
 
 
 @pytest.mark.parametrize('path', ['/plants', '/livez', '/no/such/path'])
-def test_preflight_is_answered_without_a_token(stranger, allowed, path):
+def test_preflight_is_answered_without_a_token(anonymous, allowed, path):
     """A preflight has no body, and is the same for every path."""
-    answer = preflight(stranger, path)
+    answer = preflight(anonymous, path)
     assert (answer.status_code, answer.body) == (204, b'')
     assert_readable(answer, allowed)
     assert answer.headers['Access-Control-Allow-Methods'] == 'GET, HEAD, POST'
@@ -65,7 +65,7 @@ def test_preflight_is_answered_without_a_token(stranger, allowed, path):
     assert 'X-Request-Id' in answer.headers
 
 
-def test_page_can_read_every_answer(client, stranger, store, allowed):
+def test_page_can_read_every_answer(client, anonymous, store, allowed):
     """Answers of every kind can be read, errors included."""
     send = {'origin': PAGE}
     answer = client.add(FERN, **send)
@@ -74,7 +74,7 @@ def test_page_can_read_every_answer(client, stranger, store, allowed):
     errors = {
         40005: client.add({}, **send),
         40006: client.add(FERN | {'name': 'Moss'}, **send),
-        40100: stranger.add(FERN, **send),
+        40100: anonymous.add(FERN, **send),
         40101: client.add(FERN, **send, authorization='Bearer wrong'),
         40400: client.get('/no/such/path', headers={'Origin': PAGE}),
         40500: client.get('/plants', headers={'Origin': PAGE}),
@@ -87,10 +87,10 @@ def test_page_can_read_every_answer(client, stranger, store, allowed):
     assert errors[50300].headers['Retry-After']
 
 
-def test_options_that_is_no_preflight_is_refused(client, stranger):
+def test_options_that_is_no_preflight_is_refused(client, anonymous):
     """OPTIONS that is no preflight is 401 without a token, and 405 with one."""
     for origin in ({'Origin': PAGE}, {}):
-        refused = stranger.request('/plants', method='OPTIONS', headers=origin)
+        refused = anonymous.request('/plants', method='OPTIONS', headers=origin)
         assert_error(refused, 40100)
         refused = client.request('/plants', method='OPTIONS', headers=origin)
         assert_error(refused, 40500)

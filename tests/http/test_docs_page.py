@@ -34,9 +34,9 @@ FILES = {
 
 
 @pytest.mark.parametrize('path', FILES)
-def test_file_is_public_and_loads_only_our_files(path, stranger):
+def test_file_is_public_and_loads_only_our_files(path, anonymous):
     """Each file is public, has its type, and a policy against foreign content."""
-    response = stranger.get(path)
+    response = anonymous.get(path)
     assert response.status_int == 200
     assert response.headers['Content-Type'] == f'{FILES[path]}; charset=utf-8'
     assert response.headers['X-Content-Type-Options'] == 'nosniff'
@@ -45,7 +45,7 @@ def test_file_is_public_and_loads_only_our_files(path, stranger):
     for rule in rules:
         assert set(rule.split()[1:]) <= {"'self'", "'none'", 'data:'}
         assert 'data:' not in rule or rule.startswith('img-src')
-    head = stranger.head(path)
+    head = anonymous.head(path)
     assert head.headers['Content-Length'] == str(len(response.body))
     assert head.body == b''
 
@@ -85,14 +85,14 @@ def test_large_file_shrinks_to_a_third(raw):
     ('path', 'seconds'),
     [('/docs', 0), ('/docs/docs.js', 0), ('/docs/swagger-ui-bundle.js', 86_400)],
 )
-def test_large_files_are_cached(path, seconds, stranger):
+def test_large_files_are_cached(path, seconds, anonymous):
     """Swagger UI's large files may be cached for a day, our small files may not."""
-    assert stranger.get(path).headers['Cache-Control'] == f'max-age={seconds}'
+    assert anonymous.get(path).headers['Cache-Control'] == f'max-age={seconds}'
 
 
-def test_page_refers_only_to_our_files(stranger):
+def test_page_refers_only_to_our_files(anonymous):
     """The page names its own files and the description, by relative paths."""
-    page = stranger.get('/docs').text + stranger.get('/docs/docs.js').text
+    page = anonymous.get('/docs').text + anonymous.get('/docs/docs.js').text
     named = set(
         re.findall(r"""(?:href|src|url)(?:=|: )["'](?!data:)([^"']*)["']""", page)
     )
@@ -116,20 +116,20 @@ def test_page_refers_only_to_our_files(stranger):
         '/openapi.json/',
     ],
 )
-def test_other_names_are_no_files(path, client, stranger):
+def test_other_names_are_no_files(path, client, anonymous):
     """Other names are 40400; without a token they are 401."""
     assert_error(client.get(path), 40400)
-    assert_error(stranger.get(path), 40100)
+    assert_error(anonymous.get(path), 40100)
 
 
 @pytest.mark.parametrize('path', FILES)
 def test_page_without_swagger_ui_is_40400(path, serve, store, monkeypatch):
     """Without Swagger UI's package there is no page, and the message says so."""
     monkeypatch.setitem(sys.modules, 'swagger_ui_bundle', None)
-    stranger = Client(serve(store).app)
-    assert 'swagger-ui-bundle-v2' in assert_error(stranger.get(path), 40400)
-    assert stranger.head(path).status_int == 404
-    assert stranger.get('/openapi.json').status_int == 200
+    anonymous = Client(serve(store).app)
+    assert 'swagger-ui-bundle-v2' in assert_error(anonymous.get(path), 40400)
+    assert anonymous.head(path).status_int == 404
+    assert anonymous.get('/openapi.json').status_int == 200
 
 
 # ---- in a browser

@@ -273,7 +273,7 @@ def test_mounted_application_adds_plants(site, store):
     [
         pytest.param('/home/garden/plants', NO_TOKEN, 40100, id='no-token'),
         pytest.param('/home/garden/plants', WRONG_TOKEN, 40101, id='wrong-token'),
-        pytest.param('/home/garden/no/such', NO_TOKEN, 40100, id='unknown-to-stranger'),
+        pytest.param('/home/garden/no/such', NO_TOKEN, 40100, id='unknown-no-token'),
         pytest.param('/home/garden/no/such', {}, 40400, id='unknown'),
         pytest.param('/home/garden', {}, 40400, id='prefix-alone'),
         pytest.param('/home/garden/', {}, 40400, id='prefix-and-slash'),

@@ -294,8 +294,8 @@ def test_two_applications_count_separately(client, serve):
 
 def test_metrics_need_the_token(client, serve, store):
     """Without a token /metrics is 401; where metrics are off it is 404."""
-    stranger = Client(client.app)
-    assert_error(stranger.get('/metrics'), 40100)
+    anonymous = Client(client.app)
+    assert_error(anonymous.get('/metrics'), 40100)
     assert_error(client.post('/metrics'), 40500)
     assert client.head('/metrics').status_code == 200
     off = serve(store)

@@ -24,13 +24,13 @@ SCHEMAS = REPOSITORY / 'schemas'
 
 
 @pytest.fixture
-def description(stranger):
+def description(anonymous):
     """The OpenAPI description, as a client without a token gets it."""
-    return stranger.get('/openapi.json').json
+    return anonymous.get('/openapi.json').json
 
 
 @pytest.fixture
-def edited(tmp_path, monkeypatch):
+def edit(tmp_path, monkeypatch):
     """A function that edits a copy of the schemas, which the service then uses."""
     directory = tmp_path / 'schemas'
     shutil.copytree(SCHEMAS, directory)
@@ -61,11 +61,11 @@ def test_description_is_valid_openapi(description):
     validate(description)
 
 
-def test_description_is_made_once(serve, store, edited):
+def test_description_is_made_once(serve, store, edit):
     """The description shows the schemas as they were at the start, which are in use."""
     client = serve(store)
     before = client.get('/openapi.json').body
-    edited('Plant', {'title': 'Shrub'})
+    edit('Plant', {'title': 'Shrub'})
     assert client.get('/openapi.json').body == before
 
 
@@ -108,12 +108,12 @@ def test_headers_of_the_answers_are_described(description, status, headers):
     assert set(answer['headers']) == {'X-Request-Id', *headers}
 
 
-def test_only_public_operations_are_described_without_a_token(description, stranger):
+def test_only_public_operations_are_described_without_a_token(description, anonymous):
     """An operation that needs no token is described so, and no other one is."""
     assert description['security'] == [{'bearerAuth': []}]
     for path, methods in description['paths'].items():
         for method, operation in methods.items():
-            status = stranger.request(path, method=method.upper()).status_int
+            status = anonymous.request(path, method=method.upper()).status_int
             assert ('security' in operation) == (status == 200)
             assert operation.get('security', []) == []
 
@@ -170,10 +170,10 @@ def test_shapes_are_the_files(description, name):
     assert description['components']['schemas'][name] == schema
 
 
-def test_edited_file_changes_the_description(edited, serve, store):
+def test_edited_file_changes_the_description(edit, serve, store):
     """An operator's edit of a file is described; references lead to the same place."""
-    edited('Soil', {'$defs': {'ph': {'type': 'number'}}, 'properties': {'a': True}})
-    edited(
+    edit('Soil', {'$defs': {'ph': {'type': 'number'}}, 'properties': {'a': True}})
+    edit(
         'Plant',
         {
             'properties': {
