@@ -140,7 +140,7 @@ def test_names_need_not_be_unique(client, store):
 
 @pytest.mark.parametrize('id', [-(2**63), -1, 0, 1, 2**53 + 1, 2**63 - 1], ids=str)
 def test_id_is_a_signed_64_bit_integer(id, client, store):
-    """Every id of 64 bits is taken, exactly."""
+    """Every id of 64 bits is accepted and stored exactly."""
     assert client.add({'id': id, 'name': 'Fern'}).status_int == 200
     assert [plant.id for plant in store] == [id]
 

@@ -114,7 +114,7 @@ def test_page_of_an_unlisted_origin_reads_nothing(serve, store, origin):
 
 
 @pytest.mark.parametrize('path', ['/plants', '/livez'])
-def test_no_origins_is_no_cors(serve, store, path):
+def test_cors_is_off_without_origins(serve, store, path):
     """Without origins there are no CORS headers, and OPTIONS is 401 or 405."""
     client = serve(store)
     assert_error(preflight(Client(client.app)), 40100)

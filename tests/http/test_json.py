@@ -143,7 +143,7 @@ ACCEPTED = [
 # ---- what is refused
 
 REFUSED = [
-    # no value, more than one, or half of one
+    # no value, several values, or part of one
     *(b' ', b'\n', b'\t\r\n ', b',', b':', b'[', b']', b'{', b'}', b'"', b"'", b'-'),
     *(b'null null', b'1 2', b'1,2', b'{}{}', b'[][]', b'{},', b'""""', b'1]', b'{}}'),
     *(b'[1', b'[1,', b'["a"', b'["a', b'{"a"', b'{"a":', b'{"a":1', b'{"a":1,'),
@@ -537,7 +537,7 @@ NAMES = [
     *('=1+1', '@x', '-1', '0', '1e999', 'NaN', 'true', ' ', '  ', ' a', 'a ', '\ta\n'),
     *('\r\n', '\n\r', 'a\nb', 'a\r\nSet-Cookie: x', '\x1b[31m', '\b\b'),
     'Å',
-    'A\u030a',  # the same to a reader, not to us
+    'A\u030a',  # looks the same, but is another name
     '\u212b',
     'e' + '\u0301' * 1000,
     '\u0301',  # a combining mark with nothing to combine with

@@ -261,7 +261,7 @@ def send_pipelines(server, opened, number, seconds):
 
 
 def test_pipelining_clients_delay_nobody(tmp_path):
-    """Meanwhile adds of another client are answered, and the heartbeat goes on."""
+    """While 900 clients pipeline, adds of another are answered and heartbeats sent."""
     unmeasured = {'COVERAGE_PROCESS_CONFIG': None}
     with Server(tmp_path, '--timeout=2', **unmeasured) as server, ExitStack() as opened:
         pid = only_worker(server)
