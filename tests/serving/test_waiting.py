@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from proxy import Proxy
@@ -93,31 +94,28 @@ def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
         assert 'ERROR' not in server.log
 
 
-def test_hanging_database_delays_only_requests_to_the_store(
-    tmp_path, server, url, send_crowd
-):
+def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url, send_crowd):
     """While the database hangs, other requests are answered, and adds end with 503."""
+    port = urlsplit(url).port
     with (
         ExitStack() as opened,
-        Proxy(server.port) as proxy,
+        Proxy(port) as proxy,
         Server(
             tmp_path,
             *hurried(tmp_path, ANSWER_WITHIN=1),
-            PLANTS_STORE=url.replace(str(server.port), str(proxy.port)),
-        ) as service,
+            PLANTS_STORE=url.replace(str(port), str(proxy.port)),
+        ) as server,
     ):
-        assert service.ask(add_request(-1)).status == 200
+        assert server.ask(add_request(-1)).status == 200
         proxy.stop()
-        clients = send_crowd(service, opened)
-        assert_prompt(service)
+        clients = send_crowd(server, opened)
+        assert_prompt(server)
         statuses = {client.receive().status for client in clients}
         assert statuses == {503}
-        assert count_threads(service) <= 30
+        assert count_threads(server) <= 30
         proxy.go_on()
-        wait_until(
-            lambda: service.ask(ready_request()).status == 200, 'it is ready again'
-        )
-        assert service.ask(add_request(1)).status == 200
+        wait_until(lambda: server.ask(ready_request()).status == 200, 'it is ready')
+        assert server.ask(add_request(1)).status == 200
 
 
 def test_concurrent_adds_are_stored_once(tmp_path):
