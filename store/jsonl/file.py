@@ -215,7 +215,6 @@ class PlantFile:
             with self._lock.held():
                 self._check_file()
                 self._index = self._open_index(crashed=True)
-            opened.callback(lambda: self._index.close())
             self._opened = opened.pop_all()
 
     def add(self, plant: Plant) -> bool:
@@ -256,9 +255,11 @@ class PlantFile:
             self._sync_fds.put(-1)
             with self._lock.held(CLOSE_WITHIN):
                 self._lock.closed = True
+            self._index.close()
             self._opened.close()
 
     def abandon(self) -> None:
+        self._index.abandon()
         self._opened.close()
 
     def _open(self, create: Create) -> int:

@@ -107,6 +107,9 @@ _PRIME = 4093
 _FIRST = [1 << n % 64 | 1 << n % 63 for n in range(_PRIME)]
 _SECOND = [1 << n % 61 | 1 << n % 59 for n in range(_PRIME)]
 
+# The open generations of indexes that were abandoned.
+_inherited: list[dict[Stamp, Generation]] = []
+
 # Called with the offset that an id has already, and another one.
 Repeat = Callable[[int, int], None]
 
@@ -581,6 +584,16 @@ class Index:
         self._drop_manifest()
         while self._generations:
             self._generations.popitem()[1].close()
+
+    def abandon(self) -> None:
+        """Close the manifest in a forked child, where each lock may be held for good.
+
+        A thread of the parent had it at the fork, or a lock of SQLite. So connections
+        are not closed, also not as garbage.
+        """
+        if self._fd >= 0:
+            os.close(self._fd)
+        _inherited.append(self._generations)
 
     # ---- merging
 

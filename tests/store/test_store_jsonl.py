@@ -723,6 +723,15 @@ class TestThreadsAndForks:
             store.add(Plant(3, 'Ivy'))
             assert [plant.id for plant in store] == [1, 2, 3]
 
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_fork_while_a_thread_notes_a_sync(self, path):
+        """A child that was forked while a thread used the index does not hang."""
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            with store._backend()._index._guard:
+                in_child(lambda: store.add(PLANTS[1]))
+            assert [plant.id for plant in store] == [1, 2]
+
     def test_close_waits_for_a_sync(self, path):
         """A close waits for a sync in flight, whose plant is then acknowledged."""
         syncing = threading.Event()
