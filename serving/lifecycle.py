@@ -423,25 +423,23 @@ class Rehearsal:
         environ = {
             name: text for name, text in os.environ.items() if name != counters.VARIABLE
         }
-        with subprocess.Popen(
-            self._command,
-            cwd=self._directory,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            try:
-                output, errors = process.communicate(timeout=REHEARSAL_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return f'it was not ready to start within {REHEARSAL_TIMEOUT} s'
+        try:
+            process = subprocess.run(
+                self._command,
+                cwd=self._directory,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=REHEARSAL_TIMEOUT,
+            )
+        except subprocess.TimeoutExpired:
+            return f'it was not ready to start within {REHEARSAL_TIMEOUT} s'
         # NOTE: not the exit code, which gunicorn may have taken: it waits for all
         # children of the master.
-        if REHEARSAL_PASSED in output:
+        if REHEARSAL_PASSED in process.stdout:
             return None
-        return errors.strip() or 'it ended early'
+        return process.stderr.strip() or 'it ended early'
 
 
 def _summary(cfg: Config, settings: Settings, **members: object) -> dict[str, object]:
