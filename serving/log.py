@@ -93,13 +93,12 @@ class BatchingHandler(logging.Handler):
         self._thread = 0
 
     def batch_with(self, loop: Any) -> None:
-        """Write lines from a timer of an event loop; without one, at once.
+        """Write lines from a timer of an event loop, no longer at once.
 
         Args:
-            loop: gevent's, of this thread, or ``None``.
+            loop: gevent's event loop of this thread.
         """
-        self.flush()
-        self._timer = loop and loop.timer(BATCH_TIME)
+        self._timer = loop.timer(BATCH_TIME)
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -172,7 +171,7 @@ def configure(log: Logger, cfg: Config) -> None:
 
 
 def batch_lines(loop: Any) -> None:
-    """Write the service's lines from a timer of an event loop, or at once."""
+    """Write the service's lines from a timer of an event loop, no longer at once."""
     for handler in logging.getLogger(NAMES[0]).handlers:
         if isinstance(handler, BatchingHandler):
             handler.batch_with(loop)
