@@ -157,17 +157,16 @@ class Metrics:
 
     def _process_metrics(self) -> Iterator[Metric]:
         """Yield CPU time, memory and open files, of each process by its name."""
-        from prometheus_client import Metric
-        from prometheus_client import ProcessCollector
-
+        collector = partial(self._prometheus.ProcessCollector, registry=None)
         if self._pids is None:
-            yield from ProcessCollector(registry=None).collect()
+            yield from collector().collect()
             return
         families: dict[str, Metric] = {}
         for name, pid in self._pids().items():
-            for one in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+            for one in collector(pid=partial(int, pid)).collect():
                 family = families.setdefault(
-                    one.name, Metric(one.name, one.documentation, one.type)
+                    one.name,
+                    self._prometheus.Metric(one.name, one.documentation, one.type),
                 )
                 family.samples += [
                     sample._replace(labels={'process': name}) for sample in one.samples
