@@ -217,13 +217,18 @@ def _build(settings: Settings, cfg: Config, metrics: bool | Processes) -> Served
 
 
 def on_starting(server: Arbiter) -> None:
-    """Build what is served, or refuse the start with a sentence."""
+    """Build what is served, or refuse the start with a sentence.
+
+    With no token configured a random one is made: the service never runs open.
+    """
+    global _made_token
     if not _is_ours(server.app):
         return
     try:
         _check_addresses(server.cfg)
         if Settings.from_environ(os.environ).tokens is None:
-            _make_token()
+            # In the environment, where a reload and an upgrade find it.
+            os.environ['PLANTS_TOKENS'] = _made_token = secrets.token_urlsafe()
         settings = _settings(server.cfg, os.environ)
         served = _build(settings, server.cfg, _metrics(server, settings))
         _open_store_once(settings, server.cfg)
@@ -351,15 +356,6 @@ def _check_addresses(cfg: Config, bound: Sequence[str] = ()) -> None:
                 raise ValueError(f'bind: {place}: {ex.strerror}') from ex
 
 
-def _make_token() -> None:
-    """Configure a random token: the service never runs open.
-
-    In the environment, where a reload and an upgrade find it.
-    """
-    global _made_token
-    os.environ['PLANTS_TOKENS'] = _made_token = secrets.token_urlsafe()
-
-
 def _preload(server: Arbiter, served: Served) -> None:
     """Have all workers that are forked from now on serve an application.
 
@@ -465,10 +461,8 @@ def _print(
 ) -> None:
     """Print what is not for the log; as a line of it if it has JSON lines."""
     arguments = {'message': message, **members}
-    record = logging.makeLogRecord(
-        {'name': 'plants', 'levelname': 'INFO', 'msg': _lines(members)}
-    )
-    record.args = arguments
-    is_json = settings.log_format == 'json'
-    line = JSONFormatter().format(record) if is_json else record.getMessage()
-    print(line, file=file, flush=True)
+    text = _lines(members) % arguments
+    if settings.log_format == 'json':
+        record = {'name': 'plants', 'levelname': 'INFO', 'args': arguments}
+        text = JSONFormatter().format(logging.makeLogRecord(record))
+    print(text, file=file, flush=True)
