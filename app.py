@@ -3,15 +3,15 @@
     POST /plants          200, 400, 401, 500, 503    add a plant
     GET  /livez           200                        the process answers
     GET  /readyz          200, 500, 503              an add would work now
-    GET  /openapi.json    200                        the description of all this
-    GET  /docs            200, 404                   a page to try it on
-    GET  /metrics         200, 401                   for Prometheus, if it is on
+    GET  /openapi.json    200                        the OpenAPI description
+    GET  /docs            200, 404                   a page to try the service
+    GET  /metrics         200, 401                   for Prometheus, if switched on
 
-HEAD works where GET does. Every other request is refused: 401, 404, 405. Every answer
-that is not 200 is an ``Error`` (``schemas/Error.json``); its values are listed in
-``web/errors.py``.
+HEAD works where GET does. Every other request is refused: 401, 404, 405. A response
+with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/errors.py``
+lists its values.
 
-``create_app`` is for those who embed the service: it gets everything it needs as an
+``create_app`` is for programs that embed the service: it gets everything it needs as an
 argument. ``app:app`` is for servers: the application that the environment configures
 (``web/settings.py``). It is made at the first access, so that importing this module has
 no side effect.
@@ -20,7 +20,8 @@ no side effect.
 import sys
 
 if __name__ == '__main__':
-    # NOTE: before the other imports. It says if Python or the environment is wrong.
+    # NOTE: before the other imports, because it reports an old Python and missing
+    # packages.
     from web.commandline import main
 
     main()
@@ -44,7 +45,7 @@ from schemas import encode
 from store import Plant
 from store import PlantStore
 from store import open_store
-from web.documents import documents
+from web.documents import document_resources
 from web.errors import ErrorValue
 from web.errors import Fault
 from web.errors import add_error_handlers
@@ -61,7 +62,7 @@ from web.tokens import BearerAuth
 from web.tokens import Tokens
 from web.tokens import new_token_notice
 
-# NOTE: quoted: typing would remember the class, and so its module, after a reload.
+# NOTE: quoted, or a cache of typing would keep the class and its module after a reload.
 PlantsApp: TypeAlias = 'falcon.App[PlantsRequest, Response]'
 
 
@@ -69,7 +70,7 @@ class PlantsResource:
     """``/plants``.
 
     Args:
-        store: Where the plants go.
+        store: The store that plants are added to.
         max_body_bytes: The longest body that is read.
     """
 
@@ -79,7 +80,7 @@ class PlantsResource:
         self._schema = Schema('NewPlant')
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
-        """Add a plant; answer it without its id."""
+        """Add a plant; respond with the plant without its id."""
         new_plant = self._read_new_plant(req)
         plant = Plant(new_plant['id'], new_plant['name'], new_plant.get('tag'))
         self._store.add(plant)
@@ -112,7 +113,7 @@ class ReadyResource:
     """``/readyz``: an add would work now.
 
     Args:
-        store: Where it would go.
+        store: The store that is asked.
     """
 
     def __init__(self, store: PlantStore) -> None:
@@ -137,26 +138,26 @@ def create_app(
 
     Args:
         store: Where the plants go; the caller closes it.
-        tokens: The accepted tokens: one, a list, or a mapping from names to tokens,
-            each the token itself or ``sha256:`` and its digest; or a ``Tokens``.
+        tokens: The accepted tokens: one, several, a mapping from names to tokens, or a
+            ``Tokens``. ``sha256:`` and a digest stand for the token with that digest.
         max_body_bytes: The longest body that is read.
-        metrics: Whether ``/metrics`` is served, which needs ``prometheus_client``;
-            about this process, or about those that are given.
+        metrics: ``True`` serves ``/metrics`` about this process, a ``Processes`` about
+            several. Both need the package ``prometheus_client``.
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
-        ValueError: There is no token, or one that cannot be sent in a header, or an
-            origin that no browser sends, or a schema file is wrong.
+        ValueError: There is no token, a token cannot be sent in a header, no browser
+            sends such an origin, or a schema file is wrong.
     """
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of(tokens)
     public = {
         '/livez': LiveResource(),
         '/readyz': ReadyResource(store),
-        **documents(max_body_bytes, metrics=bool(metrics)),
+        **document_resources(max_body_bytes, metrics=bool(metrics)),
     }
     routes: dict[str, object] = {'/plants': PlantsResource(store, max_body_bytes)}
-    # In the order in which they see a request; they see its answer in reverse order.
+    # Requests pass through these in this order, responses in reverse order.
     middleware: list[Any] = [RequestLog()]
     if metrics:
         processes = metrics if isinstance(metrics, Processes) else None
@@ -199,7 +200,7 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
 
 
 def __getattr__(name: str) -> PlantsApp:
-    """Make ``app:app`` when a server looks for it, and not before."""
+    """Make ``app:app`` at the first access, and not before."""
     if name != 'app':
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     application = globals()['app'] = get_app()

@@ -1,1 +1,1 @@
-"""What a request meets on its way through the service, and what configures that."""
+"""What a request passes through: middleware, tokens, errors; and the settings."""

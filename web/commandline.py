@@ -1,7 +1,7 @@
 """What ``python app.py`` does: explain the service, or become gunicorn.
 
-NOTE: Python 3.7 must be able to read this module, and it imports nothing that has to be
-installed. It is what says that Python is too old or that the packages are missing.
+NOTE: this module reports that Python is too old or that packages are missing. So Python
+3.7 must be able to read it, and at its top it imports only the standard library.
 """
 
 import os
@@ -14,12 +14,12 @@ USAGE = """\
 usage: python app.py [--help | --version | OPTIONS]
 
 Serve the plant store with gunicorn. OPTIONS are those of gunicorn:
-python -m gunicorn --help lists them. The service has environment variables:
+python -m gunicorn --help lists them. The service reads environment variables:
 """
 
 
 def main() -> None:
-    """Explain the service or become gunicorn; say first what stands in the way."""
+    """Explain the service or become gunicorn, or say why neither is possible."""
     obstacle = find_obstacle()
     if obstacle is not None:
         sys.exit(obstacle)
@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def find_obstacle():  # type: () -> str | None
-    """Return a sentence about what makes a start impossible, if anything does."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - older ones come here, too
+    """Return a sentence that says why a start is impossible, or ``None``."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - the older ones run this, too
         version = '{}.{}'.format(*sys.version_info)
         return f'Python 3.11 or newer is needed, this is {version}.'
     if sys.platform != 'linux':
@@ -53,7 +53,7 @@ def find_obstacle():  # type: () -> str | None
 
 
 def help_text() -> str:
-    """Return the usage with what each variable sets."""
+    """Return the usage, and what each variable sets."""
     import textwrap
 
     from web.settings import VARIABLES

@@ -1,4 +1,4 @@
-"""Documents for everybody: the description of the interface and the page to try it."""
+"""Public documents: the OpenAPI description, and the page to try the service."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _HEADERS = {
     'Vary': 'Accept-Encoding',
 }
 
-# The page, by path: file, media type, and for how many seconds a client may use it
-# again (Swagger UI changes only with its package). No other file is served.
+# The files of the page, by path: name, media type, and for how many seconds clients may
+# cache it (Swagger UI changes only with its package). No other file is served.
 _PAGE = {
     '/docs': ('docs.html', 'text/html', 0),
     '/docs/': ('docs.html', 'text/html', 0),
@@ -44,10 +44,10 @@ class DocumentResource:
     """A document, compressed for the clients that accept it.
 
     Args:
-        document: Its bytes.
-        compressed: The same, compressed with gzip.
+        document: The document.
+        compressed: The document, compressed with gzip.
         media_type: For the header ``Content-Type``.
-        max_age: How long a client may use it again, in seconds.
+        max_age: How long a client may cache it, in seconds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def _accepts_gzip(accepted: str) -> bool:
 
 
 class NoPageResource:
-    """It answers for the files of the page if Swagger UI is not installed."""
+    """Answer 404 for the files of the page, if Swagger UI is not installed."""
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
         raise Fault(
@@ -89,8 +89,8 @@ class NoPageResource:
     on_head = on_get
 
 
-def documents(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
-    """Return the description and the files of the page, by their paths."""
+def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
+    """Return the resources for the description and the files of the page, by path."""
     description = encode(describe(max_body_bytes, metrics=metrics))
     resources: dict[str, object] = {
         '/openapi.json': DocumentResource(
@@ -109,9 +109,9 @@ def documents(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
 
 @cache
 def _page_file(path: str, name: str) -> tuple[bytes, bytes]:
-    """Return a file of the page, ours or one of Swagger UI, as it is and compressed.
+    """Return a file of the page, ours or Swagger UI's, as it is and compressed.
 
-    NOTE: compressing takes 60 ms, so it is done once, where no request waits for it.
+    NOTE: compressing takes 60 ms, so it is done once, before the first request.
     """
     from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 

@@ -1,4 +1,4 @@
-"""The errors of the interface: their values, and the one place that answers them."""
+"""The errors of the interface: their values, and the handlers that answer them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ErrorValue(enum.IntEnum):
     """The ``error`` member of an ``Error``: HTTP status times 100, plus n.
 
     Attributes:
-        meaning: What it says, whatever the request was, in words for a person.
+        meaning: A phrase for people, the same for every request.
     """
 
     meaning: str
 
-    BAD_REQUEST = 400_00, 'the request could not be understood, or its body broke off'
+    BAD_REQUEST = 400_00, 'the request could not be understood, or its body ended early'
     BODY_MISSING = 400_01, 'the body is missing or empty'
     WRONG_MEDIA_TYPE = 400_02, 'the media type is not application/json'
     BODY_TOO_LARGE = 400_03, 'the body is larger than the limit'
@@ -56,9 +56,9 @@ class Fault(Exception):
     """A request ends with an ``Error``.
 
     Attributes:
-        value: Its ``error``, which also gives the HTTP status.
-        message: Its ``message``, for a person.
-        headers: Further headers of the answer.
+        value: The ``error`` of the response, which also gives the HTTP status.
+        message: The ``message`` of the response, for people.
+        headers: Further headers of the response, with ``_`` for ``-`` in their names.
     """
 
     def __init__(self, value: int, message: str, **headers: str) -> None:
@@ -74,7 +74,7 @@ class Fault(Exception):
 
 
 def error_body(value: int, message: str) -> bytes:
-    """Return an ``Error`` as JSON text, for those who answer without Falcon too."""
+    """Return an ``Error`` as JSON; the worker, which has no Falcon, uses it too."""
     return encode({'error': int(value), 'message': message})
 
 
@@ -89,7 +89,7 @@ def add_error_handlers(app: falcon.App[Any, Response]) -> None:
 def _answer_fault(
     req: Request, resp: Response, fault: Fault, params: dict[str, Any]
 ) -> None:
-    """Turn a fault into an answer; the other handlers end here."""
+    """Turn a fault into a response; the other handlers end here."""
     req.context.error = int(fault.value)
     resp.status = fault.value // 100
     for name, text in fault.headers.items():
@@ -101,7 +101,7 @@ def _answer_fault(
 def _answer_http_error(
     req: Request, resp: Response, ex: falcon.HTTPError, params: dict[str, Any]
 ) -> None:
-    """Answer what Falcon raises: an unknown path, a header it cannot read."""
+    """Answer an error of Falcon: an unknown path, a header that it cannot read."""
     if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
         fault = Fault.plain(ErrorValue.NO_SUCH_PATH)
     else:

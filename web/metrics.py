@@ -1,4 +1,4 @@
-"""What Prometheus is told at ``/metrics``, about one process or about several."""
+"""Metrics for Prometheus at ``/metrics``, of one process or of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import Histogram
     from prometheus_client import Metric
 
-# The methods that some path allows; a client may send any number of others.
+# The values of the label ``method``; clients may send any number of other methods.
 _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
 
 
@@ -30,14 +30,14 @@ _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
 class Processes:
     """Several processes that serve one application and measure together.
 
-    Whoever starts them switches ``prometheus_client`` to its multi-process mode before
-    it makes the application: it sets ``PROMETHEUS_MULTIPROC_DIR`` and
+    Before their parent makes the application it switches ``prometheus_client`` to
+    multi-process mode: it sets ``PROMETHEUS_MULTIPROC_DIR`` and
     ``prometheus_client.values.ValueClass``.
 
     Attributes:
         directory: Where each process keeps its values: ``PROMETHEUS_MULTIPROC_DIR``.
-        pids: Returns the process ids, by the names that the processes have as the label
-            ``process``. A name that is used again keeps their number small.
+        pids: Returns the process ids by process name, the label ``process``. New
+            processes should reuse the names of old ones, so that series stay few.
     """
 
     directory: str
@@ -48,9 +48,9 @@ class Metrics:
     """Middleware and resource: measure requests and answer ``/metrics``.
 
     Args:
-        store: Whose syncs and readiness are told.
-        tokens: Whose failed reloads are counted.
-        processes: Those that the answer is about; this one by default.
+        store: The store whose syncs and readiness are reported.
+        tokens: The tokens whose failed reloads are counted.
+        processes: The processes that are reported; by default only this one.
     """
 
     SECONDS = (
@@ -61,8 +61,8 @@ class Metrics:
     def __init__(
         self, store: PlantStore, tokens: Tokens, processes: Processes | None = None
     ) -> None:
-        # NOTE: imported here: it takes a while, and is needed only if this is on. Not
-        # later: a worker of another user may not be able to read the packages.
+        # NOTE: imported here, because it is slow and only metrics need it. Not later: a
+        # worker that runs as another user may not be able to read the packages.
         import prometheus_client
         import prometheus_client.core
         from prometheus_client.multiprocess import MultiProcessCollector
@@ -81,7 +81,7 @@ class Metrics:
             ['method', 'route', 'status', 'error'],
             buckets=self.SECONDS,
         )
-        # NOTE: finding one by its labels costs more than counting.
+        # NOTE: labels() costs more than observe(), so what it returns is kept.
         self._series: dict[tuple[str, str, int, int], Histogram] = {}
         self._in_progress = prometheus_client.Gauge(
             'plants_requests_in_progress',
@@ -117,7 +117,7 @@ class Metrics:
         self._in_progress.dec()
         labels = (
             req.method if req.method in _METHODS else 'other',
-            # Not the path: clients may send any number of paths that do not exist.
+            # Not the path: clients may send any number of unknown paths.
             req.uri_template or '',
             resp.status_code,
             req.context.error,
@@ -138,7 +138,7 @@ class Metrics:
         self._syncs.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is looked up when it is asked for."""
+        """Yield the metrics whose values are looked up for each answer."""
         gauge = self._prometheus.core.GaugeMetricFamily
         build = gauge(
             'plant_store_build_info',
@@ -148,7 +148,7 @@ class Metrics:
         build.add_metric([__version__], 1)
         yield build
         ready = False
-        with suppress(Exception):  # whatever it is, /readyz says it
+        with suppress(Exception):  # /readyz reports the reason
             self._store.ping()
             ready = True
         meaning = 'Whether the store can take plants now: 1 or 0.'
@@ -156,7 +156,7 @@ class Metrics:
         yield from self._process_metrics()
 
     def _process_metrics(self) -> Iterator[Metric]:
-        """Yield CPU time, memory and open files, of each process by its name."""
+        """Yield CPU time, memory and open files of each process."""
         collector = partial(self._prometheus.ProcessCollector, registry=None)
         if self._pids is None:
             yield from collector().collect()

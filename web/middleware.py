@@ -29,14 +29,14 @@ def new_request_id() -> str:
     return f'{random.getrandbits(64):016x}'
 
 
-# Percent-encoded, no path breaks a line of the log. Most requests have the same one.
+# Percent-encoded text cannot break a line of the log. Most requests have the same path.
 _quote = lru_cache(maxsize=256)(quote)
 
 
 class RequestLog:
     """Middleware: give each request an id, and the log a line about it.
 
-    A log handler finds the members of the line in the record's ``args``, a mapping.
+    The ``args`` of the log record are a mapping, for formatters that write members.
     """
 
     LINE = (
@@ -78,31 +78,31 @@ _ORIGIN = re.compile(r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+
 
 
 def check_origins(origins: Iterable[str]) -> None:
-    """Check what is configured as origins.
+    """Check the configured origins.
 
     Args:
-        origins: What browsers send as ``Origin``; ``*`` alone stands for all of them.
+        origins: Origins as browsers send them; ``*`` alone stands for all of them.
 
     Raises:
-        ValueError: There is none, or one that no browser sends.
+        ValueError: There is no origin, or one that no browser sends.
     """
     origins = list(origins)
     for origin in origins or ['']:
         if origins != ['*'] and not _ORIGIN.fullmatch(origin):
             raise ValueError(
-                f'{origin!r} is not an origin like https://example.org, '
-                f'in lower case and with nothing behind it, nor is it * alone'
+                f'{origin!r} is not an origin like https://example.org (in lower case, '
+                f'nothing after host and port), and not * alone'
             )
 
 
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
-    It is Falcon's, with two differences. First, it answers a preflight request (Fetch
-    standard, section 3.3.2) before the token is checked, since browsers send none with
-    it. The answer is the same for every path, so that it does not tell which paths
-    exist. No other OPTIONS request is answered here. Second, an answer that depends on
-    the origin says so (``Vary``).
+    It is Falcon's middleware, with two differences. First, it answers a preflight
+    request (Fetch standard, section 3.3.2) before the token is checked, since browsers
+    send no token with it. The answer is the same for every path, so it does not tell
+    which paths exist. No other OPTIONS request is answered here. Second, a response
+    that depends on the origin says so (``Vary``).
 
     Credentials in the standard's sense (cookies, for example) stay forbidden: a page
     sets the header with the bearer token by itself.
@@ -144,8 +144,8 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 class StrictRouting:
     """Middleware: another spelling of a path is 404, a method without responder 405.
 
-    Falcon takes ``//plants`` for ``/plants``, answers OPTIONS by itself, and 400 to a
-    method it does not know.
+    Falcon takes ``//plants`` for ``/plants``, answers OPTIONS by itself, and refuses a
+    method that it does not know with 400.
     """
 
     def process_resource(
@@ -159,9 +159,8 @@ class StrictRouting:
             raise Fault.plain(ErrorValue.NO_SUCH_PATH)
         method = req.method
         if not hasattr(resource, f'on_{method.lower()}') or not method.isupper():
-            own = [name[3:].upper() for name in dir(resource) if name.startswith('on_')]
-            raise Fault(
-                ErrorValue.METHOD_NOT_ALLOWED,
-                f'{ErrorValue.METHOD_NOT_ALLOWED.meaning}; allowed: {", ".join(own)}',
-                allow=', '.join(own),
+            allowed = ', '.join(
+                name[3:].upper() for name in dir(resource) if name.startswith('on_')
             )
+            value = ErrorValue.METHOD_NOT_ALLOWED
+            raise Fault(value, f'{value.meaning}; allowed: {allowed}', allow=allowed)

@@ -13,10 +13,10 @@ from store import __version__
 from web.errors import ErrorValue
 
 # A reference to another file, to a place in it, or to a place in the same file. An
-# anchor (#name) stays as it is: it is found wherever it is in a document.
+# anchor (#name) does not match: it is found anywhere in a document.
 _REFERENCE = re.compile(r'(?:([A-Za-z0-9._-]+)\.json)?(?:#(/.*)?)?')
 
-# The word of the specification for every answer that is not 200.
+# What the specification calls every response but 200.
 _UNEXPECTED = 'unexpected error'
 
 _HEADERS: dict[str, Any] = {
@@ -59,9 +59,9 @@ def describe(max_body_bytes: int, *, metrics: bool = False) -> dict[str, Any]:
         '500': _error(500),
         '503': _error(503, 'Retry-After'),
     }
-    others = [v for v in ErrorValue if str(v.status) not in responses]
+    others = [value for value in ErrorValue if str(value.status) not in responses]
     text = {'text/plain': {'schema': {'type': 'string'}}}
-    of_metrics = _get(
+    metrics_item = _get(
         'metrics', 'Metrics in the text format of Prometheus', text, '401', public=False
     )
     return {
@@ -102,11 +102,13 @@ def describe(max_body_bytes: int, *, metrics: bool = False) -> dict[str, Any]:
             },
             '/livez': _get('live', 'The process answers', _status('live')),
             '/readyz': _get('ready', 'An add would work now', _status('ready'), '503'),
-            **({'/metrics': of_metrics} if metrics else {}),
+            **({'/metrics': metrics_item} if metrics else {}),
             '/openapi.json': _get(
                 'describe', 'This description', _json({'type': 'object'})
             ),
-            '/docs': _get('page', 'A page to try it on', {'text/html': {'schema': {}}}),
+            '/docs': _get(
+                'page', 'A page to try the service', {'text/html': {'schema': {}}}
+            ),
         },
         'components': {
             'schemas': _schemas(),
@@ -137,7 +139,7 @@ def describe(max_body_bytes: int, *, metrics: bool = False) -> dict[str, Any]:
 def _get(
     id: str, summary: str, content: Any, *responses: str, public: bool = True
 ) -> dict[str, Any]:
-    """Return a path with a GET, which needs no token if it is public."""
+    """Return the item of a path with a GET, which needs no token if it is public."""
     open_to_all = {'tags': ['Without a token'], 'security': []}
     operation = {
         'operationId': id,
@@ -160,18 +162,18 @@ def _error(status: int, *headers: str) -> dict[str, Any]:
     return {
         'description': f'{_UNEXPECTED}: {HTTPStatus(status).phrase}',
         'headers': _headers(*headers),
-        'content': _errors([v for v in ErrorValue if v.status == status]),
+        'content': _errors([value for value in ErrorValue if value.status == status]),
     }
 
 
 def _errors(values: list[ErrorValue]) -> dict[str, Any]:
     content = _json(_component('Error'))
     content['application/json']['examples'] = {
-        str(int(v)): {
-            'summary': v.meaning,
-            'value': {'error': int(v), 'message': v.meaning},
+        str(int(value)): {
+            'summary': value.meaning,
+            'value': {'error': int(value), 'message': value.meaning},
         }
-        for v in values
+        for value in values
     }
     return content
 
@@ -218,8 +220,8 @@ def _move_references(schema: Any, name: str) -> None:
     """Point the references of a schema to the components, in place.
 
     Args:
-        schema: In the file of that name, at any depth.
-        name: Of its file, without ``.json``.
+        schema: A schema, or a part of one at any depth.
+        name: The name of its file, without ``.json``.
     """
     if isinstance(schema, dict):
         match = _REFERENCE.fullmatch(schema.get('$ref', '#none'))

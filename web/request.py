@@ -1,4 +1,4 @@
-"""The request: what the service notes of it, and reading its body."""
+"""The request: what the middleware finds out about it, and how its body is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from web.errors import Fault
 
 
 class Context:
-    """What the middleware notes of a request while it is served.
+    """What the middleware finds out about a request.
 
     Attributes:
         id: The request id.
@@ -38,8 +38,8 @@ class PlantsRequest(falcon.Request):
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, options)
         if self.method == 'WEBSOCKET':
-            # Falcon answers 400 to this name before any middleware runs: no request id,
-            # no check of the token. In lower case it is one more unknown method.
+            # Falcon answers 400 to this method before any middleware runs, so without a
+            # request id and a check of the token. In lower case it is just unknown.
             self.method = 'websocket'
 
 
@@ -53,7 +53,7 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
     Raises:
         Fault: The body is missing, too large, of another type, or ends too early.
     """
-    # RFC 9112, section 6.3: a chunked body has no length, whatever Content-Length says.
+    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored.
     # It can be read only if the server marks its end in the input
     # (wsgi.input_terminated); under other servers it counts as missing.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
@@ -94,7 +94,7 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
 
 def _check_media_type(req: PlantsRequest) -> None:
     content_type = req.content_type
-    if content_type != falcon.MEDIA_JSON:  # spares nearly every request the parsing
+    if content_type != falcon.MEDIA_JSON:  # the usual value needs no parsing
         content_type, parameters = falcon.parse_header(content_type or '')
         if parameters.get('charset', 'utf-8').lower() != 'utf-8':
             content_type = ''

@@ -43,7 +43,7 @@ VARIABLES = {
 }
 
 
-# Two answers that a server needs before it can refuse a bad setting with a sentence.
+# A server needs the answers of these two before it can report a bad setting.
 
 
 def is_in_memory(environ: Mapping[str, str]) -> bool:
@@ -90,7 +90,7 @@ class Settings:
                 is not installed; the message is a sentence for the operator.
         """
         for name in environ:
-            # Misspelt, it would be ignored.
+            # Without this check a misspelt variable would be ignored.
             if name.startswith('PLANTS_') and name not in VARIABLES:
                 (nearest,) = get_close_matches(name, VARIABLES, 1, cutoff=0)
                 raise ValueError(
@@ -124,7 +124,7 @@ class Settings:
 
 @contextmanager
 def _about(variable: str) -> Iterator[None]:
-    """Begin the message of a ``ValueError`` with the variable that has the value."""
+    """Put the name of a variable in front of the message of a ``ValueError``."""
     try:
         yield
     except ValueError as ex:

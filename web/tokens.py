@@ -1,4 +1,4 @@
-"""Bearer tokens: which are accepted, where they come from, and who is let in."""
+"""Bearer tokens: the accepted tokens, the tokens file, and the check of a request."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Tokens:
     """The accepted bearer tokens, kept as digests.
 
     Args:
-        names: From the SHA-256 digest of a token to the token's name, for the log.
+        names: The names of the tokens, for the log, by the SHA-256 digest of a token.
 
     Raises:
-        ValueError: There is none, or a name could break a line of the log.
+        ValueError: There is no token, or a name could break a line of the log.
     """
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
         if not names:
             raise ValueError('there is no token')
         if not all(name.isprintable() for name in names.values()):
-            raise ValueError('the name of a token has only printable characters')
+            raise ValueError('the name of a token may have only printable characters')
         self._names = dict(names)
         self._observers: list[Callable[[], None]] = []
 
@@ -51,7 +51,7 @@ class Tokens:
 
         Raises:
             ValueError: There is no token, or one that cannot be sent in a header. The
-                message has its name, never its text.
+                message has the name of the token, never its text.
         """
         if isinstance(tokens, str):
             tokens = [tokens]
@@ -65,7 +65,7 @@ class Tokens:
 
         Raises:
             ValueError: A line is neither, or there is no token. The message has the
-                line's number, never its text.
+                number of the line, never its text.
         """
         names = {}
         for number, line in enumerate(lines, 1):
@@ -80,7 +80,7 @@ class Tokens:
     def name_of(self, token: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted.
 
-        It takes the same time whichever token it is, and however much of it is right.
+        The time it takes does not depend on the token, or on how much of it is right.
         """
         digest = hashlib.sha256(token.encode('latin-1')).digest()
         found = None
@@ -90,7 +90,7 @@ class Tokens:
         return found
 
     def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
-        """Have an observer called after each failed reload; only a file has some."""
+        """Call an observer after each failed reload, which only a file can have."""
         self._observers.append(observer)
 
 
@@ -106,7 +106,7 @@ def _digest(token: str, where: str) -> bytes:
     # RFC 6750, section 2.1: b64token.
     if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):
         raise ValueError(
-            f'{where}: a token has only letters, digits and -._~+/, and = at its end'
+            f'{where}: a token may have only letters, digits, -._~+/ and = at its end'
         )
     return hashlib.sha256(token.encode()).digest()
 
@@ -119,11 +119,11 @@ class TokensFile(Tokens):
     parent process has read.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not right; the message says where.
+        ValueError: A line is wrong, or there is no token; the message says which.
     """
 
     CHECK_EVERY = 0.5  # seconds
@@ -137,7 +137,7 @@ class TokensFile(Tokens):
     def name_of(self, token: str) -> str | None:
         now = time.monotonic()
         if now >= self._next_check:
-            # Two threads may both come here; both then read the same file.
+            # Two threads may both do this; then both read the same file.
             self._next_check = now + self.CHECK_EVERY
             self._refresh()
         return super().name_of(token)
@@ -175,8 +175,8 @@ class BearerAuth:
     exist is answered 401 to a client without a token, not 404.
 
     Args:
-        tokens: Which tokens are accepted.
-        public: Paths that need none.
+        tokens: The accepted tokens.
+        public: Paths that need no token.
     """
 
     def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:

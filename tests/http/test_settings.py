@@ -323,7 +323,7 @@ def test_bad_tokens_file_is_refused(name, path):
 def test_bad_tokens_file_is_named(path):
     """The message about a bad tokens file has its path and the line."""
     path.write_text(f'{TOKEN}\n\n{OTHER}"\n')
-    with pytest.raises(ValueError, match='line 3: a token has only') as raised:
+    with pytest.raises(ValueError, match='line 3: a token may have only') as raised:
         Settings.from_environ({'PLANTS_TOKENS_FILE': str(path)})
     assert str(raised.value).startswith(f'PLANTS_TOKENS_FILE: {path}: line 3: ')
 

@@ -1,8 +1,8 @@
 SwaggerUIBundle({
-  // Like every address of the page it is relative, so that any prefix will do.
+  // Relative, like every address of the page, so that it works under any prefix.
   url: document.getElementById('page').dataset.description,
   dom_id: '#page',
   tryItOutEnabled: true,
-  // By default the page would send the description to the server of somebody else.
+  // By default Swagger UI sends the description to a public server to validate it.
   validatorUrl: 'none',
 });
