@@ -1,7 +1,7 @@
 """How gunicorn serves the plant store: `gunicorn` alone, in this directory.
 
 Each setting is here because its default is wrong for this service. All of them give way
-to the command line and to GUNICORN_CMD_ARGS. In the order of a server's life.
+to the command line and to GUNICORN_CMD_ARGS. They are in the order of a server's life.
 """
 
 import os
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).absolute().parent))  # for -c from elsewhe
 
 import serving
 
-# A reload reads this file again, and with it all code of the service.
+# A reload reads this file again. With this it reads all code of the service again.
 serving.forget_modules()
 
 from serving import internals
@@ -30,15 +30,15 @@ internals.run_with(lifecycle.before_run)
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
     workers = lifecycle.default_workers(os.environ)
-# Connections of each worker. One that is slow or idle costs some kilobytes, no thread.
+# Of each worker. A slow or idle connection costs some kilobytes, and no thread.
 worker_connections = 1_000
-# In memory: a heartbeat on a disk stops when the disk does, and so would the worker.
+# For the heartbeat of workers. On a disk that hangs, gunicorn would kill the workers.
 if Path('/dev/shm').is_dir():
     worker_tmp_dir = '/dev/shm'
 
 # ---- requests
 
-# The C parser takes heads that RFC 9112 refuses, and is not faster here.
+# The C parser accepts heads that RFC 9112 refuses, and is not faster here.
 http_parser = 'python'
 # By default a client on this machine may set SCRIPT_NAME and PATH_INFO with headers,
 # and get a 500 for it.
@@ -49,7 +49,7 @@ forwarder_headers = ''
 # How long an idle connection is kept. Clients pool connections; at two seconds, the
 # default, they often find theirs closed just as they send.
 keepalive = 15
-# Longer than any sync: a worker that is told to stop answers what it has begun.
+# Longer than any sync: before a worker stops it answers the requests it has begun.
 graceful_timeout = 30
 
 # ---- what is off
