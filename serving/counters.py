@@ -1,8 +1,8 @@
 """The counters of all workers, for ``/metrics``: a directory that they share.
 
-``prometheus_client`` keeps the values of each process in files of its own, named after
-the process, and adds them up when it is asked. Workers are named after their numbers,
-and not after process ids as is usual, or every reload would leave more files.
+``prometheus_client`` keeps the values of each process in files named after the process,
+and adds them up for each answer. Here workers are named by their numbers, not by their
+process ids as usual: with process ids every reload would leave more files.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from gunicorn.config import Config
 
 from web.metrics import Processes
 
-# Where prometheus_client looks, and a new master of an upgrade.
-VARIABLE = 'PROMETHEUS_MULTIPROC_DIR'
-PREFIX = 'plants-counters-'
+# Names the directory to prometheus_client and to the new master of an upgrade.
+DIRECTORY_VARIABLE = 'PROMETHEUS_MULTIPROC_DIR'
+DIRECTORY_PREFIX = 'plants-counters-'
 
-# Of this process.
+# The name of this process.
 _name = ''
 
 
 def share(cfg: Config, name: str) -> Processes:
-    """Make the directory, in memory and for us alone; call it before the fork.
+    """Make the directory, in memory and private to the serving user, before the fork.
 
-    Both masters of an upgrade use one, so that each of their workers knows all.
+    Both masters of an upgrade use one directory, so each worker reports all processes.
 
     Args:
         cfg: gunicorn's settings.
-        name: Of this process.
+        name: The name of this process.
     """
     from prometheus_client import values
 
@@ -40,9 +40,11 @@ def share(cfg: Config, name: str) -> Processes:
     _name = name
     directory = _directory()
     if directory is None:
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=cfg.worker_tmp_dir))
+        directory = Path(
+            tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=cfg.worker_tmp_dir)
+        )
         os.chown(directory, cfg.uid, cfg.gid)
-        os.environ[VARIABLE] = str(directory)
+        os.environ[DIRECTORY_VARIABLE] = str(directory)
     value_class = values.MultiProcessValue(lambda: _name)  # type: ignore[no-untyped-call]
     values.ValueClass = value_class
     return Processes(str(directory), lambda: _pids(directory))
@@ -58,7 +60,7 @@ def join(name: str) -> None:
 
 
 def leave(name: str) -> None:
-    """Forget what a worker that has ended was doing; what it has counted stays."""
+    """Remove the gauges of a worker that has ended; its counters stay."""
     directory = _directory()
     if directory is not None:
         from prometheus_client.multiprocess import mark_process_dead
@@ -75,16 +77,16 @@ def remove() -> None:
 
 
 def _directory() -> Path | None:
-    """Return the directory, unless it is none or one that we have not made."""
-    directory = Path(os.environ.get(VARIABLE, ''))
-    is_ours = directory.name.startswith(PREFIX) and directory.is_dir()
+    """Return the directory; ``None`` if there is none or somebody else's."""
+    directory = Path(os.environ.get(DIRECTORY_VARIABLE, ''))
+    is_ours = directory.name.startswith(DIRECTORY_PREFIX) and directory.is_dir()
     return directory if is_ours else None
 
 
 def _pids(directory: Path) -> dict[str, int]:
     pids = {}
     for path in directory.glob('*.pid'):
-        # The worker may have ended since, or be about to write its number.
+        # The worker may just have ended, or not have written its process id yet.
         with suppress(FileNotFoundError, ValueError):
             pids[path.stem] = int(path.read_text())
     return pids

@@ -1,9 +1,9 @@
 """The life of a server: check, start, reload, upgrade, end.
 
 The master builds the application once, before it forks, and every worker serves that
-very object, also one that starts later, when files are half edited or gone. A reload
-builds another one. So what master and workers share (schemas, tokens, code, which file
-the store is) needs no channel: the fork carries it.
+object. So does a worker that starts later, when files are half edited or gone. A reload
+builds a new application. Workers inherit what they need (schemas, tokens, code, which
+file the store is) by the fork.
 
 The master opens the store once before it makes workers, in the foreground. So a damaged
 file, a bad URL or an index to build is dealt with there, with a sentence or a progress
@@ -57,20 +57,19 @@ from web.tokens import new_token_notice
 
 log = logging.getLogger('plants')
 
-OURS = 'app:app'
-# Whether a reload would work is found out within this time, in seconds.
+# How long a rehearsal of a reload may take, in seconds.
 REHEARSAL_TIMEOUT = 300
 REHEARSAL_PASSED = 'a start would work'
-REHEARSAL = (
+REHEARSAL_CODE = (
     'import signal, sys; directory, seconds, bound = sys.argv[1:4]; del sys.argv[1:4]; '
-    'signal.alarm(int(seconds)); '  # also without a master that waits for the end
+    'signal.alarm(int(seconds)); '  # ends it if the master has gone
     'sys.path.insert(0, directory); '
     'from serving import lifecycle; lifecycle.rehearse(bound.split())'
 )
 
 
 def default_workers(environ: Mapping[str, str]) -> int:
-    """Return how many workers to run: one a core, or one if each had its own plants."""
+    """Return how many workers to run: one a core, or one for a store in memory."""
     return 1 if is_in_memory(environ) else len(os.sched_getaffinity(0))
 
 
@@ -79,9 +78,9 @@ class Served:
     """What every worker serves until the next reload.
 
     Attributes:
-        settings: What it was made of.
-        store: Where its plants go; open in workers only.
-        application: For WSGI.
+        settings: The settings that the application was built with.
+        store: The store of the application; only workers open it.
+        application: The WSGI application.
     """
 
     settings: Settings
@@ -89,7 +88,7 @@ class Served:
     application: Any
 
 
-# Of this process; a worker has it from its master.
+# Workers inherit both from the master.
 _served: Served | None = None
 _made_token: str | None = None
 
@@ -98,9 +97,11 @@ _made_token: str | None = None
 
 
 def before_run(application: WSGIApplication) -> None:
-    """Answer ``--check-config``, and refuse what cannot be refused later."""
+    """Answer ``--check-config``, and refuse to make a token that nobody would see.
+
+    It runs before gunicorn loads the application (preload_app) or leaves the terminal.
+    """
     cfg = application.cfg
-    # Before gunicorn has a logger, and loads (preload_app) or leaves the terminal.
     makes_token_unseen = cfg.daemon or cfg.preload_app
     is_check = cfg.check_config or cfg.print_config
     if not _is_ours(application) or not (is_check or makes_token_unseen):
@@ -129,12 +130,12 @@ def _check(cfg: Config, settings: Settings) -> NoReturn:
 
 
 def rehearse(bound: Sequence[str]) -> None:
-    """Do everything that a start with the arguments of this process would do but serve.
+    """Do what a start with the arguments of this process would do, but do not serve.
 
-    That is, create or recover the store too, as a start does.
+    That includes to create or recover the store.
 
     Args:
-        bound: The addresses that the server has already.
+        bound: The addresses at which the server listens already.
     """
     application = WSGIApplication('%(prog)s [OPTIONS] [APP_MODULE]')
     try:
@@ -149,7 +150,7 @@ def rehearse(bound: Sequence[str]) -> None:
 
 
 def _is_ours(application: WSGIApplication) -> bool:
-    return internals.application_name(application) == OURS
+    return internals.application_name(application) == 'app:app'
 
 
 def _settings(cfg: Config, environ: Mapping[str, str]) -> Settings:
@@ -164,7 +165,7 @@ def _settings(cfg: Config, environ: Mapping[str, str]) -> Settings:
             f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
             f'each would hold its own plants'
         )
-    # gunicorn would go on without a word.
+    # gunicorn would ignore the setting without a message.
     if cfg.statsd_host and cfg.logger_class is PlantsLogger:
         raise ValueError(
             'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
@@ -194,7 +195,7 @@ def _build(settings: Settings, cfg: Config, metrics: bool | Processes) -> Served
     """Build what workers serve; open nothing.
 
     Raises:
-        ValueError: A schema is broken, for example.
+        ValueError: A schema is not valid, for example.
     """
     is_gevent = issubclass(cfg.worker_class, PlantsWorker)
     store = open_store(
@@ -204,7 +205,7 @@ def _build(settings: Settings, cfg: Config, metrics: bool | Processes) -> Served
     )
     application = app.create_app(
         store,
-        # Without tokens nothing is served: this is a check, or a rehearsal.
+        # Only a check or a rehearsal has no tokens, and neither serves.
         tokens=settings.tokens or secrets.token_urlsafe(),
         max_body_bytes=settings.max_body_bytes,
         metrics=metrics,
@@ -227,7 +228,7 @@ def on_starting(server: Arbiter) -> None:
     try:
         _check_addresses(server.cfg)
         if Settings.from_environ(os.environ).tokens is None:
-            # In the environment, where a reload and an upgrade find it.
+            # A reload and an upgrade find it in the environment.
             os.environ['PLANTS_TOKENS'] = _made_token = secrets.token_urlsafe()
         settings = _settings(server.cfg, os.environ)
         served = _build(settings, server.cfg, _metrics(server, settings))
@@ -236,7 +237,7 @@ def on_starting(server: Arbiter) -> None:
     except (ValueError, StoreError, OSError) as ex:
         server.log.critical('%s', ex)
         internals.remove_pidfile(server)
-        # With the log in a file, the operator may look at the terminal first.
+        # With the log in a file the operator may look only at the terminal.
         sys.exit(1 if server.cfg.errorlog == '-' else f'Error: {ex}')
 
 
@@ -249,33 +250,37 @@ def when_ready(server: Arbiter) -> None:
     addresses = internals.bound_addresses(server)
     if not addresses:  # each worker binds its own (reuse_port)
         addresses = [f'http://{host}:{port}' for host, port in server.cfg.address]
-    urls = [url.replace('0.0.0.0', '127.0.0.1') for url in addresses if url[0] == 'h']
+    urls = [
+        address.replace('0.0.0.0', '127.0.0.1')
+        for address in addresses
+        if address.startswith('http')  # not unix:
+    ]
     members = _summary(server.cfg, settings, address=', '.join(addresses))
     if urls:
         members['page'] = f'{urls[0]}/docs'
-    log.info(_lines(members), {'message': 'the plant store is ready', **members})
+    log.info(_template(members), {'message': 'the plant store is ready', **members})
     if _made_token is not None:
-        # Printed, not logged: the log may be kept.
-        notice = new_token_notice(_made_token, [*urls, 'http://HOST:PORT'][0])
+        # Printed, not logged: log files may be kept and read by others.
+        notice = new_token_notice(_made_token, urls[0] if urls else 'http://HOST:PORT')
         _print(notice, {}, settings, sys.stderr)
 
 
 def pre_fork(server: Arbiter, worker: Worker) -> None:
-    """Give a worker the smallest number that no other one has."""
+    """Give a worker the smallest number that no other worker has."""
     if isinstance(worker, PlantsWorker):
-        # Before a reload they may have been workers of another kind.
+        # Workers from before a reload may be of another class, without a number.
         siblings = internals.siblings(server)
         taken = {getattr(sibling, 'number', None) for sibling in siblings}
         worker.number = next(number for number in count() if number not in taken)
-    # Otherwise the garbage collector of a worker would write to every object that the
-    # master has made, and so unshare the memory that it is in.
+    # Without this the garbage collector of a worker writes to every object that the
+    # master has made. So the memory of these objects would no longer be shared.
     gc.freeze()
 
 
 def post_fork(server: Arbiter, worker: Worker) -> None:
     """Begin a worker's life."""
     internals.reset_signals(server)
-    counters.join(_name(server, worker))
+    counters.join(_worker_name(server, worker))
 
 
 def worker_exit(server: Arbiter, worker: Worker) -> None:
@@ -285,10 +290,10 @@ def worker_exit(server: Arbiter, worker: Worker) -> None:
 
 
 def child_exit(server: Arbiter, worker: Worker) -> None:
-    """Forget what a worker has left behind."""
+    """Remove the connection count and the gauges of a worker that has ended."""
     if isinstance(worker, PlantsWorker):
         worker.forget_connections()
-    counters.leave(_name(server, worker))
+    counters.leave(_worker_name(server, worker))
 
 
 def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
@@ -299,29 +304,29 @@ def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
 
 
 def on_reload(server: Arbiter) -> None:
-    """Build the application again, of the code, schemas and settings of now."""
+    """Build the application again, with the current code, schemas and settings."""
     if not _is_ours(server.app):
         return
     try:
         settings = _settings(server.cfg, os.environ)
         _preload(server, _build(settings, server.cfg, _metrics(server, settings)))
     except Exception as ex:
-        # It has just been rehearsed: a file has changed since.
-        server.log.error('Served as before, but for gunicorn.conf.py: %s', ex)
+        # The rehearsal has just passed: a file has changed since.
+        server.log.error('Reloaded gunicorn.conf.py, not the application: %s', ex)
     signal.signal(signal.SIGHUP, Rehearsal(server).on_hangup)
-    # What this reload has replaced may go; it was frozen before a fork.
+    # Free what this reload has replaced; pre_fork() has frozen it.
     gc.unfreeze()
     gc.collect()
 
 
 def pre_exec(server: Arbiter) -> None:
-    """Let the master of an upgrade (SIGUSR2) go on with what this one has made."""
+    """Give the master of an upgrade (SIGUSR2) our command, token and counters."""
     internals.use_same_command(server)
-    internals.hand_over(server, 'PLANTS_TOKENS', counters.VARIABLE)
+    internals.hand_over(server, 'PLANTS_TOKENS', counters.DIRECTORY_VARIABLE)
 
 
 def on_exit(server: Arbiter) -> None:
-    """Remove the counters, unless another master of an upgrade goes on with them."""
+    """Remove the counters, unless the other master of an upgrade still uses them."""
     if not internals.is_upgrading(server):
         counters.remove()
 
@@ -330,19 +335,20 @@ def on_exit(server: Arbiter) -> None:
 
 
 def _check_addresses(cfg: Config, bound: Sequence[str] = ()) -> None:
-    """See whether the addresses are free: gunicorn tries five times, with many words.
+    """Check that the addresses are free.
 
-    And at a reload it ends the server, which has given up its old addresses by then.
+    gunicorn itself tries an address five times, with many log lines. On a reload it has
+    closed its old sockets by then, and the server ends.
 
     Args:
         cfg: gunicorn's settings.
-        bound: The addresses that the server has already, as in ``cfg.bind``.
+        bound: The addresses at which the server listens already, as in ``cfg.bind``.
 
     Raises:
-        ValueError: One is not.
+        ValueError: An address is not free.
     """
     if cfg.reuse_port or os.environ.keys() & {'GUNICORN_FD', 'LISTEN_FDS'}:
-        return  # the sockets may be shared, or are there already
+        return  # the addresses may be shared, or the sockets are inherited
     for name, address in zip(cfg.bind, cfg.address, strict=True):
         if name in bound or not isinstance(address, tuple):
             continue
@@ -360,7 +366,7 @@ def _preload(server: Arbiter, served: Served) -> None:
     """Have all workers that are forked from now on serve an application.
 
     Raises:
-        StoreUnavailable: The store is gone.
+        StoreUnavailable: The store does not exist any more.
     """
     global _served
     served.store.pin()
@@ -372,9 +378,9 @@ def _metrics(server: Arbiter, settings: Settings) -> bool | Processes:
     return settings.metrics and counters.share(server.cfg, str(server.pid))
 
 
-def _name(server: Arbiter, worker: Worker) -> str:
-    """Return the name of a worker, which is free again when it has ended."""
-    # NOTE: not isinstance: a reload makes the class anew, and old workers end later.
+def _worker_name(server: Arbiter, worker: Worker) -> str:
+    """Return the name of a worker; after its end another worker may have the name."""
+    # NOTE: not isinstance(), because old workers are of the class before a reload.
     number = getattr(worker, 'number', worker.age)
     return f'{server.pid}-{number}'
 
@@ -387,38 +393,37 @@ class Rehearsal:
     The master goes on meanwhile: signals and the heartbeat of workers do not wait.
 
     Args:
-        server: The master; this is made and used in its main thread.
+        server: The master. Its main thread must make and use this object.
     """
 
     def __init__(self, server: Arbiter) -> None:
         self._reload = partial(server.signal, signal.SIGHUP, None)
         arguments, self._directory = internals.start_command(server)
-        place = str(Path(__file__).absolute().parent.parent)
-        own = [place, str(REHEARSAL_TIMEOUT + 1), ' '.join(server.cfg.bind)]
-        self._command = [sys.executable, '-c', REHEARSAL, *own, *arguments]
-        self._lock = threading.Lock()  # one at a time
-        self._is_next = False  # whether another one waits for the lock
+        root = str(Path(__file__).absolute().parent.parent)
+        own = [root, str(REHEARSAL_TIMEOUT + 1), ' '.join(server.cfg.bind)]
+        self._command = [sys.executable, '-c', REHEARSAL_CODE, *own, *arguments]
+        self._lock = threading.Lock()  # held by the thread that rehearses
+        self._is_waiting = False  # whether a thread waits for the lock
 
     def on_hangup(self, number: int, frame: object) -> None:
         """Handle SIGHUP."""
-        if not self._is_next:
-            self._is_next = True
+        if not self._is_waiting:
+            self._is_waiting = True
             threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         with self._lock:
-            self._is_next = False  # it takes up the files as they are from now on
-            failure = self._try()
+            self._is_waiting = False  # a later signal may mean later files
+            failure = self._rehearse()
         if failure:
-            log.error('Not reloaded, and served as before: %s', failure)
+            log.error('Not reloaded, the server goes on as before: %s', failure)
         else:
             self._reload()
 
-    def _try(self) -> str | None:
+    def _rehearse(self) -> str | None:
         """Return why a start would not work now, or ``None``."""
-        environ = {
-            name: text for name, text in os.environ.items() if name != counters.VARIABLE
-        }
+        environ = dict(os.environ)
+        environ.pop(counters.DIRECTORY_VARIABLE, None)
         try:
             process = subprocess.run(
                 self._command,
@@ -431,15 +436,15 @@ class Rehearsal:
             )
         except subprocess.TimeoutExpired:
             return f'it was not ready to start within {REHEARSAL_TIMEOUT} s'
-        # NOTE: not the exit code, which gunicorn may have taken: it waits for all
-        # children of the master.
+        # NOTE: the exit code may be lost, because gunicorn waits for all children of
+        # the master, and so for this one.
         if REHEARSAL_PASSED in process.stdout:
             return None
         return process.stderr.strip() or 'it ended early'
 
 
 def _summary(cfg: Config, settings: Settings, **members: object) -> dict[str, object]:
-    """Return what to tell of a server."""
+    """Return what a check or a start says about a server, by label."""
     tokens: object = 'none configured, one will be made'
     if settings.tokens is not None:
         tokens = len(settings.tokens)
@@ -451,17 +456,17 @@ def _summary(cfg: Config, settings: Settings, **members: object) -> dict[str, ob
     }
 
 
-def _lines(members: Mapping[str, object]) -> str:
-    """Return the format of a message with a line for each member."""
-    return '\n'.join(['%(message)s', *(f'    {n:9}%({n})s' for n in members)])
+def _template(members: Mapping[str, object]) -> str:
+    """Return the template of a message with a line for each member."""
+    return '\n'.join(['%(message)s', *(f'    {name:9}%({name})s' for name in members)])
 
 
 def _print(
     message: str, members: dict[str, object], settings: Settings, file: TextIO
 ) -> None:
-    """Print what is not for the log; as a line of it if it has JSON lines."""
+    """Print a message that is not for the log; as JSON if the log is JSON."""
     arguments = {'message': message, **members}
-    text = _lines(members) % arguments
+    text = _template(members) % arguments
     if settings.log_format == 'json':
         record = {'name': 'plants', 'levelname': 'INFO', 'args': arguments}
         text = JSONFormatter().format(logging.makeLogRecord(record))

@@ -17,16 +17,16 @@ from gunicorn.glogging import Logger
 
 from web.settings import is_json_log
 
-# The loggers of the service; web/ and store/ know no others.
-NAMES = ('plants', 'store')
-# How long a line may wait for others, in seconds.
-BATCH_TIME = 0.005
+# All loggers of the service.
+LOGGERS = ('plants', 'store')
+# How long a line may wait for more lines, in seconds.
+BATCH_SECONDS = 0.005
 
 _encode = json.JSONEncoder(default=str).encode
 
 
 class TextFormatter(logging.Formatter):
-    """gunicorn's format, with the time of a second written once."""
+    """gunicorn's format; the time is formatted once a second."""
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.stack_info:
@@ -41,8 +41,8 @@ class JSONFormatter(logging.Formatter):
     """One JSON object a line, for log collectors.
 
     Every object has ``time`` (RFC 3339, UTC), ``level``, ``pid``, ``logger`` and
-    ``message``, and ``exception`` if there is a traceback. A mapping that was logged
-    gives its members, ``message`` among them.
+    ``message``, and ``exception`` if there is a traceback. If a call logs a mapping
+    with ``message``, the object has the members of the mapping.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -53,8 +53,8 @@ class JSONFormatter(logging.Formatter):
             'pid': record.process,
             'logger': record.name,
         }
-        # NOTE: gunicorn logs an access with a mapping, too: of all that it knows of a
-        # request, its token included.
+        # NOTE: the access log of gunicorn passes a mapping without ``message``. It has
+        # the headers of the request, and so its token: never write its members.
         if isinstance(record.args, dict) and 'message' in record.args:
             line.update(record.args)
         else:
@@ -77,11 +77,11 @@ def _utc_time(second: int) -> str:
 class BatchingHandler(logging.Handler):
     """Writes the lines of a few milliseconds with one system call.
 
-    Code that has not run for a moment is slow: a line formatted and written in the
-    middle of each request takes 28 us, in a row with others 12.
+    Code that has not run for a moment is slow: to format and write a line takes 28 us
+    in the middle of a request, and 12 us in a batch.
 
     Args:
-        targets: The handlers that the lines are for.
+        targets: The handlers that write the lines.
     """
 
     def __init__(self, targets: Iterable[logging.Handler]) -> None:
@@ -93,12 +93,12 @@ class BatchingHandler(logging.Handler):
         self._thread = 0
 
     def batch_with(self, loop: Any) -> None:
-        """Write lines from a timer of an event loop, no longer at once.
+        """Write lines in batches, from a timer of an event loop.
 
         Args:
             loop: gevent's event loop of this thread.
         """
-        self._timer = loop.timer(BATCH_TIME)
+        self._timer = loop.timer(BATCH_SECONDS)
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -114,7 +114,7 @@ class BatchingHandler(logging.Handler):
             try:
                 _write(target, records)
             except Exception:
-                # A full disk must not make a 500 of a 200.
+                # A full disk must not turn a 200 into a 500.
                 target.handleError(records[0])
 
 
@@ -132,25 +132,25 @@ def _write(target: logging.Handler, records: list[logging.LogRecord]) -> None:
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log in our formats, with the service's own lines in it.
 
-    NOTE: for ``--statsd-host`` gunicorn needs a logger class of its own.
+    NOTE: ``--statsd-host`` works only with gunicorn's own logger class for it.
     """
 
     def setup(self, cfg: Config) -> None:
         # Called at the start, before any hook, and at each reload.
         super().setup(cfg)
-        # NOTE: the module as it is now: gunicorn keeps this object over a reload.
+        # NOTE: import the new module: gunicorn keeps this old object over a reload.
         import_module('serving.log').configure(self, cfg)
 
 
 def configure(log: Logger, cfg: Config) -> None:
-    """Give the handlers of gunicorn our formats, and the service's loggers handlers.
+    """Set our formats for gunicorn's handlers, and have our loggers use these handlers.
 
     Args:
         log: gunicorn's log.
-        cfg: gunicorn's settings; ``--env`` is not in the environment yet.
+        cfg: gunicorn's settings; its ``--env`` is not in ``os.environ`` yet.
     """
-    # What Python documents as switches for speed: the line of code that logs, its
-    # thread and its process's name are found out for every record, and not shown.
+    # Python documents these switches for speed. Otherwise it finds out the source line,
+    # the thread and the process name for every record, and we show none of them.
     logging._srcfile = None
     logging.logThreads = False
     logging.logMultiprocessing = False
@@ -163,7 +163,7 @@ def configure(log: Logger, cfg: Config) -> None:
         if isinstance(handler, logging.StreamHandler):
             handler.setFormatter(error_format)
     batching = BatchingHandler(log.error_log.handlers)
-    for name in NAMES:
+    for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [batching]
         logger.setLevel(log.error_log.level)
@@ -171,7 +171,7 @@ def configure(log: Logger, cfg: Config) -> None:
 
 
 def batch_lines(loop: Any) -> None:
-    """Write the service's lines from a timer of an event loop, no longer at once."""
-    for handler in logging.getLogger(NAMES[0]).handlers:
+    """Write the service's lines in batches, from a timer of an event loop."""
+    for handler in logging.getLogger(LOGGERS[0]).handlers:
         if isinstance(handler, BatchingHandler):
             handler.batch_with(loop)

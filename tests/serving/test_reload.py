@@ -239,7 +239,8 @@ def test_reload_that_fails_after_the_rehearsal_serves_as_before(tmp_path):
     with Server(tmp_path, *configured(tmp_path, *lines)) as server:
         (tmp_path / 'broken').touch()
         reload(server)
-        assert 'Served as before, but for gunicorn.conf.py: statsd_host' in server.log
+        refusal = 'Reloaded gunicorn.conf.py, not the application: statsd_host'
+        assert refusal in server.log
         assert add_plants(server) == {200}
         (tmp_path / 'broken').unlink()
         reload(server)
