@@ -3,7 +3,7 @@ BIN = .venv/bin
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
 PEERS = bench/peers
 
-# Four processes, also on two cores: many tests wait for a time-out. worksteal keeps
+# Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
 # the tests of a module together, because they share a database or a browser.
 TEST = $(BIN)/pytest --numprocesses 4 --dist worksteal
 
@@ -15,12 +15,12 @@ run: .venv/run
 test: .venv/test
 	$(TEST)
 
-# The branches that no test takes. Every server and command is traced too: it takes
-# twice as long.
+# Prints the branches that no test takes. Servers and commands are traced too, so this
+# takes twice as long as make test.
 coverage: .venv/test
 	$(TEST) --cov
 
-# Every state that a crash may leave; make test tries a sample.
+# Tries every state that a crash may leave; make test tries a sample.
 crash: .venv/test
 	CRASH_STATES=all $(BIN)/pytest --numprocesses 3 tests/store/test_crash_states.py
 
@@ -31,8 +31,8 @@ lint: .venv/test
 
 venv: .venv/run
 
-# The check parses under any Python. --clear removes what an earlier version needed, and
-# whatever another Python left there.
+# The check runs under any Python. --clear removes the packages of earlier versions and
+# of other Pythons.
 .venv/run: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; \
 	v = sys.version_info[:2]; \
@@ -46,8 +46,8 @@ venv: .venv/run
 	$(INSTALL) -r requirements-test.txt
 	touch $@
 
-# Pins the newest versions of what the requirements need in turn, for every Python that is
-# supported: `pip freeze` would name versions that only the Python at hand can install.
+# Pins the newest versions of what the requirements need in turn, for every supported
+# Python: `pip freeze` would name versions that only the current Python can install.
 constraints: .venv/test
 	$(INSTALL) uv
 	: > constraints.txt
@@ -58,7 +58,7 @@ constraints: .venv/test
 bench: .venv/test $(PEERS)/.venv/installed
 	$(BIN)/python -m bench $(BENCH)
 
-# What it is measured against. npm compiles better-sqlite3.
+# The servers that make bench compares with. npm compiles better-sqlite3.
 $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 	$(PYTHON) -m venv $(PEERS)/.venv
 	$(PEERS)/.venv/bin/pip install --quiet --disable-pip-version-check \
