@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).absolute().parent))  # for -c from elsewhe
 
 import serving
 
-# A reload reads this file again. With this it reads all code of the service again.
+# A reload reads this file again. So it must import all code of the service again.
 serving.forget_modules()
 
 from serving import internals
