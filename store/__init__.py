@@ -43,22 +43,22 @@ POSTGRESQL = ('postgresql', 'postgres')
 def open_store(
     url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
 ) -> PlantStore:
-    """Return the store that a URL names; it opens when it is first used.
+    """Return the store that a URL names; the store opens when it is first used.
 
     Args:
         url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
             installed package offers: see ``store/url.py``.
-        create: Whether a store that is missing is made: ``always``, ``never``, or
-            ``first``, only if nothing shows that it was there before. A new store
-            forgets every id.
+        create: Whether a missing store is made: ``always``, ``never``, or ``first``,
+            which means only if nothing shows that it existed before. A new store
+            knows no earlier id.
         scheduler: How the callers of the store wait.
 
     Raises:
-        ValueError: No store has such a URL; the message says what is accepted.
+        ValueError: The URL names no store; the message says what is accepted.
     """
     check_url(url)
     scheme, _, rest = url.partition(':')
-    # NOTE: imported here, so that no store needs what only another one imports.
+    # NOTE: imported here, so that no store needs the packages of another.
     if scheme == 'memory':
         from store.memory import MemoryStore
 
@@ -75,10 +75,10 @@ def open_store(
 
 
 def check_url(url: str) -> None:
-    """Check that a store has such a URL; nothing is opened or made.
+    """Check that a URL names a store; nothing is opened or made.
 
     Raises:
-        ValueError: No store has; the message says what is accepted.
+        ValueError: It names none; the message says what is accepted.
     """
     scheme, _, rest = url.partition(':')
     if url == 'memory:' or (scheme == 'jsonl' and rest):

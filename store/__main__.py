@@ -1,8 +1,8 @@
 """The command line: ``python -m store list|count|check|copy``.
 
-``web/settings.py`` is the only reader of the server's settings, but a store may not
-import the web. So ``main`` is given the environment, and reads one name of it:
-``PLANTS_STORE``, which means the same store here as there.
+``web/settings.py`` reads the settings of the server, but ``store/`` may not import
+``web/``. So ``main`` is given the environment, and reads one variable of it:
+``PLANTS_STORE``, which names the same store here as there.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from store.base import Progress
 from store.jsonl import record
 from store.streams import PIPE
 from store.streams import PipeStore
-from store.streams import complain
+from store.streams import broken_pipe_ignored
 from store.streams import drop_output
+from store.streams import print_error
 from store.streams import print_line
-from store.streams import reader_may_leave
 from store.streams import replace_closed_streams
 
 DESCRIPTION = """\
@@ -73,15 +73,15 @@ exit codes:
   130  interrupted by Ctrl-C
 """
 
-# One statement to a database, which has a deadline.
-COPIED_AT_ONCE = 1000  # plants
-TEXT_AT_ONCE = 2**20  # characters
-INTERRUPTED = 130  # what a shell makes of a process that SIGINT has ended
+# A batch of a copy is one statement to a database, which has a time limit.
+BATCH_PLANTS = 1000
+BATCH_CHARACTERS = 2**20
+INTERRUPTED = 130  # as a shell reports a process that SIGINT has ended
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with a message of argparse: it repeats arguments, passwords included."""
+        """Exit with a message of argparse, which may repeat a password."""
         self.refuse(masked(message))
 
     def refuse(self, message: str) -> NoReturn:
@@ -95,8 +95,8 @@ def main(
     """Run a command.
 
     Args:
-        arguments: Of the command line, without the program; those of this process if
-            there are none.
+        arguments: The command line without the program; by default that of this
+            process.
         environ: The environment variables.
 
     Returns:
@@ -109,14 +109,13 @@ def main(
         try:
             code = options.run(options)
         except StoreError as ex:
-            complain(str(ex))
+            print_error(str(ex))
         except KeyboardInterrupt:
             code = INTERRUPTED
-        with reader_may_leave():
+        with broken_pipe_ignored():
             sys.stdout.flush()
-    # Not covered: tests run what follows in processes of their own.
-    except OSError as ex:  # pragma: no cover
-        complain(f'the output: {ex.strerror}')
+    except OSError as ex:  # pragma: no cover - tests of it run in other processes
+        print_error(f'the output: {ex.strerror}')
         drop_output()
         code = 1
     return code
@@ -161,7 +160,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 def _url(text: str) -> str:
     """Return the URL that an argument means, which may also be a plain path."""
     has_scheme = re.match('[A-Za-z][A-Za-z0-9+.-]*:', text)
-    # What may hold a password is no path: messages show paths as they are.
+    # Text that may hold a password is no path: messages show paths as they are.
     is_path = text not in ('', PIPE) and not has_scheme and masked(text) == text
     return f'jsonl:{text}' if is_path else text
 
@@ -177,7 +176,7 @@ def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
 
 
 def _list(options: argparse.Namespace) -> int:
-    with reader_may_leave(), _open(options, options.url, 'never') as store:
+    with broken_pipe_ignored(), _open(options, options.url, 'never') as store:
         for plant in store:
             sys.stdout.buffer.write(record.encode(plant))
     return 0
@@ -212,7 +211,7 @@ def _copy(options: argparse.Namespace) -> int:
     if options.source == options.target not in ('memory:', PIPE):
         options.parser.refuse('SRC and DST are the same store')
     with (
-        reader_may_leave(),
+        broken_pipe_ignored(),
         _open(options, options.source, 'never') as source,
         _open(options, options.target, 'first') as target,
     ):
@@ -240,10 +239,10 @@ def _copy_plants(source: PlantStore, target: PlantStore) -> int:
                             print_line(f'conflicting: {line}')
                 if interrupts:
                     raise KeyboardInterrupt
-        # It was not used yet if there are no plants, and so is not made either.
+        # A store is made at its first use, and without plants there was none.
         target.ping()
     finally:
-        # Also when it breaks off: what was copied stays, and a repeat goes on.
+        # Also after an error: the copied plants stay, and a repeat goes on.
         print_line(
             f'copied: {copied}, already there: {present}, conflicting: {conflicting}',
             sys.stderr if isinstance(target, PipeStore) else sys.stdout,
@@ -253,7 +252,10 @@ def _copy_plants(source: PlantStore, target: PlantStore) -> int:
 
 @contextmanager
 def _held_back(number: int) -> Iterator[list[int]]:
-    """Note a signal, once, in the place of what it does: it may come inside a lock."""
+    """Note a signal in place of its handler, which must not run while a lock is held.
+
+    A second one is handled at once.
+    """
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -273,7 +275,7 @@ def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
     for plant in plants:
         batch.append(plant)
         size += len(plant.name) + len(plant.tag or '')
-        if len(batch) == COPIED_AT_ONCE or size >= TEXT_AT_ONCE:
+        if len(batch) == BATCH_PLANTS or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -281,7 +283,7 @@ def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
 
 
 def _progress(store: PlantStore) -> Progress:
-    """Return what shows a progress bar, on a terminal and if tqdm is installed."""
+    """Return a progress bar, or ``iter`` without a terminal or without tqdm."""
     if not sys.stderr.isatty() or not find_spec('tqdm'):
         return iter
     from tqdm import tqdm

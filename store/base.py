@@ -36,19 +36,19 @@ class Plant(NamedTuple):
 
 
 class Progress(Protocol):
-    """Watches how far a store is read: yields the items that it is given."""
+    """Shows how far a store is read; yields the items that it is given."""
 
     def __call__(self, items: Iterable[Item], /) -> Iterable[Item]: ...
 
 
 class Verified(NamedTuple):
-    """What reading every plant of a store has found.
+    """The result of reading every plant of a store.
 
     Attributes:
-        plants: How many sound plants there are.
-        damaged: A sentence for each thing that is not a plant, or whose id an earlier
-            plant has.
-        side_file: Where that was moved to, if it was.
+        plants: The number of sound plants.
+        damaged: A sentence for each line that is not a plant, or has the id of an
+            earlier plant.
+        side_file: The file that these lines were moved to, if they were moved.
     """
 
     plants: int
@@ -57,7 +57,7 @@ class Verified(NamedTuple):
 
 
 class PlantStore(abc.ABC):
-    """Keeps plants.
+    """A store of plants.
 
     Every store keeps these promises; the tests in ``store/testing.py`` quote them:
 
@@ -71,12 +71,12 @@ class PlantStore(abc.ABC):
        one in memory, from many processes.
     5. Iteration yields every plant that was added before it began, each once, in no
        promised order, exactly as it was given.
-    6. ``ping`` returns if an ``add`` would work now and raises what it would raise
-       if not.
-    7. After ``close`` whatever uses the plants raises ``StoreClosed``; ``close`` may
+    6. ``ping`` returns if an ``add`` would work now; otherwise it raises what the
+       ``add`` would raise.
+    7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
-    8. Making a store touches nothing; it opens in the process that first uses it. So
-       a store that was made before a fork works after it.
+    8. Making a store opens nothing; it opens in the process that first uses it. So a
+       store that was made before a fork works after it.
 
     Attributes:
         can_repair: Whether ``verify`` can move damage out of the store.
@@ -94,18 +94,19 @@ class PlantStore(abc.ABC):
         Raises:
             IdTaken: A different plant holds the id.
             StoreUnavailable: The store cannot take plants now.
-            StoreCorrupt: What is stored cannot be read.
+            StoreCorrupt: The stored plants cannot be read.
             StoreClosed: ``close`` was called.
         """
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        """Store plants, each as ``add`` would; together, where the store can do that.
+        """Store plants, each as ``add`` would; in one batch, if the store can do that.
 
         Returns:
             For each plant what ``add`` would return, or the ``IdTaken`` it would raise.
 
         Raises:
-            StoreError: As ``add``, ``IdTaken`` excepted; any of them may be there then.
+            StoreError: As ``add``, except ``IdTaken``; then any of the plants may be
+                stored.
         """
         outcomes: list[bool | IdTaken] = []
         for plant in plants:
@@ -117,18 +118,18 @@ class PlantStore(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Plant]:
-        """Yield all plants; raises as ``add`` does, ``IdTaken`` excepted."""
+        """Yield all plants; raises as ``add`` does, except ``IdTaken``."""
 
     def size_hint(self) -> int:
-        """Return about how many plants there are, 0 if that is not known."""
+        """Return the approximate number of plants, or 0 if it is not known."""
         return 0
 
     def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
-        """Read every plant; raises as ``add`` does, ``IdTaken`` excepted.
+        """Read every plant; raises as ``add`` does, except ``IdTaken``.
 
         Args:
-            repair: Move what is damaged to a side file; only if ``can_repair``.
-            progress: Watches how far it is.
+            repair: Move damaged lines to a side file; only if ``can_repair``.
+            progress: Shows how far the store is read.
         """
         return Verified(sum(1 for _ in progress(self)))
 
@@ -139,28 +140,28 @@ class PlantStore(abc.ABC):
     def check_opening(self) -> None:
         """Return if the store would open, changing nothing; raises as ``add`` does.
 
-        This one opens the store: enough where opening changes nothing.
+        The default opens the store. Override it if opening changes anything.
         """
         self.ping()
 
     def observe_syncs(  # noqa: B027 - not every store syncs batches
         self, observer: Callable[[int, float], None]
     ) -> None:
-        """Have an observer called after each sync of a batch; there may be several.
+        """Call an observer after each sync of a batch; there may be several observers.
 
         Args:
-            observer: Called with the number of plants and the time in seconds; it must
-                not raise.
+            observer: Called with the number of plants and the time of the sync in
+                seconds; it must not raise.
         """
 
-    def pin(self) -> None:  # noqa: B027 - most stores have nothing to fix
-        """Fix which file, or place, this store is, also in processes forked later.
+    def pin(self) -> None:  # noqa: B027 - most stores have nothing to pin
+        """Fix which file or place this store uses, also in processes forked later.
 
-        A pinned store never makes a missing file, and refuses another in its place.
-        Nothing is opened, and no lock is waited for.
+        A pinned store never makes a missing file, and refuses another file in its
+        place. This method opens nothing and waits for no lock.
 
         Raises:
-            StoreUnavailable: There is no such place.
+            StoreUnavailable: The file or place does not exist.
         """
 
     @abc.abstractmethod

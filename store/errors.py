@@ -1,17 +1,17 @@
-"""What a plant store raises."""
+"""The exceptions that a plant store raises."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """The root of everything that a store raises on purpose."""
+    """The base class of all that a store raises on purpose."""
 
 
 class IdTaken(StoreError):
     """A different plant holds the id; the store is unchanged.
 
     Attributes:
-        id: The id that both plants want.
+        id: The id of both plants.
     """
 
     def __init__(self, id: int) -> None:
@@ -25,10 +25,10 @@ class StoreUnavailable(StoreError):
     The plant may or may not be there afterwards, never half of it: repeat the call.
 
     Attributes:
-        reason: What is wrong; it names no path, so that a client may see it.
-        store: What it is wrong with, a path for example; part of the message.
-        retry_after: When to try again, in seconds.
-        detail: What else an operator should know; part of the message.
+        reason: What is wrong, without a path, so that a client may see it.
+        store: The name of the store, for example a path; part of the message.
+        retry_after: Seconds until the client should try again.
+        detail: More for the operator; part of the message.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class StoreUnavailable(StoreError):
 
     @classmethod
     def refused(cls, error: OSError, store: object) -> StoreUnavailable:
-        """Return what the operating system refuses in the words of the store."""
+        """Return the exception of a store for an error of the operating system."""
         return cls(error.strerror or str(error), store=str(store))
 
 
 class StoreCorrupt(StoreError):
-    """A stored plant cannot be read, and it is not a torn tail.
+    """A stored line is damaged, and it is not a torn tail.
 
     Attributes:
         path: The damaged file.
         line: The number of its first damaged line, counted from 1.
         offset: Where that line begins, in bytes from the start of the file.
-        reason: Why the line is not a record.
+        reason: What is wrong with the line.
     """
 
     def __init__(self, path: str, line: int, offset: int, reason: str) -> None:

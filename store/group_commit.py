@@ -1,9 +1,9 @@
-"""Group commit: what waits together is written together and synced together.
+"""Group commit: records that wait together are written and synced together.
 
-There is no background thread. A caller that finds nobody appending becomes the
+There is no background thread. A caller that finds no append in progress becomes the
 *leader*: it takes every record that waits (its own is the first), appends them as one
-*batch*, syncs them, and wakes its *followers*, which have slept through all of it. The
-next leader is the first caller that the batch left behind.
+*batch*, syncs them, and wakes its *followers*, which have slept meanwhile. The next
+leader is the first caller that is still waiting.
 
 A batch passes two stages. Appends exclude each other; syncs need not, since a sync
 covers every byte that was written before it began. How many syncs may be in flight
@@ -15,7 +15,7 @@ decides what is fast:
 * Where a sync is slow (milliseconds, an ordinary disk), a caller that just misses a
   batch would wait for two syncs. Several in flight overlap, and the disk groups them.
 
-So the number follows the time that syncs are seen to take.
+So the number follows the measured time of a sync.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Entry(Generic[Item]):
     """A record on its way to the disk.
 
     Attributes:
-        item: What the caller submitted.
+        item: The argument of ``submit``.
         size: Its length in bytes.
-        new: Set by the append or the sync: what the caller is told.
-        error: Set by the append or the sync: what the caller must raise.
+        new: Set by the append or the sync: the result of ``submit``.
+        error: Set by the append or the sync: the exception that ``submit`` raises.
     """
 
     __slots__ = ('_leads', '_waiter', 'error', 'item', 'new', 'size')
@@ -66,7 +66,7 @@ class Entry(Generic[Item]):
 
 
 def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
-    """Return what became of each record: its error, or else whether it is new."""
+    """Return the outcome of each record: its error, or whether it is new."""
     return [entry.error or entry.new for entry in batch]
 
 
@@ -74,13 +74,12 @@ class GroupCommit(Generic[Item, Written]):
     """Turn concurrent calls of ``submit`` into batches.
 
     Args:
-        append: Called with a batch; it writes the records. One call at a time. What
-            it raises, every caller of the batch raises; but what is no ``Exception``
-            the leader alone. It may set an entry's ``error`` instead. What it returns
-            is synced; nothing if it is false.
-        sync: Called after it, with what it returned; when it returns, the batch is
-            durable. Calls may overlap. What it raises is treated alike, and it may set
-            an entry's ``error`` too.
+        append: Called with a batch, one call at a time; it writes the records. An
+            ``Exception`` that it raises reaches every caller of the batch, any other
+            ``BaseException`` only the leader. It may set an entry's ``error`` instead.
+            It returns the argument of ``sync``; if that is false there is no sync.
+        sync: Called with the result of ``append``; when it returns, the batch is
+            durable. Calls may overlap. It reports errors in the same two ways.
         max_batch_bytes: A batch takes no further record once it has reached this
             size, so that a small record is not made slow by a crowd of large ones.
         slow_syncs_in_flight: How many syncs may overlap where they are slow.
@@ -134,7 +133,7 @@ class GroupCommit(Generic[Item, Written]):
         if entry._waiter is not None:
             try:
                 entry._waiter.wait()
-            except BaseException:  # Ctrl-C: a leader must lead, for those behind it
+            except BaseException:  # Ctrl-C; but a leader must serve its followers
                 with self._lock, suppress(ValueError):
                     if not entry._leads:
                         self._waiting.remove(entry)
@@ -149,7 +148,7 @@ class GroupCommit(Generic[Item, Written]):
         return entry.new
 
     def _lead(self) -> None:
-        """Take a batch through both stages. REQUIRES: this thread set _appending."""
+        """Take a batch through both stages. REQUIRES: _appending is set for it."""
         batch: list[Entry[Item]] = []
         written: Written | None = None
         try:
@@ -158,14 +157,14 @@ class GroupCommit(Generic[Item, Written]):
             finally:
                 batch = self._take_batch()
             written = self._append(batch)
-        except BaseException as ex:  # also Ctrl-C: the followers must not sleep on
+        except BaseException as ex:  # also Ctrl-C: the followers must wake up
             _fail(batch, ex)
         with self._lock:
             self._appending = False
             self._syncing += bool(written)
             successor = self._choose_leader()
         # From here on the next batch may be appended while this one is synced. It
-        # may even be durable first: nobody waits for both.
+        # may even be durable first: no caller waits for both.
         _wake(successor)
         if written:
             began = perf_counter()
@@ -186,7 +185,7 @@ class GroupCommit(Generic[Item, Written]):
             self._observe(len(batch), took)
 
     def _gather(self) -> None:
-        """Let those come in who are about to bring a record, to share what it costs."""
+        """Let callers submit that are about to, so that they share this batch."""
         gathered, more = 0, True
         while (
             more
@@ -217,12 +216,12 @@ class GroupCommit(Generic[Item, Written]):
 
 
 def _fail(batch: Sequence[Entry[Item]], error: BaseException) -> None:
-    # Also where the append set an error: it may have held against a record of this
-    # very batch, which is now not there.
+    # This replaces an error that the append has set: it may have compared a record with
+    # another one of this very batch, which is now not stored.
     for entry in batch:
         if entry._leads or isinstance(error, Exception):
             entry.error = error
-        else:  # Ctrl-C, or the end of a thread, is meant for the leader alone
+        else:  # Ctrl-C, or the end of a thread, concerns the leader alone
             entry.error = StoreUnavailable('the write was interrupted')
 
 

@@ -1,4 +1,4 @@
-"""A store that opens in the process that first uses it, and again in a forked child."""
+"""A store that opens at its first use, and again in a forked child."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from store.scheduler import Scheduler
 
 
 class Backend(Protocol):
-    """What a store holds open while it is in use: files, or connections."""
+    """The open part of a store: its files, or its connections."""
 
     def ping(self) -> None:
         """Raise what an add would raise now."""
@@ -26,21 +26,21 @@ class Backend(Protocol):
         """Release everything."""
 
     def abandon(self) -> None:
-        """Release the descriptors in a forked child; the parent still uses its own."""
+        """Release what a forked child inherited; the parent still uses its own."""
 
 
 BackendT = TypeVar('BackendT', bound=Backend)
 
 
 class _Process(Generic[BackendT]):
-    """What a store keeps for one process.
+    """The state of a store in one process.
 
     Attributes:
         backend: Open, or ``None`` before the first use and after ``close``.
-        opening: Held while the backend is opened or taken away.
-        pinging: Held while a ping runs, so that there is one at a time.
+        opening: Lock, held while ``backend`` changes.
+        pinging: Lock, held while a ping runs, so that one runs at a time.
         pings: How many pings have begun.
-        error: What the last ping raised.
+        error: The exception of the last ping, if it failed.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -52,13 +52,13 @@ class _Process(Generic[BackendT]):
 
 
 class LazyStore(PlantStore, Generic[BackendT]):
-    """A store that touches nothing until it is used.
+    """A store that opens nothing until it is used.
 
     Nothing opened before a fork is used after it. Parent and child would share one
-    ``flock`` and exclude neither, or share one connection and mix their messages, and a
-    lock that is held at the fork stays held. So everything open belongs to one process
-    id, which is compared at each use: a callback of ``os.register_at_fork`` can never
-    be removed, and would keep the code of before a reload in memory.
+    ``flock``, which excludes neither, or share one connection and mix their messages. A
+    lock that is held at the fork stays held. So the backend belongs to one process id,
+    which is compared at each use. Not with ``os.register_at_fork``: its callbacks can
+    never be removed, and would keep the code from before a reload in memory.
 
     Args:
         scheduler: How the callers wait.
@@ -82,10 +82,10 @@ class LazyStore(PlantStore, Generic[BackendT]):
             observer(plants, seconds)
 
     def ping(self) -> None:
-        """Share one answer among all callers that wait together.
+        """Share one ping among all callers that wait together.
 
-        However many strangers ask, one ping at a time runs, in one thread. A caller
-        takes no answer of a ping that began before the caller came.
+        However many clients ask, one ping runs at a time, in one thread. A caller never
+        gets the result of a ping that began before its call.
         """
         process = self._process()
         pings_before = process.pings
@@ -124,8 +124,8 @@ class LazyStore(PlantStore, Generic[BackendT]):
         pid = os.getpid()
         process = self._processes.get(pid)
         if process is None:
-            # NOTE: setdefault() and pop() are atomic, where a lock could not be: it may
-            # have been held at the fork.
+            # NOTE: setdefault() and pop() are atomic. A lock would not do: it may have
+            # been held at the fork.
             process = self._processes.setdefault(pid, _Process(self._scheduler))
             for other in list(self._processes):
                 inherited = self._processes.pop(other, None) if other != pid else None

@@ -32,7 +32,7 @@ class Scheduler(Protocol):
     """How the callers of a store wait."""
 
     def give_way(self) -> bool:
-        """Let callers run that are ready; return whether more may follow."""
+        """Let other callers run that are ready; return whether more may follow."""
 
     def waiter(self) -> Waiter:
         """Return a waiter for the current caller."""
@@ -41,18 +41,17 @@ class Scheduler(Protocol):
         """Call a function that blocks, and return its result."""
 
     def lock(self) -> AbstractContextManager[object]:
-        """Return a mutex among the callers.
+        """Return a mutex for callers of the store.
 
-        It is for callers of the store only: a function that is given to ``call`` must
-        not take it.
+        A function that is given to ``call`` must not take it.
         """
 
 
 class ThreadWaiter:
     """A thread that waits.
 
-    NOTE: a bare lock that is taken at once: the cheapest way to park a thread. An Event
-    costs four times as much.
+    NOTE: a bare lock, taken by its constructor, is the cheapest way to park a thread.
+    An Event costs four times as much.
     """
 
     def __init__(self) -> None:
@@ -70,9 +69,9 @@ class Threads:
     """Each caller is a thread of its own."""
 
     def give_way(self) -> bool:
-        # For threads that only wait for the GIL. This sleep takes about 60 us (timer
-        # slack), enough for them to come in; a shorter release of the GIL is seldom
-        # enough. A second sleep costs as much as it brings.
+        # Some threads wait only for the GIL. This sleep takes about 60 us (timer
+        # slack), enough for them to submit; a shorter release of the GIL is seldom
+        # enough. A second sleep costs as much as it gains.
         sleep(0)
         return False
 

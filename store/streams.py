@@ -15,14 +15,14 @@ from store.base import Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record
 
-PIPE = '-'  # what stands for one on a command line
+PIPE = '-'  # the URL of a pipe on a command line
 INPUT = 'the standard input'
 
 
 class PipeStore(PlantStore):
     """Yield the plants of the standard input, or add plants to the standard output.
 
-    It is for one command to read from or to write to: it remembers no id.
+    One command reads from it or writes to it. It remembers no id.
     """
 
     def add(self, plant: Plant) -> bool:
@@ -33,8 +33,8 @@ class PipeStore(PlantStore):
         try:
             for number, line in enumerate(sys.stdin.buffer, 1):
                 try:
-                    # The line feed of the last line may be missing. A line that was
-                    # cut off is no JSON object, whatever follows.
+                    # The last line feed may be missing: a line that was cut off
+                    # anywhere else is no JSON object.
                     yield record.decode(line.removesuffix(b'\n') + b'\n')
                 except record.DamagedRecord as ex:
                     reason = f'line {number} is no plant: {ex}'
@@ -56,10 +56,10 @@ class PipeStore(PlantStore):
 def replace_closed_streams() -> None:  # pragma: no cover
     """Open a null device for each standard stream that is closed.
 
-    The next file that is opened would have its number, and a plant file in the place of
-    the standard error would be written to by whatever library has to say something.
-    Reading or writing fails (EBADF), since the device is opened the other way round.
-    Only error messages are lost silently: there is nobody left to tell.
+    Otherwise the next file to be opened would get its number: libraries would write
+    their error messages into a plant file. The devices for input and output are opened
+    the wrong way round, so that their use fails (EBADF). Only error messages are lost
+    silently.
     """
     for fd, name, mode, flags in (
         (0, 'stdin', 'r', os.O_WRONLY),
@@ -72,22 +72,22 @@ def replace_closed_streams() -> None:  # pragma: no cover
 
 
 def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print a line, at once, to the standard output unless told otherwise."""
+    """Print a line and flush it; to the standard output if no stream is given."""
     stream = stream or sys.stdout
-    with reader_may_leave():
+    with broken_pipe_ignored():
         # Paths may hold bytes that are not UTF-8.
         stream.buffer.write(f'{line}\n'.encode(errors='surrogateescape'))
         stream.flush()
 
 
-def complain(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Print an error to the standard error."""
     print(f'Error: {sentence}', file=sys.stderr)
 
 
 @contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """End the block without an error when the reader of a pipe has seen enough."""
+def broken_pipe_ignored() -> Iterator[None]:
+    """End the block without an error when the reader of the output has closed it."""
     try:
         yield
     except BrokenPipeError:  # pragma: no cover - tests of it run in other processes
@@ -95,5 +95,5 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def drop_output() -> None:  # pragma: no cover
-    """Keep the interpreter from writing once more, and complaining, when it ends."""
+    """Keep the interpreter from flushing the output again, and failing, at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

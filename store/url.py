@@ -1,16 +1,16 @@
-"""URLs of stores: how one is shown, and which installed package has its store.
+"""URLs of stores: showing them without secrets, and stores of installed packages.
 
-A package offers one through an entry point, here for URLs ``trees:...``::
+A package offers a store through an entry point, here for URLs ``trees:...``::
 
     [project.entry-points.'plant_store.stores']
     trees = 'plants_in_trees:open_trees'
 
-It names a function, or a class, with the parameters of ``open_store``: it is called as
-``open_trees(url, create=..., scheduler=...)`` and returns a ``PlantStore``. For a URL
-that is wrong it raises ``ValueError`` with a sentence that does not repeat the URL.
-What blocks for long should run in ``scheduler.call(function)``, so that a worker of the
-server answers other requests meanwhile. ``store.testing`` has the tests that such a
-store must pass.
+The entry point names a function or a class with the parameters of ``open_store``. It is
+called as ``open_trees(url, create=..., scheduler=...)`` and returns a ``PlantStore``.
+If the URL is wrong, it raises ``ValueError`` with a sentence that does not repeat the
+URL. Code that blocks for long should run in ``scheduler.call(function)``, so that a
+worker of the server answers other requests meanwhile. ``store.testing`` has the tests
+that such a store must pass.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from store.scheduler import Scheduler
 DEFAULT_URL = 'jsonl:plants.jsonl'
 BUILT_IN = ('memory', 'jsonl', 'postgresql', 'postgres')
 
-# The path of a file may have any of these characters.
+# jsonl: is left out where its path may have the same characters.
 SECRETS = [
     re.compile(pattern, re.DOTALL | re.IGNORECASE)
     for pattern in (
         r'(^(?!jsonl:)\w*:/*|//).*\?.*@.*',
         r'(^(?!jsonl:)\w*:/*|//).*(?=@)',
         r'(^(?!jsonl:).*\?).*',
-        r'(//[^/@]*:)(?![0-9]+\b)[^/]*',  # a port that is none: the host was left out
+        r'(//[^/@]*:)(?![0-9]+\b)[^/]*',  # a password, where the host was left out
         r'(password=).*',
     )
 ]
@@ -42,8 +42,8 @@ SECRETS = [
 def masked(url: str) -> str:
     """Return the URL of a store as a log may show it, with ``***`` for its secrets.
 
-    What might be one counts, since a URL with a fault in it is shown, too: a password
-    with a character that should have been percent-encoded, a scheme that was left out.
+    All that may be a secret is hidden, since faulty URLs are shown, too: a password may
+    have a character that should be percent-encoded, or the scheme may be missing.
     """
     for secret in SECRETS:
         url = secret.sub(r'\1***', url)
@@ -54,7 +54,7 @@ def open_plugin(url: str, *, create: Create, scheduler: Scheduler) -> PlantStore
     """Return the store of an installed package.
 
     Raises:
-        ValueError: There is none, or it does not work; the message says which.
+        ValueError: No package has it, or it does not work; the message says which.
     """
     plugin, where = find_plugin(url)
     try:
@@ -68,10 +68,10 @@ def open_plugin(url: str, *, create: Create, scheduler: Scheduler) -> PlantStore
 
 
 def find_plugin(url: str) -> tuple[EntryPoint, str]:
-    """Return what an installed package offers for a URL, and how messages call it.
+    """Return the entry point for a URL, and the beginning of messages about it.
 
     Raises:
-        ValueError: None does, or it does not load; the message says which.
+        ValueError: There is none, or it does not load; the message says which.
     """
     scheme, colon, _ = url.partition(':')
     installed = [
@@ -94,7 +94,7 @@ def find_plugin(url: str) -> tuple[EntryPoint, str]:
         raise ValueError(f'{where} offer this scheme: remove one')
     try:
         found[0].load()
-    except Exception as ex:  # whatever importing the package raises
+    except Exception as ex:  # importing a package may raise anything
         reason = f'{type(ex).__name__}: {ex}'
         raise ValueError(f'{where}: {found[0].value} does not load: {reason}') from ex
     return found[0], where
