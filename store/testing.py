@@ -1,7 +1,7 @@
 """The tests that every store of plants must pass, for the authors of stores.
 
-A store of your own is tested by a subclass of ``StoreContract``. It says how to make a
-store and how to look at what is stored without the code that is tested::
+To test a store of your own, write a subclass of ``StoreContract``. It makes an empty
+store, and reads the stored plants without the code that is tested::
 
     import pytest
 
@@ -22,13 +22,13 @@ store and how to look at what is stored without the code that is tested::
         def url(self, store):
             return f'trees:{store.path}'
 
-``url`` is for a store whose plants outlive the object: such a store is opened again by
-``open_store``, in this process and in others. So its package must be installed, with
-the entry point that names its scheme (``open_store`` describes it). ``unavailable`` is
-for a store that can be kept from working for a moment.
+``url`` is for a store whose plants outlive the object: the tests open such a store
+again by ``open_store``, in this process and in others. So its package must be
+installed, with the entry point that names its scheme (see ``store/url.py``). Override
+``unavailable`` if a test can keep the store from working for a moment.
 
-Each test quotes the promise of ``PlantStore`` that it holds the store to. pytest and
-hypothesis are needed here, and nowhere else in this package. For readable failures put
+Each test quotes the promise of ``PlantStore`` that it checks. pytest and hypothesis are
+needed here, and nowhere else in this package. For readable failures put
 ``pytest.register_assert_rewrite('store.testing')`` into ``conftest.py``.
 """
 
@@ -69,10 +69,10 @@ from store import open_store
 from store.base import Item
 from store.base import Verified
 
-TOP = Path(__file__).parent.parent  # where a program finds this package
-PATIENCE = 20  # seconds that nothing here takes, unless it hangs
+TOP = Path(__file__).parent.parent  # the directory from which programs import store
+PATIENCE = 20  # seconds after which a test takes something for hanging
 
-# What a plant may be called: Unicode text without U+0000 and lone surrogates.
+# The text of a plant: Unicode without U+0000 and lone surrogates.
 TEXTS = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\0'))
 
 IDS = [
@@ -118,7 +118,7 @@ def in_threads(*jobs: Callable[[], object]) -> None:
         except BaseException as ex:
             failures.append(ex)
 
-    # As daemons, so that one that hangs fails its test and not the whole run.
+    # Daemons, so that a thread that hangs fails its test and not the whole run.
     threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
@@ -219,12 +219,12 @@ MODEL = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 class Model(RuleBasedStateMachine):
-    """A store and a dict that are told the same must say the same.
+    """A store and a dict that are given the same plants must behave alike.
 
-    One store serves all examples, so each has ids of its own.
+    One store serves all examples, so each example has ids of its own.
     """
 
-    # Given by the test, and shared by the examples.
+    # Set by the test, and shared by the examples.
     contract: ClassVar[StoreContract]
     store: ClassVar[PlantStore]
     plants: ClassVar[dict[int, Plant]]
@@ -267,29 +267,29 @@ class Model(RuleBasedStateMachine):
 
 
 class StoreContract:
-    """The tests of one store class; the subclass gives what differs."""
+    """The tests of one store class; see the top of this module for the subclass."""
 
     def raw_plants(self, store: Any) -> list[Plant]:
-        """Return what is stored as a list of plants, read without the store's code."""
+        """Return the stored plants, read without the code of the store."""
         raise NotImplementedError
 
     def url(self, store: Any) -> str | None:
-        """Return the store's URL, or ``None`` if its plants end with the object."""
+        """Return the URL of the store, or ``None`` if its plants die with it."""
         return None
 
     def unavailable(self, store: Any) -> AbstractContextManager[object] | None:
-        """Return a context in which no add can work, or ``None`` if there is none."""
+        """Return a context in which every add fails, or ``None`` if there is none."""
         return None
 
     def reopen(self, store: PlantStore) -> PlantStore:
         """Return another store of the same plants, which was not used yet."""
         url = self.url(store)
         if url is None:
-            pytest.skip('the plants of this store end with it')
+            pytest.skip('the plants of this store die with the object')
         return open_store(url)
 
     def assert_holds(self, store: PlantStore, *plants: Plant) -> None:
-        """Check what is stored, by our code and without it."""
+        """Check which plants are stored, with the code of the store and without it."""
         assert sorted(self.raw_plants(store)) == sorted(plants)
         assert sorted(store) == sorted(plants)
 
@@ -301,28 +301,28 @@ class StoreContract:
     # documents. This also holds when the very same plant was there before.
 
     @pytest.mark.parametrize('id', IDS)
-    def test_id(self, store: PlantStore, id: int) -> None:
+    def test_any_id_is_stored(self, store: PlantStore, id: int) -> None:
         """When ``add`` returns, the plant is durable: with any 64-bit id."""
         store.add(Plant(id, 'Fern'))
         self.assert_holds(store, Plant(id, 'Fern'))
 
     @pytest.mark.parametrize('text', HOSTILE.values(), ids=HOSTILE)
-    def test_text(self, store: PlantStore, text: str) -> None:
+    def test_any_text_is_stored(self, store: PlantStore, text: str) -> None:
         """When ``add`` returns, the plant is durable: with any name and any tag."""
         plants = [Plant(1, text), Plant(2, 'Fern', text), Plant(3, text, text)]
         for plant in plants:
             store.add(plant)
         self.assert_holds(store, *plants)
 
-    def test_every_character(self, store: PlantStore) -> None:
-        """When ``add`` returns, the plant is durable: with every character there is."""
+    def test_every_character_is_stored(self, store: PlantStore) -> None:
+        """When ``add`` returns, the plant is durable: with every Unicode character."""
         plants = [Plant(number, plane(number)) for number in range(17)]
         for plant in plants:
             store.add(plant)
         self.assert_holds(store, *plants)
 
     @pytest.mark.parametrize('character', ['x', '"', '\x01', '\U0001f331'])
-    def test_huge_text(self, store: PlantStore, character: str) -> None:
+    def test_huge_text_is_stored(self, store: PlantStore, character: str) -> None:
         """When ``add`` returns, the plant is durable: with a name of a megabyte."""
         plant = Plant(1, character * 2**20, character)
         store.add(plant)
@@ -333,15 +333,17 @@ class StoreContract:
     @pytest.mark.parametrize(
         'shift', [0, 8, 16, 22, 32, 40, 48, 52, 56, 58], ids='2**{}'.format
     )
-    def test_id_pattern(self, store: PlantStore, shift: int) -> None:
-        """When ``add`` returns, the plant is durable: whatever the ids share."""
+    def test_ids_that_share_bits_are_stored(
+        self, store: PlantStore, shift: int
+    ) -> None:
+        """When ``add`` returns, the plant is durable: with ids that share low bits."""
         reach = min(60, 2 ** (63 - shift))
         plants = [Plant(number << shift, 'Fern') for number in range(-reach, reach)]
         for plant in plants:
             store.add(plant)
         self.assert_holds(store, *plants)
 
-    def test_reopened(self, store: PlantStore) -> None:
+    def test_plants_outlive_the_store(self, store: PlantStore) -> None:
         """When ``add`` returns, the plant is durable: it outlives the store object."""
         plants = [Plant(id, 'Fern', 'shade') for id in IDS]
         plants += [Plant(7000 + at, *at_text) for at, at_text in enumerate(PAIRS)]
@@ -354,19 +356,19 @@ class StoreContract:
                 again.add(plant)
             self.assert_holds(again, *plants)
 
-    def test_repeat(self, store: PlantStore) -> None:
+    def test_repeat_is_stored_once(self, store: PlantStore) -> None:
         """When the very same plant was there before, it is still stored once."""
         plants = [Plant(1, 'Fern'), Plant(2, 'Fern', ''), Plant(3, '', 'shade')]
         for plant in plants * 3:
             store.add(plant)
         self.assert_holds(store, *plants)
 
-    def test_new(self, store: PlantStore) -> None:
+    def test_add_tells_whether_a_plant_is_new(self, store: PlantStore) -> None:
         """``add`` returns whether the plant is new."""
         plants = [Plant(1, 'Fern'), Plant(2, 'Fern', 'shade')]
         assert [store.add(plant) for plant in plants * 2] == [True, True, False, False]
 
-    def test_add_many(self, store: PlantStore) -> None:
+    def test_add_many_is_like_add(self, store: PlantStore) -> None:
         """``add_many`` does for each plant what ``add`` would do for it in its turn."""
         store.add(Plant(1, 'Fern'))
         store.add(Plant(2, 'Fern'))
@@ -381,13 +383,13 @@ class StoreContract:
         assert refused == [1, new[1].id, 1]
         self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Fern'), *new)
 
-    def test_add_none(self, store: PlantStore) -> None:
-        """``add_many`` does nothing with no plants."""
+    def test_add_many_takes_no_plants(self, store: PlantStore) -> None:
+        """``add_many`` without plants does nothing."""
         assert store.add_many([]) == []
         self.assert_holds(store)
 
-    def test_size_hint(self, store: PlantStore) -> None:
-        """A store knows about how many plants it has, if it knows it at all."""
+    def test_size_hint_is_near(self, store: PlantStore) -> None:
+        """``size_hint`` is 0, or near the number of plants."""
         assert store.size_hint() == 0
         store.add_many([Plant(id, 'Fern') for id in range(1000)])
         assert store.size_hint() == 0 or 900 < store.size_hint() < 1100
@@ -414,7 +416,7 @@ class StoreContract:
         ],
         ids=lambda pair: ascii(pair)[:24],
     )
-    def test_id_taken(
+    def test_taken_id_is_refused(
         self,
         store: PlantStore,
         stored: tuple[str, str | None],
@@ -431,7 +433,7 @@ class StoreContract:
         store.add(Plant(6, *offered))
         self.assert_holds(store, Plant(5, *stored), Plant(6, *offered))
 
-    def test_id_taken_after_reopening(self, store: PlantStore) -> None:
+    def test_taken_id_is_refused_after_reopening(self, store: PlantStore) -> None:
         """When ``add`` raises ``IdTaken``, a different plant holds that id for ever."""
         store.add(Plant(5, 'Fern'))
         store.close()
@@ -443,7 +445,7 @@ class StoreContract:
     # 3. When ``add`` raises ``StoreUnavailable``, the plant may or may not be there
     # afterwards, never half of it: repeat the call.
 
-    def test_unavailable(self, store: PlantStore) -> None:
+    def test_unavailable_store_recovers(self, store: PlantStore) -> None:
         """When ``add`` raises ``StoreUnavailable``: repeat the call."""
         trouble = self.unavailable(store)
         if trouble is None:
@@ -461,7 +463,7 @@ class StoreContract:
     # 4. ``add`` may be called from many threads at once, and, for every store but the
     # one in memory, from many processes.
 
-    def test_threads(self, store: PlantStore) -> None:
+    def test_threads_share_a_store(self, store: PlantStore) -> None:
         """``add`` may be called from many threads: each id has exactly one winner."""
         won: defaultdict[int, list[str]] = defaultdict(list)
         ids = {name: random.Random(name).sample(range(400), 200) for name in 'abcdefgh'}
@@ -477,13 +479,13 @@ class StoreContract:
         assert all(len(names) == 1 for names in won.values())
         self.assert_holds(store, *(Plant(id, *names) for id, names in won.items()))
 
-    def test_threads_that_repeat(self, store: PlantStore) -> None:
+    def test_threads_may_repeat(self, store: PlantStore) -> None:
         """``add`` may be called from many threads: also with the very same plants."""
         plants = [Plant(id, 'Fern') for id in range(40)]
         in_threads(*[lambda: [store.add(plant) for plant in plants]] * 8)
         self.assert_holds(store, *plants)
 
-    def test_processes(self, store: PlantStore) -> None:
+    def test_processes_share_a_store(self, store: PlantStore) -> None:
         """``add`` may be called from many processes: each id has one winner."""
         if self.url(store) is None:
             pytest.skip('the plants of this store live in one process')
@@ -539,8 +541,8 @@ class StoreContract:
         pairs = list(zip(iter(store), iter(store), strict=True))
         assert sorted(pairs) == [(plant, plant) for plant in plants]
 
-    def test_verify(self, store: PlantStore) -> None:
-        """A sound store is found sound, and says how many plants it has."""
+    def test_verify_finds_no_damage(self, store: PlantStore) -> None:
+        """``verify`` finds no damage in a sound store, and counts its plants."""
         plants = [Plant(id, 'Fern') for id in IDS]
         store.add_many(plants)
         seen: list[object] = []
@@ -556,23 +558,24 @@ class StoreContract:
             assert store.verify(repair=True) == Verified(len(plants))
         self.assert_holds(store, *plants)
 
-    # 6. ``ping`` returns if an ``add`` would work now and raises what it would raise if
-    # not.
+    # 6. ``ping`` returns if an ``add`` would work now; otherwise it raises what the
+    # ``add`` would raise.
 
-    def test_ping(self, store: PlantStore) -> None:
+    def test_ping_adds_nothing(self, store: PlantStore) -> None:
         """``ping`` returns if an ``add`` would work now, and adds nothing."""
         for _ in range(3):
             store.ping()
         self.assert_holds(store)
 
-    def test_check_opening(self, store: PlantStore) -> None:
+    def test_check_opening_adds_nothing(self, store: PlantStore) -> None:
         """``check_opening`` returns if the store would open, used or not."""
         store.check_opening()
         store.add(Plant(1, 'Fern'))
         store.check_opening()
         self.assert_holds(store, Plant(1, 'Fern'))
 
-    # 7. After ``close`` whatever uses the plants raises ``StoreClosed``.
+    # 7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
+    # be called again.
 
     @pytest.mark.parametrize(
         'method',
@@ -583,10 +586,10 @@ class StoreContract:
         ids=lambda method: method.__name__,
     )
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
-    def test_closed(
+    def test_closed_store_refuses(
         self, store: PlantStore, method: Callable[..., object], used: bool
     ) -> None:
-        """After ``close`` whatever uses the plants raises ``StoreClosed``."""
+        """After ``close`` every use of the plants raises ``StoreClosed``."""
         if used:
             store.add(Plant(1, 'Fern'))
         store.close()
@@ -601,14 +604,14 @@ class StoreContract:
                 getattr(store, method.__name__)(*arguments.get(method, []))
         store.close()
 
-    def test_closed_without_use(self, store: PlantStore) -> None:
-        """After ``close`` whatever uses the plants raises, also the first use."""
+    def test_store_closed_before_use_refuses(self, store: PlantStore) -> None:
+        """After ``close`` every use of the plants raises, also the first one."""
         again = self.reopen(store)
         again.close()
         with pytest.raises(StoreClosed):
             again.ping()
 
-    def test_context_manager(self, store: PlantStore) -> None:
+    def test_block_closes_the_store(self, store: PlantStore) -> None:
         """A store closes itself at the end of its block, whatever happens there."""
         with contextlib.suppress(ZeroDivisionError), store as entered:
             assert entered is store
@@ -617,8 +620,8 @@ class StoreContract:
         with pytest.raises(StoreClosed):
             store.ping()
 
-    def test_close_under_load(self, store: PlantStore) -> None:
-        """After ``close`` an ``add`` raises ``StoreClosed``; none hangs half-way."""
+    def test_close_ends_concurrent_adds(self, store: PlantStore) -> None:
+        """After ``close`` an ``add`` raises ``StoreClosed``; none hangs."""
         added: list[Plant] = []
 
         def add_until_closed(name: str) -> None:
@@ -638,11 +641,11 @@ class StoreContract:
         )
         assert set(added) <= set(self.raw_plants(store))
 
-    # 8. Making a store touches nothing; it opens in the process that first uses it. So
-    # a store that was made before a fork works after it.
+    # 8. Making a store opens nothing; it opens in the process that first uses it. So a
+    # store that was made before a fork works after it.
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork(self, store: PlantStore) -> None:
+    def test_store_works_after_a_fork(self, store: PlantStore) -> None:
         """A store that was made before a fork works after it, in both processes."""
         before, by_child, by_parent = (Plant(id, 'Fern') for id in range(3))
         store.add(before)
@@ -662,16 +665,16 @@ class StoreContract:
         self.assert_holds(store, before, by_parent, *shared)
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork_before_use(self, store: PlantStore) -> None:
-        """A store that was made before a fork works after it: also if it was unused."""
+    def test_unused_store_works_after_a_fork(self, store: PlantStore) -> None:
+        """A store that was made before a fork works after it, also if it was unused."""
         with self.reopen(store) as fresh:
             in_child(lambda: fresh.add(Plant(1, 'Fern')))
             with pytest.raises(IdTaken):
                 fresh.add(Plant(1, 'Moss'))
             self.assert_holds(store, Plant(1, 'Fern'))
 
-    def test_model(self, store: PlantStore) -> None:
-        """Whatever is done to a store, it says what a dict would say."""
+    def test_store_behaves_as_a_dict(self, store: PlantStore) -> None:
+        """After any sequence of calls a store holds the plants that a dict would."""
         Model.contract, Model.store, Model.plants = self, store, {}
         try:
             run_state_machine_as_test(Model, settings=MODEL)

@@ -534,7 +534,7 @@ def test_example_package_passes_the_contract(tmp_path):
     shutil.copy(source, package.with_name('plants_in_sqlite.py'))
     tests = tmp_path / 'test_it.py'
     tests.write_text(block('docs/stores.md', '### As a package', 'python'))
-    some = 'test_repeat or test_reopened or test_id_taken_after or test_add_many'
+    some = 'test_repeat or test_plants_outlive or refused_after or test_add_many_is'
     arguments = ['-q', '-p', 'no:cacheprovider', '--rootdir=.', str(tests), '-k', some]
     code = f'import pytest; pytest.main({arguments})'
     printed = python(code, tmp_path, package.parent)
