@@ -1,23 +1,23 @@
-"""The life of a plant file: it is opened, written, synced, found changed, and closed.
+"""The life of a plant file: open, append, sync, detect changes by others, close.
 
 ``record.py`` says what a line is, ``index.py`` how an id is found, ``recovery.py`` what
 a crash leaves, and ``store/group_commit.py`` how plants that wait together share one
 write and one sync. Three facts carry the store:
 
-* The *lock* is an ``flock`` on the plant file itself. The kernel gives it back when its
-  owner dies. Whoever holds it may write the file and the index, nobody else does. It
-  belongs to an inode, so whoever gets it first looks whether that is the file still.
-* The *end* is the size of the file up to which this process knows its ids. Under the
-  lock, what follows the end was written by another process, and is read first.
-* A plant is *acknowledged* after a sync that began after it was written.
+* The *lock* is an ``flock`` on the plant file itself. The kernel releases it when its
+  owner dies. Only its holder writes the file and the index. It belongs to an inode, so
+  its holder first checks that the path still names that inode.
+* The *end* is the size of the file up to which this process knows its ids. Bytes behind
+  it were written by another process. They are read under the lock, before an append.
+* A plant is *acknowledged* after a sync that began after the plant was written.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
-refuses until it is opened again, and whoever opens a file first writes again what is
-not known to have been synced, since a page that is written is dirty, and then a sync
-tells the truth about it. Other processes need not be told: the kernel reports a failed
-write-back once to each descriptor that was open then, at its next sync, and one that is
-opened later writes again first.
+refuses plants until it is opened again. An open writes all bytes again that are not
+known to have been synced: a written page is dirty, so the next sync tells the truth
+about it. Other processes need not be told. The kernel reports a failed write-back once
+to each descriptor that was open then, at its next sync, and a process that opens the
+file later writes the bytes again first.
 """
 
 from __future__ import annotations
@@ -69,26 +69,25 @@ log = logging.getLogger(__name__)
 
 Batch = Sequence[Entry[tuple[Plant, bytes]]]
 
-CLOSE_WITHIN = 2.0  # seconds that closing waits for whoever has the lock
-# Seconds between two attempts to merge; another process may be at it.
-MERGE_EVERY = 0.2
-# Bytes of other processes that the thread of a server enters itself; more is a case for
-# opening the index again, in another thread.
+CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock
+MERGE_EVERY = 0.2  # seconds between two attempts, since another process may be merging
+# Bytes of other processes that are entered into the open index. If there are more, the
+# index is opened again, with scheduler.call(), which does not block a server.
 LITTLE = 128 * 1024
 
 
 class JSONLinesStore(LazyStore['PlantFile']):
     """Keep plants in a file of JSON lines; durable when the disk says so.
 
-    An add returns after ``fdatasync``. A new file has mode 0600. A line that somebody
-    has written twice is accepted, and yielded twice.
+    An add returns after ``fdatasync``. A new file has mode 0600. A line that is in the
+    file twice is accepted, and yielded twice.
 
     Args:
-        path: Of the plant file. The index is beside it, with ``.index`` added.
-        create: Whether a file that is missing is made: ``always``, ``never``, or
-            ``first``, only if its index is missing too. A new file forgets every id.
+        path: The plant file. The index is beside it, with ``.index`` added.
+        create: Whether a missing file is made: ``always``, ``never``, or ``first``,
+            only if its index is missing too. A new file knows no earlier id.
         scheduler: How the callers wait.
-        system: The system calls, so that tests can make them fail; the ``os`` module.
+        system: The ``os`` module, or system calls that a test makes fail.
     """
 
     can_repair = True
@@ -102,7 +101,7 @@ class JSONLinesStore(LazyStore['PlantFile']):
         system: Any = os,
     ) -> None:
         super().__init__(scheduler=scheduler)
-        # Resolved, so that a file has one index whatever name it is called by.
+        # Resolved, so that a file has one index, also if links give it several names.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
         self._create = create
@@ -138,7 +137,7 @@ class JSONLinesStore(LazyStore['PlantFile']):
         with _unavailable(self.path):
             if self.path.exists():
                 os.close(self._system.open(self.path, os.O_RDWR | os.O_CLOEXEC))
-            # Where the index is, or will be.
+            # The index is made in this directory.
             if not os.access(self.path.parent, os.W_OK | os.X_OK):
                 reason = 'its directory does not exist, or cannot be written to'
                 raise StoreUnavailable(reason, store=str(self.path))
@@ -161,11 +160,13 @@ class JSONLinesStore(LazyStore['PlantFile']):
 
 
 class PlantFile:
-    """A plant file that is open in this process; its arguments are the store's.
+    """A plant file that is open in this process.
 
     Args:
         pinned: Device and inode that it must have, or ``None``.
         observe: Called after each sync.
+
+    The other arguments are those of ``JSONLinesStore``.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class PlantFile:
         self._closing = False
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._synced: tuple[Index, int] | None = None  # by the latest sync
+        self._synced: tuple[Index, int] | None = None  # the end of the latest sync
         self._merging: threading.Thread | None = None
         self._merge_at = 0.0
         self._commit = GroupCommit(
@@ -203,8 +204,9 @@ class PlantFile:
             self._lock = FileLock(self._fd, path)
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
-            # report: the first would fail, and the second lie. So each has its own,
-            # opened now, since an open forgets what was reported before it.
+            # report: the first would fail, and the second lie. So each sync has its own
+            # descriptor. All are opened now: one that is opened later learns nothing of
+            # an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -234,22 +236,21 @@ class PlantFile:
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._failed_write:
-                # Nothing tells why a write would fail (a quota, a limit, the disk) but
-                # a write. Zeros without a line feed are a torn tail.
+                # Only a write tells whether a write would fail (a quota, a limit, the
+                # disk). A crash may leave its zeros: without a line feed a torn tail.
                 self._write(bytes(self._failed_write), end)
                 self._system.ftruncate(self._fd, end)
                 self._index.seal()
 
     def close(self) -> None:
-        # On time-out the lock holder is stuck, another process or a thread that was
-        # interrupted for good. Leave the files open: the end of the process closes
-        # them.
+        # On timeout the holder of the lock is stuck, perhaps a thread of this process.
+        # Leave the files open: the end of the process closes them.
         with suppress(StoreUnavailable):
             with self._lock.held(CLOSE_WITHIN):
                 self._closing = True  # no append begins after this
             if self._merging is not None:
                 self._merging.join()
-            # A thread that syncs has one of these: with all in hand nobody does.
+            # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get()
             self._sync_fds.put(-1)
@@ -263,7 +264,7 @@ class PlantFile:
         self._opened.close()
 
     def _open(self, create: Create) -> int:
-        """Open the file; make it, durably, if it may be made."""
+        """Open the file; make it, durably, if it is missing and may be made."""
         flags = os.O_RDWR | os.O_CLOEXEC
         index = index_path(self._path)
         if create == 'always' or (create == 'first' and not index.exists()):
@@ -280,7 +281,7 @@ class PlantFile:
                 f'the file is gone: put it back, or {remedy} to start with an empty one'
             ) from ex
         try:
-            # Also if it was there: whoever made it may have died before this.
+            # Also if it was there: the process that made it may have died before this.
             if not os.fstat(fd).st_size:
                 sync_directory(self._path, self._system)
         except BaseException:
@@ -305,8 +306,8 @@ class PlantFile:
                 return self._append_locked(batch, end)
 
     def _append_locked(self, batch: Batch, end: int) -> tuple[Index, int] | None:
-        # Buffered. A repeat is an acknowledgement too: its first write, perhaps by
-        # another process, may not be synced yet, so it waits for a sync like the rest.
+        # Buffered. A repeat is an acknowledgement too: the first write of the plant,
+        # perhaps by another process, may not be synced yet. So it waits for a sync.
         stored = self._find({entry.item[0].id for entry in batch})
         offsets: dict[int, int] = {}
         lines: list[bytes] = []
@@ -324,8 +325,8 @@ class PlantFile:
                 position += len(line)
         if lines:
             self._write(b''.join(lines), end)
-            # Written. A process that dies from here on, before the index knows,
-            # leaves a file that is longer than the index says: _catch_up.
+            # Written. A process that dies from here on, before the index knows the
+            # end, leaves a file that is longer than the index says: see _catch_up.
             self._index.enter(offsets, position)
             if self._index.wants_merge():
                 self._start_merge()
@@ -336,8 +337,8 @@ class PlantFile:
         try:
             write(self._fd, data, end, self._system)
         except BaseException:
-            # Back to the last good end. If that fails too, the file is longer than
-            # the index says, and whoever holds the lock next deals with it.
+            # Back to the last good end. If that fails too, the file is longer than the
+            # index says, and the next holder of the lock reads or cuts the rest.
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
                     self._system.ftruncate(self._fd, end)
@@ -360,8 +361,8 @@ class PlantFile:
             raise self._latched() from ex
         finally:
             self._sync_fds.put(fd)
-        # Durable, and acknowledged when the caller returns; unless another sync, which
-        # may have covered the same bytes, has failed meanwhile.
+        # Durable, and acknowledged when the caller returns, unless another sync has
+        # failed meanwhile: it may have covered the same bytes.
         if self._failed_sync is not None:
             raise self._latched()
 
@@ -372,7 +373,7 @@ class PlantFile:
         observe(plants, seconds)
 
     def _note_synced(self) -> None:
-        """Note a sync in the index.
+        """Note the latest sync in the index.
 
         Not in the thread of the sync, which would wait for the GIL once more.
         """
@@ -381,7 +382,7 @@ class PlantFile:
             index.note_synced(end)
 
     def _latch(self, error: OSError) -> None:
-        """Take nothing any more: the kernel may have dropped what was not synced."""
+        """Refuse plants from now on: the kernel may have dropped unsynced pages."""
         self._failed_sync = error
         log.critical(
             '%s: a sync failed (%s): what it covered may be lost, and no plant is '
@@ -405,7 +406,7 @@ class PlantFile:
     # What follows REQUIRES the lock.
 
     def _check_file(self) -> os.stat_result:
-        """Return the status of the file, if it still is the one that was opened."""
+        """Return the status of the path, which must still name the opened file."""
         if self._closing:
             raise StoreClosed
         if self._failed_sync is not None:
@@ -418,15 +419,15 @@ class PlantFile:
     def _catch_up(self, call: Callable[[Callable[[], int]], int]) -> int:
         """Return the end of the file, with the index up to it.
 
-        Other processes may have written, or one may have died in the middle of a line:
-        that is dealt with here, before each append, not only when a store opens.
-        ``call`` is called with a function that takes a while.
+        Other processes may have appended, or died in the middle of a line. So this runs
+        before each append, not only when a store opens. ``call`` calls a function that
+        takes a while.
         """
         status = self._check_file()
         try:
             if not self._index.refresh(status):
                 raise self._unavailable(
-                    'somebody has cut the file short: the server must be reloaded'
+                    'the file was cut short: the server must be reloaded'
                 )
             more = status.st_size - self._index.end
             if not more:
@@ -444,7 +445,7 @@ class PlantFile:
     def _reopen(
         self, call: Callable[[Callable[[], int]], int], damage: IndexDamaged | None
     ) -> int:
-        """Open the index again, since it is damaged, or has much to catch up."""
+        """Open the index again, because it is damaged or far behind the file."""
         if damage is not None:
             log.warning('%s: the index is not used any more: %s', self._path, damage)
 
@@ -459,7 +460,7 @@ class PlantFile:
         """Return the index, which knows all ids of the file; the file is synced.
 
         Args:
-            crashed: Whether the machine may have crashed before.
+            crashed: Whether the machine may have crashed since the latest sync.
         """
         index = Index(index_path(self._path), self._fd, self._system)
         try:
@@ -477,19 +478,19 @@ class PlantFile:
         return index
 
     def _write_again(self, start: int) -> None:
-        """Make the file durable, whatever became of earlier syncs.
+        """Make the file durable, also if earlier syncs have failed.
 
-        What another process wrote may not be on the disk, and a repeat of it would be
-        acknowledged by this one. See the top of this file for why it is written again.
+        Plants of another process may not be on the disk, and this process would
+        acknowledge their repeats. The top of this file says why it writes them again.
         """
         if start < os.fstat(self._fd).st_size:
             while data := os.pread(self._fd, recovery.CHUNK, start):
                 start += self._system.pwrite(self._fd, data, start)
-        # NOTE: not fdatasync, for the mtime's sake: the index remembers it.
+        # NOTE: not fdatasync, which leaves out the mtime: the index remembers it.
         self._system.fsync(self._fd)
 
     def _records(self, index: Index, *, crashed: bool) -> Iterator[tuple[int, int]]:
-        """Yield the records that an index does not know; cut a torn tail off."""
+        """Yield the ids that an index does not know, and offsets; cut off a torn tail."""
         end = os.fstat(self._fd).st_size
         try:
             yield from recovery.scan_ids(
@@ -528,7 +529,7 @@ class PlantFile:
             with suppress(StoreCorrupt, OSError):
                 found[id] = self._read(offset)
             if id not in found or found[id].id != id:
-                # The index or the file: building it again tells.
+                # The index or the file is damaged: building the index again tells.
                 raise IndexDamaged('an entry is not of this file')
         return found
 
@@ -540,7 +541,7 @@ class PlantFile:
             number = recovery.line_number(self._fd, offset)
             raise StoreCorrupt(str(self._path), number, offset, str(ex)) from ex
 
-    # ---- merging: recent ids go to a generation of the index, in a thread of its own
+    # ---- merging recent ids into a generation of the index, in a thread of its own
 
     def _start_merge(self) -> None:
         now = time.monotonic()
@@ -551,12 +552,12 @@ class PlantFile:
         self._merging.start()
 
     def _merge(self) -> None:
-        """Merge the recent ids; what fails is tried again after the next append."""
+        """Merge the recent ids; after a failure the next append tries it again."""
         path = index_path(self._path)
         try:
             fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if try_flock(fd):  # no other process is at it
+                if try_flock(fd):  # no other process is merging
                     self._merge_alone(path)
             finally:
                 os.close(fd)
@@ -579,7 +580,7 @@ class PlantFile:
             with self._lock.held():
                 index.refresh(self._check_file())
                 if index is not self._index:
-                    raise IndexDamaged('it was built again meanwhile')
+                    raise IndexDamaged('it was opened again meanwhile')
                 index.end_merge(merge, stamp)
 
 

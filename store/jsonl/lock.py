@@ -1,4 +1,4 @@
-"""The lock of a plant file, among processes and among the threads of this one."""
+"""The lock of a plant file: between processes, and between threads of this one."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from store.errors import StoreClosed
 from store.errors import StoreUnavailable
 
 LOCK_WITHIN = 5.0  # seconds
-# NOTE: flock() has no time-out, and a thread that is blocked in it cannot be called
-# back, so a caller that waits tries again and again. It pauses for a share of the time
-# that it has waited, within two bounds: an append takes about 200 us, and a caller that
-# pauses for longer than the others do finds the lock taken again and again.
+# NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
+# polls. It pauses for a share of the time that it has waited, within two bounds: an
+# append takes about 200 us, and a waiter that pauses for longer than the others finds
+# the lock taken again and again.
 PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
-LONGEST_PAUSE = 0.01
-
+LONGEST_PAUSE = 0.01  # seconds
 
 Sleep = Callable[[float], object]
 
 
 class FileLock:
-    """An ``flock``, which the kernel gives back when its owner dies.
+    """An ``flock``, which the kernel releases when its owner dies.
 
     Args:
-        fd: Of the plant file.
-        path: For messages.
+        fd: A descriptor of the plant file.
+        path: The path of the plant file, for messages.
 
     Attributes:
-        closed: Set by its holder before the descriptor is closed.
+        closed: Set by the holder of the lock before the descriptor is closed.
     """
 
     def __init__(self, fd: int, path: object) -> None:
@@ -50,8 +49,8 @@ class FileLock:
 
         Args:
             within: How long to wait, in seconds; ``LOCK_WITHIN`` by default.
-            sleep: How to wait for a moment. It takes nothing, so that a caller that is
-                interrupted leaves nothing taken behind.
+            sleep: Waits between two attempts. It takes nothing, so that a caller that
+                is interrupted in it leaves no lock behind.
 
         Raises:
             StoreClosed: The file was closed.
@@ -74,7 +73,7 @@ class FileLock:
 
 
 def _busy(path: object) -> StoreUnavailable:
-    reason = 'somebody else holds the lock of the file'
+    reason = 'another process or thread holds the lock of the file'
     return StoreUnavailable(reason, store=str(path))
 
 
@@ -86,7 +85,7 @@ def take_flock(path: object, fd: int, operation: int) -> None:
 
 
 def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
-    """Return whether the lock could be had at once."""
+    """Take the lock if it is free; return whether it was."""
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -95,7 +94,7 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
 
 
 def _until(attempt: Callable[[], bool], deadline: float, sleep: Sleep) -> bool:
-    """Return whether an attempt had success before a time of the monotonic clock."""
+    """Repeat an attempt until it succeeds or the deadline has passed; return which."""
     if attempt():
         return True
     began = time.monotonic()

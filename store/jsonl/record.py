@@ -7,15 +7,15 @@ A plant file is a sequence of records and nothing else. A record is one line::
 * The text is UTF-8 (RFC 3629) and, without its line feed, one JSON object (RFC 8259).
 * ``id`` is an integer literal from -2**63 to 2**63 - 1; ``name`` is a string; ``tag``
   is a string, or the member is not there. No string holds U+0000 or a lone surrogate.
-* The line feed (0x0A) is the commit mark, and it is the last byte of the record: JSON
-  text of one line holds no other, since a string can only hold it escaped.
+* The line feed (0x0A) is the commit mark, and it is the last byte of the record. The
+  object has no line feed: a string can only hold it escaped.
 
 **A record is valid if and only if it ends in a line feed and the rest of the line is
 such an object.** Other members, other white space and another order of members are
-allowed, so a line that was written by hand is as good as ours; they mean nothing.
+allowed and mean nothing, so a line that was written by hand is as good as ours.
 
-Ours is written without white space, members in the order above, nothing escaped
-that RFC 8259, section 7, does not require to be.
+Our own lines have no white space, the members in the order above, and only the escapes
+that RFC 8259, section 7, requires.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ ID_MAX = 2**63 - 1
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
-# Our own lines without an escape, which are nearly all of them: what this pattern
-# matches is valid if it is also UTF-8. It reads a file six times as fast as decode().
+# Our own lines without an escape, which are nearly all lines. A match is a record if it
+# is also UTF-8 and its id has 64 bits. This is six times as fast as decode().
 _PLAIN = re.compile(
     rb'\{"id":(0|-?[1-9][0-9]{0,18}),"name":"[^"\\\x00-\x1f]*"'
     rb'(?:,"tag":"[^"\\\x00-\x1f]*")?\}\n'
 )
+_NOTHING = re.compile(b'(?!)')
 
 
 class DamagedRecord(ValueError):
@@ -47,8 +48,8 @@ class DamagedRecord(ValueError):
 
 
 def _int(literal: str) -> int | None:
-    # An id is never longer. What is, is in a member that means nothing here, and its
-    # conversion takes time with the square of its length.
+    # No id is longer. A longer number is in a member that means nothing here, and its
+    # conversion would take time with the square of its length.
     return int(literal) if len(literal) <= 20 else None
 
 
@@ -63,7 +64,7 @@ def encode(plant: Plant) -> bytes:
     """Return the record of a plant, its line feed included.
 
     Raises:
-        ValueError: The plant is not one: what is written must be read again.
+        ValueError: The id or a text is not allowed: the line could not be read again.
     """
     id, name, tag = plant
     if not ID_MIN <= id <= ID_MAX or '\0' in name or '\0' in (tag or ''):
@@ -114,7 +115,7 @@ def _check_text(member: str, text: object) -> None:
 
 
 def scan_ids(chunk: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the id and the offset of each record in whole lines.
+    """Yield the id and the offset of each record in a chunk of a file.
 
     Args:
         chunk: Any number of whole lines.
@@ -125,10 +126,8 @@ def scan_ids(chunk: bytes) -> Iterator[tuple[int, int]]:
     try:
         chunk.decode()
         match = _PLAIN.match
-    except UnicodeDecodeError:
-        match = re.compile(
-            b'(?!)'
-        ).match  # not plain, any of it: decode() finds out where
+    except UnicodeDecodeError:  # no line is plain: decode() finds the damaged one
+        match = _NOTHING.match
     offset = 0
     size = len(chunk)
     while offset < size:

@@ -278,5 +278,5 @@ def _raise_damage(
     path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
 ) -> NoReturn:
     # Under the lock only somebody who does not know of it can have changed it back.
-    changed = StoreUnavailable('somebody else changes the file', store=str(path))
+    changed = StoreUnavailable('another program changes the file', store=str(path))
     raise _damage(path, fd, start, end, synced, crashed) or changed
