@@ -73,7 +73,7 @@ CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock
 MERGE_EVERY = 0.2  # seconds between two attempts, since another process may be merging
 # Bytes of other processes that are entered into the open index. If there are more, the
 # index is opened again, with scheduler.call(), which does not block a server.
-LITTLE = 128 * 1024
+CATCH_UP_BYTES = 128 * 1024
 
 
 class JSONLinesStore(LazyStore['PlantFile']):
@@ -432,7 +432,7 @@ class PlantFile:
             more = status.st_size - self._index.end
             if not more:
                 return status.st_size
-            if more <= LITTLE:
+            if more <= CATCH_UP_BYTES:
                 records = self._records(self._index, crashed=False)
                 self._index.enter_records(records, self._check_repeat)
                 end = os.fstat(self._fd).st_size
@@ -490,7 +490,7 @@ class PlantFile:
         self._system.fsync(self._fd)
 
     def _records(self, index: Index, *, crashed: bool) -> Iterator[tuple[int, int]]:
-        """Yield the ids that an index does not know, and offsets; cut off a torn tail."""
+        """Yield ids and offsets that an index does not know; cut off a torn tail."""
         end = os.fstat(self._fd).st_size
         try:
             yield from recovery.scan_ids(

@@ -1,45 +1,45 @@
 """The index of a plant file: from an id to the offset of its line.
 
-So that a start costs the same with ten plants and ten million, and no worker holds a
-copy, the ids are on disk, in SQLite files beside the plant file. They are disposable:
-only the plant file is truth. There are three parts:
+The ids are on disk, in SQLite files beside the plant file, so that a start costs the
+same with ten plants and ten million, and no worker holds a copy. These files are
+disposable: only the plant file is truth. The index has three parts:
 
-* ``recent``, a dictionary in each process: the latest ids, at most some 20,000. Each
-  process reads them from the end of the plant file, which is quick, so that an add
+* The *recent ids*, a dictionary in each process: the latest ids, at most some 20,000.
+  Each process reads them from the end of the plant file, which is quick, so that an add
   writes nothing to SQLite.
 * *Generations*, ``plants.jsonl.index-<random>``: SQLite files, each with the ids of a
-  span of the plant file, from the *end* of the one before it up to its own. **A
+  span of the plant file, from the *end* of the generation before it to its own end. **A
   generation is never changed once it is in use.** When there are many recent ids, a
-  background thread writes them to a new one, together with the ids of those before it
+  background thread merges them into a new generation, together with earlier generations
   that are not ``FACTOR`` times as large. So there are few, and an id is seldom copied.
 * The *manifest*, ``plants.jsonl.index``, names the generations. It has three sectors of
   512 bytes, each of them a line with a CRC-32, written in place::
 
       0     the plant file (device, inode) and the generations
-      512   size and mtime of the plant file after its latest append, and the CRC-32 of
-            its last 256 bytes
+      512   the *seal*: size and mtime of the plant file after its latest append, and
+            the CRC-32 of its last 256 bytes
       1024  an end of the plant file that is known to have been synced
 
 **A wrong answer must be impossible, whatever happens to these files.** A hit is
-verified: its user reads the line and compares the id. A miss is what lets a second
-plant in, so a miss must be certain too:
+verified: the caller reads the line and compares the id. A false miss would let a second
+plant with that id in, so a miss must be certain too:
 
 * A generation is believed only if its inode, size and ctime are those of when it was
-  finished, and this is looked at *after* each lookup. So nobody can have changed a byte
-  of it, and old pages, put back in any mixture, are not believed either.
+  finished, which is checked *after* each lookup. So no byte of it can have changed, and
+  a mixture of new and old pages is not believed either.
 * Most ids are new, and the *filter* of a generation says so without a lookup: a Bloom
   filter, which each process reads into memory when it opens the file. It may take a new
   id for a known one, never a known one for a new one.
-* A generation is synced before the manifest names it, and what it knows of the plant
-  file was synced before that. The manifest is synced before the generations that it
-  names no more are removed.
+* A generation is synced before the manifest names it, and the lines that it knows were
+  synced before that. The manifest is synced before the generations that it no longer
+  names are removed.
 * If the plant file has the size of its latest append but another mtime, it was edited
   in place. Bytes before the end of a generation are compared, too.
 
-NOTE: not the WAL mode of SQLite. Its ``-shm`` file is a memory map: emptied, it ends
-every process that looks at it (SIGBUS). Pages in the WAL are read without a look at
-their checksums, and pages of the main file have none, so that old pages give a sound
-looking miss. Here no file is mapped, and none changes while it is read.
+NOTE: not the WAL mode of SQLite. Its ``-shm`` file is a memory map: if it is emptied,
+every process that reads it dies (SIGBUS). SQLite does not verify the checksums of pages
+that it reads from the WAL, and pages of the main file have none, so an old page would
+give a miss that looks sound. Here no file is mapped, and none changes while it is read.
 
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
@@ -74,43 +74,47 @@ from urllib.parse import quote
 
 from store.jsonl.lock import try_flock
 
-MERGE_AT = 16_384  # recent ids
-MERGE_BYTES = 32 * 1024 * 1024  # of the plant file that are not in a generation
-FLUSH_AT = 250_000  # ids of a catch-up that are held in memory
-# KiB. Ids that are scattered change nearly every page again and again while an index is
-# built: with little memory each is written a hundred times.
-BUILD_CACHE = 256 * 1024
-MERGE_CACHE = 4 * 1024
-LOOKUP_CACHE = 256
-# A generation is copied unless it is this many times as large as what follows it. At 8,
-# ten million plants have two to four generations; the sector has room for four.
+# A merge begins when so many ids are recent, or so many bytes of the plant file are
+# behind the last generation.
+MERGE_AT = 16_384
+MERGE_BYTES = 32 * 1024 * 1024
+FLUSH_AT = 250_000  # ids in memory while a draft is written
+# Caches of SQLite. While an index is built, scattered ids change nearly every
+# page again and again: with a small cache each page is written a hundred times.
+BUILD_CACHE_KIB = 256 * 1024
+MERGE_CACHE_KIB = 4 * 1024
+LOOKUP_CACHE_KIB = 256
+# A merge copies a generation unless it is this many times as large as what follows it.
+# At 8, ten million plants have two to four generations; the sector has room for four.
 FACTOR = 8
 GENERATIONS = 4
-BYTES = 16  # of an id in a generation, about
-FILTER_BITS = 12  # for an id, or fewer:
-FILTER_MOST = 10 * 1024 * 1024  # bytes of one filter, in each worker
-PIECE = 64 * 1024  # bytes of a filter in a row
+ID_BYTES = 16  # of a generation, about
+# Bits of the filter for each id, unless it would have more bytes than each worker may
+# hold of one filter.
+FILTER_BITS = 12
+MAX_FILTER_BYTES = 10 * 1024 * 1024
+FILTER_ROW_BYTES = 64 * 1024
 # Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
 # change within the same tick does not show in the ctime.
 TICK = 0.02
 
 UNKNOWN = -1
-SECTOR = 512
+SECTOR = 512  # bytes
 TAIL = 256  # bytes before the end of a generation that are compared
 
 _SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)'
 _FILTER = 'CREATE TABLE filter (words BLOB NOT NULL)'
 
-# The bits of an id in two words of the filter. They are on the disk: who changes them,
-# or which words are whose, must rename the table.
+# The bits of an id in two words of the filter. Filters are on disk: after a change of
+# the bits, or of the choice of the words, rename the table.
 _PRIME = 4093
 _FIRST = [1 << n % 64 | 1 << n % 63 for n in range(_PRIME)]
 _SECOND = [1 << n % 61 | 1 << n % 59 for n in range(_PRIME)]
 
-# The open generations of indexes that were abandoned.
+# The open generations of indexes that a forked child has inherited from its parent.
 _inherited: list[dict[Stamp, Generation]] = []
 
-# Called with the offset that an id has already, and another one.
+# Called with the first offset of an id, and another offset of the same id.
 Repeat = Callable[[int, int], None]
 
 
@@ -123,8 +127,8 @@ class Stamp(NamedTuple):
 
     name: str  # the random part
     end: int  # of the plant file, up to which it knows the ids
-    tail: int  # CRC-32 of the bytes before the end
-    inode: int  # as the next two: of the finished file
+    tail: int  # CRC-32 of the bytes of the plant file before the end
+    inode: int  # of the finished SQLite file, like size and ctime
     size: int
     ctime: int
 
@@ -150,7 +154,7 @@ class Generation:
         try:
             with _damage():
                 self._connection.execute('PRAGMA mmap_size = 0')
-                self._connection.execute(f'PRAGMA cache_size = -{LOOKUP_CACHE}')
+                self._connection.execute(f'PRAGMA cache_size = -{LOOKUP_CACHE_KIB}')
                 self.filter = array('Q')
                 query = 'SELECT words FROM filter ORDER BY rowid'
                 for (words,) in self._connection.execute(query):
@@ -161,14 +165,14 @@ class Generation:
             raise
 
     def check(self) -> None:
-        """Raise ``IndexDamaged`` if somebody has changed or replaced the file."""
+        """Raise ``IndexDamaged`` if the file was changed or replaced."""
         with _damage():
             status = os.stat(self._path)
         if (status.st_ino, status.st_size, status.st_ctime_ns) != self.stamp[3:]:
             raise IndexDamaged('a file of it was changed')
 
     def find(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the offsets of the ids that it knows."""
+        """Return the offsets of the ids that are in this generation."""
         words, size = self.filter, len(self.filter)
         maybe = [
             id
@@ -192,33 +196,34 @@ class Generation:
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """Report what cannot be read as a damaged index."""
+    """Raise ``IndexDamaged`` for a file that cannot be read."""
     try:
         yield
-    except (sqlite3.Error, OSError, TypeError, ValueError) as ex:  # or no filter
+    # A damaged filter raises TypeError or ValueError.
+    except (sqlite3.Error, OSError, TypeError, ValueError) as ex:
         raise IndexDamaged(str(ex)) from ex
 
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Report what SQLite cannot write as what it is."""
+    """Raise ``OSError`` for a file that SQLite cannot write."""
     try:
         yield
-    except (sqlite3.Error, TypeError) as ex:  # or a row that is not there
+    except (sqlite3.Error, TypeError) as ex:  # TypeError: a row is missing
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
 
 class Draft:
     """A generation that is being written; it is removed if that fails.
 
-    While it is open it has a lock of its own, so that nobody takes it for one that a
-    dead process has left behind. It needs no lock of the plant file.
+    While it is open it has a lock of its own, so that no process takes it for the rest
+    of a dead process. It needs no lock of the plant file.
 
     Args:
         base: The path of the manifest.
         like: The status of the plant file, for mode and owner.
-        ids: How many it will have, about.
-        cache: Memory for pages while it is written, in KiB.
+        ids: The approximate number of ids that it will have.
+        cache: SQLite's cache while it is written, in KiB.
         system: The system calls.
         stop: Called now and then; writing fails when it returns true.
     """
@@ -228,20 +233,20 @@ class Draft:
         base: Path,
         like: os.stat_result,
         ids: int,
-        cache: int = MERGE_CACHE,
+        cache: int = MERGE_CACHE_KIB,
         system: Any = os,
         stop: Callable[[], bool] | None = None,
     ) -> None:
         self._name = secrets.token_hex(8)
         self._path = generation_path(base, self._name)
         self._system = system
-        words = min(FILTER_BITS * ids // 64, FILTER_MOST // 8) | 1
+        words = min(FILTER_BITS * ids // 64, MAX_FILTER_BYTES // 8) | 1
         self._filter = array('Q', [0]) * words
         self._fd = new_file(self._path, like, system)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            # There is nothing to roll back to: a draft that was not finished is thrown
-            # away. So it needs no journal, and no sync before the last.
+            # An unfinished draft is removed, never rolled back. So it needs no journal,
+            # and no sync before the last one.
             with _disk_errors():
                 self._connection = sqlite3.connect(
                     f'file:{quote(os.fsencode(self._path))}',
@@ -267,7 +272,7 @@ class Draft:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        with suppress(AttributeError):  # it was not opened
+        with suppress(AttributeError):  # the connection was not made
             self._connection.close()
         if error:
             with suppress(OSError):
@@ -275,14 +280,15 @@ class Draft:
         os.close(self._fd)
 
     def absorb(self, generation: Generation) -> None:
-        """Add all that a generation knows."""
+        """Add all ids of a generation."""
         execute = self._connection.execute
         is_first = not self._connection.total_changes
         with _disk_errors():
             execute('ATTACH ? AS old', [generation.uri])
             execute('INSERT OR IGNORE INTO plants SELECT * FROM old.plants')
             if is_first and 2 * len(generation.filter) >= len(self._filter):
-                self._filter = generation.filter  # more bits in it harm nobody
+                # Shared: the absorbed filter gets more bits, which do no harm.
+                self._filter = generation.filter
             else:
                 self._mark(execute('SELECT * FROM old.plants'))
             execute('DETACH old')
@@ -293,7 +299,7 @@ class Draft:
         entries = iter(entries)
         execute = self._connection.execute
         with _disk_errors():
-            # In the order of ids, so that each page is changed once in a batch.
+            # In the order of ids, so that a batch changes each page once.
             while batch := sorted(islice(entries, FLUSH_AT), key=itemgetter(0)):
                 changes = self._connection.total_changes
                 execute('BEGIN')
@@ -320,7 +326,10 @@ class Draft:
             self._connection.execute(_FILTER)
             self._connection.execute('BEGIN')
             with memoryview(self._filter).cast('B') as view:
-                pieces = ([view[at : at + PIECE]] for at in range(0, len(view), PIECE))
+                pieces = (
+                    [view[at : at + FILTER_ROW_BYTES]]
+                    for at in range(0, len(view), FILTER_ROW_BYTES)
+                )
                 self._connection.executemany('INSERT INTO filter VALUES (?)', pieces)
             self._connection.execute('COMMIT')
         self._connection.close()
@@ -332,27 +341,27 @@ class Draft:
 
 
 class Merge(NamedTuple):
-    """What becomes one generation: the last ones, and recent ids up to an end."""
+    """The plan of a merge: generations and recent ids that become one generation."""
 
     kept: list[Stamp]  # generations that stay
-    absorbed: list[Stamp]
+    absorbed: list[Stamp]  # generations that become part of the new one
     recent: dict[int, int]
-    end: int
-    ids: int  # of all that
+    end: int  # of the new generation
+    ids: int  # of the new generation, about
 
 
 class Index:
-    """What a process knows of the ids of a plant file.
+    """The index of a plant file, as one process has it open.
 
-    Whatever looks at the files raises ``IndexDamaged`` if they are of no use any more.
+    Every method that reads the files raises ``IndexDamaged`` if they are not believed.
 
     Args:
-        path: Of the manifest.
+        path: The path of the manifest.
         plants: A descriptor of the plant file.
         system: The system calls.
 
     Attributes:
-        end: Of the plant file, up to which the ids are known.
+        end: The end of the plant file up to which the ids are known.
         synced: An end of the plant file that is known to have been synced, or
             ``UNKNOWN``.
     """
@@ -364,18 +373,18 @@ class Index:
         status = os.fstat(plants)
         self._identity = [status.st_dev, status.st_ino]
         self._fd = -1
-        self._guard = threading.Lock()  # of the descriptor, while the lock is not held
-        self._head = b''  # as it was read or written last; empty if it is not believed
+        self._guard = threading.Lock()  # guards the descriptor where the lock is free
+        self._head = b''  # the first sector; empty if the manifest is not believed
         self._generations: dict[Stamp, Generation] = {}
         self._recent: dict[int, int] = {}
-        self._sealed = UNKNOWN  # how long the plant file is, if the seal is of that
+        self._sealed = UNKNOWN  # the size of the plant file, if the seal has that size
         self.end = 0
         self.synced = UNKNOWN
 
     # ---- opening
 
     def load(self) -> str | None:
-        """Read the manifest; return why it is not believed, if it is not."""
+        """Read the manifest; return ``None``, or why it is not believed."""
         try:
             self._fd = self._system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             head, seal, synced = self._read()
@@ -393,15 +402,15 @@ class Index:
         except (IndexDamaged, OSError, ValueError, TypeError) as ex:
             reason = str(ex)
         else:
-            # After a crash the seal may be of an append that is not there any more.
-            # Then the manifest is written anew, without it.
+            # After a crash the seal may describe an append that was lost. Then the
+            # manifest is written again, with another seal.
             self._head = b'' if status.st_size < size else head
             return None
         self.close()
         return reason
 
     def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
-        """Return how long the plant file was after its latest append."""
+        """Return the size of the plant file after its latest append."""
         size, mtime, tail = map(int, _open_sector(seal).split())
         if size == status.st_size:
             is_ours = mtime == status.st_mtime_ns
@@ -415,7 +424,7 @@ class Index:
         """Take up the generations that the manifest names, and no others."""
         stamps = [Stamp(*stamp) for stamp in stamps]
         if max((stamp.end for stamp in stamps), default=0) < self._start():
-            # The ids between the two ends are not in the recent ones any more.
+            # The ids between the two ends are no longer in the recent ids.
             raise IndexDamaged('its manifest is an old one')
         for stamp in stamps:
             if stamp not in self._generations:
@@ -434,7 +443,7 @@ class Index:
         return sorted(self._generations, key=lambda stamp: stamp.end)
 
     def _start(self) -> int:
-        """Return where the recent ids begin."""
+        """Return the offset from which on ids are in the recent ids."""
         return max((stamp.end for stamp in self._generations), default=0)
 
     def catch_up(
@@ -443,7 +452,7 @@ class Index:
         repeat: Repeat,
         sync: Callable[[], None],
     ) -> None:
-        """Enter the records from ``end`` on, and make the manifest say so.
+        """Enter the records from ``end`` on, and write the manifest.
 
         Args:
             records: Ids and offsets, in the order of the file.
@@ -459,7 +468,7 @@ class Index:
             return
         like = os.fstat(self._plants)
         ids = like.st_size * MERGE_AT // (first[-1][1] + 1 - first[0][1])
-        with Draft(self._path, like, ids, BUILD_CACHE, self._system) as draft:
+        with Draft(self._path, like, ids, BUILD_CACHE_KIB, self._system) as draft:
             for stamp in self._stamps():
                 draft.absorb(self._generations[stamp])
             draft.extend(chain(first, records), repeat)
@@ -468,7 +477,7 @@ class Index:
             self._install([draft.finish(self._plants, end)])
 
     def enter_records(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> None:
-        """Enter the records from ``end`` on; none, if anything is raised."""
+        """Enter the records from ``end`` on; if this raises, none is entered."""
         new: dict[int, int] = {}
         for id, offset in records:
             first = self._recent.get(id)
@@ -481,10 +490,10 @@ class Index:
         self._recent.update(new)
 
     def _install(self, stamps: list[Stamp]) -> None:
-        """Make the manifest say what the index knows; REQUIRES: the file is synced.
+        """Write the manifest for these generations; REQUIRES: the file is synced.
 
-        A manifest that is not to be believed is replaced by another file: whoever has
-        the old one open sees that it has no name any more.
+        A manifest that is not believed is replaced by a new file. Processes that have
+        the old one open see that it no longer has a name.
         """
         status = os.fstat(self._plants)
         new = generation_path(self._path, f'{secrets.token_hex(8)}.new')
@@ -500,7 +509,7 @@ class Index:
                 self._name(stamps)
             if fresh:
                 self._system.rename(new, self._path)
-                # A manifest that is lost tells nothing of what was synced.
+                # A lost manifest could not tell what was synced.
                 sync_directory(self._path, self._system)
         except BaseException:
             if fresh:
@@ -512,7 +521,7 @@ class Index:
         self._sweep()
 
     def _name(self, stamps: list[Stamp]) -> None:
-        """Have the manifest name these generations, durably."""
+        """Write the names of these generations into the manifest, durably."""
         self._head = _sector(json.dumps([self._identity, *stamps]))
         self._pwrite(self._head, 0)
         self._system.fsync(self._fd)
@@ -520,12 +529,12 @@ class Index:
     # ---- use
 
     def refresh(self, status: os.stat_result) -> bool:
-        """Take up what other processes did; call it after taking the lock.
+        """Read the changes of other processes; call it after taking the lock.
 
         Returns:
-            Whether the file is as long as it should be; false if it was cut short.
+            Whether the plant file has its full size; false if it was cut short.
         """
-        # Whoever has removed or replaced it cannot tell those who have it open.
+        # A process that removes or replaces it cannot tell the others.
         if not os.fstat(self._fd).st_nlink:
             raise IndexDamaged('it was removed')
         head, seal, synced = self._read()
@@ -542,7 +551,7 @@ class Index:
         return status.st_size >= max(size, self.end)
 
     def find(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the offsets of the ids that are known."""
+        """Return the offsets of those ids that are in the file."""
         recent = self._recent
         found = {id: recent[id] for id in ids if id in recent}
         if len(found) < len(ids):
@@ -557,13 +566,13 @@ class Index:
 
     def enter(self, offsets: dict[int, int], end: int) -> None:
         """Enter the ids of an append, which ends at an offset."""
-        if end != self._sealed:  # as another process has left it
+        if end != self._sealed:  # no other process has written this seal
             self.seal()
         self._recent.update(offsets)
         self.end = end
 
     def seal(self) -> None:
-        """Note what the plant file looks like after a change of ours."""
+        """Write the seal of the plant file as it is now, after a change of ours."""
         status = os.fstat(self._plants)
         tail = tail_of(self._plants, status.st_size)
         text = f'{status.st_size} {status.st_mtime_ns} {tail}'
@@ -572,7 +581,7 @@ class Index:
     def note_synced(self, end: int) -> None:
         """Note that a sync has covered everything up to an end; it needs no lock.
 
-        Of two processes the slower one may write the lower end, which is also true.
+        Of two processes the slower one may write a lower end, which is true, too.
         """
         with self._guard, suppress(OSError):
             if self._fd >= 0 and end > self.synced:
@@ -586,10 +595,10 @@ class Index:
             self._generations.popitem()[1].close()
 
     def abandon(self) -> None:
-        """Close the manifest in a forked child, where each lock may be held for good.
+        """Close the manifest in a forked child, which must take no lock.
 
-        A thread of the parent had it at the fork, or a lock of SQLite. So connections
-        are not closed, also not as garbage.
+        A thread of the parent may have held it at the fork, and it stays held: our own
+        lock, or one of SQLite. So connections are not closed, also not as garbage.
         """
         if self._fd >= 0:
             os.close(self._fd)
@@ -598,11 +607,11 @@ class Index:
     # ---- merging
 
     def wants_merge(self) -> bool:
-        """Whether so many ids are recent that a generation should take them up."""
+        """Whether there are so many recent ids that they should be merged."""
         return len(self._recent) >= MERGE_AT or self.end - self._start() >= MERGE_BYTES
 
     def begin_merge(self) -> Merge:
-        """Return what a merge starts with."""
+        """Return the plan of a merge."""
         kept = self._stamps()
         absorbed: list[Stamp] = []
         while kept:
@@ -611,7 +620,7 @@ class Index:
             if len(kept) < GENERATIONS and end - start >= FACTOR * (self.end - end):
                 break
             absorbed.insert(0, kept.pop())
-        ids = sum(stamp.size for stamp in absorbed) // BYTES
+        ids = sum(stamp.size for stamp in absorbed) // ID_BYTES
         recent = self._recent.copy()
         return Merge(kept, absorbed, recent, self.end, len(recent) + ids)
 
@@ -624,9 +633,9 @@ class Index:
         return draft.finish(self._plants, merge.end)
 
     def end_merge(self, merge: Merge, stamp: Stamp) -> None:
-        """Put the generation in the place of those that it has absorbed."""
+        """Replace the absorbed generations by the new one."""
         if self._stamps() != [*merge.kept, *merge.absorbed]:
-            raise IndexDamaged('somebody else has merged meanwhile')
+            raise IndexDamaged('another process has merged meanwhile')
         stamps = [*merge.kept, stamp]
         self._name(stamps)
         self._use(stamps)
@@ -648,7 +657,7 @@ class Index:
             self._fd = -1
 
     def _sweep(self) -> None:
-        """Remove the generations that dead processes have left behind."""
+        """Remove the generations that are neither in use nor being written."""
         used = {stamp.name for stamp in self._generations}
         prefix = f'{self._path.name}-'
         for name in os.listdir(self._path.parent):
@@ -676,12 +685,12 @@ def read_synced(path: Path, status: os.stat_result) -> int:
 
 
 def index_path(path: Path) -> Path:
-    """Return where the manifest of a plant file is."""
+    """Return the path of the manifest of a plant file."""
     return path.with_name(f'{path.name}.index')
 
 
 def generation_path(base: Path, name: str) -> Path:
-    """Return where a generation is."""
+    """Return the path of a generation."""
     return base.with_name(f'{base.name}-{name}')
 
 
@@ -706,7 +715,7 @@ def write(fd: int, data: bytes, offset: int, system: Any = os) -> None:
 
 
 def sync_directory(path: Path, system: Any = os) -> None:
-    """Make a new name durable: a file's own sync does not cover it."""
+    """Make a new name in a directory durable: a sync of the file does not cover it."""
     fd = system.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         system.fsync(fd)
@@ -715,8 +724,8 @@ def sync_directory(path: Path, system: Any = os) -> None:
 
 
 def _sector(text: str) -> bytes:
-    # Whole, so that the manifest never grows: after a crash a file may be as short as
-    # before, and a number that was cut off is not known.
+    # A whole sector, so that the manifest never grows: after a crash a file may be as
+    # short as before, and a number could be cut off.
     return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode().ljust(SECTOR, b'\0')
 
 

@@ -1,8 +1,8 @@
 """Reading a plant file that may be damaged, and telling a torn tail from damage.
 
-A crash can leave two things behind, both of them above the end that the latest sync
-covered. A sync covers the whole file, so whatever was written after bytes that a crash
-has lost was not synced either, and never acknowledged:
+A crash can leave two things, both behind the end that the latest sync covered. A sync
+covers the whole file. So if a crash has lost some bytes, all bytes that were written
+after them were not synced either, and never acknowledged:
 
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
@@ -12,8 +12,8 @@ has lost was not synced either, and never acknowledged:
 
 Both are cut off, and kept in a side file.
 
-Anything else that is not a record was acknowledged, or may have been. No program can
-know what happened there, so nothing is touched until somebody asks for it (``repair``).
+Any other line that is not a record was acknowledged, or may have been. No program can
+know what happened to it. So nothing is changed until an operator asks for a repair.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 
 class TornTail(Exception):
-    """What follows an offset was never acknowledged."""
+    """The bytes from an offset on are a torn tail: they were never acknowledged."""
 
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(reason)
@@ -104,14 +104,14 @@ def _read_plants(path: Path, fd: int, start: int, synced: int) -> Iterator[Plant
             damage = _damage(path, fd, line.offset, whole_size(path, fd), synced, False)
             if damage is not None and damage.offset == line.offset:
                 raise damage
-            # A process that uses the file has cut a torn tail off, and goes on.
+            # Another process has cut off a torn tail, and may have appended.
             yield from _read_plants(path, fd, line.offset, synced)
             return
         yield line.plant
 
 
 def read_line(fd: int, offset: int) -> bytes:
-    """Return the line that begins at an offset, or less at the end of the file."""
+    """Return the line that begins at an offset, or what the file has of it."""
     line = b''
     while not line.endswith(b'\n'):
         piece = os.pread(fd, 512 + 15 * len(line), offset + len(line))
@@ -122,7 +122,7 @@ def read_line(fd: int, offset: int) -> bytes:
 
 
 def expected_records(fd: int) -> int:
-    """Return about how many records a file has, from its size and its beginning."""
+    """Estimate the number of records of a file from its size and its beginning."""
     sample = os.pread(fd, CHUNK, 0)
     return os.fstat(fd).st_size * sample.count(b'\n') // max(1, len(sample))
 
@@ -132,11 +132,11 @@ def scan_ids(
 ) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record; progress goes to the log.
 
-    Bytes before ``synced`` are known to have been synced, unless it is ``UNKNOWN``.
-    There may be lost blocks if the machine may have ``crashed`` since that.
+    Bytes before ``synced`` are known to have been synced, unless it is ``UNKNOWN``. If
+    the machine may have ``crashed`` since that sync, there may be lost blocks.
 
     Raises:
-        TornTail: There is one, at the end.
+        TornTail: The file ends in a torn tail.
         StoreCorrupt: A line is damaged, and it is not a torn tail.
     """
     began = reported = time.monotonic()
@@ -162,12 +162,12 @@ def scan_ids(
 
 
 def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
-    """Cut what follows an offset off a plant file, and return where it is kept.
+    """Move the bytes of a plant file from an offset on to a side file; return its path.
 
-    REQUIRES: the lock of the plant file, or that nobody else uses it.
+    REQUIRES: the lock of the plant file.
 
     Raises:
-        OSError: Something failed; if the cut was not made, nothing is lost.
+        OSError: A system call failed. The bytes are in the plant file or the side file.
     """
     status = os.fstat(fd)
     end = status.st_size
@@ -180,14 +180,15 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
             position += len(data)
         system.fsync(kept)
         sync_directory(path, system)
-        # The point of no return: the bytes exist twice, durably; now once. A crash may
-        # bring them back, to be cut again, until the next sync of the file. It comes
-        # before the next append: a crash could leave blocks of both, and the beginning
-        # of a new record with the end of an old one may be a record that nobody sent.
+        # The point of no return: the bytes are durable in both files; the cut leaves
+        # one. Until the file is synced, a crash may bring them back, to be cut again.
+        # The sync must come before the next append: a crash could leave blocks of both,
+        # and the beginning of a new record with the end of an old one may be a record
+        # that no client sent.
         system.ftruncate(fd, offset)
         system.fdatasync(fd)
     except BaseException:
-        # An interrupt may come after the cut: then this is the only copy.
+        # An interrupt may come after the cut: then the side file is the only copy.
         if os.fstat(fd).st_size == end:
             system.unlink(side)
         raise
@@ -199,7 +200,7 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends, not in the middle of one.
 
-    It takes the lock for a moment; the caller must not have it.
+    REQUIRES: the caller does not hold the lock, which is taken for a moment.
     """
     take_flock(path, fd, fcntl.LOCK_SH)
     try:
@@ -209,7 +210,7 @@ def whole_size(path: Path, fd: int) -> int:
 
 
 def side_file(path: Path, kind: str) -> Path:
-    """Return a name beside a plant file that no file has: ``plants.jsonl.torn-1``."""
+    """Return an unused path beside a plant file, such as ``plants.jsonl.torn-1``."""
     number = 1
     while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
         number += 1
@@ -227,9 +228,9 @@ def count_lines(fd: int, start: int, end: int) -> int:
 
 
 def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """Yield a file in pieces of whole lines, each with its offset.
+    """Yield a file in chunks of whole lines, each with its offset.
 
-    Only the last piece may end without a line feed.
+    Only the last chunk may end without a line feed.
     """
     offset = start
     pieces: list[bytes] = []  # of a line; joined once, however long it is
@@ -249,7 +250,7 @@ def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
 def _damage(
     path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
 ) -> StoreCorrupt | TornTail | None:
-    """Return what the damage is that lies at or after an offset, if there still is."""
+    """Return the first damage at or after an offset, or ``None`` if it is gone."""
     lines = read_lines(fd, start, end)
     damaged = next((line for line in lines if line.plant is None), None)
     if damaged is None:
@@ -277,6 +278,6 @@ def _is_lost_block(line: Line) -> bool:
 def _raise_damage(
     path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
 ) -> NoReturn:
-    # Under the lock only somebody who does not know of it can have changed it back.
+    # Damage that is gone: only a program that ignores the lock can have removed it.
     changed = StoreUnavailable('another program changes the file', store=str(path))
     raise _damage(path, fd, start, end, synced, crashed) or changed

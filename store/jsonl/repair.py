@@ -17,7 +17,7 @@ from store.base import Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record
 from store.jsonl import recovery
-from store.jsonl.index import BUILD_CACHE
+from store.jsonl.index import BUILD_CACHE_KIB
 from store.jsonl.index import Draft
 from store.jsonl.index import new_file
 from store.jsonl.index import sync_directory
@@ -34,7 +34,7 @@ class Damage(NamedTuple):
 
 
 def verify(path: Path, *, move: bool, progress: Progress) -> Verified:
-    """Find every damaged line of a plant file, and move them out if that is wanted."""
+    """Find every damaged line of a plant file; with ``move``, move them out."""
     count = 0
 
     def counted(lines: Iterable[Item]) -> Iterator[Item]:
@@ -73,15 +73,15 @@ def repair(
 ) -> tuple[Path | None, list[Damage]]:
     """Move every damaged line of a plant file to a side file; nothing is lost.
 
-    The file is replaced in one step. A server that has it open refuses plants from
-    then on, until it is reloaded.
+    The file is replaced in one step. A server that has the old one open refuses plants
+    until it is reloaded.
 
     Returns:
         The side file, if there was damage, and the damaged lines.
 
     Raises:
-        StoreUnavailable: A file cannot be read or written, and the plant file is as it
-            was; or it is repaired, but a power cut may still undo that.
+        StoreUnavailable: A file cannot be read or written. The plant file is unchanged;
+            or it is repaired, but a power cut may still undo the repair.
     """
     path = path.resolve()  # a link stays a link
     try:
@@ -130,18 +130,16 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
             else:
                 yield line.plant.id, line.offset
 
-    # An index on disk finds ids that come twice without holding all ids in memory.
+    # An index on disk finds repeated ids without holding all ids in memory.
     with (
         tempfile.TemporaryDirectory() as directory,
-        Draft(Path(directory) / 'index', os.fstat(fd), 0, BUILD_CACHE) as draft,
+        Draft(Path(directory) / 'index', os.fstat(fd), 0, BUILD_CACHE_KIB) as draft,
     ):
         draft.extend(sound(), lambda *offsets: repeated.append(offsets))
     number, counted = 1, 0
     for again, first in sorted((again, first) for first, again in repeated):
-        plant, line = (
-            record.decode(recovery.read_line(fd, first)),
-            recovery.read_line(fd, again),
-        )
+        plant = record.decode(recovery.read_line(fd, first))
+        line = recovery.read_line(fd, again)
         if record.decode(line) != plant:
             number += recovery.count_lines(fd, counted, again)
             counted = again
@@ -153,7 +151,7 @@ def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
 def _write_file(
     path: Path, like: os.stat_result, lines: Iterable[bytes], system: Any
 ) -> None:
-    """Make a durable file, with the mode and the owner of another."""
+    """Make a durable file with the mode and the owner of another file."""
     fd = new_file(path, like, system)
     try:
         with open(fd, 'wb', closefd=False) as new:

@@ -205,7 +205,7 @@ class TestMerge:
         self, path, monkeypatch
     ):
         """Many lines of another process are indexed in the scheduler's thread."""
-        monkeypatch.setattr(plant_file, 'LITTLE', 100)
+        monkeypatch.setattr(plant_file, 'CATCH_UP_BYTES', 100)
         plants = ferns(300)
         calls = []
         with JSONLinesStore(path) as store:
