@@ -11,9 +11,9 @@ sequence, no lock of a table. What makes it safe:
   warning. A repeat is an acknowledgement too: its comparison locks the row and commits.
 * When a connection is lost the batch is sent once more over a new one. What the first
   connection committed is found then and compared.
-* Every wait has a limit, at the server and here, since a server that hangs keeps none.
+* Every wait has a limit at the server, and another one here for a server that hangs.
   While the database does not answer, one caller at a time asks it (``pool.py``).
-* A plant that somebody else has locked delays only itself (``database.py``).
+* A plant that another session has locked delays only itself (``database.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def check_url(url: str) -> None:
     Raises:
         ValueError: It cannot; the message does not repeat the URL.
     """
-    # Where a password has one of these, libpq takes the rest of it for something else,
-    # and reports that. So a later @, of a parameter, has to be told from that.
+    # Where a password has one of these characters, libpq takes the rest of it for the
+    # host or a parameter, and its error message shows that. An @ in a parameter looks
+    # the same.
     if re.search('@.*@|[/?#].*@', url.partition('://')[2], re.DOTALL):
         raise ValueError(
             'in this URL write @ as %40, except before the host, and in a user or '
@@ -58,7 +59,7 @@ def check_url(url: str) -> None:
 
 
 class PostgreSQLStore(LazyStore[Database]):
-    """Keep plants in the table ``plants``; durable when a commit is.
+    """Keep plants in the table ``plants``; as durable as a commit of the database.
 
     Args:
         url: ``postgresql://...``, as libpq reads it. Several hosts are tried in turn,

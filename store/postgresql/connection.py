@@ -1,4 +1,4 @@
-"""A connection to a PostgreSQL server: what a store sends, and what errors mean."""
+"""A connection to a PostgreSQL server: the statements, and the meaning of errors."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ CREATE_TABLE = (
     'CREATE TABLE IF NOT EXISTS plants '
     '(id bigint PRIMARY KEY, name text NOT NULL, tag text)'
 )
-# Does nothing, but only where an add would work: with a table of such columns and a
-# unique id, the rights to insert and to lock, and a server that can be written to.
+# Changes nothing, but fails where an add would fail: it needs a table with these columns
+# and a unique id, the rights to insert and to lock, and a server that takes writes.
 PROBE = (
     'INSERT INTO plants (id, name, tag) SELECT id, name, tag FROM plants WHERE false '
     'FOR UPDATE ON CONFLICT (id) DO NOTHING'
 )
-# One shape for all sizes of a batch. Each number of rows in VALUES would be a statement
-# of its own, and the server keeps a plan of each in every session (2 to 8 MiB for 100
-# sizes). A statement with VALUES also has at most 65,535 parameters.
+# One statement for all sizes of a batch. With VALUES each number of rows would be a
+# statement of its own, and the server keeps a plan of each in every session (2 to 8 MiB
+# for 100 sizes). A statement with VALUES also has at most 65,535 parameters.
 INSERT = (
     'INSERT INTO plants (id, name, tag) '
     'SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[]) '
@@ -44,9 +44,9 @@ INSERT = (
 )
 # One row each, since a distributed engine can lock no more with one statement.
 LOCK = 'SELECT id, name, tag FROM plants WHERE id = %s FOR UPDATE'
-# An operator who asks for less than a commit that is on the disk cannot mean this
-# service; one who asks for more (remote_apply, for example) does. Warnings must arrive:
-# they tell of a commit that is not safe.
+# A setting that acknowledges commits before they are on the disk cannot be meant for
+# this service, so "off" is changed; a stronger one, for example remote_apply, is kept.
+# Warnings must arrive: they tell of a commit that is not safe.
 SETTINGS = (
     "SELECT set_config('statement_timeout', $1, false), "
     "set_config('lock_timeout', $2, false), "
@@ -57,8 +57,8 @@ SETTINGS = (
 
 # The batch may be tried again.
 CONFLICTS = (errors.SerializationFailure, errors.DeadlockDetected)
-# The table has rules of its own, and a plant breaks one; the other plants of its batch
-# may keep them. The last two are a text too long for an index, and a trigger.
+# A plant breaks a rule of the table; the other plants of its batch may keep the rules.
+# The last two are for a text that is too long for an index, and for a trigger.
 RULES = (
     errors.DataError,
     errors.IntegrityError,
@@ -68,7 +68,7 @@ RULES = (
 )
 
 RULE = 'a rule of the table plants does not permit it'
-# By SQLSTATE or its class. A client sees these words; the log has the server's, too.
+# By SQLSTATE or its class. A client sees these words; the log also has the server's.
 REASONS = {
     None: 'there is no connection to the database',
     '22': RULE,
@@ -89,7 +89,7 @@ REASONS = {
 
 
 class PlantLocked(StoreUnavailable):
-    """Somebody else's transaction has locked the row or the id of a plant."""
+    """The transaction of another session has locked the row or the id of a plant."""
 
 
 def refusal(error: psycopg.Error, store: str) -> StoreUnavailable:
@@ -105,13 +105,13 @@ def refusal(error: psycopg.Error, store: str) -> StoreUnavailable:
 
 
 class Connection(psycopg.Connection[Any]):
-    """A connection that waits no longer than its deadline, and notes warnings."""
+    """A connection that waits no longer than its deadline, and remembers a warning."""
 
     _deadline = math.inf
     _warning: str | None = None
 
     def start_use(self) -> None:
-        """Set a new deadline, and forget warnings of earlier use."""
+        """Set a new deadline, and forget the warning of an earlier use."""
         self._deadline = time.monotonic() + limits.ANSWER_WITHIN
         self._warning = None
 
@@ -121,7 +121,7 @@ class Connection(psycopg.Connection[Any]):
         interval: float = 0.1,
         timeout: float | None = None,
     ) -> Result:
-        # One deadline for all waits: the end of a broken pipeline waits again.
+        # One deadline for all waits of a use: a broken pipeline waits again at its end.
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise psycopg.OperationalError('there is no time left')
@@ -136,7 +136,7 @@ class Connection(psycopg.Connection[Any]):
         return self.info.transaction_status == TransactionStatus.ACTIVE
 
     def prepare_for_plants(self) -> None:
-        """Make the settings of the session."""
+        """Set the time limits and the other settings of the session."""
         self.add_notice_handler(self._note)
         seconds = (limits.STATEMENT_WITHIN, limits.LOCK_WITHIN)
         psycopg.RawCursor(self).execute(SETTINGS, [f'{1000 * s:.0f}' for s in seconds])
@@ -146,15 +146,15 @@ class Connection(psycopg.Connection[Any]):
         ids, names, tags = zip(*plants, strict=True)
         cursor = psycopg.RawCursor(self).execute(
             INSERT,
-            # NOTE: psycopg's own arrays take twice the time, and the width of their
-            # integers makes more shapes of the statement.
+            # NOTE: psycopg's own arrays take twice the time, and integers of different
+            # widths make different statements.
             [f'{{{",".join(map(str, ids))}}}', texts_array(names), texts_array(tags)],
         )
         self._check_safe()
         return dict.fromkeys(id for (id,) in cursor.fetchall())
 
     def lock_plants(self, plants: Sequence[Plant]) -> dict[int, Plant]:
-        """Return what is stored with the ids of plants, once that is safe.
+        """Return the stored plants with the ids of plants, once they are safe.
 
         The first commit of a stored plant may be visible but not safe: its session was
         cut off while it waited for a synchronous standby. Reading would not wait for
@@ -167,8 +167,8 @@ class Connection(psycopg.Connection[Any]):
         return {row[0]: Plant(*row) for found in cursor.results() for row in found}
 
     def _check_safe(self) -> None:
-        # A commit that somebody cancels while it waits for a standby is reported as
-        # done, with a warning.
+        # A commit that is cancelled while it waits for a standby is reported as done,
+        # with a warning.
         if self._warning:
             raise errors.StatementCompletionUnknown(self._warning)
 
@@ -178,6 +178,6 @@ class Connection(psycopg.Connection[Any]):
 
 
 def texts_array(texts: Iterable[str | None]) -> str:
-    """Return texts as an SQL array in text form."""
+    """Return the literal of an SQL array of texts."""
     escaped = [t and t.replace('\\', '\\\\').replace('"', '\\"') for t in texts]
     return '{' + ','.join(['NULL' if t is None else f'"{t}"' for t in escaped]) + '}'

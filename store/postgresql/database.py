@@ -1,4 +1,4 @@
-"""A database that is in use by this process."""
+"""A database in use by this process: batches, comparisons and attempts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from store.url import masked
 
 Result = TypeVar('Result')
 Batch = Sequence[Entry[Plant]]
-# What a statement finds for a plant: the plant that is stored with its id, ``None`` if
-# it has just been inserted, or why it cannot be stored now.
+# The result of a statement for a plant: the plant that is stored with its id, ``None``
+# if it has just been inserted, or the reason why it cannot be stored now.
 Found = Plant | StoreUnavailable | None
 Statement = Callable[[Connection, Sequence[Plant]], Mapping[int, Found]]
 
@@ -51,11 +51,11 @@ Statement = Callable[[Connection, Sequence[Plant]], Mapping[int, Found]]
 class Database:
     """Adds plants to a database, and reads them.
 
-    Two kinds of batches go to the database. Most plants are in the first. It waits only
-    ``LOCK_WITHIN`` for a lock of somebody else's transaction. Then it is halved until
-    the locked plants are alone, and they become batches of the second kind, of which
-    one at a time is in flight. Their ids are remembered, so that their repeats go there
-    at once. So a locked row takes one connection, and delays no other plant for long.
+    There are two kinds of batches. Most plants are in the first kind, which waits only
+    ``LOCK_WITHIN`` for a lock of another session. Then the batch is halved until the
+    locked plants are alone. These go into batches of the second kind, of which one at a
+    time is in flight. Their ids are remembered, so that their repeats go there at once.
+    So a locked row takes one connection, and delays no other plant for long.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Database:
             'client_encoding': 'utf8',
             'autocommit': True,
         }
-        # Nothing is written before the one statement that is the sync.
+        # The append does nothing: one statement writes and commits, so it is the sync.
         commit = partial(GroupCommit[Plant, Batch], lambda b: b, scheduler=scheduler)
         most = limits.BATCHES_IN_FLIGHT
         self._batches = commit(self._store, slow_syncs_in_flight=most, observe=observe)
@@ -105,7 +105,7 @@ class Database:
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
         with self._reader() as connection:
-            # The whole takes as long as the reader likes.
+            # Reading all plants takes as long as the reader likes.
             connection.execute("SELECT set_config('statement_timeout', '0', false)")
             rows = connection.cursor(row_factory=args_row(Plant)).stream(
                 'SELECT id, name, tag FROM plants', size=1000
@@ -128,10 +128,10 @@ class Database:
 
     @contextmanager
     def _reader(self) -> Iterator[Connection]:
-        """Connect to a server that need not take plants."""
+        """Connect to a server that may be read-only."""
         parameters = self._parameters | {'target_session_attrs': 'any'}
-        # NOTE: not the connection's own block, which ends the transaction first: it
-        # and a stream that was left half-way would wait for each other.
+        # NOTE: not the connection's own block, which ends the transaction first: it and
+        # a stream that was not read to its end would wait for each other.
         with (
             self._explained(),
             closing(Connection.connect(**parameters)) as connection,
@@ -147,7 +147,7 @@ class Database:
         self._pool.close()
 
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
-        """Keep what belongs to the parent: to close it would end in complaints."""
+        """Keep the connections, which are the parent's: to close them would warn."""
         _abandoned.append(self)
 
     def _connect(self) -> Connection:
@@ -164,11 +164,11 @@ class Database:
             return connection
 
     def _check(self, connection: Connection) -> None:
-        """Check that the database fits; make the table if that is asked for.
+        """Check that the database can be used; make the table if that is permitted.
 
-        Where the table is there, the right to make it is not needed. Two processes that
-        make it at once may both fail: the first enters a name into the catalogue that
-        is in the way of the second. Then the table is there.
+        If the table exists, the right to make it is not needed. A process may fail to
+        make it because another one has just entered the same name into the catalogue of
+        the server. Then the table exists.
         """
         self._check_encoding(connection)
         try:
@@ -189,7 +189,7 @@ class Database:
             raise StoreUnavailable(reason, store=self._shown)
 
     def _store_locked(self, batch: Batch) -> None:
-        """Store plants of which some may be locked; try those again for a while."""
+        """Store plants; try those that are locked again, for ``LOCKED_WITHIN``."""
         deadline = time.monotonic() + limits.LOCKED_WITHIN
         while batch and time.monotonic() < deadline:
             self._store(batch)
@@ -200,7 +200,7 @@ class Database:
         first: dict[int, Plant] = {}
         for entry in batch:
             first.setdefault(entry.item.id, entry.item)
-        # In one order everywhere, so that two batches never wait for each other.
+        # In the same order everywhere, so that two batches never wait for each other.
         with self._explained():
             found = self._find_or_insert([first[id] for id in sorted(first)])
         refused = []
@@ -218,7 +218,7 @@ class Database:
             elif stored != entry.item:
                 entry.error = IdTaken(id)
         self._remember_locked(found)
-        if refused:  # for another plant with the same id
+        if refused:  # because of another plant in this batch with the same id
             self._store(refused)
 
     def _remember_locked(self, found: Mapping[int, Found]) -> None:
@@ -229,7 +229,7 @@ class Database:
         self._locked_ids |= locked
 
     def _find_or_insert(self, plants: Sequence[Plant]) -> dict[int, Found]:
-        """Return what is found for each id."""
+        """Insert the plants or find the stored ones; return the result for each id."""
         found: dict[int, Found] = {}
         conflict: psycopg.Error = errors.SerializationFailure(
             'the conflicting row is not visible'
@@ -239,7 +239,8 @@ class Database:
             if attempt:
                 time.sleep(_random.uniform(0, 0.001 * 2**attempt))
             try:
-                # A row that is deleted between the two is new at the next attempt.
+                # A row that is deleted between the two statements is inserted by the
+                # next attempt.
                 for statement in (Connection.insert_plants, Connection.lock_plants):
                     left = [plant for plant in plants if plant.id not in found]
                     if not left:
@@ -254,11 +255,11 @@ class Database:
     def _execute(
         self, statement: Statement, plants: Sequence[Plant], deadline: float
     ) -> Iterator[Mapping[int, Found]]:
-        """Yield what a statement finds; where one plant makes it fail, by halves."""
+        """Yield the results of a statement, run by halves if a plant makes it fail."""
         try:
             yield self._run(lambda connection: statement(connection, plants))
         except (*RULES, errors.LockNotAvailable) as ex:
-            # While the whole table is locked, halving would take too long.
+            # With a locked table halving would take too long: it ends at the deadline.
             if len(plants) == 1 or (
                 isinstance(ex, errors.LockNotAvailable) and time.monotonic() > deadline
             ):
@@ -275,8 +276,8 @@ class Database:
     ) -> Result:
         """Call a function with a connection, and once more if the connection is lost.
 
-        An idle session may have been ended long ago. The second connection is a new
-        one. To repeat an add is safe: what was committed is found then, and compared.
+        The server may have ended an idle session long ago. The second connection is a
+        new one. To repeat an add is safe: a committed plant is found, and compared.
 
         Raises:
             StoreUnavailable: The database does not answer.
@@ -288,8 +289,8 @@ class Database:
                 return function(connection)
             except psycopg.Error as ex:
                 if connection.hangs():
-                    # Without this, a session that waits for a standby would wait on
-                    # when nobody listens, and soon be one of many.
+                    # Without this, a session that waits for a standby would go on
+                    # waiting for no client, and soon there would be many of them.
                     with suppress(psycopg.Error):
                         connection.cancel_safe(timeout=limits.CANCEL_WITHIN)
                     raise refusal(ex, self._shown) from ex
@@ -302,7 +303,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of the server into those of a store."""
+        """Turn errors of the server into exceptions of a store."""
         try:
             yield
         except TimeoutError as ex:
@@ -312,8 +313,8 @@ class Database:
             raise refusal(ex, self._shown) from ex
 
 
-# Not the generator of everybody: a program that seeds that one means something else.
+# Not the shared generator, which a program may seed for a purpose of its own.
 _random = random.Random()
 
-# Databases whose connections a child of a fork has from its parent.
+# Databases whose connections a forked child has inherited from its parent.
 _abandoned: list[Database] = []

@@ -1,4 +1,4 @@
-"""A pool of connections, and what spares callers a database that is away."""
+"""A pool of connections, and fast refusals while the database does not answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from store.postgresql.connection import Connection
 class Pool:
     """Connections that stay open, each lent to one caller at a time.
 
-    Not psycopg_pool: it connects in a thread of its own and keeps the reason of a
-    failure there, while the caller waits for its time-out.
+    Not psycopg_pool: it connects in a thread of its own, which keeps the reason of a
+    failure, while the caller waits for a timeout.
 
     Args:
         connect: Makes a connection; called in the thread that needs it.
@@ -38,7 +38,7 @@ class Pool:
         """Lend a connection.
 
         Args:
-            new: Close the idle connections and make one.
+            new: Close the idle connections and make a new one.
 
         Raises:
             TimeoutError: All connections stay in use.
@@ -80,7 +80,7 @@ class Pool:
             with self._changed:
                 self._in_use -= 1
                 self._changed.notify_all()
-                # The server may allow no more connections: wait for one in use.
+                # The server may allow no more connections: wait until one is returned.
                 self._changed.wait_for(
                     lambda: self._idle or not self._in_use, limits.CONNECT_WITHIN
                 )
@@ -94,7 +94,7 @@ class Pool:
             self._in_use -= 1
             self._idle.append(connection)
             if self._closed or not connection.is_idle():
-                # All of them: what broke one has probably broken the others.
+                # All of them: the cause has probably broken the others, too.
                 self._close_idle()
             self._changed.notify_all()
 
@@ -108,7 +108,7 @@ class Outage:
     """Spares callers the wait for a database that does not answer.
 
     During an outage one caller at a time asks the database, ``RETRY_AFTER`` seconds
-    after the last one. All others are refused at once.
+    after the previous one. All others are refused at once.
 
     Args:
         store: The name of the store in messages.
@@ -123,7 +123,7 @@ class Outage:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Run a block that asks the database, and learn from how it ends.
+        """Run a block that asks the database, and notice whether it answers.
 
         An outage begins when the block raises ``StoreUnavailable``. It ends when the
         block ends well or raises an error of the database, since that is an answer.
@@ -131,7 +131,7 @@ class Outage:
 
         Raises:
             StoreUnavailable: There is an outage, and it is not yet time to ask, or
-                somebody asks already.
+                another caller is asking.
         """
         with self._lock:
             reason = self._reason
