@@ -1,4 +1,4 @@
-"""JSON text and JSON Schema: read a body strictly, validate it, say what is wrong.
+"""JSON text and JSON Schema: read a body strictly, validate it, describe its faults.
 
 The rules of the members are in the JSON Schema files beside this module (draft 2020-12)
 and nowhere else: edit a file, reload, and the rule has changed. This module decides
@@ -27,11 +27,11 @@ from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
 
-# Characters of a number literal: far beyond any use, far below what makes its
-# conversion slow (which takes time with the square of the length).
-MAX_NUMBER = 1_000
+# Characters of a number literal: far more than any use needs, and far fewer than make
+# its conversion slow, which takes time with the square of the length.
+MAX_NUMBER_LENGTH = 1_000
 # Characters of the client's input that a message repeats.
-MAX_SHOWN = 60
+MAX_SHOWN_LENGTH = 60
 
 _SURROGATE_ESCAPE = re.compile(r'\\u[dD][89a-fA-F]')
 
@@ -41,7 +41,7 @@ class NotJSON(ValueError):
 
 
 class Invalid(ValueError):
-    """A value does not keep a schema; the message says everything that is wrong."""
+    """A value breaks rules of a schema; the message names every fault."""
 
 
 # NOTE: built once: json.dumps() with arguments builds one at every call.
@@ -63,8 +63,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bounded(literal: str) -> str:
-    if len(literal) > MAX_NUMBER:
-        raise NotJSON(f'a number has more than {MAX_NUMBER} characters')
+    if len(literal) > MAX_NUMBER_LENGTH:
+        raise NotJSON(f'a number has more than {MAX_NUMBER_LENGTH} characters')
     return literal
 
 
@@ -73,7 +73,7 @@ def _constant(literal: str) -> NoReturn:
 
 
 class _FloatFound(Exception):
-    """There is a number literal with a fraction or an exponent."""
+    """A number literal has a fraction or an exponent."""
 
 
 def _no_float(literal: str) -> NoReturn:
@@ -97,13 +97,13 @@ _decode_without_floats = _decoder(_no_float)
 def parse(text: bytes, decode: Callable[[str], Any] = _decode) -> Any:
     """Return the value of JSON text, read strictly.
 
-    On top of what ``json.loads`` demands: UTF-8 without a byte order mark, no NaN and
+    It is stricter than ``json.loads``: UTF-8 without a byte order mark, no NaN and
     Infinity, no member name twice in an object, no lone surrogate, no number literal
-    of more than ``MAX_NUMBER`` characters. Nesting is bounded by the interpreter's
-    stack, at some hundreds of levels.
+    of more than ``MAX_NUMBER_LENGTH`` characters. The stack of the interpreter bounds
+    nesting, at some hundreds of levels.
 
     Raises:
-        NotJSON: It is not.
+        NotJSON: The text is not such JSON.
     """
     try:
         decoded = text.decode()
@@ -124,37 +124,37 @@ def parse(text: bytes, decode: Callable[[str], Any] = _decode) -> Any:
     return value
 
 
-# An integer is an integer literal, as in draft 4: later ones take 1.0 for one as well.
-# NOTE: not redefine() with a function of ours: what holds it is invisible to Python's
-# garbage collector, and a reload could never free this module.
+# An integer is an integer literal, as in draft 4: later drafts accept 1.0, too.
+# NOTE: not redefine() with a function of ours. The object that would hold the function
+# is invisible to Python's garbage collector: a reload could never free this module.
 _Validator: type[Draft202012Validator] = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER
 )
 
 
-# The two validators read patterns in two dialects, of Python and of ECMA 262. These
-# mean the same in both.
+# One validator reads patterns as Python does, the other one as ECMA 262 says. These
+# patterns mean the same in both.
 _AGREED_PATTERNS = {r'^[^\u0000]*$'}
 
 
 class Schema:
     """A schema, ready to check values; build it once.
 
-    Two validators read the same files. jsonschema has the last word and finds the
-    words for what is refused. A compiled one, a hundred times as fast, accepts nearly
-    everything that is accepted. It is not asked where the two may disagree: about
-    values with floats, since it takes 1.0 for an integer, and not at all if a schema
-    has a pattern that we do not know, or a float, which it rounds otherwise.
+    Two validators read the same files. The fast one, jsonschema-rs, accepts nearly all
+    valid values, a hundred times as fast. All others go to the slow one, jsonschema,
+    which decides and describes the faults. The fast one is not asked where the two may
+    disagree: for a value with a float, since it takes 1.0 for an integer; and never if
+    a schema has a pattern that we do not know, or a float, which it rounds otherwise.
 
     Args:
-        name: Of the file, without ``.json``.
+        name: The name of the file without ``.json``.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.
     """
 
     def __init__(self, name: str) -> None:
-        # Without the draft, which would choose another class than ours at each $ref.
+        # Without $schema, which would choose another class than ours at each $ref.
         files = {
             file: {name: rule for name, rule in schema.items() if name != '$schema'}
             for file, schema in load().items()
@@ -162,17 +162,17 @@ class Schema:
         schema = files[f'{name}.json']
         self._validator = _Validator(schema, registry=_registry(files))
         self._is_valid: Callable[[Any], bool] = lambda value: False
-        if _is_agreed(list(files.values())):
+        if _validators_agree(list(files.values())):
             self._is_valid = jsonschema_rs.Draft202012Validator(
                 schema, registry=jsonschema_rs.Registry(list(files.items()))
             ).is_valid
 
     def read(self, text: bytes) -> Any:
-        """Return the value of JSON text that keeps the schema.
+        """Return the value of JSON text, which must keep the rules of the schema.
 
         Raises:
             NotJSON: The text is not JSON.
-            Invalid: Its value does not keep the schema.
+            Invalid: Its value breaks rules of the schema.
         """
         try:
             value = parse(text, _decode_without_floats)
@@ -184,24 +184,24 @@ class Schema:
             faults = self.faults(value)
         except RecursionError as ex:
             raise NotJSON('it is nested too deeply') from ex
-        except OverflowError as ex:  # of jsonschema, where a rule divides
+        except OverflowError as ex:  # jsonschema divides for multipleOf
             raise Invalid('body: a number is too large') from ex
         if faults:
             raise Invalid('; '.join(faults))
         return value
 
     def faults(self, value: Any) -> list[str]:
-        """Return everything that is wrong with a value, in words for a person.
+        """Return every fault of a value, as a sentence for a person.
 
-        Each fault names the member and the rule: ``id: 1.5 is not an integer``.
+        Each sentence names the member and the rule: ``id: 1.5 is not an integer``.
         """
         errors = self._validator.iter_errors(value)
-        # Two schemas that a third includes may find the same fault.
-        return list(dict.fromkeys(fault for ex in errors for fault in _words(ex)))
+        # A schema may include two others that find the same fault.
+        return list(dict.fromkeys(fault for ex in errors for fault in _describe(ex)))
 
 
 def load() -> dict[str, Any]:
-    """Return the schemas by the names of their files, as they are now.
+    """Read the schemas; return them by the names of their files.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.
@@ -236,10 +236,10 @@ def _registry(files: dict[str, Any]) -> Registry[Any]:
 
 
 def _check_references(schema: Any, resolver: Any) -> None:
-    """Follow each reference of a schema.
+    """Resolve each reference in a schema.
 
     Raises:
-        Unresolvable: It leads nowhere.
+        Unresolvable: A reference leads nowhere.
     """
     resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
     if isinstance(schema, dict):
@@ -261,11 +261,11 @@ def _patterns(schema: Any) -> Iterator[str]:
             yield from _patterns(part)
 
 
-def _is_agreed(schemas: list[Any]) -> bool:
-    """Say whether both validators read the schemas in the same way."""
+def _validators_agree(schemas: list[Any]) -> bool:
+    """Whether both validators are known to read the schemas in the same way."""
     try:
         _decode_without_floats(json.dumps(schemas))
-    except (_FloatFound, NotJSON):  # a number that is not finite is none of JSON's
+    except (_FloatFound, NotJSON):  # NotJSON: Infinity, for example
         return False
     return _AGREED_PATTERNS.issuperset(_patterns(schemas))
 
@@ -277,7 +277,7 @@ _BREAKS = {
 }
 
 
-def _words(error: ValidationError) -> Iterator[str]:
+def _describe(error: ValidationError) -> Iterator[str]:
     path = '.'.join(map(str, error.absolute_path))
     where = path or 'body'
     rule: Any = error.validator_value
@@ -299,4 +299,4 @@ def show(value: Any) -> str:
     """Return a value as JSON text that can be encoded, cut if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     text = text.encode(errors='backslashreplace').decode()
-    return text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'
+    return text if len(text) <= MAX_SHOWN_LENGTH else f'{text[:MAX_SHOWN_LENGTH]}...'

@@ -28,7 +28,7 @@ CREATE_TABLE = (
     'CREATE TABLE IF NOT EXISTS plants '
     '(id bigint PRIMARY KEY, name text NOT NULL, tag text)'
 )
-# Changes nothing, but fails where an add would fail: it needs a table with these columns
+# Changes nothing, but fails where an add would fail: it needs a table of these columns
 # and a unique id, the rights to insert and to lock, and a server that takes writes.
 PROBE = (
     'INSERT INTO plants (id, name, tag) SELECT id, name, tag FROM plants WHERE false '
