@@ -57,13 +57,12 @@ class FileLock:
             StoreUnavailable: The lock was not free in time.
         """
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
-        if not _until(lambda: self._mutex.acquire(blocking=False), deadline, sleep):
-            raise _busy(self._path)
+        path = self._path
+        _poll(lambda: self._mutex.acquire(blocking=False), path, deadline, sleep)
         try:
             if self.closed:
                 raise StoreClosed
-            if not _until(lambda: try_flock(self._fd), deadline, sleep):
-                raise _busy(self._path)
+            _poll(lambda: try_flock(self._fd), path, deadline, sleep)
             try:
                 yield
             finally:
@@ -72,16 +71,10 @@ class FileLock:
             self._mutex.release()
 
 
-def _busy(path: object) -> StoreUnavailable:
-    reason = 'another process or thread holds the lock of the file'
-    return StoreUnavailable(reason, store=str(path))
-
-
 def take_flock(path: object, fd: int, operation: int) -> None:
     """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
-    if not _until(lambda: try_flock(fd, operation), deadline, time.sleep):
-        raise _busy(path)
+    _poll(lambda: try_flock(fd, operation), path, deadline, time.sleep)
 
 
 def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
@@ -93,14 +86,16 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _until(attempt: Callable[[], bool], deadline: float, sleep: Sleep) -> bool:
-    """Repeat an attempt until it succeeds or the deadline has passed; return which."""
+def _poll(
+    attempt: Callable[[], bool], path: object, deadline: float, sleep: Sleep
+) -> None:
+    """Repeat an attempt until it succeeds, or raise ``StoreUnavailable``."""
     if attempt():
-        return True
+        return
     began = time.monotonic()
     while not attempt():
         now = time.monotonic()
         if now > deadline:
-            return False
+            reason = 'another process or thread holds the lock of the file'
+            raise StoreUnavailable(reason, store=str(path))
         sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * (now - began)), LONGEST_PAUSE))
-    return True
