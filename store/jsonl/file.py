@@ -515,12 +515,8 @@ class PlantFile:
         if plant.id != other.id:
             raise IndexDamaged('an entry is not of this file')
         if plant != other:
-            raise StoreCorrupt(
-                str(self._path),
-                recovery.line_number(self._fd, again),
-                again,
-                f'its id is that of a different plant, {plant.id}',
-            )
+            reason = f'its id is that of a different plant, {plant.id}'
+            raise recovery.corrupt(self._path, self._fd, again, reason)
 
     def _find(self, ids: set[int]) -> dict[int, Plant]:
         """Return the plants that have these ids."""
@@ -538,8 +534,7 @@ class PlantFile:
         try:
             return record.decode(recovery.read_line(self._fd, offset))
         except record.DamagedRecord as ex:
-            number = recovery.line_number(self._fd, offset)
-            raise StoreCorrupt(str(self._path), number, offset, str(ex)) from ex
+            raise recovery.corrupt(self._path, self._fd, offset, str(ex)) from ex
 
     # ---- merging recent ids into a generation of the index, in a thread of its own
 

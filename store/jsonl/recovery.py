@@ -217,9 +217,9 @@ def side_file(path: Path, kind: str) -> Path:
     return side
 
 
-def line_number(fd: int, offset: int) -> int:
-    """Return the number, counted from 1, of the line that begins at an offset."""
-    return 1 + count_lines(fd, 0, offset)
+def corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
+    """Return the exception for a damaged line that begins at an offset."""
+    return StoreCorrupt(str(path), 1 + count_lines(fd, 0, offset), offset, reason)
 
 
 def count_lines(fd: int, start: int, end: int) -> int:
@@ -262,8 +262,7 @@ def _damage(
         line.plant is None for line in lines
     ):
         return TornTail(damaged.offset, reason)
-    number = line_number(fd, damaged.offset)
-    return StoreCorrupt(str(path), number, damaged.offset, reason)
+    return corrupt(path, fd, damaged.offset, reason)
 
 
 def _is_lost_block(line: Line) -> bool:
