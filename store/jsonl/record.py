@@ -117,9 +117,6 @@ def _check_text(member: str, text: object) -> None:
 def scan_ids(chunk: bytes) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record in a chunk of a file.
 
-    Args:
-        chunk: Any number of whole lines.
-
     Raises:
         DamagedRecord: A line is not a record; the ids before it were yielded.
     """
@@ -136,6 +133,6 @@ def scan_ids(chunk: bytes) -> Iterator[tuple[int, int]]:
             yield id, offset
             offset = plain.end()
         else:
-            end = chunk.index(b'\n', offset) + 1
+            end = chunk.find(b'\n', offset) + 1 or size
             yield decode(chunk[offset:end]).id, offset
             offset = end

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from typing import NamedTuple
-from typing import NoReturn
 
 from store.base import Plant
 from store.errors import StoreCorrupt
@@ -128,7 +127,7 @@ def expected_records(fd: int) -> int:
 
 
 def scan_ids(
-    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool = False
+    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
 ) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record; progress goes to the log.
 
@@ -141,21 +140,22 @@ def scan_ids(
     """
     began = reported = time.monotonic()
     for base, chunk in _chunks(fd, start, end):
-        size = chunk.rfind(b'\n') + 1
         try:
-            for id, at in record.scan_ids(chunk[:size]):
+            for id, at in record.scan_ids(chunk):
                 yield id, base + at
-        except record.DamagedRecord:
-            _raise_damage(path, fd, base, end, synced, crashed)
-        if size < len(chunk):
-            _raise_damage(path, fd, base + size, end, synced, crashed)
+        except record.DamagedRecord as ex:
+            damage = _damage(path, fd, base, end, synced, crashed)
+            # Damage that is gone: only a program that ignores the lock can have
+            # removed it.
+            reason = 'another program changes the file'
+            raise damage or StoreUnavailable(reason, store=str(path)) from ex
         now = time.monotonic()
         if now - reported > PROGRESS_EVERY:
             reported = now
             log.info(
                 '%s: %d %% of %d MiB read, %d s',
                 path,
-                100 * (base + size - start) // (end - start),
+                100 * (base + len(chunk) - start) // (end - start),
                 (end - start) >> 20,
                 now - began,
             )
@@ -272,11 +272,3 @@ def _is_lost_block(line: Line) -> bool:
         return False
     rest = line.text[zeros:].lstrip(b'\0')
     return (line.offset + len(line.text) - len(rest)) % BLOCK == 0
-
-
-def _raise_damage(
-    path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
-) -> NoReturn:
-    # Damage that is gone: only a program that ignores the lock can have removed it.
-    changed = StoreUnavailable('another program changes the file', store=str(path))
-    raise _damage(path, fd, start, end, synced, crashed) or changed
