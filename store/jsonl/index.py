@@ -397,17 +397,13 @@ class Index:
                 raise IndexDamaged('the plant file was cut short')
             size = self._check_seal(seal, status)
             self._use(stamps)
-        except FileNotFoundError:
-            reason = 'there is none'
         except (IndexDamaged, OSError, ValueError, TypeError) as ex:
-            reason = str(ex)
-        else:
-            # After a crash the seal may describe an append that was lost. Then the
-            # manifest is written again, with another seal.
-            self._head = b'' if status.st_size < size else head
-            return None
-        self.close()
-        return reason
+            self.close()
+            return 'there is none' if isinstance(ex, FileNotFoundError) else str(ex)
+        # After a crash the seal may describe an append that was lost. Then the manifest
+        # is written again, with another seal.
+        self._head = b'' if status.st_size < size else head
+        return None
 
     def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
         """Return the size of the plant file after its latest append."""
