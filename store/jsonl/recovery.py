@@ -120,12 +120,6 @@ def read_line(fd: int, offset: int) -> bytes:
     return line
 
 
-def expected_records(fd: int) -> int:
-    """Estimate the number of records of a file from its size and its beginning."""
-    sample = os.pread(fd, CHUNK, 0)
-    return os.fstat(fd).st_size * sample.count(b'\n') // max(1, len(sample))
-
-
 def scan_ids(
     path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
 ) -> Iterator[tuple[int, int]]:

@@ -118,7 +118,7 @@ def repair(
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def _find_damage(fd: int, end: int, progress: Progress = iter) -> list[Damage]:
+def _find_damage(fd: int, end: int, progress: Progress) -> list[Damage]:
     damaged = []
     repeated = []
 
