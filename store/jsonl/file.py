@@ -359,7 +359,14 @@ class PlantFile:
             self._system.fdatasync(fd)
             self._synced = index, end
         except OSError as ex:
-            self._latch(ex)
+            # Refuse plants from now on: the kernel may have dropped unsynced pages.
+            self._failed_sync = ex
+            log.critical(
+                '%s: a sync failed (%s): what it covered may be lost, and no plant is '
+                'taken until the store is opened again (reload the server)',
+                self._path,
+                ex.strerror,
+            )
             raise self._latched() from ex
         finally:
             self._sync_fds.put(fd)
@@ -382,16 +389,6 @@ class PlantFile:
         if self._synced is not None:
             index, end = self._synced
             index.note_synced(end)
-
-    def _latch(self, error: OSError) -> None:
-        """Refuse plants from now on: the kernel may have dropped unsynced pages."""
-        self._failed_sync = error
-        log.critical(
-            '%s: a sync failed (%s): what it covered may be lost, and no plant is '
-            'taken until the store is opened again (reload the server)',
-            self._path,
-            error.strerror,
-        )
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
