@@ -227,7 +227,7 @@ def _copy_plants(source: PlantStore, target: PlantStore) -> int:
     try:
         with closing(_batches(plants)) as batches:
             for batch in batches:
-                with _held_back(signal.SIGINT) as interrupts:
+                with _interrupts_held_back() as interrupts:
                     outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
@@ -251,22 +251,19 @@ def _copy_plants(source: PlantStore, target: PlantStore) -> int:
 
 
 @contextmanager
-def _held_back(number: int) -> Iterator[list[int]]:
-    """Note a signal in place of its handler, which must not run while a lock is held.
-
-    A second one is handled at once.
-    """
+def _interrupts_held_back() -> Iterator[list[int]]:
+    """Note the first Ctrl-C instead of raising it: it may come while a lock is held."""
     noted: list[int] = []
 
     def note(number: int, frame: object) -> None:
         noted.append(number)
         signal.signal(number, before)
 
-    before = signal.signal(number, note)
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield noted
     finally:
-        signal.signal(number, before)
+        signal.signal(signal.SIGINT, before)
 
 
 def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:

@@ -74,8 +74,8 @@ from urllib.parse import quote
 
 from store.jsonl.lock import try_flock
 
-# A merge begins when so many ids are recent, or so many bytes of the plant file are
-# behind the last generation.
+# A merge begins when there are so many recent ids, or when so many bytes of the plant
+# file follow the end of the last generation.
 MERGE_AT = 16_384
 MERGE_BYTES = 32 * 1024 * 1024
 FLUSH_AT = 250_000  # ids in memory while a draft is written
@@ -216,8 +216,8 @@ def _disk_errors() -> Iterator[None]:
 class Draft:
     """A generation that is being written; it is removed if that fails.
 
-    While it is open it has a lock of its own, so that no process takes it for the rest
-    of a dead process. It needs no lock of the plant file.
+    While it is open it has a lock of its own, so that no process takes it for a file
+    that a dead process has left. It needs no lock of the plant file.
 
     Args:
         base: The path of the manifest.
