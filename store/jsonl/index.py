@@ -417,7 +417,7 @@ class Index:
         return size
 
     def _use(self, stamps: Sequence[Any]) -> None:
-        """Take up the generations that the manifest names, and no others."""
+        """Open the generations that the manifest names, and close all others."""
         stamps = [Stamp(*stamp) for stamp in stamps]
         if max((stamp.end for stamp in stamps), default=0) < self._start():
             # The ids between the two ends are no longer in the recent ids.

@@ -40,7 +40,7 @@ def check_url(url: str) -> None:
     """Check that a URL can be used.
 
     Raises:
-        ValueError: It cannot; the message does not repeat the URL.
+        ValueError: The URL cannot be used; the message does not repeat it.
     """
     # Where a password has one of these characters, libpq takes the rest of it for the
     # host or a parameter, and its error message shows that. An @ in a parameter looks

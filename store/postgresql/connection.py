@@ -82,7 +82,7 @@ REASONS = {
     '53': 'the database is out of room',
     '54': RULE,
     '55P03': 'another session has locked the plant',
-    '57': 'the database is going down or coming up',
+    '57': 'the database is shutting down or starting up',
     '57014': 'the database did not answer in time',
     'P0': RULE,
 }
