@@ -343,13 +343,14 @@ class Spoiled:
         old: Earlier bytes of each index file, by inode.
     """
 
-    def __init__(self, path, running):
+    def __init__(self, path, running, count=500):
         self.path = path
-        self.plants = ferns(2000)  # in some ten pages
+        self.plants = ferns(count)
         self.store = JSONLinesStore(path)
-        fill(self.store, self.plants[:1800], 600)
+        last = count // 10
+        fill(self.store, self.plants[:-last], 3 * last)
         self.old = {file.stat().st_ino: file.read_bytes() for file in index_files(path)}
-        fill(self.store, self.plants[1800:], 100)
+        fill(self.store, self.plants[-last:], last // 2)
         self.store.close()
         if running:
             # Opened again, so that few pages are in its cache.
@@ -372,7 +373,7 @@ class TestSpoiled:
     def test_old_pages_are_not_believed(self, path, running, seed):
         """Index files with random pages from an earlier state give no id twice."""
         choose = random.Random(seed)
-        case = Spoiled(path, running)
+        case = Spoiled(path, running, count=1200)  # in some six pages
         for file in index_files(path):
             old = case.old.get(file.stat().st_ino)
             if old is None or (file.suffix == '.index' and seed % 2):
@@ -419,8 +420,8 @@ class TestSpoiled:
             shutil.copy2(file, copies)
         if not running:
             case.store = JSONLinesStore(path)
-        fill(case.store, ferns(2000, 2500), 250)
-        case.plants = ferns(2500)
+        fill(case.store, ferns(500, 700), 100)
+        case.plants = ferns(700)
         for file in copies.iterdir():
             shutil.copy2(file, path.parent)
         case.check()
