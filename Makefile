@@ -7,6 +7,10 @@ PEERS = bench/peers
 # the tests of a module together, because they share a database or a browser.
 TEST = $(BIN)/pytest --numprocesses 4 --dist worksteal
 
+# Where the environment forbids to write bytecode, every server, command and process of
+# pytest would compile all that it imports, again and again. Empty means not set.
+export PYTHONDONTWRITEBYTECODE =
+
 all: test lint
 
 run: .venv/run
