@@ -41,7 +41,6 @@ from store import PlantStore
 BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
-TIMES = [f'st_{kind}time{unit}' for kind in 'amc' for unit in ('', '_ns')]
 UNSEEN = 'a write that bypassed os'
 INDEX = '.index'  # follows the plant file's name in the names of the index files
 
@@ -335,11 +334,10 @@ def _statuses(
             status = function(*arguments, **options)
             if status.st_ino not in linked:
                 return status
-            times = {name: getattr(status, name) for name in TIMES}
+            # What it is pickled as: quicker than name by name.
+            make, (numbers, named) = status.__reduce__()
             links = status.st_nlink - 1
-            return os.stat_result(
-                (*status[:3], links, *status[4:]), times | changed(status)
-            )
+            return make((*numbers[:3], links, *numbers[4:]), named | changed(status))
 
         return get_status
 
@@ -372,11 +370,13 @@ class State(NamedTuple):
             os.unlink(entry.path)
         ctimes = {}
         for name, (number, content, (mtime, ctime)) in self.files.items():
-            path = recorder.directory / name
+            path = f'{recorder.directory}/{name}'
             os.link(recorder.files[number].link, path)
-            path.write_bytes(content)
-            os.utime(path, ns=(mtime, mtime))
-            status = path.stat()
+            fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+            os.write(fd, content)
+            os.utime(fd, ns=(mtime, mtime))
+            status = os.fstat(fd)
+            os.close(fd)
             ctimes[status.st_ino] = status.st_ctime_ns, ctime
 
         def changed(status: os.stat_result) -> dict[str, int]:
