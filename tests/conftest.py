@@ -7,9 +7,11 @@ import shutil
 import sys
 import tempfile
 import warnings
+from unittest import mock
 
 import pytest
 
+import schemas
 from app import create_app
 from store.__main__ import main
 from store.memory import MemoryStore
@@ -35,6 +37,22 @@ if (
     and shutil.disk_usage(MEMORY_DIRECTORY).free > 2 * 2**30
 ):
     os.environ['TMPDIR'] = tempfile.tempdir = MEMORY_DIRECTORY
+
+
+@pytest.fixture(scope='session', autouse=True)
+def checked_once():
+    """Check each schema once: it takes most of the time of ``create_app``."""
+    check = schemas._Validator.check_schema
+    sound = set()
+
+    def check_once(schema):
+        text = json.dumps(schema)
+        if text not in sound:
+            check(schema)
+            sound.add(text)
+
+    with mock.patch.object(schemas._Validator, 'check_schema', check_once):
+        yield
 
 
 class Client(TestApp):
