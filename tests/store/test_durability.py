@@ -200,7 +200,7 @@ def serve(tmp_path, path):
 # ---- killed processes
 
 KILL_SEEDS = range(2)
-KILL_ROUNDS = 20
+KILL_ROUNDS = 12
 CLIENTS = 8
 # The rare long name makes a write of many pages, which a kill can tear.
 NAMES = [*('Fern' for _ in range(40)), 'Färn🌿' * 2_000]
