@@ -806,13 +806,13 @@ def test_migration_to_a_database_loses_no_plant(tmp_path, url):
     with Clients() as clients:
         with Server(tmp_path, workers=2) as server:
             clients.port = server.port
-            wait_until(lambda: len(clients.acknowledged) > 500, 'plants are added')
+            wait_until(lambda: len(clients.acknowledged) > 200, 'plants are added')
             with command(*copy) as process:
                 code, output, errors = finish(process)
             assert (code, errors) == (0, '')
             first = counts(output)[0]
-            assert first > 500
-            more = len(clients.acknowledged) + 500
+            assert first > 200
+            more = len(clients.acknowledged) + 200
             wait_until(
                 lambda: len(clients.acknowledged) > more, 'more plants are added'
             )
@@ -824,7 +824,7 @@ def test_migration_to_a_database_loses_no_plant(tmp_path, url):
         copied, present, conflicting = counts(output)
         assert (present, conflicting) == (first, 0)
         assert copied > 0
-        more = len(clients.acknowledged) + 500
+        more = len(clients.acknowledged) + 200
         with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
             clients.port = server.port
             wait_until(
