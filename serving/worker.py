@@ -422,7 +422,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         # In seconds. A thread that comes back from a sync waits so long for the GIL.
         sys.setswitchinterval(0.0002)
-        internals.remember_time()
+        internals.remember_settings(self.cfg)
         self._exchanges = internals.Exchanges(self.cfg)
         loop = gevent.get_hub().loop
         self._turnstile = Turnstile(loop)
