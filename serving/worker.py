@@ -1,30 +1,30 @@
-"""The worker: gunicorn's gevent worker, with what gunicorn leaves out.
+"""The worker: gunicorn's gevent worker, with additions.
 
 One thread serves all connections of a worker, each in a greenlet. Nothing is
-monkey-patched: only the sockets of clients are gevent's. What blocks (a sync, a
-database, a lock) runs in threads, to which ``GeventScheduler`` sends it on behalf of
-the store. So the store is the same code under every server, and no library runs with
-sockets and locks that it was not written for. (``ssl`` is the exception, and only if
-TLS is configured: gunicorn makes its context, and would make a blocking one.)
+monkey-patched: only the sockets of clients are gevent's. Calls that block (a sync, a
+database, a lock) run in threads, to which ``GeventScheduler`` sends them for the store.
+So the store is the same code under every server, and no library runs with sockets and
+locks that it was not written for. (``ssl`` is the exception, and only if TLS is
+configured: gunicorn makes its context, and would make a blocking one.)
 
-What is added to gunicorn's worker:
+The additions:
 
-*Time limits.* A client has ``REQUEST_TIMEOUT`` for a whole request, and to take each
-piece of an answer. gunicorn limits only the time between two requests, and without more
-a byte a minute holds a connection for good.
+*Time limits.* A client has ``REQUEST_TIMEOUT`` to send a whole request, and to receive
+each piece of an answer. gunicorn limits only the time between two requests: a client
+that sends a byte a minute would keep its connection forever.
 
-*Closing.* A connection that closes is read to its end for a moment. If it is closed
-with something unread it is reset, and a reset may take the last answer with it (RFC
-9112, section 9.6).
+*Closing.* Before a connection is closed, the rest of what the client sends is read for
+a moment. A connection that is closed with unread bytes is reset, and the client may
+lose the last answer (RFC 9112, section 9.6).
 
-*Turns.* After each request of a pipeline the other connections have their turn.
+*Turns.* After each request of a pipeline other connections are served first.
 
 *Spreading.* All workers wait at one socket, and the first to wake accepts: a few kept
 connections often end up at one worker while another idles. The usual remedy, a socket
 for each worker (``reuse_port``), spreads by a hash, which is even only for many
-connections; it no longer refuses a second server on the port; and what waits at the
-socket of a worker that stops is reset. Here a worker that has more connections than
-another leaves a new one to the others for ``STAND_BACK``.
+connections; it no longer refuses a second server on the port; and connections that wait
+at the socket of a worker that stops are reset. Here a worker that has more connections
+than another leaves a new one to the others for ``STAND_BACK``.
 
 *Errors* that gunicorn answers itself are JSON, with a request id, and have a line in
 the log.
@@ -88,13 +88,13 @@ STAND_BACK = 0.005
 
 # ---- sizes, in bytes
 
-# The longest head of a request. It is kept until it is complete, for every connection.
+# The longest head of a request. An unfinished head is held in memory.
 MAX_HEAD = 32 * 1024
 # Answers that are buffered before they are sent: a client may send many requests and
 # read none of the answers.
 MAX_BUFFERED = 64 * 1024
 
-# For what blocks: the syncs of several batches, a lock or a database that is awaited.
+# For calls that block: the syncs of several batches, waits for a lock or a database.
 THREADS = 10
 # The number of workers whose connections are counted.
 SLOTS = 256
@@ -111,12 +111,12 @@ class GeventScheduler:
         self._threads: Threads | None = None
 
     def give_way(self) -> bool:
-        """Let those connections go on that have sent something."""
+        """Serve the connections that have sent something."""
         hub = gevent.get_hub()
         waiter = Waiter(hub)
-        # NOTE: not sleep(0), which returns before anybody looks at the sockets; nor
-        # idle(), which strangers can put off, and which gathers all connections in one
-        # batch, so that nobody is served while it is synced.
+        # NOTE: not sleep(0), which returns before the loop polls the sockets; nor
+        # idle(), which clients without a token can delay, and which gathers all
+        # connections in one batch, so that no other request is served during its sync.
         check, idle = _after_sockets(hub.loop)
         check.start(waiter.switch, None)
         idle.start(int)
@@ -141,7 +141,7 @@ class GeventScheduler:
 
 
 class Threads:
-    """Threads that make the calls of greenlets which block.
+    """Threads for the blocking calls of greenlets.
 
     Not the hub's pool: it makes a result, a watcher and two switches for each call.
     Side by side (two workers, 16 and 64 connections) an add took 266 and 253 us of CPU
@@ -183,7 +183,7 @@ class Threads:
 
 
 class GreenletWaiter:
-    """A greenlet that waits for another one of its thread."""
+    """A greenlet that waits for another greenlet of its thread."""
 
     def __init__(self) -> None:
         self._hub = gevent.get_hub()
@@ -202,8 +202,8 @@ class GreenletWaiter:
 def _after_sockets(loop: Any) -> tuple[Any, Any]:
     """Return two watchers of an event loop.
 
-    The first one is called each time the loop has looked at its sockets, and has called
-    those that wait for them. The second one keeps the loop from sleeping.
+    The first one is called each time the loop has polled its sockets and called their
+    watchers. The second one keeps the loop from sleeping.
     """
     check, idle = loop.check(), loop.idle()
     check.priority = idle.priority = loop.MINPRI
@@ -211,11 +211,11 @@ def _after_sockets(loop: Any) -> tuple[Any, Any]:
 
 
 class Turnstile:
-    """Lets one greenlet go on each time the event loop has looked at its sockets.
+    """Lets one greenlet go on each time the event loop has polled its sockets.
 
-    So a connection whose next request is there already waits until those are served
-    that have just sent one, however many such connections there are. (``sleep(0)``
-    would take turns among them first.)
+    So a connection that has pipelined its next request waits for the connections that
+    have just sent one, however many connections pipeline. (``sleep(0)`` would take
+    turns among those that pipeline first.)
 
     Args:
         loop: The event loop.
@@ -243,15 +243,15 @@ class Turnstile:
 class Client:
     """A client's socket, with a time limit for everything that waits for the client.
 
-    What is sent is buffered until the worker waits for the client.
+    Answers are buffered until the worker waits for the client.
 
     Args:
         sock: The connection.
 
     Attributes:
-        deadline: When the client's time is up, in seconds on the monotonic clock.
+        deadline: When the client is expired, in seconds on the monotonic clock.
         is_idle: Whether the next byte begins a request.
-        has_ended: Whether the client sends no more, or may not.
+        has_ended: Whether the client has sent its last byte, or is expired.
     """
 
     def __init__(self, sock: GeventSocket) -> None:
@@ -285,17 +285,17 @@ class Client:
         self.deadline = time.monotonic() + seconds
 
     def begin_request(self) -> None:
-        """Give the client time for a request, of which something is there."""
+        """Give the client time to send the rest of a request."""
         self.is_idle = False
         self._head_size = 0
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
 
     def end_head(self) -> None:
-        """Note that what follows is the body, which has limits of its own."""
+        """Note that the body follows, which has limits of its own."""
         self._head_size = -math.inf
 
     def recv(self, size: int) -> bytes:
-        """Receive what the client sends; nothing at the end and when its time is up.
+        """Receive bytes; none at the end of the stream and after the time limit.
 
         Raises:
             LimitRequestHeaders: The head of a request becomes too long.
@@ -322,7 +322,7 @@ class Client:
     send = sendall
 
     def flush(self) -> None:
-        """Send what is buffered."""
+        """Send the buffered answers."""
         buffer, self._buffer = self._buffer, []
         if self._buffered <= MAX_BUFFERED:
             buffer = [b''.join(buffer)]  # else without a copy: large data is shared
@@ -339,9 +339,9 @@ class Client:
             self.deadline = deadline
 
     def linger(self) -> None:
-        """Let the client take its last answer, and read what it still sends.
+        """Let the client receive its last answer, and read the rest of what it sends.
 
-        Clients that send a whole request before they read must not be reset.
+        A client that sends a whole request before it reads must not be reset.
         """
         self.flush()
         self._raw_socket.shutdown(socket.SHUT_WR)
@@ -357,7 +357,7 @@ class Client:
             gevent.sleep(0)
 
     def expire(self) -> None:
-        """End what waits for the client: a read finds the end, a send fails."""
+        """End all waits for the client: a read finds the end, a send fails."""
         self.has_ended = True
         self.deadline = math.inf
         with suppress(OSError):  # the connection has ended already
@@ -381,15 +381,15 @@ class Client:
 
 
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's gevent worker; the module says what is different.
+    """gunicorn's gevent worker, with the additions of this module.
 
     Attributes:
-        number: The smallest that no other worker has.
+        number: The smallest number that no other worker has.
     """
 
     alive: bool
     sockets: list[Any]
-    # How many connections each worker has; the fork shares it.
+    # How many connections each worker has, in memory that all workers share.
     connection_counts: memoryview | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -473,7 +473,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         except OSError:
             pass  # the client is gone
         except Exception:
-            # Whatever it is, only this connection ends.
+            # Whatever the fault, only this connection ends.
             self.log.exception('a connection was lost')
         finally:
             self._clients.discard(client)
@@ -560,7 +560,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def must_stand_back(self) -> bool:
         """Whether another worker should have the next connection.
 
-        Of few connections each one counts; many may come in a crowd.
+        Few connections are spread evenly; many may differ by a sixteenth.
         """
         mine = len(self._clients)
         return bool(mine > min(self._counts) + mine // 16)
@@ -584,7 +584,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
 
 class Acceptor(StreamServer):  # type: ignore[misc]
-    """Accepts connections, one at a time, unless another worker should."""
+    """Accepts one connection at a time, unless another worker should."""
 
     max_accept = 1
 
@@ -606,7 +606,7 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         try:
             return super().do_read()
         except OSError:
-            self._pause()  # no room: other connections have to close first
+            self._pause()  # too many open files: other connections must close first
             return None
 
     def _pause(self) -> None:
