@@ -443,7 +443,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.forget_connections()
         end = time.monotonic() + LINGER
         give_up = time.monotonic() + self.cfg.graceful_timeout
-        while self._clients and time.monotonic() < give_up:
+        # NOTE: not while there are clients: one may be accepted, and not served yet.
+        while len(pool) and time.monotonic() < give_up:
             self.notify()
             self._expire_clients(idle_until=end)
             self._sleep(EXPIRE_AT_END)
