@@ -190,7 +190,13 @@ class Exchanges:
                     self._keep(head, request)
             else:
                 request = StrictRequest.__new__(StrictRequest)
-                request.__dict__.update(known, unreader=unreader, peer_addr=address)
+                request.__dict__.update(
+                    known,
+                    unreader=unreader,
+                    peer_addr=address,
+                    remote_addr=address,
+                    req_number=number,
+                )
                 request.take_body(received[end:])
             yield request
             if request.should_close() or getattr(request.body, 'failed', False):
@@ -208,9 +214,10 @@ class Exchanges:
         self._known[head] = {**vars(request), 'body': None, 'unreader': None}
 
     def respond(
-        self, request: StrictRequest, client: Any, address: Any, listener: Any
+        self, request: StrictRequest, listener: Any
     ) -> tuple[Response, dict[str, Any]]:
         """Return the response to a request, empty yet, and the WSGI environment."""
+        client, address = request.unreader.sock, request.peer_addr
         if request.environ:
             response = Response(request, client, self._cfg)
             environ = request.environ.copy()

@@ -443,7 +443,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.forget_connections()
         end = time.monotonic() + LINGER
         give_up = time.monotonic() + self.cfg.graceful_timeout
-        # NOTE: not while there are clients: one may be accepted, and not served yet.
+        # NOTE: the greenlets, not the clients: a connection that was accepted in this
+        # turn of the event loop has a greenlet already, and becomes a client later.
         while len(pool) and time.monotonic() < give_up:
             self.notify()
             self._expire_clients(idle_until=end)
@@ -494,7 +495,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """
         began = time.monotonic()
         self.cfg.pre_request(self, request)
-        response, environ = self._exchanges.respond(request, client, address, listener)
+        response, environ = self._exchanges.respond(request, listener)
         self.nr += 1
         if self.nr >= self.max_requests and self.alive:
             self.log.info('max_requests is reached: the worker stops')
@@ -502,17 +503,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if not self.alive or not self.cfg.keepalive:
             response.force_close()
         try:
-            body = self.wsgi(environ, response.start_response)
             try:
-                for data in body:
-                    response.write(data)
-                response.close()
+                self._answer(request, response, environ, began)
             finally:
-                took = timedelta(seconds=time.monotonic() - began)
-                self.log.access(response, request, environ, took)
                 self.cfg.post_request(self, request, environ, response)
-                if hasattr(body, 'close'):
-                    body.close()
         except OSError:
             raise
         except Exception as ex:
@@ -523,6 +517,20 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             raise StopIteration from ex
         if response.should_close():
             raise StopIteration
+
+    def _answer(
+        self, request: Any, response: Any, environ: dict[str, Any], began: float
+    ) -> None:
+        body = self.wsgi(environ, response.start_response)
+        try:
+            for data in body:
+                response.write(data)
+            response.close()
+        finally:
+            took = timedelta(seconds=time.monotonic() - began)
+            self.log.access(response, request, environ, took)
+            if hasattr(body, 'close'):
+                body.close()
 
     def _end_request(self, request: Any, client: Client) -> None:
         internals.discard_body(request)

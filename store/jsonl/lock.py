@@ -90,8 +90,6 @@ def _poll(
     attempt: Callable[[], bool], path: object, deadline: float, sleep: Sleep
 ) -> None:
     """Repeat an attempt until it succeeds, or raise ``StoreUnavailable``."""
-    if attempt():
-        return
     began = time.monotonic()
     while not attempt():
         now = time.monotonic()
