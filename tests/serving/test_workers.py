@@ -155,6 +155,23 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
         assert server.log.count('Traceback') == 3
 
 
+def test_post_request_is_called_after_a_failure_too(tmp_path):
+    """The operator's hook sees each request end, also one whose application fails."""
+    (tmp_path / 'other.py').write_text(OTHER_APP)
+    hook = (
+        'post_request = lambda worker, request, environ, response: '
+        'worker.log.info("the hook was called")'
+    )
+    with Server(
+        tmp_path, *configured(tmp_path, hook), 'other:app', workers=None
+    ) as server:
+        before = server.log.count('the hook was called')
+        server.ask(request('GET', '/raised'))
+        wait_until(
+            lambda: server.log.count('the hook was called') > before, 'it is called'
+        )
+
+
 ENVIRON_APP = """
 import json
 
