@@ -20,6 +20,10 @@ from server import wait_until
 ACCEPTED = {
     'name only': '{"id":ID,"name":"Fern"}',
     'smallest id': '{"id":-9223372036854775808,"name":"Fern"}',
+    'largest id': '{"id":9223372036854775807,"name":"Fern"}',
+    'empty texts': '{"id":ID,"name":"","tag":""}',
+    'unknown member': '{"id":ID,"name":"Fern","height":{"cm":[30]}}',
+    '64 levels': '{"id":ID,"name":"Fern","x":' + 63 * '[' + 63 * ']' + '}',
     'white space': ' \r\n\t{"id" : ID , "name" : "Fern"}\n',
     'escapes': '{"\\u0069d":ID,"name":"\\ud83c\\udf3f\\/"}',
     'raw UTF-8': '{"id":ID,"name":"\U0001f33f","tag":"\u2028"}',
@@ -65,6 +69,22 @@ REFUSED = {
     '40500': (40500, request('PUT', body=fern())),
     '40004 deep': (40004, request(body=b'[' * 30_000 + b']' * 30_000)),
     '40005': (40005, request(body={'id': 1.5, 'name': 'x'})),
+    '40005 fraction': (40005, request(body=b'{"id": 1.0, "name": "x"}')),
+    '40005 exponent': (40005, request(body=b'{"id": 1e3, "name": "x"}')),
+    '40005 true': (40005, request(body={'id': True, 'name': 'x'})),
+    '40005 text': (40005, request(body={'id': '1', 'name': 'x'})),
+    '40005 too large': (40005, request(body={'id': 2**63, 'name': 'x'})),
+    '40005 too small': (40005, request(body={'id': -(2**63) - 1, 'name': 'x'})),
+    '40005 no name': (40005, request(body={'id': 7})),
+    '40005 null': (40005, request(body=fern(tag=None))),
+    '40005 U+0000': (40005, request(body=fern(name='a\0b'))),
+    '40004 NaN': (40004, request(body=b'{"id": NaN, "name": "x"}')),
+    '40004 twice': (40004, request(body=b'{"id": 7, "id": 7, "name": "x"}')),
+    '40004 surrogate': (40004, request(body=b'{"id": 7, "name": "\\ud800"}')),
+    '40004 long number': (
+        40004,
+        request(body=b'{"id": %s, "name": "x"}' % (b'9' * 2_000)),
+    ),
 }
 
 
