@@ -79,6 +79,7 @@ from store.jsonl.lock import try_flock
 MERGE_AT = 16_384
 MERGE_BYTES = 32 * 1024 * 1024
 FLUSH_AT = 250_000  # ids in memory while a draft is written
+ROWS = 100  # of an INSERT, which takes 1.7 us a row; a row alone takes 2.8
 # Caches of SQLite. While an index is built, scattered ids change nearly every
 # page again and again: with a small cache each page is written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
@@ -103,13 +104,20 @@ SECTOR = 512  # bytes
 TAIL = 256  # bytes before the end of a generation that are compared
 
 _SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)'
-_FILTER = 'CREATE TABLE filter (words BLOB NOT NULL)'
+_FILTER = 'CREATE TABLE bloom (words BLOB NOT NULL)'
 
-# The bits of an id in two words of the filter. Filters are on disk: after a change of
-# the bits, or of the choice of the words, rename the table.
+# The bits of an id, all in one word of the filter, scattered because many ids are
+# consecutive. So 1.3 % of new ids look like known ones, 3 % if there are ten million.
+# Filters are on disk: after a change of the bits, or of the choice of the word, rename
+# the table.
 _PRIME = 4093
-_FIRST = [1 << n % 64 | 1 << n % 63 for n in range(_PRIME)]
-_SECOND = [1 << n % 61 | 1 << n % 59 for n in range(_PRIME)]
+_BITS = [
+    1 << n**2 % _PRIME % 64
+    | 1 << n**3 % _PRIME % 64
+    | 1 << n**5 % _PRIME % 64
+    | 1 << n**7 % _PRIME % 64
+    for n in range(_PRIME)
+]
 
 # The open generations of indexes that a forked child has inherited from its parent.
 _inherited: list[dict[Stamp, Generation]] = []
@@ -156,7 +164,7 @@ class Generation:
                 self._connection.execute('PRAGMA mmap_size = 0')
                 self._connection.execute(f'PRAGMA cache_size = -{LOOKUP_CACHE_KIB}')
                 self.filter = array('Q')
-                query = 'SELECT words FROM filter ORDER BY rowid'
+                query = 'SELECT words FROM bloom ORDER BY rowid'
                 for (words,) in self._connection.execute(query):
                     self.filter.frombytes(words)
             self.check()
@@ -175,10 +183,7 @@ class Generation:
         """Return the offsets of the ids that are in this generation."""
         words, size = self.filter, len(self.filter)
         maybe = [
-            id
-            for id in ids
-            if words[id % size] & (bits := _FIRST[id % _PRIME]) == bits
-            and words[id % (size - 2)] & (bits := _SECOND[id % _PRIME]) == bits
+            id for id in ids if words[id % size] & (bits := _BITS[id % _PRIME]) == bits
         ]
         found: dict[int, int] = {}
         with _damage():
@@ -303,8 +308,11 @@ class Draft:
             while batch := sorted(islice(entries, FLUSH_AT), key=itemgetter(0)):
                 changes = self._connection.total_changes
                 execute('BEGIN')
-                query = 'INSERT OR IGNORE INTO plants VALUES (?, ?)'
-                self._connection.executemany(query, batch)
+                for start in range(0, len(batch), ROWS):
+                    rows = batch[start : start + ROWS]
+                    values = ', '.join(['(?, ?)'] * len(rows))
+                    query = f'INSERT OR IGNORE INTO plants VALUES {values}'
+                    execute(query, list(chain.from_iterable(rows)))
                 if self._connection.total_changes - changes < len(batch):
                     for id, offset in batch:
                         query = 'SELECT offset FROM plants WHERE id = ?'
@@ -317,8 +325,7 @@ class Draft:
     def _mark(self, entries: Iterable[tuple[int, int]]) -> None:
         words, size = self._filter, len(self._filter)
         for id, _ in entries:
-            words[id % size] |= _FIRST[id % _PRIME]
-            words[id % (size - 2)] |= _SECOND[id % _PRIME]
+            words[id % size] |= _BITS[id % _PRIME]
 
     def finish(self, plants: int, end: int) -> Stamp:
         """Return the stamp of the finished file, which is durable."""
@@ -330,7 +337,7 @@ class Draft:
                     [view[at : at + FILTER_ROW_BYTES]]
                     for at in range(0, len(view), FILTER_ROW_BYTES)
                 )
-                self._connection.executemany('INSERT INTO filter VALUES (?)', pieces)
+                self._connection.executemany('INSERT INTO bloom VALUES (?)', pieces)
             self._connection.execute('COMMIT')
         self._connection.close()
         self._system.fsync(self._fd)

@@ -34,13 +34,14 @@ ID_MAX = 2**63 - 1
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
-# Our own lines without an escape, which are nearly all lines. A match is a record if it
-# is also UTF-8 and its id has 64 bits. This is six times as fast as decode().
-_PLAIN = re.compile(
+# A line. One of our own without an escape, as nearly all are, has its id as the group:
+# it is a record if it is also UTF-8 and its id has 64 bits. This is six times as fast
+# as decode().
+_LINE = re.compile(
     rb'\{"id":(0|-?[1-9][0-9]{0,18}),"name":"[^"\\\x00-\x1f]*"'
     rb'(?:,"tag":"[^"\\\x00-\x1f]*")?\}\n'
+    rb'|.*\n|.+'
 )
-_NOTHING = re.compile(b'(?!)')
 
 
 class DamagedRecord(ValueError):
@@ -114,25 +115,24 @@ def _check_text(member: str, text: object) -> None:
         raise DamagedRecord(f'its {member} holds a lone surrogate') from ex
 
 
-def scan_ids(chunk: bytes) -> Iterator[tuple[int, int]]:
+def scan_ids(chunk: bytes, start: int) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record in a chunk of a file.
+
+    Args:
+        chunk: Whole lines.
+        start: Where the chunk begins, in bytes from the start of the file.
 
     Raises:
         DamagedRecord: A line is not a record; the ids before it were yielded.
     """
     try:
         chunk.decode()
-        match = _PLAIN.match
-    except UnicodeDecodeError:  # no line is plain: decode() finds the damaged one
-        match = _NOTHING.match
-    offset = 0
-    size = len(chunk)
-    while offset < size:
-        plain = match(chunk, offset)
-        if plain and ID_MIN <= (id := int(plain[1])) <= ID_MAX:
-            yield id, offset
-            offset = plain.end()
+        is_text = True
+    except UnicodeDecodeError:  # decode() finds the damaged line
+        is_text = False
+    for line in _LINE.finditer(chunk):
+        literal = line[1]
+        if is_text and literal and ID_MIN <= (id := int(literal)) <= ID_MAX:
+            yield id, start + line.start()
         else:
-            end = chunk.find(b'\n', offset) + 1 or size
-            yield decode(chunk[offset:end]).id, offset
-            offset = end
+            yield decode(line[0]).id, start + line.start()

@@ -135,8 +135,7 @@ def scan_ids(
     began = reported = time.monotonic()
     for base, chunk in _chunks(fd, start, end):
         try:
-            for id, at in record.scan_ids(chunk):
-                yield id, base + at
+            yield from record.scan_ids(chunk, base)
         except record.DamagedRecord as ex:
             damage = _damage(path, fd, base, end, synced, crashed)
             # Damage that is gone: only a program that ignores the lock can have

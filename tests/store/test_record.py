@@ -170,7 +170,7 @@ WHOLE_INVALID = {
 def test_valid_line_is_decoded(line, plant):
     """A line that follows the format is a record, also in a form we never write."""
     assert decode(line) == plant
-    assert list(scan_ids(line)) == [(plant.id, 0)]
+    assert list(scan_ids(line, 0)) == [(plant.id, 0)]
 
 
 @pytest.mark.parametrize(('line', 'reason'), INVALID.values(), ids=INVALID)
@@ -188,15 +188,16 @@ def test_deep_nesting_is_refused(opening):
     with pytest.raises(DamagedRecord):
         decode(line)
     with pytest.raises(DamagedRecord):
-        list(scan_ids(line))
+        list(scan_ids(line, 0))
 
 
 @pytest.mark.parametrize('line', WHOLE_INVALID.values(), ids=WHOLE_INVALID)
 def test_scan_stops_at_an_invalid_line(line):
     """A scan yields the ids before an invalid line, then refuses."""
-    sound = encode(Plant(7, 'Gräser')) + encode(Plant(8, 'a"b'))
-    scan = scan_ids(sound + line + sound)
-    assert [next(scan), next(scan)] == [(7, 0), (8, len(encode(Plant(7, 'Gräser'))))]
+    first = encode(Plant(7, 'Gräser'))
+    sound = first + encode(Plant(8, 'a"b'))
+    scan = scan_ids(sound + line + sound, 100)
+    assert [next(scan), next(scan)] == [(7, 100), (8, 100 + len(first))]
     with pytest.raises(DamagedRecord):
         next(scan)
 
@@ -216,7 +217,7 @@ def decode_lines(chunk):
 def scan(chunk):
     """Yield what scan_ids yields; end with the error, if any."""
     try:
-        yield from scan_ids(chunk)
+        yield from scan_ids(chunk, 0)
     except DamagedRecord as ex:
         yield str(ex)
 
@@ -252,7 +253,7 @@ def test_scan_equals_decode_when_damaged(plant, data):
 
 def test_scan_of_no_lines():
     """A scan of no bytes yields no ids."""
-    assert list(scan_ids(b'')) == []
+    assert list(scan_ids(b'', 0)) == []
 
 
 @pytest.mark.parametrize(
