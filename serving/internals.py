@@ -158,7 +158,9 @@ class Exchanges:
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
-        self._known: dict[tuple[bytes, str, Any], dict[str, Any]] = {}
+        self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
+        # An operator's hook may change each request.
+        self._keeps = cfg.pre_request is cfg.settings['pre_request'].default
         self._error_log = ErrorLog(cfg)
 
     def requests(self, client: Any, address: Any, listener: Any) -> Iterator[Any]:
@@ -175,7 +177,8 @@ class Exchanges:
         """
         unreader = SocketUnreader(client)
         # gunicorn trusts the forwarding headers of some hosts only.
-        host = address[0] if isinstance(address, tuple) else ''
+        host = address[0] if isinstance(address, tuple) else address
+        proxied = None
         for number in count(1):
             received = unreader.read()
             if not received:
@@ -183,9 +186,12 @@ class Exchanges:
             end = received.find(b'\r\n\r\n') + 4
             head = received[:end], host, listener
             known = self._known.get(head)
-            if known is None:
+            if known is None or proxied:
                 unreader.unread(received)
                 request = StrictRequest(self._cfg, unreader, address, number)
+                # What a proxy says of its client holds for the whole connection.
+                proxied = request.proxy_protocol_info or proxied
+                request.proxy_protocol_info = proxied
                 if 4 <= end <= MAX_KNOWN_HEAD:
                     self._keep(head, request)
             else:
@@ -202,9 +208,10 @@ class Exchanges:
             if request.should_close() or getattr(request.body, 'failed', False):
                 return
 
-    def _keep(self, head: tuple[bytes, str, Any], request: StrictRequest) -> None:
+    def _keep(self, head: tuple[bytes, Any, Any], request: StrictRequest) -> None:
         if (
-            request.content_length is None
+            not self._keeps
+            or request.content_length is None
             or request.proxy_protocol_info
             or request._expected_100_continue
         ):

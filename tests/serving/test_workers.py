@@ -211,6 +211,55 @@ def test_requests_with_the_same_head_keep_their_environ(tmp_path):
         assert 'seen' in server.log
 
 
+def test_clients_of_a_unix_socket_keep_their_addresses(tmp_path):
+    """Clients that are bound to paths have these as addresses, whatever they send."""
+    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
+    bound = ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s')
+    with Server(tmp_path, 'environ:app', '-w1', *bound, workers=None):
+        for path in (f'{tmp_path}/1', f'{tmp_path}/2', ''):
+            over = socket.socket(socket.AF_UNIX)
+            over.settimeout(PATIENCE)
+            if path:
+                over.bind(path)
+            over.connect(f'{tmp_path}/s')
+            with over, RawClient(over=over) as client:
+                for _ in range(2):
+                    assert client.ask(request('GET')).json['REMOTE_ADDR'] == path
+
+
+def test_connection_of_a_proxy_keeps_the_address_of_its_client(tmp_path):
+    """A line of the PROXY protocol is about all requests of its connection."""
+    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
+    settings = ('environ:app', '-w1', '--proxy-protocol')
+    line = b'PROXY TCP4 192.0.2.1 192.0.2.2 1234 80\r\n'
+    data = request('GET')
+    with Server(tmp_path, *settings, workers=None) as server:
+        for announced, address in ((b'', '127.0.0.1'), (line, '192.0.2.1')) * 2:
+            with server.connect() as client:
+                for sent in (announced + data, data, data):
+                    assert client.ask(sent).json['REMOTE_ADDR'] == address
+
+
+CHANGE_REQUEST = """
+numbers = iter(range(9))
+
+def pre_request(worker, request):
+    request.headers.append(('X-NUMBER', str(next(numbers))))
+"""
+
+
+def test_pre_request_may_change_each_request(tmp_path):
+    """What the operator's hook does with a request is not in the next one."""
+    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
+    settings = ('environ:app', *configured(tmp_path, CHANGE_REQUEST), '-w1')
+    with Server(tmp_path, *settings, workers=None) as server:
+        numbers = [
+            int(server.ask(request('GET')).json['HTTP_X_NUMBER']) for _ in range(3)
+        ]
+    first = numbers[0]
+    assert numbers == [first, first + 1, first + 2]
+
+
 def test_fault_of_the_worker_ends_only_its_connection(tmp_path):
     """An unexpected error of a connection is logged, and other clients are served."""
     lines = 'PlantsWorker.handle_error = None'
