@@ -240,6 +240,10 @@ class Turnstile:
             self._idle.stop()
 
 
+class ClientGone(OSError):
+    """A connection has failed, and not a file, for example, of the application."""
+
+
 class Client:
     """A client's socket, with a time limit for everything that waits for the client.
 
@@ -298,6 +302,7 @@ class Client:
         """Receive bytes; none at the end of the stream and after the time limit.
 
         Raises:
+            ClientGone: The connection has failed.
             LimitRequestHeaders: The head of a request becomes too long.
         """
         if self._buffer:
@@ -306,7 +311,10 @@ class Client:
             raise internals.LimitRequestHeaders('the head is too long')
         if self.is_idle and self._waits_before_read:
             wait(self._readable)  # spares a read that would find nothing
-        data: bytes = b'' if self.has_ended else self._sock.recv(size)
+        try:
+            data: bytes = b'' if self.has_ended else self._sock.recv(size)
+        except OSError as ex:
+            raise ClientGone from ex
         self.has_ended = not data
         if self.is_idle and data:
             self.begin_request()
@@ -322,7 +330,11 @@ class Client:
     send = sendall
 
     def flush(self) -> None:
-        """Send the buffered answers."""
+        """Send the buffered answers.
+
+        Raises:
+            ClientGone: The connection has failed.
+        """
         buffer, self._buffer = self._buffer, []
         if self._buffered <= MAX_BUFFERED:
             buffer = [b''.join(buffer)]  # else without a copy: large data is shared
@@ -334,6 +346,8 @@ class Client:
                 while rest:
                     self.deadline = time.monotonic() + REQUEST_TIMEOUT
                     rest = rest[self._sock.send(rest) :]
+        except OSError as ex:
+            raise ClientGone from ex
         finally:
             self._is_sending = False
             self.deadline = deadline
@@ -491,7 +505,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
         Raises:
             StopIteration: The answer announced the end of the connection.
-            Exception: The application failed before it began to answer.
+            ClientGone: The connection has failed.
         """
         began = time.monotonic()
         self.cfg.pre_request(self, request)
@@ -507,13 +521,14 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 self._answer(request, response, environ, began)
             finally:
                 self.cfg.post_request(self, request, environ, response)
-        except OSError:
+        except ClientGone:
             raise
         except Exception as ex:
-            if not response.headers_sent:
-                raise
-            self.log.exception('an answer was broken off')
-            client.shutdown(socket.SHUT_RDWR)
+            if response.headers_sent:
+                self.log.exception('an answer was broken off')
+                client.shutdown(socket.SHUT_RDWR)
+            else:
+                self.handle_error(request, client, address, ex)
             raise StopIteration from ex
         if response.should_close():
             raise StopIteration

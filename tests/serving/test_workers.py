@@ -126,6 +126,8 @@ def app(environ, start_response):
         start_response('200 OK', [('a b', 'c')])
     if environ['PATH_INFO'] == '/raised':
         raise ValueError('raised')
+    if environ['PATH_INFO'] == '/missing':
+        open('/nowhere/missing')
     start_response('200 OK', [('Content-Length', str(size))])
     if environ['PATH_INFO'] == '/broken':
         return broken()
@@ -147,12 +149,15 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
             with pytest.raises(ConnectionError, match='after 5 of'):
                 server.ask(request('GET', '/broken'))
             assert kept.ask(request('GET')).body == path.read_bytes()
-        for path in ('/header', '/raised'):
-            answer = server.ask(request('GET', path))
+        for target in ('/header', '/raised', '/missing'):
+            with server.connect() as client:
+                client.send(request('GET') + request('GET', target))
+                assert client.receive().body == path.read_bytes()
+                answer = client.receive()
             assert_error(answer, 50000)
             assert f'{answer.headers["x-request-id"]}: request failed' in server.log
         assert server.log.count('ValueError: broken') == 1
-        assert server.log.count('Traceback') == 3
+        assert server.log.count('Traceback') == 4
 
 
 def test_post_request_is_called_after_a_failure_too(tmp_path):
