@@ -129,7 +129,7 @@ class StrictRequest(Request):  # type: ignore[misc]
             self.unreader.unread(received)
 
     def should_close(self) -> bool:
-        return self.must_close or self._leaves_body()
+        return self.must_close or self.unreader.sock.has_ended or self._leaves_body()
 
     def _leaves_body(self) -> bool:
         """Whether so much of the body is unread that the connection must close.
@@ -140,7 +140,7 @@ class StrictRequest(Request):  # type: ignore[misc]
             return False
         reader = self.body.reader
         if isinstance(reader, LengthReader):
-            return bool(self.unreader.sock.has_ended or reader.length >= LONG_REST)
+            return bool(reader.length >= LONG_REST)
         return reader.parser is not None
 
 

@@ -594,6 +594,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._counts[self.number % SLOTS] = len(self._clients)
 
     def _expire_clients(self, idle_until: float = math.inf) -> None:
+        # First hear the clients, if this process was paused for a while.
+        GeventScheduler().give_way()
         now = time.monotonic()
         for client in list(self._clients):
             if client.deadline < now or (client.is_idle and idle_until < now):

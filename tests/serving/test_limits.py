@@ -1,8 +1,10 @@
 """Slow and hostile clients are limited, and delay no other client."""
 
+import fcntl
 import os
 import re
 import select
+import signal
 import socket
 import threading
 import time
@@ -113,6 +115,32 @@ def test_idle_connection_is_closed_at_its_time_limit(impatient):
         assert not client.is_readable(2)
         assert client.is_readable(5)
         assert client.receive() is None
+
+
+def test_request_that_waits_for_its_time_limit_is_answered(impatient):
+    """If the store takes longer than a request may, the answer tells what follows."""
+    plants = impatient.directory / 'plants.jsonl'
+    assert impatient.ask(request(body=fern())).status == 200
+    with impatient.connect() as client:
+        with plants.open('rb') as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            client.send(request(body=fern()))
+            # The worker looks once a second for clients whose time is up.
+            assert not client.is_readable(2.5)
+        answer = client.receive()
+        assert answer.status == 200
+        assert answer.announces_close
+
+
+def test_request_sent_to_a_paused_worker_is_answered(tmp_path):
+    """A worker that is paused for longer than its limits first hears its clients."""
+    with Server(tmp_path, '--keep-alive=1') as server, server.connect() as client:
+        assert client.ask(PROBE).status == 200
+        os.kill(only_worker(server), signal.SIGSTOP)
+        client.send(request(body=fern()))
+        assert not client.is_readable(2.5)
+        os.kill(only_worker(server), signal.SIGCONT)
+        assert client.receive().status == 200
 
 
 def test_first_request_may_come_late(tmp_path):
