@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import threading
 import time
@@ -107,6 +108,9 @@ class JSONLinesStore(LazyStore['PlantFile']):
         self._create = create
         self._system = system
         self._pinned: tuple[int, int] | None = None
+        # In memory that forked processes share, since any of them may be asked whether
+        # an add would work.
+        self._failed_write = memoryview(mmap.mmap(-1, 8)).cast('Q')
 
     def add(self, plant: Plant) -> bool:
         return self._backend().add(plant)
@@ -155,6 +159,7 @@ class JSONLinesStore(LazyStore['PlantFile']):
             self.path,
             'never' if self._pinned else self._create,
             pinned=self._pinned,
+            failed_write=self._failed_write,
             scheduler=self._scheduler,
             observe=self._report_sync,
             system=self._system,
@@ -166,6 +171,8 @@ class PlantFile:
 
     Args:
         pinned: Device and inode that it must have, or ``None``.
+        failed_write: The length of the latest write, if it failed, or 0; only the
+            holder of the lock changes it.
         observe: Called after each sync.
 
     The other arguments are those of ``JSONLinesStore``.
@@ -177,6 +184,7 @@ class PlantFile:
         create: Create,
         *,
         pinned: tuple[int, int] | None,
+        failed_write: memoryview,
         scheduler: Scheduler,
         observe: Callable[[int, float], None],
         system: Any,
@@ -186,7 +194,7 @@ class PlantFile:
         self._call = scheduler.call
         self._closing = False
         self._failed_sync: OSError | None = None
-        self._failed_write = 0  # the length of the latest write, if it failed
+        self._failed_write = failed_write
         self._synced: tuple[Index, int] | None = None  # the end of the latest sync
         self._merging: threading.Thread | None = None
         self._merge_at = 0.0
@@ -237,10 +245,10 @@ class PlantFile:
             end = self._catch_up(THREADS.call)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._failed_write:
+            if self._failed_write[0]:
                 # Only a write tells whether a write would fail (a quota, a limit, the
                 # disk). A crash may leave its zeros: without a line feed a torn tail.
-                self._write(bytes(self._failed_write), end)
+                self._write(bytes(self._failed_write[0]), end)
                 self._system.ftruncate(self._fd, end)
                 self._index.seal()
 
@@ -335,7 +343,7 @@ class PlantFile:
         return (self._index, position) if needs_sync else None
 
     def _write(self, data: bytes, end: int) -> None:
-        self._failed_write = len(data)
+        self._failed_write[0] = len(data)
         try:
             write(self._fd, data, end, self._system)
         except BaseException:
@@ -347,7 +355,7 @@ class PlantFile:
                     self._system.fdatasync(self._fd)  # see cut_tail
                     self._index.seal()
             raise
-        self._failed_write = 0
+        self._failed_write[0] = 0
 
     def _sync(self, written: tuple[Index, int] | None) -> None:
         assert written is not None

@@ -732,6 +732,33 @@ class TestThreadsAndForks:
                 in_child(lambda: store.add(PLANTS[1]))
             assert [plant.id for plant in store] == [1, 2]
 
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_failed_write_of_a_process_is_known_to_all(self, path):
+        """No worker is ready while writes of another one fail, also if that ended."""
+        quota = path.with_name('quota')
+
+        def pwrite(fd, data, offset):
+            if quota.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+            return os.pwrite(fd, data, offset)
+
+        with JSONLinesStore(path, system=RecordingSystem(pwrite=pwrite)) as store:
+
+            def fail():
+                with pytest.raises(StoreUnavailable):
+                    store.add(PLANTS[1])
+
+            store.add(PLANTS[0])
+            quota.touch()
+            in_child(fail)
+            with pytest.raises(StoreUnavailable):
+                store.ping()
+            quota.unlink()
+            in_child(store.ping)
+            quota.touch()
+            store.ping()  # no write has failed since
+            assert path.read_bytes() == FERN
+
     def test_close_waits_for_a_sync(self, path):
         """A close waits for a sync in flight, whose plant is then acknowledged."""
         syncing = threading.Event()
