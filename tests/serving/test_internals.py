@@ -1,8 +1,124 @@
-"""The installed gunicorn is the version whose internals were checked."""
+"""gunicorn's internals: the version that was checked, and heads that are known."""
 
+import random
 from importlib import metadata
 
+import pytest
+from gunicorn.config import Config
+
 from serving import internals
+
+CLIENT = ('127.0.0.1', 40_000)
+LISTENER = ('127.0.0.1', 8000)
+BODY = b'{"id": 1}'
+
+REQUEST_LINES = 5 * [b'POST / HTTP/1.1'] + [b'POST / HTTP/1.0', b'GET /  x', b'']
+LINES = [
+    b'Host: a',
+    b'Content-Length: 9',
+    b'Connection: close',
+    b'Accept: */*',
+    b'Transfer-Encoding: chunked',
+    b'Expect: 100-continue',
+    b' folded',
+    b'X_Request_Id: under',
+    b'X-Request-Id: ',
+    b'X-Request-Id: two words',
+    b'X-Request-Id : space',
+    b'X-Request-Id: bare\nfeed',
+    b'X-Request-Id: \xff',
+]
+REQUEST_IDS = [b'X-Request-Id: one', b'x-request-id:two', b'X-REQUEST-ID: three\t']
+
+
+class Bytes:
+    """A client that has sent some bytes."""
+
+    has_ended = False
+
+    def __init__(self, data):
+        self._data = data
+        self.sent = b''
+
+    def recv(self, size):
+        data, self._data = self._data[:size], self._data[size:]
+        return data
+
+    def sendall(self, data):
+        self.sent += data
+
+    send = sendall
+
+
+@pytest.fixture
+def settings():
+    """Settings under which a request id may matter to gunicorn."""
+    settings = Config()
+    settings.set('http_parser', 'python')
+    settings.set('limit_request_fields', 3)
+    settings.set('header_map', 'dangerous')
+    return settings
+
+
+def requests(exchanges, data):
+    """Return what an application would see of each request, and how it ended."""
+    seen = []
+    client = Bytes(data)
+    try:
+        for request in exchanges.requests(client, CLIENT, LISTENER):
+            environ = exchanges.respond(request, LISTENER)[1]
+            body = environ.pop('wsgi.input').read()
+            for name in ('gunicorn.socket', 'wsgi.errors', 'wsgi.file_wrapper'):
+                del environ[name]
+            seen += [environ, body, sorted(request.headers), request.should_close()]
+    except Exception as ex:
+        seen.append(type(ex))
+    return [*seen, client.sent]
+
+
+def random_head(choose):
+    """Return a head that may have request ids, and lines that make it refused."""
+
+    def some(lines, chance):
+        return [line for line in lines if choose.random() < chance]
+
+    lines = some(LINES[:2], 0.9) + some(LINES[2:], 0.06) + some(REQUEST_IDS, 0.4)
+    choose.shuffle(lines)
+    before = some([b''], 0.1) + some(REQUEST_IDS, 0.05)
+    lines = [*before, choose.choice(REQUEST_LINES), *lines]
+    return b''.join(line + b'\r\n' for line in lines) + b'\r\n'
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_known_head_is_read_like_a_new_one(settings, seed):
+    """A request means the same whatever the worker has read before it."""
+    choose = random.Random(seed)
+    warm = internals.Exchanges(settings)
+    accepted = known = 0
+    for _ in range(3000):
+        data = random_head(choose) + BODY
+        fresh = internals.Exchanges(settings)
+        expected = requests(fresh, data)
+        size = len(warm._known)
+        assert requests(warm, data) == expected, data
+        accepted += len(expected) > 2
+        known += bool(fresh._known) and len(warm._known) == size
+    assert accepted > 500
+    assert known > 100
+
+
+def test_head_is_known_with_another_request_id(settings):
+    """A head is parsed once, also if each request has its own id."""
+    exchanges = internals.Exchanges(settings)
+    lines = (
+        b'POST / HTTP/1.1\r\nHost: a\r\nX-Request-Id: %d\r\nContent-Length: 0\r\n\r\n'
+    )
+    for number in range(3):
+        environ, *_ = requests(exchanges, lines % number)
+        assert environ['HTTP_X_REQUEST_ID'] == str(number)
+    environ, *_ = requests(exchanges, lines.replace(b'X-Request-Id: %d\r\n', b''))
+    assert 'HTTP_X_REQUEST_ID' not in environ
+    assert len(exchanges._known) == 1
 
 
 def test_version_of_gunicorn_is_the_one_that_was_checked():
