@@ -24,7 +24,7 @@ connections often end up at one worker while another idles. The usual remedy, a 
 for each worker (``reuse_port``), spreads by a hash, which is even only for many
 connections; it no longer refuses a second server on the port; and connections that wait
 at the socket of a worker that stops are reset. Here a worker that has more connections
-than another leaves a new one to the others for ``STAND_BACK``.
+than another leaves a new one to the others for a moment.
 
 *Errors* that gunicorn answers itself are JSON, with a request id, and have a line in
 the log.
@@ -83,8 +83,10 @@ LINGER_RATE = 256 * 1024
 # How often the worker looks for clients whose time is up, and how often as it stops.
 EXPIRE_EVERY = 1.0
 EXPIRE_AT_END = 0.1
-# How long a worker with more connections leaves a new one to the others.
-STAND_BACK = 0.005
+# How long a worker with more connections leaves a new one to the others, and how often
+# it does so before it accepts: the others may be in the middle of a turn.
+STAND_BACK = 0.001
+STAND_BACKS = 5
 
 # ---- sizes, in bytes
 
@@ -414,6 +416,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             PlantsWorker.connection_counts = counts
         self._counts = PlantsWorker.connection_counts
         self.number = 0
+        self._connections = 0
         self._clients: set[Client] = set()
         self._tls: Any = None
         self._turnstile: Turnstile
@@ -447,7 +450,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         servers = [Acceptor(self, listener, pool) for listener in self.sockets]
         for server in servers:
             server.start()
-        self._count_connections()
+        self.count_connection(0)
         while self.alive:
             self.notify()
             self._expire_clients()
@@ -468,7 +471,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """Serve a connection from its beginning to its end."""
         client = Client(sock)
         self._clients.add(client)
-        self._count_connections()
         request = None
         try:
             try:
@@ -494,7 +496,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         finally:
             self._clients.discard(client)
             client.close()
-            self._count_connections()
+            self.count_connection(-1)
 
     def handle_request(
         self, listener: Any, request: Any, client: Client, address: Any
@@ -586,12 +588,14 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
         Few connections are spread evenly; many may differ by a sixteenth.
         """
-        mine = len(self._clients)
+        mine = self._connections
         return bool(mine > min(self._counts) + mine // 16)
 
-    def _count_connections(self) -> None:
+    def count_connection(self, change: int) -> None:
+        """Tell the others that a connection was accepted (1) or has ended (-1)."""
+        self._connections += change
         if self.alive:
-            self._counts[self.number % SLOTS] = len(self._clients)
+            self._counts[self.number % SLOTS] = self._connections
 
     def _expire_clients(self, idle_until: float = math.inf) -> None:
         # First hear the clients, if this process was paused for a while.
@@ -610,13 +614,13 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
 
 class Acceptor(StreamServer):  # type: ignore[misc]
-    """Accepts one connection at a time, unless another worker should."""
+    """Accepts connections, unless another worker should."""
 
-    max_accept = 1
+    max_accept = 16
 
     def __init__(self, worker: PlantsWorker, listener: GeventSocket, pool: Pool):
         self._worker = worker
-        self._is_patient = True
+        self._stood_back = 0
         name = listener.getsockname()
         super().__init__(
             listener,
@@ -625,18 +629,21 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         )
 
     def do_read(self) -> Any:
-        if self._is_patient and self._worker.must_stand_back():
+        if self._stood_back < STAND_BACKS and self._worker.must_stand_back():
+            self._stood_back += 1
             self._pause()
             return None
-        self._is_patient = True
+        self._stood_back = 0
         try:
-            return super().do_read()
+            accepted = super().do_read()
         except OSError:
             self._pause()  # too many open files: other connections must close first
             return None
+        if accepted:
+            self._worker.count_connection(1)
+        return accepted
 
     def _pause(self) -> None:
-        self._is_patient = False
         self.stop_accepting()
         self._timer = self.loop.timer(STAND_BACK)
         self._timer.start(self._start_accepting_if_started)
