@@ -135,7 +135,7 @@ class JSONLinesStore(LazyStore['PlantFile']):
         # Imported here: a server needs none of it.
         from store.jsonl.repair import verify
 
-        return verify(self.path, move=repair, progress=progress)
+        return verify(self.path, repair=repair, progress=progress)
 
     def check_opening(self) -> None:
         """Return if the file could be opened or made; its lines are not read."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from typing import NamedTuple
 
-from store.base import Item
 from store.base import Progress
 from store.base import Verified
 from store.errors import StoreUnavailable
@@ -33,100 +32,79 @@ class Damage(NamedTuple):
     reason: str
 
 
-def verify(path: Path, *, move: bool, progress: Progress) -> Verified:
-    """Find every damaged line of a plant file; with ``move``, move them out."""
-    count = 0
+def verify(
+    path: Path, *, repair: bool = False, progress: Progress = iter, system: Any = os
+) -> Verified:
+    """Find every damaged line of a plant file.
 
-    def counted(lines: Iterable[Item]) -> Iterator[Item]:
-        nonlocal count
-        for count, line in enumerate(progress(lines), 1):  # noqa: B007
-            yield line
-
-    side: Path | None = None
-    if move:
-        side, damaged = repair(path, progress=counted)
-    else:
-        damaged = find_damage(path, progress=counted)
-    sentences = tuple(
-        f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
-        for damage in damaged
-    )
-    return Verified(count - len(damaged), sentences, str(side) if side else None)
-
-
-def find_damage(path: Path, *, progress: Progress = iter) -> list[Damage]:
-    """Return every damaged line of a plant file, in order; nothing is changed.
-
-    Raises:
-        StoreUnavailable: The file cannot be read.
-    """
-    try:
-        with path.open('rb') as file:
-            fd = file.fileno()
-            return _find_damage(fd, recovery.whole_size(path, fd), progress)
-    except OSError as ex:
-        raise StoreUnavailable.refused(ex, path) from ex
-
-
-def repair(
-    path: Path, system: Any = os, *, progress: Progress = iter
-) -> tuple[Path | None, list[Damage]]:
-    """Move every damaged line of a plant file to a side file; nothing is lost.
-
-    The file is replaced in one step. A server that has the old one open refuses plants
+    With ``repair`` all of them are moved to a side file; nothing is lost. The plant
+    file is replaced in one step. A server that has the old one open refuses plants
     until it is reloaded.
-
-    Returns:
-        The side file, if there was damage, and the damaged lines.
 
     Raises:
         StoreUnavailable: A file cannot be read or written. The plant file is unchanged;
             or it is repaired, but a power cut may still undo the repair.
     """
-    path = path.resolve()  # a link stays a link
+    side: Path | None = None
     try:
-        with path.open('r+b') as file:
+        with path.open('r+b' if repair else 'rb') as file:
             fd = file.fileno()
-            take_flock(path, fd, fcntl.LOCK_EX)
-            status = os.fstat(fd)
-            if not os.path.samestat(status, path.stat()):
-                raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-            damaged = _find_damage(fd, status.st_size, progress)
-            if not damaged:
-                return None, []
-            side = recovery.side_file(path, 'damaged')
-            _write_file(side, status, (damage.text for damage in damaged), system)
-            offsets = {damage.offset for damage in damaged}
-            repaired = recovery.side_file(path, 'repaired')
-            sound = (
-                line.text
-                for line in recovery.read_lines(fd, 0, status.st_size)
-                if line.offset not in offsets
-            )
-            try:
-                _write_file(repaired, status, sound, system)
-                # The point of no return: both files are durable, and so is every line.
-                system.replace(repaired, path)
-            except BaseException:
-                if os.path.samestat(status, path.stat()):
-                    system.unlink(side)  # nothing was moved
-                    repaired.unlink(missing_ok=True)
-                raise
-            sync_directory(path, system)
-            return side, damaged
+            if repair:
+                take_flock(path, fd, fcntl.LOCK_EX)
+                if not os.path.samestat(os.fstat(fd), path.stat()):
+                    raise StoreUnavailable('it was replaced meanwhile', store=str(path))
+                end = os.fstat(fd).st_size
+            else:
+                end = recovery.whole_size(path, fd)
+            lines, damaged = _find_damage(fd, end, progress)
+            if repair and damaged:
+                side = _move(path, fd, end, damaged, system)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
+    sentences = tuple(
+        f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
+        for damage in damaged
+    )
+    return Verified(lines - len(damaged), sentences, str(side) if side else None)
 
 
-def _find_damage(fd: int, end: int, progress: Progress) -> list[Damage]:
+def _move(path: Path, fd: int, end: int, damaged: list[Damage], system: Any) -> Path:
+    """Move damaged lines to a side file, and return its path."""
+    status = os.fstat(fd)
+    side = recovery.side_file(path, 'damaged')
+    _write_file(side, status, (damage.text for damage in damaged), system)
+    offsets = {damage.offset for damage in damaged}
+    repaired = recovery.side_file(path, 'repaired')
+    sound = (
+        line.text
+        for line in recovery.read_lines(fd, 0, end)
+        if line.offset not in offsets
+    )
+    try:
+        _write_file(repaired, status, sound, system)
+        # The point of no return: both files are durable, and so is every line.
+        system.replace(repaired, path)
+    except BaseException:
+        if os.path.samestat(status, path.stat()):
+            system.unlink(side)  # nothing was moved
+            repaired.unlink(missing_ok=True)
+        raise
+    sync_directory(path, system)
+    return side
+
+
+def _find_damage(fd: int, end: int, progress: Progress) -> tuple[int, list[Damage]]:
+    """Return the number of all lines, and the damaged lines in order."""
+    count = 0
     damaged = []
     repeated = []
 
     def sound() -> Iterator[tuple[int, int]]:
+        nonlocal count
         lines = progress(recovery.read_lines(fd, 0, end))
-        for number, line in enumerate(lines, 1):
+        for count, line in enumerate(lines, 1):
             if line.plant is None:
-                damaged.append(Damage(number, line.offset, line.text, line.reason))
+                damaged.append(Damage(count, line.offset, line.text, line.reason))
             else:
                 yield line.plant.id, line.offset
 
@@ -145,7 +123,7 @@ def _find_damage(fd: int, end: int, progress: Progress) -> list[Damage]:
             counted = again
             reason = f'its id is that of a different plant, {plant.id}'
             damaged.append(Damage(number, again, line, reason))
-    return sorted(damaged)
+    return count, sorted(damaged)
 
 
 def _write_file(

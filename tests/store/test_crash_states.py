@@ -26,7 +26,7 @@ from store.jsonl import JSONLinesStore
 from store.jsonl import file
 from store.jsonl import index
 from store.jsonl.record import encode
-from store.jsonl.repair import repair
+from store.jsonl.repair import verify
 
 # How many states of each scenario are tried, or "all".
 STATES = os.environ.get('CRASH_STATES', '300')
@@ -266,7 +266,7 @@ def repaired(disk, opened):
     disk.send(*OTHERS)
     disk.append(disk.damage + lines(*OTHERS))
     disk.keep(disk.damage)
-    repair(disk.path)
+    verify(disk.path, repair=True)
     with opened() as store:
         disk.add(store, MOSS)
 
@@ -331,7 +331,7 @@ def repair_damage(recorder):
     if damage and path.exists() and damage in path.read_bytes():
         with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt):
             store.ping()
-        repair(path)
+        verify(path, repair=True)
 
 
 def check(crash):

@@ -13,7 +13,7 @@ from store import StoreClosed
 from store import StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
-from store.jsonl.repair import repair
+from store.jsonl.repair import verify
 from store.scheduler import Threads
 from store.testing import in_child
 from store.testing import wait_until
@@ -111,7 +111,7 @@ def test_commands_wait_no_longer_than_adds(path):
     path.write_bytes(FERN_LINE)
     with path.open('rb') as other, JSONLinesStore(path) as store:
         fcntl.flock(other, fcntl.LOCK_EX)
-        for attempt in (lambda: list(store), lambda: repair(path)):
+        for attempt in (lambda: list(store), lambda: verify(path, repair=True)):
             with pytest.raises(StoreUnavailable, match='holds the lock'):
                 attempt()
 

@@ -22,9 +22,9 @@ from store import Plant
 from store import StoreUnavailable
 from store import open_store
 from store.__main__ import main
+from store.base import Verified
 from store.jsonl import record
-from store.jsonl.repair import find_damage
-from store.jsonl.repair import repair
+from store.jsonl.repair import verify
 from store.testing import PATIENCE
 from store.testing import TOP
 
@@ -253,10 +253,13 @@ def test_check_of_many_repeats_reads_little(path, monkeypatch):
         return data
 
     monkeypatch.setattr(os, 'pread', note)
-    found = find_damage(path)
-    assert [damage.line for damage in found] == list(range(8101, 8201))
-    assert [damage.text for damage in found] == others
-    assert all(path.read_bytes().find(text) == at for _, at, text, _ in found)
+    found = verify(path)
+    text = path.read_bytes()
+    assert list(found.damaged) == [
+        f'{path}: line {number} (byte {text.find(line)}): '
+        f'its id is that of a different plant, {number - 8101}'
+        for number, line in enumerate(others, 8101)
+    ]
     # The file once, once more for the line numbers, and some KiB for each look-up.
     look_ups = 2 * 200
     assert 0 < sum(sizes) < 2 * path.stat().st_size + (look_ups + 100) * 8192
@@ -360,13 +363,13 @@ class TestRepair:
         with path.open('ab') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             checking = threading.Thread(
-                target=lambda: found.append(find_damage(path)), daemon=True
+                target=lambda: found.append(verify(path)), daemon=True
             )
             checking.start()
             checking.join(0.1)
             file.write(MOSS[10:])
         checking.join(PATIENCE)
-        assert found == [[]]
+        assert found == [Verified(2)]
 
     def test_repair_leaves_a_file_replaced_meanwhile(self, path):
         """A file that was replaced while the repair waited for the lock stays."""
@@ -375,7 +378,7 @@ class TestRepair:
         with path.open('rb') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             waiting = threading.Thread(
-                target=lambda: repaired.append(outcome(repair, path)), daemon=True
+                target=lambda: repaired.append(outcome_of_repair(path)), daemon=True
             )
             waiting.start()
             waiting.join(0.1)
@@ -432,14 +435,14 @@ class TestRepair:
 
         system = SimpleNamespace(**{**vars(os), 'replace': replace_and_raise})
         with pytest.raises(KeyboardInterrupt):
-            repair(path, system)
+            verify(path, repair=True, system=system)
         assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
 
 
-def outcome(function, *arguments):
-    """Return what a function returns or raises."""
+def outcome_of_repair(path):
+    """Return what a repair returns or raises."""
     try:
-        return function(*arguments)
+        return verify(path, repair=True)
     except Exception as ex:
         return ex
 
