@@ -192,7 +192,6 @@ class PlantFile:
         self._path = path
         self._system = system
         self._call = scheduler.call
-        self._closing = False
         self._failed_sync: OSError | None = None
         self._failed_write = failed_write
         self._synced: tuple[Index, int] | None = None  # the end of the latest sync
@@ -257,15 +256,13 @@ class PlantFile:
         # Leave the files open: the end of the process closes them.
         with suppress(StoreUnavailable):
             with self._lock.held(CLOSE_WITHIN):
-                self._closing = True  # no append begins after this
+                self._lock.closed = True  # nobody takes it after this
             if self._merging is not None:
                 self._merging.join()
             # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get()
             self._sync_fds.put(-1)
-            with self._lock.held(CLOSE_WITHIN):
-                self._lock.closed = True
             self._index.close()
             self._opened.close()
 
@@ -414,8 +411,6 @@ class PlantFile:
 
     def _check_file(self) -> os.stat_result:
         """Return the status of the path, which must still name the opened file."""
-        if self._closing:
-            raise StoreClosed
         if self._failed_sync is not None:
             raise self._latched()
         status = os.stat(self._path)
@@ -576,7 +571,7 @@ class PlantFile:
             return
         self._sync((index, merge.end))
         with Draft(
-            path, status, merge.ids, system=self._system, stop=lambda: self._closing
+            path, status, merge.ids, system=self._system, stop=lambda: self._lock.closed
         ) as draft:
             stamp = index.write_merged(merge, draft)
             with self._lock.held():

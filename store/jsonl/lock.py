@@ -32,7 +32,7 @@ class FileLock:
         path: The path of the plant file, for messages.
 
     Attributes:
-        closed: Set by the holder of the lock before the descriptor is closed.
+        closed: Set by a holder of the lock: nobody takes it after that.
     """
 
     def __init__(self, fd: int, path: object) -> None:
@@ -53,7 +53,7 @@ class FileLock:
                 is interrupted in it leaves no lock behind.
 
         Raises:
-            StoreClosed: The file was closed.
+            StoreClosed: ``closed`` is set.
             StoreUnavailable: The lock was not free in time.
         """
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
