@@ -104,7 +104,14 @@ class Database:
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        with self._reader() as connection:
+        parameters = self._parameters | {'target_session_attrs': 'any'}
+        # NOTE: not the connection's own block, which ends the transaction first: it and
+        # a stream that was not read to its end would wait for each other.
+        with (
+            self._explained(),
+            closing(Connection.connect(**parameters)) as connection,
+        ):
+            self._check_encoding(connection)
             # Reading all plants takes as long as the reader likes.
             connection.execute("SELECT set_config('statement_timeout', '0', false)")
             rows = connection.cursor(row_factory=args_row(Plant)).stream(
@@ -119,25 +126,11 @@ class Database:
                     raise
 
     def count(self) -> int:
-        """Return how many plants there are, or 0 if it takes too long to count them."""
-        with suppress(StoreUnavailable), self._reader() as connection:
-            connection.prepare_for_plants()
-            ((number,),) = connection.execute('SELECT count(*) FROM plants')
-            return int(number)
+        """Return how many plants there are, or 0 if that takes too long to find out."""
+        with suppress(StoreUnavailable), self._explained():
+            rows = self._run(lambda c: c.execute('SELECT count(*) FROM plants'))
+            return int(rows.fetchall()[0][0])
         return 0
-
-    @contextmanager
-    def _reader(self) -> Iterator[Connection]:
-        """Connect to a server that may be read-only."""
-        parameters = self._parameters | {'target_session_attrs': 'any'}
-        # NOTE: not the connection's own block, which ends the transaction first: it and
-        # a stream that was not read to its end would wait for each other.
-        with (
-            self._explained(),
-            closing(Connection.connect(**parameters)) as connection,
-        ):
-            self._check_encoding(connection)
-            yield connection
 
     def ping(self) -> None:
         with self._explained():
