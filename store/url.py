@@ -1,16 +1,8 @@
 """URLs of stores: showing them without secrets, and stores of installed packages.
 
-A package offers a store through an entry point, here for URLs ``trees:...``::
-
-    [project.entry-points.'plant_store.stores']
-    trees = 'plants_in_trees:open_trees'
-
-The entry point names a function or a class with the parameters of ``open_store``. It is
-called as ``open_trees(url, create=..., scheduler=...)`` and returns a ``PlantStore``.
-If the URL is wrong, it raises ``ValueError`` with a sentence that does not repeat the
-URL. Code that blocks for long should run in ``scheduler.call(function)``, so that a
-worker of the server answers other requests meanwhile. ``store.testing`` has the tests
-that such a store must pass.
+A package offers a store through an entry point, which names a function or a class with
+the parameters of ``open_store``. ``docs/stores.md`` says what it must do, with an
+example. ``store.testing`` has the tests that such a store must pass.
 """
 
 from __future__ import annotations
