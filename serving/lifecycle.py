@@ -160,7 +160,7 @@ def _settings(cfg: Config, environ: Mapping[str, str]) -> Settings:
         ValueError: They cannot; the message is a sentence.
     """
     settings = Settings.from_environ(environ)
-    if settings.is_in_memory and cfg.workers > 1:
+    if is_in_memory(environ) and cfg.workers > 1:
         raise ValueError(
             f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
             f'each would hold its own plants'
@@ -298,7 +298,7 @@ def child_exit(server: Arbiter, worker: Worker) -> None:
 
 def nworkers_changed(server: Arbiter, new: int, old: int | None) -> None:
     """Keep to one worker with a store in memory, also on SIGTTIN."""
-    if _served is not None and _served.settings.is_in_memory and new > 1:
+    if _served is not None and is_in_memory(os.environ) and new > 1:
         server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
         server.num_workers = 1
 

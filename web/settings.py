@@ -76,11 +76,6 @@ class Settings:
     metrics: bool
     cors_origins: tuple[str, ...]
 
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether each process would have plants of its own."""
-        return self.store == 'memory:'
-
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Read the ``PLANTS_`` variables.

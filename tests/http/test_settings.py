@@ -77,7 +77,6 @@ def test_each_variable_sets_a_field():
         }
     )
     assert settings.store == 'memory:'
-    assert settings.is_in_memory
     assert settings.max_body_bytes == 1000
     assert settings.tokens.name_of(TOKEN)
     assert settings.log_format == 'json'
