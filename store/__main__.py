@@ -259,7 +259,8 @@ def _interrupts_held_back() -> Iterator[list[int]]:
         noted.append(number)
         signal.signal(number, before)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.getsignal(signal.SIGINT)  # first: note() needs it at once
+    signal.signal(signal.SIGINT, note)
     try:
         yield noted
     finally:

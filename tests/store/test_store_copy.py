@@ -383,6 +383,21 @@ class TestInterrupted:
         assert len(plants_in(target)) == 1000
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+    def test_interrupt_at_the_start_of_a_batch_is_noted(self, make, run, monkeypatch):
+        """A Ctrl-C that comes as soon as it is held back is like a later one."""
+        install = signal.signal
+
+        def interrupted(number, handler):
+            before = install(number, handler)
+            if handler is not signal.default_int_handler:
+                signal.raise_signal(number)
+            return before
+
+        source, target = make('jsonl', *many(count=3000)), make('jsonl')
+        monkeypatch.setattr(signal, 'signal', interrupted)
+        code, output, errors = run('copy', source, target)
+        assert (code, counts(output), errors) == (130, (1000, 0, 0), [])
+
     def test_batches_are_limited(self, make, run, monkeypatch):
         """A batch has a limited number of plants, and of characters."""
         sizes = []
