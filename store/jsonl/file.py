@@ -192,6 +192,7 @@ class PlantFile:
         self._path = path
         self._system = system
         self._call = scheduler.call
+        self._observe = observe
         self._failed_sync: OSError | None = None
         self._failed_write = failed_write
         self._synced: tuple[Index, int] | None = None  # the end of the latest sync
@@ -201,7 +202,7 @@ class PlantFile:
             self._append,
             self._sync,
             scheduler=scheduler,
-            observe=partial(self._report_sync, observe),
+            observe=self._report_sync,
         )
         with _unavailable(path), ExitStack() as opened:
             self._fd = self._open(create)
@@ -380,11 +381,9 @@ class PlantFile:
         if self._failed_sync is not None:
             raise self._latched()
 
-    def _report_sync(
-        self, observe: Callable[[int, float], None], plants: int, seconds: float
-    ) -> None:
+    def _report_sync(self, plants: int, seconds: float) -> None:
         self._note_synced()
-        observe(plants, seconds)
+        self._observe(plants, seconds)
 
     def _note_synced(self) -> None:
         """Note the latest sync in the index.
