@@ -31,7 +31,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 from typing import NoReturn
-from typing import TextIO
 
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
@@ -41,7 +40,6 @@ from gunicorn.workers.base import Worker
 import app
 from serving import counters
 from serving import internals
-from serving.log import JSONFormatter
 from serving.log import PlantsLogger
 from serving.worker import GeventScheduler
 from serving.worker import PlantsWorker
@@ -125,7 +123,8 @@ def _check(cfg: Config, settings: Settings) -> NoReturn:
         print(cfg)
     served = _build(settings, cfg, metrics=False)
     served.store.check_opening()
-    _print('the plant store would start', _summary(cfg, settings), settings, sys.stdout)
+    members = _summary(cfg, settings)
+    print(_template(members) % {'message': 'the plant store would start', **members})
     sys.exit()
 
 
@@ -255,14 +254,14 @@ def when_ready(server: Arbiter) -> None:
         for address in addresses
         if address.startswith('http')  # not unix:
     ]
-    members = _summary(server.cfg, settings, address=', '.join(addresses))
+    members = {'address': ', '.join(addresses), **_summary(server.cfg, settings)}
     if urls:
         members['page'] = f'{urls[0]}/docs'
     log.info(_template(members), {'message': 'the plant store is ready', **members})
     if _made_token is not None:
         # Printed, not logged: log files may be kept and read by others.
         notice = new_token_notice(_made_token, urls[0] if urls else 'http://HOST:PORT')
-        _print(notice, {}, settings, sys.stderr)
+        print(notice, file=sys.stderr, flush=True)
 
 
 def pre_fork(server: Arbiter, worker: Worker) -> None:
@@ -443,31 +442,14 @@ class Rehearsal:
         return process.stderr.strip() or 'it ended early'
 
 
-def _summary(cfg: Config, settings: Settings, **members: object) -> dict[str, object]:
+def _summary(cfg: Config, settings: Settings) -> dict[str, object]:
     """Return what a check or a start says about a server, by label."""
     tokens: object = 'none configured, one will be made'
     if settings.tokens is not None:
         tokens = len(settings.tokens)
-    return {
-        **members,
-        'store': masked(settings.store),
-        'tokens': tokens,
-        'workers': cfg.workers,
-    }
+    return {'store': masked(settings.store), 'tokens': tokens, 'workers': cfg.workers}
 
 
 def _template(members: Mapping[str, object]) -> str:
     """Return the template of a message with a line for each member."""
     return '\n'.join(['%(message)s', *(f'    {name:9}%({name})s' for name in members)])
-
-
-def _print(
-    message: str, members: dict[str, object], settings: Settings, file: TextIO
-) -> None:
-    """Print a message that is not for the log; as JSON if the log is JSON."""
-    arguments = {'message': message, **members}
-    text = _template(members) % arguments
-    if settings.log_format == 'json':
-        record = {'name': 'plants', 'levelname': 'INFO', 'args': arguments}
-        text = JSONFormatter().format(logging.makeLogRecord(record))
-    print(text, file=file, flush=True)

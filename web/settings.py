@@ -64,7 +64,6 @@ class Settings:
         store: URL of the store.
         tokens: Which tokens are accepted; ``None`` if none is configured.
         max_body_bytes: The longest body that is read.
-        log_format: ``text`` or ``json``; for the log handler.
         metrics: Whether ``/metrics`` is served.
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
     """
@@ -72,7 +71,6 @@ class Settings:
     store: str
     tokens: Tokens | None
     max_body_bytes: int
-    log_format: str
     metrics: bool
     cors_origins: tuple[str, ...]
 
@@ -105,7 +103,7 @@ class Settings:
                     'it needs the package prometheus_client, which is not installed'
                 )
         with _about('PLANTS_LOG'):
-            log_format = _one_of(environ.get('PLANTS_LOG'), 'text', 'json')
+            _one_of(environ.get('PLANTS_LOG'), 'text', 'json')  # see is_json_log
         origins: tuple[str, ...] = ()
         with _about('PLANTS_CORS_ORIGINS'):
             if (listed := environ.get('PLANTS_CORS_ORIGINS')) is not None:
@@ -114,7 +112,7 @@ class Settings:
         tokens = _tokens(
             environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
         )
-        return cls(store, tokens, int(max_body), log_format, metrics, origins)
+        return cls(store, tokens, int(max_body), metrics, origins)
 
 
 @contextmanager
