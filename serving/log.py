@@ -88,7 +88,6 @@ class BatchingHandler(logging.Handler):
         super().__init__()
         self._targets = list(targets)
         self._records: list[logging.LogRecord] = []
-        self._loop: Any = None
         self._timer: Any = None
         self._thread = 0
 
