@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from queue import SimpleQueue
 from typing import Any
 
@@ -70,7 +71,7 @@ log = logging.getLogger(__name__)
 
 Batch = Sequence[Entry[tuple[Plant, bytes]]]
 
-CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock
+CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 MERGE_EVERY = 0.2  # seconds between two attempts, since another process may be merging
 # Bytes of other processes that are entered into the open index. If there are more, the
 # index is opened again, with scheduler.call(), which does not block a server.
@@ -253,16 +254,16 @@ class PlantFile:
                 self._index.seal()
 
     def close(self) -> None:
-        # On timeout the holder of the lock is stuck, perhaps a thread of this process.
-        # Leave the files open: the end of the process closes them.
-        with suppress(StoreUnavailable):
+        # On timeout a sync, or the holder of the lock, is stuck. Leave the files open:
+        # the end of the process closes them.
+        with suppress(StoreUnavailable, Empty):
             with self._lock.held(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
             if self._merging is not None:
                 self._merging.join()
             # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
-                self._sync_fds.get()
+                self._sync_fds.get(timeout=CLOSE_WITHIN)
             self._sync_fds.put(-1)
             self._index.close()
             self._opened.close()

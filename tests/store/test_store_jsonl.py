@@ -836,3 +836,24 @@ def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
         in_threads(store.close)
     with JSONLinesStore(path) as again:
         assert again.add(Plant(1, 'Fern')) is False
+
+
+def test_close_while_a_sync_is_stuck(path, monkeypatch):
+    """A close waits only for a limited time for a disk that does not answer."""
+    monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
+    stuck = threading.Event()
+    repaired = threading.Event()
+
+    def sync(fd):
+        stuck.set()
+        assert repaired.wait(PATIENCE)
+        os.fdatasync(fd)
+
+    def close():
+        assert stuck.wait(PATIENCE)
+        store.close()
+        repaired.set()
+
+    store = JSONLinesStore(path, system=RecordingSystem(fdatasync=sync))
+    in_threads(lambda: store.add(Plant(1, 'Fern')), close)
+    assert path.read_bytes() == FERN
