@@ -165,8 +165,13 @@ class Exchanges:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
-        # An operator's hook may change each request.
-        self._keeps = cfg.pre_request is cfg.settings['pre_request'].default
+        self._keeps = (
+            # An operator's hook may change each request.
+            cfg.pre_request is cfg.settings['pre_request'].default
+            # The line with a request id may go on, or be too long.
+            and not cfg.permit_obsolete_folding
+            and not 0 < cfg.limit_request_field_size < 256
+        )
         self._error_log = ErrorLog(cfg)
 
     def requests(self, client: Any, address: Any, listener: Any) -> Iterator[Any]:

@@ -107,6 +107,26 @@ def test_known_head_is_read_like_a_new_one(settings, seed):
     assert known > 100
 
 
+@pytest.mark.parametrize(
+    ('name', 'value', 'line'),
+    [
+        ('permit_obsolete_folding', True, b'X-Request-Id: a\r\n b'),
+        ('limit_request_field_size', 50, b'X-Request-Id: ' + b'a' * 50),
+    ],
+)
+def test_request_id_is_read_as_the_settings_say(settings, name, value, line):
+    """A request id is read like any header, also one that an operator limits."""
+    settings.set('limit_request_fields', 9)
+    settings.set(name, value)
+    exchanges = internals.Exchanges(settings)
+    for sent in (b'X-Request-Id: a', line, line):
+        data = (
+            b'GET / HTTP/1.1\r\nHost: a\r\n' + sent + b'\r\nContent-Length: 0\r\n\r\n'
+        )
+        fresh = internals.Exchanges(settings)
+        assert requests(exchanges, data) == requests(fresh, data)
+
+
 def test_head_is_known_with_another_request_id(settings):
     """A head is parsed once, also if each request has its own id."""
     exchanges = internals.Exchanges(settings)
