@@ -60,6 +60,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextlib import closing
 from contextlib import contextmanager
 from contextlib import suppress
@@ -118,6 +119,24 @@ _BITS = [
     | 1 << n**7 % _PRIME % 64
     for n in range(_PRIME)
 ]
+
+
+def _lock_of_sqlite() -> AbstractContextManager[object]:
+    """Return a lock that is free while a process is forked, also in the child.
+
+    SQLite has locks for all its connections. A child that is forked while another
+    thread holds one would wait for it forever, with the lock of the plant file.
+    """
+    lock = threading.RLock()
+    # NOTE: these are never removed, so they must not keep this module in memory.
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
+
+
+# Two, so that lookups do not wait for a merge. A fork first waits for the second one.
+_reading, _writing = _lock_of_sqlite(), _lock_of_sqlite()
 
 # The open generations of indexes that a forked child has inherited from its parent.
 _inherited: list[dict[Stamp, Generation]] = []
@@ -196,14 +215,16 @@ class Generation:
         return found
 
     def close(self) -> None:
-        self._connection.close()
+        with _reading:
+            self._connection.close()
 
 
 @contextmanager
 def _damage() -> Iterator[None]:
     """Raise ``IndexDamaged`` for a file that cannot be read."""
     try:
-        yield
+        with _reading:
+            yield
     # A damaged filter raises TypeError or ValueError.
     except (sqlite3.Error, OSError, TypeError, ValueError) as ex:
         raise IndexDamaged(str(ex)) from ex
@@ -213,7 +234,8 @@ def _damage() -> Iterator[None]:
 def _disk_errors() -> Iterator[None]:
     """Raise ``OSError`` for a file that SQLite cannot write."""
     try:
-        yield
+        with _writing:
+            yield
     except (sqlite3.Error, TypeError) as ex:  # TypeError: a row is missing
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
@@ -277,7 +299,7 @@ class Draft:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        with suppress(AttributeError):  # the connection was not made
+        with _writing, suppress(AttributeError):  # the connection was not made
             self._connection.close()
         if error:
             with suppress(OSError):
@@ -303,9 +325,9 @@ class Draft:
         """Add ids and their offsets, in the order of the file."""
         entries = iter(entries)
         execute = self._connection.execute
-        with _disk_errors():
-            # In the order of ids, so that a batch changes each page once.
-            while batch := sorted(islice(entries, FLUSH_AT), key=itemgetter(0)):
+        # In the order of ids, so that a batch changes each page once.
+        while batch := sorted(islice(entries, FLUSH_AT), key=itemgetter(0)):
+            with _disk_errors():
                 changes = self._connection.total_changes
                 execute('BEGIN')
                 for start in range(0, len(batch), ROWS):
@@ -320,7 +342,7 @@ class Draft:
                         if first != offset:
                             repeat(first, offset)
                 execute('COMMIT')
-                self._mark(batch)
+            self._mark(batch)
 
     def _mark(self, entries: Iterable[tuple[int, int]]) -> None:
         words, size = self._filter, len(self._filter)
@@ -339,7 +361,7 @@ class Draft:
                 )
                 self._connection.executemany('INSERT INTO bloom VALUES (?)', pieces)
             self._connection.execute('COMMIT')
-        self._connection.close()
+            self._connection.close()
         self._system.fsync(self._fd)
         time.sleep(TICK)
         status = os.fstat(self._fd)

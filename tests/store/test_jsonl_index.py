@@ -19,7 +19,9 @@ from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.jsonl import index as plant_index
 from store.jsonl import record
+from store.testing import PATIENCE
 from store.testing import in_child
+from store.testing import in_threads
 from store.testing import wait_until
 
 PAGE = 4096
@@ -255,6 +257,32 @@ class TestMerge:
             fill(store, ferns(250, 350))
             stamps = store._backend()._index._stamps()
         assert len(generations(path)) == len(stamps)
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_fork_waits_for_a_thread_in_sqlite(self, path):
+        """A child inherits no lock of SQLite that a thread of the parent holds."""
+        path.touch()
+        writing, forked = threading.Event(), threading.Event()
+
+        def write(first, again):
+            writing.set()
+            # A fork that did not wait would end long before this timeout.
+            assert not forked.wait(0.2)
+
+        def merge():
+            with plant_index.Draft(path, path.stat(), 1) as draft:
+                draft.extend([(1, 0), (1, 9)], write)
+
+        def fork():
+            assert writing.wait(PATIENCE)
+            in_child(merge_in_child)
+            forked.set()
+
+        def merge_in_child():
+            with plant_index.Draft(path, path.stat(), 1) as draft:
+                draft.extend([(1, 0)], write)
+
+        in_threads(merge, fork)
 
     def test_merge_does_not_undo_another(self, path):
         """A merge that began before another one ended is refused at its end."""
