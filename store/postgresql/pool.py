@@ -134,22 +134,28 @@ class Outage:
                 another caller is asking.
         """
         with self._lock:
-            reason = self._reason
+            is_asking = self._reason is not None
             if self._reason is not None:
                 if self._is_asking or time.monotonic() < self._next_attempt:
                     raise StoreUnavailable(self._reason, store=self._store)
                 self._is_asking = True
+        reason: str | None = None
+        is_known = True
         try:
             yield
-            reason = None
         except StoreUnavailable as ex:
             reason = ex.reason
             raise
         except psycopg.Error:
-            reason = None
+            raise
+        except BaseException:
+            is_known = False
             raise
         finally:
             with self._lock:
-                self._reason = reason
+                # NOTE: an outage may have begun since, and another caller may ask.
+                if is_known:
+                    self._reason = reason
+                if is_asking:
+                    self._is_asking = False
                 self._next_attempt = time.monotonic() + limits.RETRY_AFTER
-                self._is_asking = False
