@@ -629,11 +629,14 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         )
 
     def do_read(self) -> Any:
-        if self._stood_back < STAND_BACKS and self._worker.must_stand_back():
+        if not self._worker.must_stand_back():
+            self._stood_back = 0
+        elif self._stood_back < STAND_BACKS:
             self._stood_back += 1
             self._pause()
             return None
-        self._stood_back = 0
+        else:
+            self._stood_back -= 1  # the others may be stuck: wait less next time
         try:
             accepted = super().do_read()
         except OSError:
