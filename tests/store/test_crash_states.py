@@ -29,7 +29,7 @@ from store.jsonl.record import encode
 from store.jsonl.repair import verify
 
 # How many states of each scenario are tried, or "all".
-STATES = os.environ.get('CRASH_STATES', '300')
+STATES = os.environ.get('CRASH_STATES', '100')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
 # How many crashes of each scenario are followed by a second crash.
