@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import WarmProcess
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The files of a checkout that a server needs.
@@ -234,6 +235,10 @@ class Server:
     ):
         self.directory = directory
         self._command = [*command, *arguments]
+        # To measure the coverage of a process, Python must be started for it.
+        self._is_warm = (
+            command is GUNICORN and 'COVERAGE_PROCESS_CONFIG' not in os.environ
+        )
         self._workers = workers
         self._log_path = directory / 'server.log'
         self._environment = {
@@ -267,6 +272,11 @@ class Server:
     def start(self):
         """Start the server without waiting for it."""
         with self._log_path.open('wb') as log:
+            if self._is_warm:
+                self._process = WarmProcess(
+                    self._command, self.directory, self._environment, log
+                )
+                return
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self.directory,

@@ -15,6 +15,7 @@ from exchange import assert_error
 from exchange import fern
 from exchange import parse_json_log
 from exchange import table
+from server import GUNICORN
 from server import PATIENCE
 from server import SCRIPTS
 from server import TOKEN
@@ -390,7 +391,8 @@ def test_server_at_a_unix_socket_names_no_page(tmp_path):
 
 def test_environment_is_not_changed(tmp_path):
     """Master and workers share state by the fork, not by environment variables."""
-    with Server(tmp_path, workers=2) as server:
+    command = [SCRIPTS / 'gunicorn', *GUNICORN[3:]]
+    with Server(tmp_path, command=command, workers=2) as server:
         for pid in {server.pid, *server.worker_pids()}:
             environment = Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
             assert not [text for text in environment if text.startswith(b'_PLANTS')]
