@@ -240,7 +240,7 @@ def test_service_answers_as_described(tmp_path):
             [
                 *(sys.executable, '-m', 'schemathesis.cli', 'run'),
                 *('--header', f'Authorization: Bearer {TOKEN}'),
-                *('--max-examples', '50', '--seed', '1', '--no-color'),
+                *('--max-examples', '25', '--seed', '1', '--no-color'),
                 f'http://127.0.0.1:{server.port}/openapi.json',
             ],
             cwd=tmp_path,

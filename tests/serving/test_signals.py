@@ -137,7 +137,7 @@ class Load:
         refused: The plants for which no connection could be made.
     """
 
-    CLIENTS = ('keep', 'fresh', 'pause') * 4
+    CLIENTS = ('keep', 'fresh', 'pause') * 2
 
     def __init__(self, server):
         self._port = server.port
@@ -159,8 +159,8 @@ class Load:
                 client.result()
 
     def wait_for_adds(self):
-        """Wait until 200 more plants are added."""
-        wanted = len(self.added) + 200
+        """Wait until 100 more plants are added."""
+        wanted = len(self.added) + 100
         wait_until(lambda: len(self.added) >= wanted, 'the load goes on')
 
     def _keep(self, pause=0.0, connection='keep-alive'):

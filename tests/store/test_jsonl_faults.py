@@ -546,10 +546,15 @@ def failing_at_open(path):
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EINTR]
 CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
+# The store does not tell errors apart, so each call fails with one, the writes with all.
+FAILURES = [
+    *((call, errno.EIO) for call in CALLS),
+    *((call, errno.ENOSPC) for call in ('open', 'pwrite')),
+    *((call, errno.EINTR) for call in ('pwrite', 'fdatasync')),
+]
 EFFECTS = {
     f'{call}-{errno.errorcode[number]}': (call, failing(number))
-    for call in CALLS
-    for number in ERRORS
+    for call, number in FAILURES
 } | {'pwrite-short': ('pwrite', short)}
 
 

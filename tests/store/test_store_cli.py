@@ -545,7 +545,7 @@ class TestOutput:
         [b'', b'?\n' + MOSS, b'?\n' * 1000 + MOSS],
         ids=['sound', 'damaged', 'very-damaged'],
     )
-    @pytest.mark.parametrize('size', [0, 1, 20_000], ids='{}-plants'.format)
+    @pytest.mark.parametrize('size', [0, 20_000], ids='{}-plants'.format)
     @pytest.mark.parametrize('name', ['list', 'check'])
     def test_output_without_a_reader(self, path, name, size, end):
         """A closed pipe is no error, and does not hide damage."""
