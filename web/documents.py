@@ -111,8 +111,8 @@ def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, objec
 def _page_file(path: str, name: str) -> tuple[bytes, bytes]:
     """Return a file of the page, ours or Swagger UI's, as it is and compressed.
 
-    NOTE: every start, check and rehearsal of a reload waits for the compression. Level 2
-    takes a third of the time of level 9, and Swagger UI grows by a seventh: 476 kB.
+    NOTE: every start, check and rehearsal of a reload waits for the compression. Level
+    2 takes a third of the time of level 9, and Swagger UI grows by a seventh: 476 kB.
     """
     from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 

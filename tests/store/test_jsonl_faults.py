@@ -546,7 +546,7 @@ def failing_at_open(path):
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EINTR]
 CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
-# The store does not tell errors apart, so each call fails with one, the writes with all.
+# The store does not tell errors apart: each call fails with one, the writes with all.
 FAILURES = [
     *((call, errno.EIO) for call in CALLS),
     *((call, errno.ENOSPC) for call in ('open', 'pwrite')),
