@@ -140,7 +140,8 @@ def copy(checkout):
         original = link.resolve()
         link.unlink()
         if original.is_dir():
-            shutil.copytree(original, link, ignore=shutil.ignore_patterns('*.pyc'))
+            # With the bytecode, but without what another process just writes of it.
+            shutil.copytree(original, link, ignore=shutil.ignore_patterns('*.pyc.*'))
         else:
             shutil.copy(original, link)
     return checkout

@@ -236,9 +236,8 @@ class Server:
         self.directory = directory
         self._command = [*command, *arguments]
         # To measure the coverage of a process, Python must be started for it.
-        self._is_warm = (
-            command is GUNICORN and 'COVERAGE_PROCESS_CONFIG' not in os.environ
-        )
+        is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
+        self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not is_covered
         self._workers = workers
         self._log_path = directory / 'server.log'
         self._environment = {

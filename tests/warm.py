@@ -1,6 +1,6 @@
 """Start gunicorn by a fork of a process that has imported its libraries.
 
-These imports take two thirds of the CPU time of a start, and the tests start hundreds of
+These imports take two thirds of the CPU of a start, and the tests start hundreds of
 servers. Nothing of gunicorn and of the service is there before the fork. The commands
 that people type are started as they are: see ``tests/serving/test_start.py``.
 

@@ -10,7 +10,6 @@ from urllib.parse import urljoin
 
 import pytest
 from jsonschema import Draft202012Validator
-from openapi_spec_validator import validate
 from server import PATIENCE
 from server import REPOSITORY
 from server import TOKEN
@@ -21,6 +20,14 @@ from store import __version__
 from web.errors import ErrorValue
 
 SCHEMAS = REPOSITORY / 'schemas'
+
+
+@pytest.fixture
+def validate():
+    """The validator of OpenAPI documents; its import is slow."""
+    from openapi_spec_validator import validate
+
+    return validate
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def responses(description):
                 yield path, status, answer
 
 
-def test_description_is_valid_openapi(description):
+def test_description_is_valid_openapi(description, validate):
     """The description is a valid OpenAPI 3.1 document."""
     assert description['openapi'].startswith('3.1.')
     validate(description)
@@ -150,7 +157,9 @@ def test_scheme_says_where_a_token_comes_from(description):
     assert 'PLANTS_TOKENS' in scheme[1]['description']
 
 
-def test_metrics_are_described_where_they_are_served(store, serve, description):
+def test_metrics_are_described_where_they_are_served(
+    store, serve, description, validate
+):
     """The path is described, with its token, if and only if it is served."""
     assert '/metrics' not in description['paths']
     with_metrics = serve(store, metrics=True).get('/openapi.json').json

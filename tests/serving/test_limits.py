@@ -294,7 +294,7 @@ def test_pipelining_clients_delay_nobody(tmp_path):
     with Server(tmp_path, '--timeout=2', **unmeasured) as server, ExitStack() as opened:
         pid = only_worker(server)
         with ThreadPoolExecutor(1) as pool, server.connect() as healthy:
-            crowd = pool.submit(send_pipelines, server, opened, 900, 4)
+            crowd = pool.submit(send_pipelines, server, opened, 900, 3)
             slowest = 0
             while not crowd.done():
                 began = time.monotonic()

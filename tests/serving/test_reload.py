@@ -15,8 +15,8 @@ from pathlib import Path
 from exchange import assert_error
 from exchange import edit
 from exchange import fern
+from server import GUNICORN
 from server import REPOSITORY
-from server import SCRIPTS
 from server import TOKEN
 from server import RawClient
 from server import Server
@@ -25,7 +25,7 @@ from server import is_alive
 from server import request
 from server import wait_until
 
-SCRIPT = [SCRIPTS / 'gunicorn']
+IN_PLACE = GUNICORN[:3]  # with the configuration and the code of its directory
 HALF = '{"type": "obj'
 
 
@@ -69,7 +69,7 @@ def add_plants(server, **members):
 
 def test_reload_uses_all_new_files(copy):
     """New workers run the code, the schemas and the configuration as they are now."""
-    with Server(copy, command=SCRIPT) as server:
+    with Server(copy, command=IN_PLACE) as server:
         edit(copy / 'app.py', "{'status': 'live'}", "{'status': 'still alive'}")
         edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
         edit(copy / 'gunicorn.conf.py', 'keepalive = 15', 'keepalive = 0')
@@ -82,7 +82,7 @@ def test_reload_uses_all_new_files(copy):
 
 def test_new_files_are_checked_by_new_code(copy):
     """Only the new code decides whether new files are valid."""
-    with Server(copy, command=SCRIPT) as server:
+    with Server(copy, command=IN_PLACE) as server:
         edit(copy / 'schemas' / '__init__.py', "glob('*.json')", "glob('[NPE]*.json')")
         (copy / 'schemas' / 'other.json').write_text('true')
         reload(server)
@@ -98,7 +98,7 @@ BROKEN = {
 
 def test_reload_that_would_fail_changes_nothing(copy, subtests):
     """Files that new workers could not start with are refused until they are fixed."""
-    with Server(copy, command=SCRIPT) as server:
+    with Server(copy, command=IN_PLACE) as server:
         workers = server.worker_pids()
         for number, (name, (file, old, new, word)) in enumerate(BROKEN.items(), 1):
             with subtests.test(name):
@@ -147,7 +147,7 @@ def test_broken_tokens_file_keeps_the_old_tokens(tmp_path):
 
 def test_half_edited_files_are_not_read_before_a_reload(copy):
     """A replaced worker serves what the master has read, and no process ends."""
-    with Server(copy, command=SCRIPT, workers=2) as server:
+    with Server(copy, command=IN_PLACE, workers=2) as server:
         for path in (
             'schemas/NewPlant.json',
             'app.py',
@@ -165,7 +165,7 @@ def test_half_edited_files_are_not_read_before_a_reload(copy):
 
 def test_edited_schema_is_used_by_no_worker_or_by_all(copy):
     """A valid edit of a schema is used after a reload, by all workers alike."""
-    with Server(copy, command=SCRIPT, workers=2) as server:
+    with Server(copy, command=IN_PLACE, workers=2) as server:
         edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
         replace_worker(server)
         assert add_plants(server, name='Ferns') == {200}
@@ -321,7 +321,7 @@ def test_reload_to_an_address_in_use_is_refused(copy):
         taken, first, second = (one.getsockname()[1] for one in sockets)
         sockets[1].close()
         settings.write_text(f"{text}\nbind = '127.0.0.1:{first}'\n")
-        with Server(copy, command=SCRIPT, GUNICORN_CMD_ARGS=None) as server:
+        with Server(copy, command=IN_PLACE, GUNICORN_CMD_ARGS=None) as server:
             # A list: Python takes an edit of the same second and size for no edit.
             settings.write_text(f"{text}\nbind = ['127.0.0.1:{taken}']\n")
             server.signal(signal.SIGHUP)
@@ -340,7 +340,7 @@ def test_reload_may_change_the_worker_class(copy):
     settings = copy / 'gunicorn.conf.py'
     ours = settings.read_text()
     threads = ours.replace('worker_class = PlantsWorker', "worker_class = 'gthread'")
-    with Server(copy, command=SCRIPT, workers=2) as server:
+    with Server(copy, command=IN_PLACE, workers=2) as server:
         for text in (threads, ours):
             settings.write_text(text)
             reload(server)

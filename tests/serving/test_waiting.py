@@ -125,7 +125,7 @@ def test_concurrent_adds_are_stored_once(tmp_path):
         failed = []
 
         def add(place, client):
-            for number in range(20):
+            for number in range(10):
                 answer = client.ask(add_request(place + CROWD * number))
                 if answer.status != 200:
                     failed.append(answer)
@@ -137,4 +137,4 @@ def test_concurrent_adds_are_stored_once(tmp_path):
             thread.join()
         assert not failed
         ids = [plant['id'] for plant in server.plants()]
-        assert sorted(ids) == list(range(20 * CROWD))
+        assert sorted(ids) == list(range(10 * CROWD))

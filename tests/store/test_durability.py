@@ -328,7 +328,7 @@ def test_restart_keeps_every_plant(path, serve, end):
 
 def test_clients_that_race_for_an_id_have_one_winner(path, serve):
     """Of clients that add different plants with one id, on two servers, one wins."""
-    ids = range(300)
+    ids = range(200)
     block = 25
     with serve(workers=4) as one, serve(workers=4) as other:
         servers = [one, other] * 4

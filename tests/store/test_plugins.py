@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from cli import command
+from server import GUNICORN
 from server import PATIENCE
+from server import SCRIPTS
 from server import RawClient
 from server import Server
 from server import request
@@ -91,7 +93,9 @@ class TestUse:
     def test_server_serves_it(self, tmp_path):
         """PLANTS_STORE may name a store of another package; workers share it."""
         url = f'sqlite:{tmp_path}/plants.db'
-        with Server(tmp_path, workers=2, PLANTS_STORE=url) as server:
+        # A script, not GUNICORN: Python reads PYTHONPATH when it is started.
+        command = [SCRIPTS / 'gunicorn', *GUNICORN[3:]]
+        with Server(tmp_path, command=command, PLANTS_STORE=url, workers=2) as server:
             for _ in range(4):
                 with RawClient(server.port) as client:
                     answer = client.ask(request(body={'id': 1, 'name': 'Fern'}))

