@@ -8,12 +8,14 @@ example. ``store.testing`` has the tests that such a store must pass.
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint
-from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from store.base import Create
 from store.base import PlantStore
 from store.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 DEFAULT_URL = 'jsonl:plants.jsonl'
 BUILT_IN = ('memory', 'jsonl', 'postgresql', 'postgres')
@@ -65,6 +67,10 @@ def find_plugin(url: str) -> tuple[EntryPoint, str]:
     Raises:
         ValueError: There is none, or it does not load; the message says which.
     """
+    # NOTE: imported here, because it takes half of the time of a command that needs
+    # no package.
+    from importlib.metadata import entry_points
+
     scheme, colon, _ = url.partition(':')
     installed = [
         plugin
