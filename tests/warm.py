@@ -40,7 +40,8 @@ class WarmProcess:
     """
 
     def __init__(self, command, cwd, env, log):
-        self._status, status = socket.socketpair()
+        # Each number is a packet, also when both have been sent.
+        self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with status:
             order = pickle.dumps(([str(word) for word in command], str(cwd), env))
             socket.send_fds(_forker(), [order], [status.fileno(), log.fileno()])
