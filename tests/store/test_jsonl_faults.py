@@ -460,6 +460,16 @@ class TestPowerCut:
             settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
         )
 
+    def test_cut_is_synced_before_the_next_write(self, path, disk):
+        """A power cut must not mix bytes of a torn tail with those of a new line."""
+        torn_line(disk)
+        with JSONLinesStore(path, system=disk) as store:
+            store.add(IVY)
+        names = [name for name, *_ in disk.calls]
+        cut = names.index('ftruncate')
+        assert disk.calls[cut + 1] == ('fdatasync', disk.calls[cut][1])
+        assert 'pwrite' in names[cut + 1 :]
+
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
     def test_every_content_that_a_power_cut_leaves(
         self, path, disk, slow_syncs, pool, with_index
