@@ -114,19 +114,7 @@ class GeventScheduler:
 
     def give_way(self) -> bool:
         """Serve the connections that have sent something."""
-        hub = gevent.get_hub()
-        waiter = Waiter(hub)
-        # NOTE: not sleep(0), which returns before the loop polls the sockets; nor
-        # idle(), which clients without a token can delay, and which gathers all
-        # connections in one batch, so that no other request is served during its sync.
-        check, idle = _after_sockets(hub.loop)
-        check.start(waiter.switch, None)
-        idle.start(int)
-        try:
-            waiter.get()
-        finally:
-            check.close()
-            idle.close()
+        poll_sockets()
         return True
 
     def waiter(self) -> GreenletWaiter:
@@ -199,6 +187,23 @@ class GreenletWaiter:
     def wake(self) -> None:
         self._woken = True
         self._hub.loop.run_callback(self._greenlet.switch)
+
+
+def poll_sockets() -> None:
+    """Return when the event loop has polled its sockets and called their watchers."""
+    hub = gevent.get_hub()
+    waiter = Waiter(hub)
+    # NOTE: not sleep(0), which returns before the loop polls the sockets; nor idle(),
+    # which clients without a token can delay, and which gathers all connections in one
+    # batch, so that no other request is served during its sync.
+    check, idle = _after_sockets(hub.loop)
+    check.start(waiter.switch, None)
+    idle.start(int)
+    try:
+        waiter.get()
+    finally:
+        check.close()
+        idle.close()
 
 
 def _after_sockets(loop: Any) -> tuple[Any, Any]:
@@ -598,8 +603,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._counts[self.number % SLOTS] = self._connections
 
     def _expire_clients(self, idle_until: float = math.inf) -> None:
-        # First hear the clients, if this process was paused for a while.
-        GeventScheduler().give_way()
+        poll_sockets()  # first hear the clients, if this process was paused
         now = time.monotonic()
         for client in list(self._clients):
             if client.deadline < now or (client.is_idle and idle_until < now):
