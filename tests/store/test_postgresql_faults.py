@@ -553,9 +553,26 @@ def test_read_only_server_is_left(server, store):
 # ---- a synchronous standby is away
 
 
+@contextmanager
 def standby_away(server):
     """Let every commit wait for a standby that does not exist."""
-    return configured(server, 'synchronous_standby_names', 'nobody', '')
+    with configured(server, 'synchronous_standby_names', 'nobody', ''):
+        # The checkpointer tells the sessions, some time after the reload.
+        wait_until(lambda: commit_waits(server))
+        yield
+
+
+def commit_waits(server):
+    """Commit something; return whether that has to wait, and end the wait."""
+    statement = "SELECT pg_logical_emit_message(true, 'plants', '')"
+    commit = threading.Thread(target=server.execute, args=[statement])
+    commit.start()
+    wait_until(lambda: waiting_for_standby(server) or not commit.is_alive())
+    waiting = waiting_for_standby(server)
+    for (pid,) in waiting:
+        server.execute('SELECT pg_cancel_backend(%s)', pid)
+    commit.join()
+    return bool(waiting)
 
 
 def waiting_for_standby(server):
