@@ -761,24 +761,8 @@ class TestThreadsAndForks:
 
     def test_close_waits_for_a_sync(self, path):
         """A close waits for a sync in flight, whose plant is then acknowledged."""
-        syncing = threading.Event()
-        closed = threading.Event()
-
-        def sync(fd):
-            if path.stat().st_size:
-                syncing.set()
-                # A close that did not wait would end long before this timeout.
-                assert not closed.wait(0.2)
-            os.fdatasync(fd)
-
-        def close():
-            assert syncing.wait(PATIENCE)
-            store.close()
-            closed.set()
-
-        store = JSONLinesStore(path, system=RecordingSystem(fdatasync=sync))
-        in_threads(lambda: store.add(Plant(1, 'Fern')), close)
-        assert path.read_bytes() == FERN
+        # A close that did not wait would end long before this timeout.
+        close_during_sync(path, lambda closed: not closed.wait(0.2))
 
     def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
@@ -841,18 +825,27 @@ def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
 def test_close_while_a_sync_is_stuck(path, monkeypatch):
     """A close waits only for a limited time for a disk that does not answer."""
     monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
-    stuck = threading.Event()
-    repaired = threading.Event()
+    close_during_sync(path, lambda closed: closed.wait(PATIENCE))
+
+
+def close_during_sync(path, is_right):
+    """Close a store while it syncs a plant, which must be stored.
+
+    The sync waits for ``is_right``, which gets the event that the close has ended.
+    """
+    syncing = threading.Event()
+    closed = threading.Event()
 
     def sync(fd):
-        stuck.set()
-        assert repaired.wait(PATIENCE)
+        if path.stat().st_size:
+            syncing.set()
+            assert is_right(closed)
         os.fdatasync(fd)
 
     def close():
-        assert stuck.wait(PATIENCE)
+        assert syncing.wait(PATIENCE)
         store.close()
-        repaired.set()
+        closed.set()
 
     store = JSONLinesStore(path, system=RecordingSystem(fdatasync=sync))
     in_threads(lambda: store.add(Plant(1, 'Fern')), close)
