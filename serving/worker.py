@@ -17,7 +17,8 @@ that sends a byte a minute would keep its connection forever.
 a moment. A connection that is closed with unread bytes is reset, and the client may
 lose the last answer (RFC 9112, section 9.6).
 
-*Turns.* After each request of a pipeline other connections are served first.
+*Turns.* Clients are served in the order of their requests, and after each request of a
+pipeline other connections are served first.
 
 *Spreading.* All workers wait at one socket, and the first to wake accepts: a few kept
 connections often end up at one worker while another idles. The usual remedy, a socket
@@ -58,7 +59,6 @@ from gevent.lock import Semaphore
 from gevent.pool import Pool
 from gevent.server import StreamServer
 from gevent.socket import socket as GeventSocket
-from gevent.socket import wait
 from gevent.socket import wait_read
 from greenlet import getcurrent
 from gunicorn.workers.ggevent import GeventWorker
@@ -217,34 +217,50 @@ def _after_sockets(loop: Any) -> tuple[Any, Any]:
     return check, idle
 
 
-class Turnstile:
-    """Lets one greenlet go on each time the event loop has polled its sockets.
+class Turns:
+    """Decides which greenlets go on when the event loop has polled its sockets.
 
-    So a connection that has pipelined its next request waits for the connections that
-    have just sent one, however many connections pipeline. (``sleep(0)`` would take
-    turns among those that pipeline first.)
+    First all whose clients have sent something, in the order in which they did. The
+    loop itself reports the latest first: a client that is answered early would be
+    served late the next time, and some requests take twice as long as others.
+
+    Then one greenlet whose client has pipelined its next request. So it waits for the
+    clients that have just sent one, however many clients pipeline. (``sleep(0)`` would
+    take turns among those that pipeline first.)
 
     Args:
         loop: The event loop.
     """
 
     def __init__(self, loop: Any) -> None:
-        self._waiting = deque[Any]()
+        self._arrived: list[Any] = []
+        self._pipelined = deque[Any]()
         self._check, self._idle = _after_sockets(loop)
+        self._check.priority += 1  # before poll_sockets() returns
+        self._check.start(self._next)
 
-    def wait(self) -> None:
-        """Return when it is the turn of this greenlet."""
-        if not self._waiting:
-            self._check.start(self._next)
+    def wait_for_data(self, readable: Any) -> None:
+        """Return when a watcher has reported its socket."""
+        readable.start(self._arrived.append, getcurrent())
+        try:
+            gevent.get_hub().switch()
+        finally:
+            readable.stop()
+
+    def wait_for_others(self) -> None:
+        """Return when it is the turn of this greenlet, which has a request to read."""
+        if not self._pipelined:
             self._idle.start(int)
-        self._waiting.append(getcurrent())
+        self._pipelined.append(getcurrent())
         gevent.get_hub().switch()
 
     def _next(self) -> None:
-        self._waiting.popleft().switch()
-        if not self._waiting:
-            self._check.stop()
-            self._idle.stop()
+        while self._arrived:
+            self._arrived.pop().switch()
+        if self._pipelined:
+            self._pipelined.popleft().switch()
+            if not self._pipelined:
+                self._idle.stop()
 
 
 class ClientGone(OSError):
@@ -258,6 +274,7 @@ class Client:
 
     Args:
         sock: The connection.
+        turns: How this greenlet waits for the client's next request.
 
     Attributes:
         deadline: When the client is expired, in seconds on the monotonic clock.
@@ -265,8 +282,9 @@ class Client:
         has_ended: Whether the client has sent its last byte, or is expired.
     """
 
-    def __init__(self, sock: GeventSocket) -> None:
+    def __init__(self, sock: GeventSocket, turns: Turns) -> None:
         self._sock = sock
+        self._turns = turns
         self._readable = gevent.get_hub().loop.io(sock.fileno(), 1)
         self._waits_before_read = True
         self._buffer: list[bytes] = []
@@ -317,7 +335,7 @@ class Client:
         if self._head_size >= MAX_HEAD:
             raise internals.LimitRequestHeaders('the head is too long')
         if self.is_idle and self._waits_before_read:
-            wait(self._readable)  # spares a read that would find nothing
+            self._turns.wait_for_data(self._readable)  # a read would find nothing
         try:
             data: bytes = b'' if self.has_ended else self._sock.recv(size)
         except OSError as ex:
@@ -424,7 +442,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._connections = 0
         self._clients: set[Client] = set()
         self._tls: Any = None
-        self._turnstile: Turnstile
+        self._turns: Turns
 
     def forget_connections(self) -> None:
         """Take this worker out of the counts; for the master, when it has ended."""
@@ -447,7 +465,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         internals.remember_settings(self.cfg)
         self._exchanges = internals.Exchanges(self.cfg)
         loop = gevent.get_hub().loop
-        self._turnstile = Turnstile(loop)
+        self._turns = Turns(loop)
         log.batch_lines(loop)
         if self.cfg.is_ssl:
             self._tls = internals.ssl_context(self.cfg)
@@ -474,7 +492,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
         """Serve a connection from its beginning to its end."""
-        client = Client(sock)
+        client = Client(sock, self._turns)
         self._clients.add(client)
         request = None
         try:
@@ -558,7 +576,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         internals.discard_body(request)
         if internals.has_more(request):
             client.begin_request()
-            self._turnstile.wait()
+            self._turns.wait_for_others()
         else:
             client.expect_request(self.cfg.keepalive if self.alive else LINGER)
 

@@ -1,6 +1,9 @@
 """Requests that wait for the store: they do not block the worker's event loop."""
 
 import fcntl
+import os
+import random
+import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -80,6 +83,24 @@ def test_locked_file_delays_only_requests_to_the_store(tmp_path, send_crowd):
             assert count_threads(server) <= 20
         assert [client.receive().status for client in clients] == [200] * len(clients)
         assert len(server.lines()) == CROWD + 1
+
+
+def test_requests_are_served_in_the_order_of_their_arrival(tmp_path):
+    """Requests that wait together are served in the order in which they came."""
+    with ExitStack() as opened, Server(tmp_path) as server:
+        clients = [opened.enter_context(server.connect()) for _ in range(CROWD)]
+        for client in clients:
+            assert client.ask(request('GET', '/livez')).status == 200
+        random.shuffle(clients)
+        (pid,) = server.worker_pids()
+        os.kill(pid, signal.SIGSTOP)
+        stat = Path(f'/proc/{pid}/stat')
+        wait_until(lambda: ') T ' in stat.read_text(), 'the worker is stopped')
+        for id, client in enumerate(clients):
+            client.send(add_request(id))
+        os.kill(pid, signal.SIGCONT)
+        assert {client.receive().status for client in clients} == {200}
+        assert [plant['id'] for plant in server.plants()] == list(range(CROWD))
 
 
 def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
