@@ -73,6 +73,9 @@ Batch = Sequence[Entry[tuple[Plant, bytes]]]
 
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 MERGE_EVERY = 0.2  # seconds between two attempts, since another process may be merging
+# Seconds. A merge that did not pause would slow all requests of its process down for
+# some 50 ms: threads share the interpreter. A merge that falls behind does not pause.
+MERGE_PAUSE = 0.002
 # Bytes of other processes that are entered into the open index. If there are more, the
 # index is opened again, with scheduler.call(), which does not block a server.
 CATCH_UP_BYTES = 128 * 1024
@@ -570,9 +573,13 @@ class PlantFile:
         if merge is None:
             return
         self._sync((index, merge.end))
-        with Draft(
-            path, status, merge.ids, system=self._system, stop=lambda: self._lock.closed
-        ) as draft:
+
+        def pause() -> bool:
+            if not index.is_behind():
+                time.sleep(MERGE_PAUSE)
+            return self._lock.closed
+
+        with Draft(path, status, merge.ids, system=self._system, pause=pause) as draft:
             stamp = index.write_merged(merge, draft)
             with self._lock.held():
                 index.refresh(self._check_file())

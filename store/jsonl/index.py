@@ -10,8 +10,8 @@ disposable: only the plant file is truth. The index has three parts:
 * *Generations*, ``plants.jsonl.index-<random>``: SQLite files, each with the ids of a
   span of the plant file, from the *end* of the generation before it to its own end. **A
   generation is never changed once it is in use.** When there are many recent ids, a
-  background thread merges them into a new generation, together with earlier generations
-  that are not ``FACTOR`` times as large. So there are few, and an id is seldom copied.
+  background thread makes a generation of them. If there would be too many generations,
+  it merges the latest ones into the new one. An id is seldom copied.
 * The *manifest*, ``plants.jsonl.index``, names the generations. It has three sectors of
   512 bytes, each of them a line with a CRC-32, written in place::
 
@@ -49,6 +49,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
 import sqlite3
@@ -81,15 +82,18 @@ MERGE_AT = 16_384
 MERGE_BYTES = 32 * 1024 * 1024
 FLUSH_AT = 250_000  # ids in memory while a draft is written
 ROWS = 100  # of an INSERT, which takes 1.7 us a row; a row alone takes 2.8
+# Instructions of SQLite between two pauses of a merge. 13 of them insert a row.
+PAUSE_AFTER = 2_000
 # Caches of SQLite. While an index is built, scattered ids change nearly every
 # page again and again: with a small cache each page is written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
 MERGE_CACHE_KIB = 4 * 1024
 LOOKUP_CACHE_KIB = 256
-# A merge copies a generation unless it is this many times as large as what follows it.
-# At 8, ten million plants have two to four generations; the sector has room for four.
-FACTOR = 8
+# The sector has room for so many generations. A merge that would make one more copies
+# the latest one, and each before it that is not FACTOR times as large as what follows.
+# So an id is copied seven times until there are ten million.
 GENERATIONS = 4
+FACTOR = 2
 ID_BYTES = 16  # of a generation, about
 # Bits of the filter for each id, unless it would have more bytes than each worker may
 # hold of one filter.
@@ -252,7 +256,7 @@ class Draft:
         ids: The approximate number of ids that it will have.
         cache: SQLite's cache while it is written, in KiB.
         system: The system calls.
-        stop: Called now and then; writing fails when it returns true.
+        pause: Called after each ``PAUSE_AFTER``; writing fails when it returns true.
     """
 
     def __init__(
@@ -262,7 +266,7 @@ class Draft:
         ids: int,
         cache: int = MERGE_CACHE_KIB,
         system: Any = os,
-        stop: Callable[[], bool] | None = None,
+        pause: Callable[[], bool] | None = None,
     ) -> None:
         self._name = secrets.token_hex(8)
         self._path = generation_path(base, self._name)
@@ -290,7 +294,7 @@ class Draft:
                 ):
                     self._connection.execute(f'PRAGMA {pragma}')
                 self._connection.execute(_SCHEMA)
-                self._connection.set_progress_handler(stop, 100_000)
+                self._connection.set_progress_handler(pause, PAUSE_AFTER)
         except BaseException:
             self.__exit__(True)
             raise
@@ -317,7 +321,15 @@ class Draft:
                 # Shared: the absorbed filter gets more bits, which do no harm.
                 self._filter = generation.filter
             else:
-                self._mark(execute('SELECT * FROM old.plants'))
+                # Many ids a row: a thread that reads a row must wait for the GIL.
+                query = (
+                    'SELECT group_concat(id), max(id) FROM (SELECT id FROM old.plants '
+                    f'WHERE id > ? ORDER BY id LIMIT {ROWS})'
+                )
+                ids, last = execute(query, [-math.inf]).fetchone()
+                while ids:
+                    self._mark(map(int, ids.split(',')))
+                    ids, last = execute(query, [last]).fetchone()
             execute('DETACH old')
         generation.check()
 
@@ -334,7 +346,9 @@ class Draft:
                     rows = batch[start : start + ROWS]
                     values = ', '.join(['(?, ?)'] * len(rows))
                     query = f'INSERT OR IGNORE INTO plants VALUES {values}'
-                    execute(query, list(chain.from_iterable(rows)))
+                    flat = list(chain.from_iterable(rows))
+                    execute(query, flat)
+                    self._mark(flat[::2])
                 if self._connection.total_changes - changes < len(batch):
                     for id, offset in batch:
                         query = 'SELECT offset FROM plants WHERE id = ?'
@@ -342,11 +356,10 @@ class Draft:
                         if first != offset:
                             repeat(first, offset)
                 execute('COMMIT')
-            self._mark(batch)
 
-    def _mark(self, entries: Iterable[tuple[int, int]]) -> None:
+    def _mark(self, ids: Iterable[int]) -> None:
         words, size = self._filter, len(self._filter)
-        for id, _ in entries:
+        for id in ids:
             words[id % size] |= _BITS[id % _PRIME]
 
     def finish(self, plants: int, end: int) -> Stamp:
@@ -635,6 +648,10 @@ class Index:
         """Whether there are so many recent ids that they should be merged."""
         return len(self._recent) >= MERGE_AT or self.end - self._start() >= MERGE_BYTES
 
+    def is_behind(self) -> bool:
+        """Whether recent ids have doubled since a merge began; it needs no lock."""
+        return len(self._recent) >= 2 * MERGE_AT
+
     def begin_merge(self) -> Merge:
         """Return the plan of a merge."""
         kept = self._stamps()
@@ -642,7 +659,9 @@ class Index:
         while kept:
             end = kept[-1].end
             start = kept[-2].end if len(kept) > 1 else 0
-            if len(kept) < GENERATIONS and end - start >= FACTOR * (self.end - end):
+            if len(kept) < GENERATIONS and (
+                not absorbed or end - start >= FACTOR * (self.end - end)
+            ):
                 break
             absorbed.insert(0, kept.pop())
         ids = sum(stamp.size for stamp in absorbed) // ID_BYTES

@@ -223,7 +223,10 @@ def index_built(disk, opened):
 
 @contextmanager
 def merging():
-    """Merge after three recent ids; yield a function that waits for the merges."""
+    """Merge after three recent ids; yield a function that waits for the merges.
+
+    Two generations are kept, so that the third merge copies one.
+    """
     threads = set(threading.enumerate())
 
     def wait_for_merges():
@@ -232,7 +235,7 @@ def merging():
                 merge.join()
 
     with (
-        mock.patch.multiple(index, MERGE_AT=3),
+        mock.patch.multiple(index, MERGE_AT=3, GENERATIONS=2),
         mock.patch.multiple(file, MERGE_EVERY=0),
     ):
         yield wait_for_merges

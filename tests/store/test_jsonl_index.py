@@ -6,6 +6,7 @@ import random
 import shutil
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -101,6 +102,44 @@ class TestMerge:
                 seen.add(len(generations(path)))
             assert_knows(store, plants)
         assert max(seen) == most
+
+    def test_ids_are_seldom_copied(self, path, monkeypatch):
+        """A merge copies few ids of earlier ones."""
+        copied = []
+        absorb = plant_index.Draft.absorb
+
+        def counted(draft, generation):
+            before = draft._connection.total_changes
+            absorb(draft, generation)
+            copied.append(draft._connection.total_changes - before)
+
+        monkeypatch.setattr(plant_index.Draft, 'absorb', counted)
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(1600), 40)
+        assert 1600 < sum(copied) < 2.5 * 1600
+
+    def test_copies_know_the_smallest_and_the_largest_id(self, path):
+        """Every id is known after its generation was copied, also at both ends."""
+        ends = [Plant(-(2**63), 'Fern'), Plant(2**63 - 1, 'Moss')]
+        with JSONLinesStore(path) as store:
+            fill(store, [*ends, *ferns(300)])
+            assert_knows(store, ends)
+
+    @pytest.mark.parametrize('at_once', [40, 80])
+    def test_merge_pauses_unless_it_is_behind(self, path, monkeypatch, at_once):
+        """A merge pauses, so that requests go on; not if ids come too quickly."""
+        monkeypatch.setattr(plant_index, 'PAUSE_AFTER', 50)
+        pauses = []
+        sleep = time.sleep
+
+        def recorded(seconds):
+            pauses.append(seconds)
+            sleep(seconds)
+
+        monkeypatch.setattr(time, 'sleep', recorded)
+        with JSONLinesStore(path) as store:
+            fill(store, ferns(at_once), at_once)
+        assert (plant_file.MERGE_PAUSE in pauses) == (at_once < 80)
 
     def test_open_reads_only_the_rest(self, path, rebuilt):
         """A store that opens reads only the lines that are in no generation."""
@@ -290,7 +329,7 @@ class TestMerge:
             fill(store, ferns(20))
             index = store._backend()._index
             merge = index.begin_merge()
-            fill(store, ferns(20, 100))
+            fill(store, ferns(20, 60))
             (stamp,) = index._stamps()
             with pytest.raises(plant_index.IndexDamaged, match='meanwhile'):
                 index.end_merge(merge, stamp)
@@ -306,7 +345,7 @@ class TestMerge:
         with (
             closing(old),
             pytest.raises(OSError, match='interrupted'),
-            plant_index.Draft(path, status, 1, stop=lambda: True) as draft,
+            plant_index.Draft(path, status, 1, pause=lambda: True) as draft,
         ):
             draft.absorb(old)
         assert len(list(path.parent.iterdir())) == 2
