@@ -73,9 +73,9 @@ Batch = Sequence[Entry[tuple[Plant, bytes]]]
 
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 MERGE_EVERY = 0.2  # seconds between two attempts, since another process may be merging
-# Seconds. A merge that did not pause would slow all requests of its process down for
-# some 50 ms: threads share the interpreter. A merge that falls behind does not pause.
-MERGE_PAUSE = 0.002
+# Seconds. A merge works while requests wait for a sync: it shares the interpreter with
+# them. It waits so long for a sync, and not at all if recent ids come too quickly.
+MERGE_PAUSE = 0.01
 # Bytes of other processes that are entered into the open index. If there are more, the
 # index is opened again, with scheduler.call(), which does not block a server.
 CATCH_UP_BYTES = 128 * 1024
@@ -202,6 +202,7 @@ class PlantFile:
         self._synced: tuple[Index, int] | None = None  # the end of the latest sync
         self._merging: threading.Thread | None = None
         self._merge_at = 0.0
+        self._sync_began = threading.Event()
         self._commit = GroupCommit(
             self._append,
             self._sync,
@@ -366,6 +367,7 @@ class PlantFile:
         try:
             if fd < 0:
                 raise StoreClosed
+            self._sync_began.set()
             self._system.fdatasync(fd)
             self._synced = index, end
         except OSError as ex:
@@ -576,7 +578,8 @@ class PlantFile:
 
         def pause() -> bool:
             if not index.is_behind():
-                time.sleep(MERGE_PAUSE)
+                self._sync_began.clear()
+                self._sync_began.wait(MERGE_PAUSE)
             return self._lock.closed
 
         with Draft(path, status, merge.ids, system=self._system, pause=pause) as draft:

@@ -83,7 +83,7 @@ MERGE_BYTES = 32 * 1024 * 1024
 FLUSH_AT = 250_000  # ids in memory while a draft is written
 ROWS = 100  # of an INSERT, which takes 1.7 us a row; a row alone takes 2.8
 # Instructions of SQLite between two pauses of a merge. 13 of them insert a row.
-PAUSE_AFTER = 2_000
+PAUSE_AFTER = 6_000
 # Caches of SQLite. While an index is built, scattered ids change nearly every
 # page again and again: with a small cache each page is written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024

@@ -6,7 +6,6 @@ import random
 import shutil
 import sqlite3
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -125,21 +124,24 @@ class TestMerge:
             fill(store, [*ends, *ferns(300)])
             assert_knows(store, ends)
 
-    @pytest.mark.parametrize('at_once', [40, 80])
-    def test_merge_pauses_unless_it_is_behind(self, path, monkeypatch, at_once):
-        """A merge pauses, so that requests go on; not if ids come too quickly."""
-        monkeypatch.setattr(plant_index, 'PAUSE_AFTER', 50)
-        pauses = []
-        sleep = time.sleep
-
-        def recorded(seconds):
-            pauses.append(seconds)
-            sleep(seconds)
-
-        monkeypatch.setattr(time, 'sleep', recorded)
+    @pytest.mark.parametrize('behind', [False, True])
+    def test_merge_works_during_syncs_unless_it_is_behind(
+        self, path, monkeypatch, behind
+    ):
+        """A merge waits for syncs, so that requests go on; not if ids come quickly."""
+        monkeypatch.setattr(plant_index, 'PAUSE_AFTER', 200)
+        monkeypatch.setattr(plant_file, 'MERGE_PAUSE', 2 * PATIENCE)
         with JSONLinesStore(path) as store:
-            fill(store, ferns(at_once), at_once)
-        assert (plant_file.MERGE_PAUSE in pauses) == (at_once < 80)
+            store.add_many(ferns(80 if behind else 40))
+            merging = store._backend()._merging
+            merging.join(PATIENCE if behind else 0.1)
+            assert merging.is_alive() != behind
+
+            def ends_during_syncs():
+                store.add_many(ferns(1))
+                return not merging.is_alive()
+
+            wait_until(ends_during_syncs)
 
     def test_open_reads_only_the_rest(self, path, rebuilt):
         """A store that opens reads only the lines that are in no generation."""
