@@ -4,7 +4,7 @@ The ids are on disk, in SQLite files beside the plant file, so that a start cost
 same with ten plants and ten million, and no worker holds a copy. These files are
 disposable: only the plant file is truth. The index has three parts:
 
-* The *recent ids*, a dictionary in each process: the latest ids, at most some 20,000.
+* The *recent ids*, a dictionary in each process: the latest ids, at most some 35,000.
   Each process reads them from the end of the plant file, which is quick, so that an add
   writes nothing to SQLite.
 * *Generations*, ``plants.jsonl.index-<random>``: SQLite files, each with the ids of a
