@@ -583,7 +583,7 @@ def test_fork_loses_no_plant(tmp_path, moment, own):
     """Parent and child use an application made before the fork: no plant is lost."""
     url = f'jsonl:{tmp_path / "plants.jsonl"}'
     result = subprocess.run(
-        [sys.executable, '-c', PREFORK, url, moment],
+        [sys.executable, '-Wignore::DeprecationWarning', '-c', PREFORK, url, moment],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -327,8 +327,8 @@ def test_empty_text_is_refused():
     [
         (b'\xff', 'byte 0'),
         (b'["\xc3\xa9\xff"]', 'byte 4'),
-        (b'[1,]', 'character 3'),
-        (b'["\xc3\xa9",]', 'character 5'),
+        (b'[1 2]', 'character 3'),
+        (b'["\xc3\xa9" 2]', 'character 5'),
         (b'{"a":NaN}', 'NaN'),
         (b'-Infinity', '-Infinity'),
         (b'{"name":1,"name":2}', '"name"'),

@@ -30,7 +30,10 @@ class SQLiteStore(PlantStore):
         mode = 'rw' if self._create == 'never' else 'rwc'
         address = f'{self.path.as_uri()}?mode={mode}'
         try:
-            with closing(sqlite3.connect(address, 20, uri=True)) as database, database:
+            with (
+                closing(sqlite3.connect(address, timeout=20, uri=True)) as database,
+                database,
+            ):
                 database.execute('PRAGMA synchronous = OFF')
                 database.execute(TABLE)
                 yield database
