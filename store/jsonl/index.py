@@ -61,10 +61,10 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from contextlib import closing
 from contextlib import contextmanager
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from itertools import islice
 from operator import itemgetter
@@ -125,7 +125,7 @@ _BITS = [
 ]
 
 
-def _lock_of_sqlite() -> AbstractContextManager[object]:
+def _lock_of_sqlite() -> Any:  # an RLock, which is no type
     """Return a lock that is free while a process is forked, also in the child.
 
     SQLite has locks for all its connections. A child that is forked while another
@@ -244,6 +244,18 @@ def _disk_errors() -> Iterator[None]:
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
 
+def _unlocked(pause: Callable[[], bool]) -> bool:
+    """Pause in a statement; a fork need not wait for it.
+
+    SQLite calls this between two instructions, without a lock that others could need.
+    """
+    _writing.release()
+    try:
+        return pause()
+    finally:
+        _writing.acquire()
+
+
 class Draft:
     """A generation that is being written; it is removed if that fails.
 
@@ -256,7 +268,8 @@ class Draft:
         ids: The approximate number of ids that it will have.
         cache: SQLite's cache while it is written, in KiB.
         system: The system calls.
-        pause: Called after each ``PAUSE_AFTER``; writing fails when it returns true.
+        pause: Called after each ``PAUSE_AFTER``, and may take long; writing fails when
+            it returns true.
     """
 
     def __init__(
@@ -294,7 +307,9 @@ class Draft:
                 ):
                     self._connection.execute(f'PRAGMA {pragma}')
                 self._connection.execute(_SCHEMA)
-                self._connection.set_progress_handler(pause, PAUSE_AFTER)
+                if pause is not None:
+                    handler = partial(_unlocked, pause)
+                    self._connection.set_progress_handler(handler, PAUSE_AFTER)
         except BaseException:
             self.__exit__(True)
             raise

@@ -325,6 +325,29 @@ class TestMerge:
 
         in_threads(merge, fork)
 
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_fork_does_not_wait_for_a_pause_of_a_merge(self, path, monkeypatch):
+        """A child is forked while a merge pauses in a statement, and can use SQLite."""
+        monkeypatch.setattr(plant_index, 'PAUSE_AFTER', 50)
+        path.touch()
+        paused, forked = threading.Event(), threading.Event()
+
+        def pause():
+            paused.set()
+            assert forked.wait(PATIENCE)
+            return False
+
+        def merge(pause=pause):
+            with plant_index.Draft(path, path.stat(), 1, pause=pause) as draft:
+                draft.extend(((number, number) for number in range(100)), pytest.fail)
+
+        def fork():
+            assert paused.wait(PATIENCE)
+            in_child(lambda: merge(None))
+            forked.set()
+
+        in_threads(merge, fork)
+
     def test_merge_does_not_undo_another(self, path):
         """A merge that began before another one ended is refused at its end."""
         with JSONLinesStore(path) as store:
