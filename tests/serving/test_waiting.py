@@ -3,6 +3,7 @@
 import fcntl
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -72,6 +73,17 @@ def locked(path):
         yield
 
 
+@contextmanager
+def paused(server):
+    """Stop the only worker; all that is sent meanwhile has then come at once."""
+    (pid,) = server.worker_pids()
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f'/proc/{pid}/stat')
+    wait_until(lambda: ') T ' in stat.read_text(), 'the worker is stopped')
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
 def test_locked_file_delays_only_requests_to_the_store(tmp_path, send_crowd):
     """While another process has the lock, requests without the store are answered."""
     with ExitStack() as opened, Server(tmp_path) as server:
@@ -94,15 +106,29 @@ def test_requests_are_served_in_the_order_of_their_arrival(tmp_path):
         random.shuffle(clients)
         # epoll reports the sockets of its latest report first: make another report.
         assert server.ask(request('GET', '/livez')).status == 200
-        (pid,) = server.worker_pids()
-        os.kill(pid, signal.SIGSTOP)
-        stat = Path(f'/proc/{pid}/stat')
-        wait_until(lambda: ') T ' in stat.read_text(), 'the worker is stopped')
-        for id, client in enumerate(clients):
-            client.send(add_request(id))
-        os.kill(pid, signal.SIGCONT)
+        with paused(server):
+            for id, client in enumerate(clients):
+                client.send(add_request(id))
         assert {client.receive().status for client in clients} == {200}
         assert [plant['id'] for plant in server.plants()] == list(range(CROWD))
+
+
+def test_clients_that_pipeline_take_turns(tmp_path):
+    """Of two clients that pipeline, each is answered after the other one."""
+    with Server(tmp_path) as server, server.connect() as one, server.connect() as two:
+        assert one.ask(request('GET', '/livez')).status == 200
+        assert two.ask(request('GET', '/livez')).status == 200
+        with paused(server):
+            for client, id in ((one, 'id-one'), (two, 'id-two')):
+                client.send(CROWD * request(authorization=None, x_request_id=id))
+        for _ in range(CROWD):
+            assert one.receive().status == two.receive().status == 401
+        wait_until(lambda: server.log.count('id-') == 2 * CROWD, 'all are in the log')
+        order = re.findall('id-(one|two)', server.log)
+        assert all(
+            set(pair) == {'one', 'two'}
+            for pair in zip(order[::2], order[1::2], strict=True)
+        )
 
 
 def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
