@@ -30,37 +30,21 @@ if __name__ == '__main__':
 import atexit
 import os
 import secrets
-from collections.abc import Iterable
-from collections.abc import Mapping
-from typing import Any
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import falcon
 from falcon import Response
 
-from schemas import Invalid
-from schemas import NotJSON
-from schemas import Schema
-from schemas import encode
-from store import Plant
-from store import PlantStore
-from store import open_store
+from schemas import Invalid, NotJSON, Schema, encode
+from store import Plant, PlantStore, open_store
 from web.documents import document_resources
-from web.errors import ErrorValue
-from web.errors import Fault
-from web.errors import add_error_handlers
-from web.metrics import Metrics
-from web.metrics import Processes
-from web.middleware import CrossOrigin
-from web.middleware import RequestLog
-from web.middleware import StrictRouting
-from web.request import PlantsRequest
-from web.request import read_body
-from web.settings import DEFAULT_MAX_BODY_BYTES
-from web.settings import Settings
-from web.tokens import BearerAuth
-from web.tokens import Tokens
-from web.tokens import new_token_notice
+from web.errors import ErrorValue, Fault, add_error_handlers
+from web.metrics import Metrics, Processes
+from web.middleware import CrossOrigin, RequestLog, StrictRouting
+from web.request import PlantsRequest, read_body
+from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
+from web.tokens import BearerAuth, Tokens, new_token_notice
 
 # NOTE: quoted, or a cache of typing would keep the class and its module after a reload.
 PlantsApp: TypeAlias = 'falcon.App[PlantsRequest, Response]'

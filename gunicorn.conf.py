@@ -15,8 +15,7 @@ import serving
 # A reload reads this file again. So it must import all code of the service again.
 serving.forget_modules()
 
-from serving import internals
-from serving import lifecycle
+from serving import internals, lifecycle
 from serving.log import PlantsLogger
 from serving.worker import PlantsWorker
 

@@ -23,25 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.contenders import CONTENDERS
-from bench.contenders import HERE
-from bench.contenders import TOP
-from bench.contenders import Contender
-from bench.contenders import add_options
-from bench.contenders import chosen
-from bench.load import TOKEN
-from bench.load import check_answers
-from bench.load import first_answer
-from bench.load import load
-from bench.report import CASES
-from bench.report import ON_THIS_DISK
-from bench.report import Case
-from bench.report import Run
-from bench.report import markdown
-from bench.serving import Failed
-from bench.serving import cpu_time
-from bench.serving import memory
-from bench.serving import serving
+from bench.contenders import CONTENDERS, HERE, TOP, Contender, add_options, chosen
+from bench.load import TOKEN, check_answers, first_answer, load
+from bench.report import CASES, ON_THIS_DISK, Case, Run, markdown
+from bench.serving import Failed, cpu_time, memory, serving
 
 WARM_UP = 1  # seconds
 WARM_IDS, HOT_IDS = 1_000, 500_000_000  # the first ids; the ranges do not overlap

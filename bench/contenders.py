@@ -9,22 +9,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
-from argparse import Namespace
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import closing
-from contextlib import contextmanager
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.serving import PATIENCE
-from bench.serving import Failed
-from bench.serving import end
-from bench.serving import free_port
+from bench.serving import PATIENCE, Failed, end, free_port
 
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parent

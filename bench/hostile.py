@@ -16,23 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
-from contextlib import contextmanager
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from bench.contenders import TOP
-from bench.contenders import Contender
-from bench.contenders import add_options
-from bench.contenders import chosen
-from bench.load import TOKEN
-from bench.load import first_answer
-from bench.load import load
-from bench.serving import Failed
-from bench.serving import memory
-from bench.serving import serving
+from bench.contenders import TOP, Contender, add_options, chosen
+from bench.load import TOKEN, first_answer, load
+from bench.serving import Failed, memory, serving
 
 HEAD = b'POST /plants HTTP/1.1\r\nHost: localhost\r\nX-Slow: '
 BODY = (

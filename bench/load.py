@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.serving import PATIENCE
-from bench.serving import Failed
-from bench.serving import Server
+from bench.serving import PATIENCE, Failed, Server
 
 TOKEN = 'bench'  # every contender accepts it
 PLANT = '{"id": %d, "name": "Fern", "tag": "shade"}'

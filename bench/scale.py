@@ -19,14 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
-from bench.contenders import CONTENDERS
-from bench.contenders import TOP
-from bench.load import TOKEN
-from bench.load import first_answer
-from bench.load import load
+from bench.contenders import CONTENDERS, TOP
+from bench.load import TOKEN, first_answer, load
 from bench.serving import serving
-from store import Plant
-from store import open_store
+from store import Plant, open_store
 
 Result = TypeVar('Result')
 ADDS = 3_000

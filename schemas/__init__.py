@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jsonschema_rs
-from jsonschema import Draft4Validator
-from jsonschema import Draft202012Validator
-from jsonschema import SchemaError
-from jsonschema import ValidationError
+from jsonschema import (
+    Draft4Validator,
+    Draft202012Validator,
+    SchemaError,
+    ValidationError,
+)
 from jsonschema.validators import extend
 from referencing import Registry
 from referencing.exceptions import Unresolvable

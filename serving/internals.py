@@ -11,13 +11,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from io import BytesIO
-from io import RawIOBase
+from io import BytesIO, RawIOBase
 from itertools import count
 from typing import Any
 
@@ -26,15 +24,11 @@ from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.config import Config
 from gunicorn.http import errors
-from gunicorn.http.body import Body
-from gunicorn.http.body import LengthReader
+from gunicorn.http.body import Body, LengthReader
 from gunicorn.http.errors import LimitRequestHeaders
-from gunicorn.http.message import Request
-from gunicorn.http.message import _ip_in_allow_list
+from gunicorn.http.message import Request, _ip_in_allow_list
 from gunicorn.http.unreader import SocketUnreader
-from gunicorn.http.wsgi import Response
-from gunicorn.http.wsgi import WSGIErrorsWrapper
-from gunicorn.http.wsgi import create
+from gunicorn.http.wsgi import Response, WSGIErrorsWrapper, create
 from gunicorn.sock import ssl_context
 from gunicorn.workers.base import Worker
 

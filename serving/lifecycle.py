@@ -23,14 +23,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
@@ -38,19 +36,13 @@ from gunicorn.config import Config
 from gunicorn.workers.base import Worker
 
 import app
-from serving import counters
-from serving import internals
+from serving import counters, internals
 from serving.log import PlantsLogger
-from serving.worker import GeventScheduler
-from serving.worker import PlantsWorker
-from store import PlantStore
-from store import StoreError
-from store import masked
-from store import open_store
+from serving.worker import GeventScheduler, PlantsWorker
+from store import PlantStore, StoreError, masked, open_store
 from store.scheduler import THREADS
 from web.metrics import Processes
-from web.settings import Settings
-from web.settings import is_in_memory
+from web.settings import Settings, is_in_memory
 from web.tokens import new_token_notice
 
 log = logging.getLogger('plants')

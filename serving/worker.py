@@ -45,12 +45,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import gevent
 from gevent import monkey
@@ -63,10 +61,8 @@ from gevent.socket import wait_read
 from greenlet import getcurrent
 from gunicorn.workers.ggevent import GeventWorker
 
-from serving import internals
-from serving import log
-from web import errors
-from web import middleware
+from serving import internals, log
+from web import errors, middleware
 
 Result = TypeVar('Result')
 

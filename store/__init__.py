@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from store.base import Create
-from store.base import Plant
-from store.base import PlantStore
-from store.errors import IdTaken
-from store.errors import StoreClosed
-from store.errors import StoreCorrupt
-from store.errors import StoreError
-from store.errors import StoreUnavailable
-from store.scheduler import THREADS
-from store.scheduler import Scheduler
-from store.url import DEFAULT_URL
-from store.url import find_plugin
-from store.url import masked
-from store.url import open_plugin
+from store.base import Create, Plant, PlantStore
+from store.errors import (
+    IdTaken,
+    StoreClosed,
+    StoreCorrupt,
+    StoreError,
+    StoreUnavailable,
+)
+from store.scheduler import THREADS, Scheduler
+from store.url import DEFAULT_URL, find_plugin, masked, open_plugin
 
 __version__ = '1.1.0'
 

@@ -12,36 +12,33 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Generator
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import contextmanager
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
 
-from store import DEFAULT_URL
-from store import IdTaken
-from store import Plant
-from store import PlantStore
-from store import StoreError
-from store import __version__
-from store import masked
-from store import open_store
-from store.base import Create
-from store.base import Progress
+from store import (
+    DEFAULT_URL,
+    IdTaken,
+    Plant,
+    PlantStore,
+    StoreError,
+    __version__,
+    masked,
+    open_store,
+)
+from store.base import Create, Progress
 from store.jsonl import record
-from store.streams import PIPE
-from store.streams import PipeStore
-from store.streams import broken_pipe_ignored
-from store.streams import drop_output
-from store.streams import print_error
-from store.streams import print_line
-from store.streams import replace_closed_streams
+from store.streams import (
+    PIPE,
+    PipeStore,
+    broken_pipe_ignored,
+    drop_output,
+    print_error,
+    print_line,
+    replace_closed_streams,
+)
 
 DESCRIPTION = """\
 Look at stores of plants, verify them, and copy plants between them.

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from typing import ClassVar
-from typing import Literal
-from typing import NamedTuple
-from typing import Protocol
-from typing import Self
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from store.errors import IdTaken
 

@@ -22,19 +22,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import Any
-from typing import Generic
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from store.errors import StoreUnavailable
-from store.scheduler import THREADS
-from store.scheduler import Scheduler
-from store.scheduler import Waiter
+from store.scheduler import THREADS, Scheduler, Waiter
 
 Item = TypeVar('Item')
 Written = TypeVar('Written')

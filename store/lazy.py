@@ -5,15 +5,11 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable
-from typing import Generic
-from typing import Protocol
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from store.base import PlantStore
-from store.errors import StoreClosed
-from store.errors import StoreUnavailable
-from store.scheduler import THREADS
-from store.scheduler import Scheduler
+from store.errors import StoreClosed, StoreUnavailable
+from store.scheduler import THREADS, Scheduler
 
 
 class Backend(Protocol):

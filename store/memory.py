@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from store.base import Plant
-from store.base import PlantStore
-from store.errors import IdTaken
-from store.errors import StoreClosed
+from store.base import Plant, PlantStore
+from store.errors import IdTaken, StoreClosed
 
 
 class MemoryStore(PlantStore):

@@ -11,9 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import sleep
-from typing import Final
-from typing import Protocol
-from typing import TypeVar
+from typing import Final, Protocol, TypeVar
 
 Result = TypeVar('Result')
 

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from store.base import Plant
-from store.base import PlantStore
-from store.base import Progress
-from store.base import Verified
+from store.base import Plant, PlantStore, Progress, Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record
 

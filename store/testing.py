@@ -26,30 +26,23 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import invariant
-from hypothesis.stateful import rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
-from store import IdTaken
-from store import Plant
-from store import PlantStore
-from store import StoreClosed
-from store import StoreUnavailable
-from store import open_store
-from store.base import Item
-from store.base import Verified
+from store import IdTaken, Plant, PlantStore, StoreClosed, StoreUnavailable, open_store
+from store.base import Item, Verified
 
 TOP = Path(__file__).parent.parent  # the directory from which programs import store
 PATIENCE = 20  # seconds after which a test takes something for hanging

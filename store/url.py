@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from store.base import Create
-from store.base import PlantStore
+from store.base import Create, PlantStore
 from store.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -6,11 +6,7 @@ import shutil
 import time
 
 import pytest
-from server import REPOSITORY
-from server import ROOMS
-from server import TOKEN
-from server import Server
-from server import request
+from server import REPOSITORY, ROOMS, TOKEN, Server, request
 
 MAX_BODY = 65_536  # bytes
 SECRET = 'a-token-that-nobody-knows'

@@ -8,8 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import count

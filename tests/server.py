@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -14,20 +14,21 @@ import pytest
 import yaml
 from conftest import Client
 from postgresql import programs
-from server import PATIENCE
-from server import REPOSITORY
-from server import ROOMS
-from server import SCRIPTS
-from server import TOKEN
-from server import Server
-from server import installed
-from server import request
-from server import wait_until
+from server import (
+    PATIENCE,
+    REPOSITORY,
+    ROOMS,
+    SCRIPTS,
+    TOKEN,
+    Server,
+    installed,
+    request,
+    wait_until,
+)
 
 from app import create_app
 from serving import worker
-from store import Plant
-from store import open_store
+from store import Plant, open_store
 from store.__main__ import _parser
 from store.jsonl import lock
 from store.jsonl.record import encode

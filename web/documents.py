@@ -12,8 +12,7 @@ import falcon
 from falcon import Response
 
 from schemas import encode
-from web.errors import ErrorValue
-from web.errors import Fault
+from web.errors import ErrorValue, Fault
 from web.openapi import describe
 from web.request import PlantsRequest
 

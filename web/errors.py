@@ -7,13 +7,10 @@ import logging
 from typing import Any
 
 import falcon
-from falcon import Request
-from falcon import Response
+from falcon import Request, Response
 
 from schemas import encode
-from store import IdTaken
-from store import StoreError
-from store import StoreUnavailable
+from store import IdTaken, StoreError, StoreUnavailable
 
 log = logging.getLogger('plants')
 

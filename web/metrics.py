@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from falcon import Response
 
-from store import PlantStore
-from store import __version__
+from store import PlantStore, __version__
 from web.request import PlantsRequest
 from web.tokens import Tokens
 
 if TYPE_CHECKING:
-    from prometheus_client import Histogram
-    from prometheus_client import Metric
+    from prometheus_client import Histogram, Metric
 
 # The values of the label ``method``; clients may send any number of other methods.
 _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}

@@ -14,8 +14,7 @@ from urllib.parse import quote
 import falcon
 from falcon import Response
 
-from web.errors import ErrorValue
-from web.errors import Fault
+from web.errors import ErrorValue, Fault
 from web.request import PlantsRequest
 
 log = logging.getLogger('plants')

@@ -6,8 +6,7 @@ from typing import Any
 
 import falcon
 
-from web.errors import ErrorValue
-from web.errors import Fault
+from web.errors import ErrorValue, Fault
 
 
 class Context:

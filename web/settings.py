@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from store import DEFAULT_URL
-from store import check_url
+from store import DEFAULT_URL, check_url
 from web.middleware import check_origins
-from web.tokens import Tokens
-from web.tokens import TokensFile
+from web.tokens import Tokens, TokensFile
 
 DEFAULT_MAX_BODY_BYTES = 65_536
 

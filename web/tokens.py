@@ -7,15 +7,12 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from falcon import Response
 
-from web.errors import ErrorValue
-from web.errors import Fault
+from web.errors import ErrorValue, Fault
 from web.request import PlantsRequest
 
 log = logging.getLogger('plants')

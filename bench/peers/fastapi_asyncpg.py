@@ -5,12 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import asyncpg
-from fastapi import Depends
-from fastapi import FastAPI
-from fastapi import HTTPException
-from fastapi_plants import NewPlant
-from fastapi_plants import Plant
-from fastapi_plants import check_token
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi_plants import NewPlant, Plant, check_token
 
 CONNECTIONS = int(os.environ['CONNECTIONS'])
 

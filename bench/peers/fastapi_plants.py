@@ -4,14 +4,9 @@ import os
 import secrets
 from typing import Annotated
 
-from fastapi import Depends
-from fastapi import HTTPException
-from fastapi.security import HTTPAuthorizationCredentials
-from fastapi.security import HTTPBearer
-from pydantic import BaseModel
-from pydantic import Field
-from pydantic import StrictInt
-from pydantic import StrictStr
+from fastapi import Depends, HTTPException
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, Field, StrictInt, StrictStr
 
 TOKEN = os.environ['TOKEN']
 

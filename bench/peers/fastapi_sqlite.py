@@ -8,12 +8,8 @@ for each thread, and with one for all, that added fewer plants a second.
 import os
 import sqlite3
 
-from fastapi import Depends
-from fastapi import FastAPI
-from fastapi import HTTPException
-from fastapi_plants import NewPlant
-from fastapi_plants import Plant
-from fastapi_plants import check_token
+from fastapi import Depends, FastAPI, HTTPException
+from fastapi_plants import NewPlant, Plant, check_token
 
 # Each statement is a transaction of its own.
 database = sqlite3.connect(os.environ['DATABASE'], timeout=30, isolation_level=None)

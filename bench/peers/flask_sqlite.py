@@ -5,9 +5,7 @@ import secrets
 import sqlite3
 import threading
 
-from flask import Flask
-from flask import abort
-from flask import request
+from flask import Flask, abort, request
 from werkzeug.exceptions import HTTPException
 
 TOKEN = os.environ['TOKEN']

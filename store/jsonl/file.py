@@ -28,44 +28,34 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from store.base import Create
-from store.base import Plant
-from store.base import Progress
-from store.base import Verified
-from store.errors import IdTaken
-from store.errors import StoreClosed
-from store.errors import StoreCorrupt
-from store.errors import StoreError
-from store.errors import StoreUnavailable
-from store.group_commit import SLOW_SYNCS_IN_FLIGHT
-from store.group_commit import Entry
-from store.group_commit import GroupCommit
-from store.group_commit import outcomes
-from store.jsonl import record
-from store.jsonl import recovery
-from store.jsonl.index import Draft
-from store.jsonl.index import Index
-from store.jsonl.index import IndexDamaged
-from store.jsonl.index import index_path
-from store.jsonl.index import sync_directory
-from store.jsonl.index import write
-from store.jsonl.lock import FileLock
-from store.jsonl.lock import try_flock
+from store.base import Create, Plant, Progress, Verified
+from store.errors import (
+    IdTaken,
+    StoreClosed,
+    StoreCorrupt,
+    StoreError,
+    StoreUnavailable,
+)
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
+from store.jsonl import record, recovery
+from store.jsonl.index import (
+    Draft,
+    Index,
+    IndexDamaged,
+    index_path,
+    sync_directory,
+    write,
+)
+from store.jsonl.lock import FileLock, try_flock
 from store.lazy import LazyStore
-from store.scheduler import THREADS
-from store.scheduler import Scheduler
+from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -57,21 +57,13 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
-from itertools import chain
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
-from typing import NamedTuple
-from typing import Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
 from store.jsonl.lock import try_flock

@@ -5,12 +5,10 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from store.errors import StoreClosed
-from store.errors import StoreUnavailable
+from store.errors import StoreClosed, StoreUnavailable
 
 LOCK_WITHIN = 5.0  # seconds
 # NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter

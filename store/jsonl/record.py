@@ -23,8 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from store.base import Plant
 

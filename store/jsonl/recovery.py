@@ -24,19 +24,19 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from store.base import Plant
-from store.errors import StoreCorrupt
-from store.errors import StoreUnavailable
+from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.index import UNKNOWN
-from store.jsonl.index import index_path
-from store.jsonl.index import new_file
-from store.jsonl.index import read_synced
-from store.jsonl.index import sync_directory
-from store.jsonl.index import write
+from store.jsonl.index import (
+    UNKNOWN,
+    index_path,
+    new_file,
+    read_synced,
+    sync_directory,
+    write,
+)
 from store.jsonl.lock import take_flock
 
 log = logging.getLogger(__name__)

@@ -5,21 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from store.base import Progress
-from store.base import Verified
+from store.base import Progress, Verified
 from store.errors import StoreUnavailable
-from store.jsonl import record
-from store.jsonl import recovery
-from store.jsonl.index import BUILD_CACHE_KIB
-from store.jsonl.index import Draft
-from store.jsonl.index import new_file
-from store.jsonl.index import sync_directory
+from store.jsonl import record, recovery
+from store.jsonl.index import BUILD_CACHE_KIB, Draft, new_file, sync_directory
 from store.jsonl.lock import take_flock
 
 

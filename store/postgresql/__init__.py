@@ -19,21 +19,17 @@ sequence, no lock of a table. What makes it safe:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 
-from store.base import Create
-from store.base import Plant
-from store.errors import IdTaken
-from store.errors import StoreUnavailable
+from store.base import Create, Plant
+from store.errors import IdTaken, StoreUnavailable
 from store.lazy import LazyStore
 from store.postgresql.database import Database
-from store.scheduler import THREADS
-from store.scheduler import Scheduler
+from store.scheduler import THREADS, Scheduler
 
 
 def check_url(url: str) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator
-from collections.abc import Iterable
-from collections.abc import Sequence
-from typing import Any
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors

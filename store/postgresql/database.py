@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import args_row
 
-from store.base import Create
-from store.base import Plant
-from store.errors import IdTaken
-from store.errors import StoreUnavailable
-from store.group_commit import Entry
-from store.group_commit import GroupCommit
-from store.group_commit import outcomes
+from store.base import Create, Plant
+from store.errors import IdTaken, StoreUnavailable
+from store.group_commit import Entry, GroupCommit, outcomes
 from store.postgresql import limits
-from store.postgresql.connection import CONFLICTS
-from store.postgresql.connection import CREATE_TABLE
-from store.postgresql.connection import PROBE
-from store.postgresql.connection import RULES
-from store.postgresql.connection import Connection
-from store.postgresql.connection import PlantLocked
-from store.postgresql.connection import refusal
-from store.postgresql.pool import Outage
-from store.postgresql.pool import Pool
+from store.postgresql.connection import (
+    CONFLICTS,
+    CREATE_TABLE,
+    PROBE,
+    RULES,
+    Connection,
+    PlantLocked,
+    refusal,
+)
+from store.postgresql.pool import Outage, Pool
 from store.scheduler import Scheduler
 from store.url import masked
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psycopg
 
-from store.errors import StoreClosed
-from store.errors import StoreUnavailable
+from store.errors import StoreClosed, StoreUnavailable
 from store.postgresql import limits
 from store.postgresql.connection import Connection
 

@@ -11,15 +11,8 @@ import sys
 
 import pytest
 import yaml
-from installing import offline_pip
-from installing import wheels
-from server import REPOSITORY
-from server import ROOMS
-from server import RawClient
-from server import Server
-from server import installed
-from server import request
-from server import socket_to
+from installing import offline_pip, wheels
+from server import REPOSITORY, ROOMS, RawClient, Server, installed, request, socket_to
 
 RECIPE = (REPOSITORY / 'deploy/Containerfile').read_text()
 INSTRUCTIONS = [

@@ -9,12 +9,8 @@ import tomllib
 
 import pytest
 import yaml
-from installing import offline_pip
-from installing import wheels
-from server import REPOSITORY
-from server import ROOMS
-from server import Server
-from server import request
+from installing import offline_pip, wheels
+from server import REPOSITORY, ROOMS, Server, request
 
 from store import __version__
 

@@ -11,15 +11,17 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from server import PATIENCE
-from server import REPOSITORY
-from server import TOKEN
-from server import RawClient
-from server import Server
-from server import free_port
-from server import installed
-from server import request
-from server import wait_until
+from server import (
+    PATIENCE,
+    REPOSITORY,
+    TOKEN,
+    RawClient,
+    Server,
+    free_port,
+    installed,
+    request,
+    wait_until,
+)
 
 RECIPE = (REPOSITORY / 'deploy/nginx.conf').read_text()
 MAIN = """

@@ -9,14 +9,16 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
-from server import PATIENCE
-from server import REPOSITORY
-from server import TOKEN
-from server import Server
-from server import free_port
-from server import installed
-from server import request
-from server import wait_until
+from server import (
+    PATIENCE,
+    REPOSITORY,
+    TOKEN,
+    Server,
+    free_port,
+    installed,
+    request,
+    wait_until,
+)
 
 RECIPE = REPOSITORY / 'deploy/prometheus'
 

@@ -13,17 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from server import PATIENCE
-from server import REPOSITORY
-from server import ROOMS
-from server import SCRIPTS
-from server import TOKEN
-from server import RawClient
-from server import installed
-from server import is_alive
-from server import request
-from server import socket_to
-from server import wait_until
+from server import (
+    PATIENCE,
+    REPOSITORY,
+    ROOMS,
+    SCRIPTS,
+    TOKEN,
+    RawClient,
+    installed,
+    is_alive,
+    request,
+    socket_to,
+    wait_until,
+)
 
 UNITS = [REPOSITORY / 'deploy' / name for name in ('plants.service', 'plants.socket')]
 

@@ -6,15 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from errors import FaultyStore
-from errors import assert_error
+from errors import FaultyStore, assert_error
 from jsonschema import Draft202012Validator
 
-from store import Plant
-from store import StoreClosed
-from store import StoreCorrupt
-from store import StoreError
-from store import StoreUnavailable
+from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
 
 PLANT_SCHEMA = Draft202012Validator(
     json.loads(

@@ -1,8 +1,7 @@
 """CORS: what a page of another origin may do."""
 
 import pytest
-from conftest import TOKEN
-from conftest import Client
+from conftest import TOKEN, Client
 from errors import assert_error
 
 from app import create_app

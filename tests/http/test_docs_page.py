@@ -12,12 +12,7 @@ from falcon import testing
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-from server import PATIENCE
-from server import REPOSITORY
-from server import SCRIPTS
-from server import TOKEN
-from server import Server
-from server import installed
+from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, Server, installed
 
 CHROMIUM = 'chromium chromium-driver'  # packages
 FILES = {

@@ -9,13 +9,11 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import parse_headers
 from typing import NamedTuple
 from wsgiref.headers import Headers
-from wsgiref.simple_server import WSGIRequestHandler
-from wsgiref.simple_server import make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
@@ -25,20 +23,11 @@ import pytest
 import waitress.server
 import waitress.wasyncore
 from errors import assert_error
-from server import PATIENCE
-from server import REPOSITORY
-from server import SCRIPTS
-from server import TOKEN
-from server import RawClient
-from server import Server
-from server import request
+from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, RawClient, Server, request
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from app import create_app
-from store import Plant
-from store import PlantStore
-from store import StoreUnavailable
-from store import open_store
+from store import Plant, PlantStore, StoreUnavailable, open_store
 
 FERN = b'{"id": 1, "name": "Fern", "tag": "shade"}'
 FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-from errors import ERROR
-from errors import FaultyStore
-from errors import assert_error
+from errors import ERROR, FaultyStore, assert_error
 
 from store import StoreUnavailable
-from web.errors import ErrorValue
-from web.errors import error_body
+from web.errors import ErrorValue, error_body
 
 FERN, MOSS = {'id': 1, 'name': 'Fern'}, {'id': 1, 'name': 'Moss'}
 

@@ -9,19 +9,13 @@ from pathlib import Path
 import pytest
 from conftest import Client
 from errors import assert_error
-from hypothesis import example
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
-from jsonschema import SchemaError
+from jsonschema import Draft202012Validator, SchemaError
 
 import schemas
 from app import create_app
-from schemas import Invalid
-from schemas import NotJSON
-from schemas import Schema
-from schemas import parse
+from schemas import Invalid, NotJSON, Schema, parse
 from store import Plant
 from store.memory import MemoryStore
 from web.errors import ErrorValue

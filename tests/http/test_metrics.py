@@ -10,10 +10,7 @@ from conftest import Client
 from errors import assert_error
 from prometheus_client.parser import text_string_to_metric_families
 
-from store import Plant
-from store import StoreUnavailable
-from store import __version__
-from store import open_store
+from store import Plant, StoreUnavailable, __version__, open_store
 from store.memory import MemoryStore
 from web.metrics import Processes
 from web.tokens import TokensFile

@@ -10,10 +10,7 @@ from urllib.parse import urljoin
 
 import pytest
 from jsonschema import Draft202012Validator
-from server import PATIENCE
-from server import REPOSITORY
-from server import TOKEN
-from server import Server
+from server import PATIENCE, REPOSITORY, TOKEN, Server
 
 import schemas
 from store import __version__

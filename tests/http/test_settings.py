@@ -13,20 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TOKEN
-from conftest import Client
+from conftest import TOKEN, Client
 from errors import assert_error
 
 import app
-from app import create_app
-from app import get_app
+from app import create_app, get_app
 from store import Plant
 from store.memory import MemoryStore
 from web import tokens as tokens_module
-from web.settings import VARIABLES
-from web.settings import Settings
-from web.tokens import Tokens
-from web.tokens import TokensFile
+from web.settings import VARIABLES, Settings
+from web.tokens import Tokens, TokensFile
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,19 +3,18 @@
 import json
 
 import pytest
-from exchange import MAX_BODY
-from exchange import SECRET
-from exchange import STORED_PLANT
-from exchange import ask_in_step
-from exchange import assert_error
-from exchange import chunked
-from exchange import fern
-from exchange import ids
-from exchange import table
-from server import TOKEN
-from server import Server
-from server import request
-from server import wait_until
+from exchange import (
+    MAX_BODY,
+    SECRET,
+    STORED_PLANT,
+    ask_in_step,
+    assert_error,
+    chunked,
+    fern,
+    ids,
+    table,
+)
+from server import TOKEN, Server, request, wait_until
 
 ACCEPTED = {
     'name only': '{"id":ID,"name":"Fern"}',

@@ -7,14 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
-from server import GUNICORN
-from server import REPOSITORY
-from server import ROOMS
-from server import SCRIPTS
-from server import Server
-from server import is_alive
-from server import request
-from server import wait_until
+from server import (
+    GUNICORN,
+    REPOSITORY,
+    ROOMS,
+    SCRIPTS,
+    Server,
+    is_alive,
+    request,
+    wait_until,
+)
 
 
 def start_new_master(server):

@@ -3,14 +3,8 @@
 import json
 
 import pytest
-from exchange import STORED_PLANT
-from exchange import ask_in_step
-from exchange import assert_error
-from exchange import chunked
-from exchange import fern
-from exchange import table
-from server import Server
-from server import request
+from exchange import STORED_PLANT, ask_in_step, assert_error, chunked, fern, table
+from server import Server, request
 
 
 @pytest.fixture(scope='module')

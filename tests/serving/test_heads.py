@@ -3,24 +3,12 @@
 import socket
 import ssl
 import time
-from contextlib import closing
-from contextlib import suppress
-from email.utils import format_datetime
-from email.utils import parsedate_to_datetime
+from contextlib import closing, suppress
+from email.utils import format_datetime, parsedate_to_datetime
 
 import pytest
-from exchange import SECRET
-from exchange import ask_in_step
-from exchange import assert_error
-from exchange import chunked
-from exchange import fern
-from exchange import raw_head
-from exchange import table
-from server import PATIENCE
-from server import RawClient
-from server import Server
-from server import request
-from server import wait_until
+from exchange import SECRET, ask_in_step, assert_error, chunked, fern, raw_head, table
+from server import PATIENCE, RawClient, Server, request, wait_until
 
 
 def client_hello():

@@ -9,26 +9,22 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from exchange import LARGE_FILE
-from exchange import MAX_ANSWER_SECONDS
-from exchange import SHORT_LIMITS
-from exchange import STORED_PLANT
-from exchange import assert_error
-from exchange import assert_quick
-from exchange import chunked
-from exchange import fern
-from exchange import table
-from server import GUNICORN
-from server import PATIENCE
-from server import Server
-from server import configured
-from server import request
-from server import wait_until
+from exchange import (
+    LARGE_FILE,
+    MAX_ANSWER_SECONDS,
+    SHORT_LIMITS,
+    STORED_PLANT,
+    assert_error,
+    assert_quick,
+    chunked,
+    fern,
+    table,
+)
+from server import GUNICORN, PATIENCE, Server, configured, request, wait_until
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
 

@@ -4,18 +4,11 @@ import re
 import signal
 import socket
 from contextlib import suppress
-from datetime import UTC
-from datetime import datetime
+from datetime import UTC, datetime
 
 import pytest
 from exchange import parse_json_log
-from server import PATIENCE
-from server import TOKEN
-from server import RawClient
-from server import Server
-from server import free_port
-from server import request
-from server import wait_until
+from server import PATIENCE, TOKEN, RawClient, Server, free_port, request, wait_until
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}

@@ -7,23 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from exchange import assert_error
-from exchange import edit
-from exchange import fern
-from server import GUNICORN
-from server import REPOSITORY
-from server import TOKEN
-from server import RawClient
-from server import Server
-from server import configured
-from server import is_alive
-from server import request
-from server import wait_until
+from exchange import assert_error, edit, fern
+from server import (
+    GUNICORN,
+    REPOSITORY,
+    TOKEN,
+    RawClient,
+    Server,
+    configured,
+    is_alive,
+    request,
+    wait_until,
+)
 
 IN_PLACE = GUNICORN[:3]  # with the configuration and the code of its directory
 HALF = '{"type": "obj'

@@ -6,22 +6,20 @@ import signal
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from exchange import STORED_PLANT
-from exchange import assert_error
-from exchange import fern
-from server import GUNICORN
-from server import SCRIPTS
-from server import RawClient
-from server import Server
-from server import configured
-from server import is_alive
-from server import request
-from server import wait_until
+from exchange import STORED_PLANT, assert_error, fern
+from server import (
+    GUNICORN,
+    SCRIPTS,
+    RawClient,
+    Server,
+    configured,
+    is_alive,
+    request,
+    wait_until,
+)
 
 
 @pytest.fixture

@@ -10,21 +10,19 @@ from pathlib import Path
 from pwd import getpwnam
 
 import pytest
-from exchange import SECRET
-from exchange import assert_error
-from exchange import fern
-from exchange import parse_json_log
-from exchange import table
-from server import GUNICORN
-from server import PATIENCE
-from server import SCRIPTS
-from server import TOKEN
-from server import RawClient
-from server import Server
-from server import free_port
-from server import is_alive
-from server import request
-from server import wait_until
+from exchange import SECRET, assert_error, fern, parse_json_log, table
+from server import (
+    GUNICORN,
+    PATIENCE,
+    SCRIPTS,
+    TOKEN,
+    RawClient,
+    Server,
+    free_port,
+    is_alive,
+    request,
+    wait_until,
+)
 
 COMMANDS = {
     'gunicorn': [SCRIPTS / 'gunicorn'],

@@ -7,17 +7,13 @@ import re
 import signal
 import threading
 import time
-from contextlib import ExitStack
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from proxy import Proxy
-from server import Server
-from server import hurried
-from server import request
-from server import wait_until
+from server import Server, hurried, request, wait_until
 
 CROWD = 40  # requests; more than the worker's pool has threads
 MAX_ANSWER_SECONDS = 2  # on a busy machine, for a request that needs no store

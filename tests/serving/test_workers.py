@@ -10,19 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from exchange import LARGE_FILE
-from exchange import SHORT_LIMITS
-from exchange import ask_in_step
-from exchange import assert_error
-from exchange import fern
-from exchange import raw_head
-from server import PATIENCE
-from server import RawClient
-from server import Server
-from server import configured
-from server import installed
-from server import request
-from server import wait_until
+from exchange import LARGE_FILE, SHORT_LIMITS, ask_in_step, assert_error, fern, raw_head
+from server import (
+    PATIENCE,
+    RawClient,
+    Server,
+    configured,
+    installed,
+    request,
+    wait_until,
+)
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])

@@ -23,20 +23,14 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable
-from collections.abc import Container
-from collections.abc import Iterable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
-from store import Plant
-from store import PlantStore
+from store import Plant, PlantStore
 
 BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'

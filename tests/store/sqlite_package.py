@@ -1,15 +1,10 @@
 """Example of a store from another package: plants in an SQLite table."""
 
 import sqlite3
-from contextlib import closing
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from store import IdTaken
-from store import Plant
-from store import PlantStore
-from store import StoreClosed
-from store import StoreUnavailable
+from store import IdTaken, Plant, PlantStore, StoreClosed, StoreUnavailable
 
 TABLE = 'CREATE TABLE IF NOT EXISTS plants (id INTEGER PRIMARY KEY, name, tag)'
 

@@ -7,24 +7,16 @@ import logging
 import os
 import tempfile
 import threading
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from random import Random
-from random import SystemRandom
+from random import Random, SystemRandom
 from unittest import mock
 
 import pytest
-from crash_states import Crash
-from crash_states import Recorder
+from crash_states import Crash, Recorder
 
-from store import IdTaken
-from store import Plant
-from store import StoreCorrupt
-from store import StoreUnavailable
-from store.jsonl import JSONLinesStore
-from store.jsonl import file
-from store.jsonl import index
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
+from store.jsonl import JSONLinesStore, file, index
 from store.jsonl.record import encode
 from store.jsonl.repair import verify
 

@@ -17,22 +17,14 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from contextlib import closing
-from contextlib import contextmanager
-from contextlib import suppress
-from http.client import HTTPConnection
-from http.client import HTTPException
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from types import SimpleNamespace
 
 import pytest
 import server as harness
 from errors import assert_error
-from server import PATIENCE
-from server import REPOSITORY
-from server import TOKEN
-from server import is_alive
-from server import wait_until
+from server import PATIENCE, REPOSITORY, TOKEN, is_alive, wait_until
 
 WORKERS = 2
 CONNECTION_LOST = (OSError, HTTPException)  # as a client of a killed server sees it

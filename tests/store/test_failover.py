@@ -4,16 +4,12 @@ import itertools
 import signal
 import threading
 import time
-from contextlib import ExitStack
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from postgresql import PostgreSQL
 from proxy import Proxy
-from server import Server
-from server import hurried
-from server import request
-from server import wait_until
+from server import Server, hurried, request, wait_until
 
 from store.postgresql.limits import CONNECT_WITHIN
 

@@ -9,14 +9,10 @@ from collections import Counter
 
 import pytest
 
-from store import StoreUnavailable
-from store import group_commit
-from store.group_commit import SLOW_SYNCS_IN_FLIGHT
-from store.group_commit import GroupCommit
+from store import StoreUnavailable, group_commit
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
 from store.scheduler import Threads
-from store.testing import PATIENCE
-from store.testing import in_threads
-from store.testing import wait_until
+from store.testing import PATIENCE, in_threads, wait_until
 
 
 class Failure(Exception):

@@ -14,19 +14,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine
-from hypothesis.stateful import initialize
-from hypothesis.stateful import rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 
-from store import IdTaken
-from store import Plant
-from store import StoreUnavailable
-from store import group_commit
-from store.jsonl import JSONLinesStore
-from store.jsonl import record
-from store.testing import PATIENCE
-from store.testing import wait_until
+from store import IdTaken, Plant, StoreUnavailable, group_commit
+from store.jsonl import JSONLinesStore, record
+from store.testing import PATIENCE, wait_until
 
 FERN, MOSS, IVY, REED, OAK, ASH = (
     Plant(number, name, 'shade' if number % 2 else None)

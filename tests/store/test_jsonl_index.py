@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from store import IdTaken
-from store import Plant
-from store import StoreCorrupt
-from store import StoreUnavailable
-from store.jsonl import JSONLinesStore
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
+from store.jsonl import JSONLinesStore, record
 from store.jsonl import file as plant_file
 from store.jsonl import index as plant_index
-from store.jsonl import record
-from store.testing import PATIENCE
-from store.testing import in_child
-from store.testing import in_threads
-from store.testing import wait_until
+from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 PAGE = 4096
 

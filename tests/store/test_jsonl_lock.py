@@ -7,16 +7,12 @@ import time
 
 import pytest
 
-from store import IdTaken
-from store import Plant
-from store import StoreClosed
-from store import StoreUnavailable
+from store import IdTaken, Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
 from store.scheduler import Threads
-from store.testing import in_child
-from store.testing import wait_until
+from store.testing import in_child, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 FERN_LINE = b'{"id":1,"name":"Fern"}\n'

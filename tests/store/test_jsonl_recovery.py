@@ -10,19 +10,12 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store import IdTaken
-from store import Plant
-from store import StoreCorrupt
-from store import StoreUnavailable
-from store.jsonl import JSONLinesStore
-from store.jsonl import record
-from store.jsonl import recovery
-from store.testing import in_child
-from store.testing import in_threads
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
+from store.jsonl import JSONLinesStore, record, recovery
+from store.testing import in_child, in_threads
 
 PLANTS = [
     Plant(1, 'Fern'),

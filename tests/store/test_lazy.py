@@ -5,13 +5,10 @@ import threading
 
 import pytest
 
-from store import StoreClosed
-from store import StoreUnavailable
+from store import StoreClosed, StoreUnavailable
 from store.lazy import LazyStore
 from store.scheduler import Threads
-from store.testing import in_child
-from store.testing import in_threads
-from store.testing import wait_until
+from store.testing import in_child, in_threads, wait_until
 
 
 class Backend:

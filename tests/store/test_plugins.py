@@ -6,22 +6,14 @@ with its metadata, on the search path of Python.
 
 import sqlite3
 import sys
-from contextlib import closing
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from cli import command
-from server import GUNICORN
-from server import PATIENCE
-from server import SCRIPTS
-from server import RawClient
-from server import Server
-from server import request
+from server import GUNICORN, PATIENCE, SCRIPTS, RawClient, Server, request
 
-from store import Plant
-from store import check_url
-from store import open_store
+from store import Plant, check_url, open_store
 from store.testing import StoreContract
 
 KNOWN = 'is not a store: use memory:, jsonl:PATH, or postgresql://...; installed '

@@ -9,25 +9,17 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import psycopg
 import pytest
 from postgresql import refused
 from proxy import Proxy
 
-from store import IdTaken
-from store import Plant
-from store import StoreClosed
-from store import StoreUnavailable
-from store import open_store
+from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
 from store.postgresql import limits
 from store.postgresql.pool import Outage
-from store.testing import in_child
-from store.testing import in_threads
-from store.testing import processes
-from store.testing import wait_until
+from store.testing import in_child, in_threads, processes, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

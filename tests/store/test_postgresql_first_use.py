@@ -11,20 +11,12 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from conftest import TOKEN
-from postgresql import PostgreSQL
-from postgresql import refused
+from postgresql import PostgreSQL, refused
 
-from store import IdTaken
-from store import Plant
-from store import StoreUnavailable
-from store import masked
-from store import open_store
+from store import IdTaken, Plant, StoreUnavailable, masked, open_store
 from store.postgresql import limits
 from store.postgresql.limits import RETRY_AFTER
-from store.testing import PATIENCE
-from store.testing import in_threads
-from store.testing import processes
-from store.testing import wait_until
+from store.testing import PATIENCE, in_threads, processes, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

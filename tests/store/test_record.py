@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store import Plant
-from store.jsonl.record import DamagedRecord
-from store.jsonl.record import decode
-from store.jsonl.record import encode
-from store.jsonl.record import scan_ids
-from store.testing import HOSTILE
-from store.testing import IDS
-from store.testing import TEXTS
-from store.testing import plane
+from store.jsonl.record import DamagedRecord, decode, encode, scan_ids
+from store.testing import HOSTILE, IDS, TEXTS, plane
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 PLANTS = st.builds(Plant, INT64 | st.sampled_from(IDS), TEXTS, st.none() | TEXTS)

@@ -10,23 +10,17 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from cli import command
-from cli import pipe_without_reader
-from hypothesis import given
-from hypothesis import settings
+from cli import command, pipe_without_reader
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import store
-from store import IdTaken
-from store import Plant
-from store import StoreUnavailable
-from store import open_store
+from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
 from store.base import Verified
 from store.jsonl import record
 from store.jsonl.repair import verify
-from store.testing import PATIENCE
-from store.testing import TOP
+from store.testing import PATIENCE, TOP
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

@@ -12,37 +12,22 @@ import sys
 import termios
 import threading
 import time
-from contextlib import contextmanager
-from contextlib import redirect_stderr
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
 import psycopg
 import pytest
-from cli import command
-from cli import pipe_without_reader
-from hypothesis import given
-from hypothesis import settings
+from cli import command, pipe_without_reader
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from postgresql import PostgreSQL
 from psycopg.errors import UndefinedTable
-from server import PATIENCE
-from server import REPOSITORY
-from server import RawClient
-from server import Server
-from server import request
-from server import wait_until
+from server import PATIENCE, REPOSITORY, RawClient, Server, request, wait_until
 
-from store import Plant
-from store import StoreUnavailable
-from store import open_store
+from store import Plant, StoreUnavailable, open_store
 from store.__main__ import main
-from store.jsonl import JSONLinesStore
-from store.jsonl import record
-from store.testing import HOSTILE
-from store.testing import IDS
-from store.testing import TEXTS
-from store.testing import plane
+from store.jsonl import JSONLinesStore, record
+from store.testing import HOSTILE, IDS, TEXTS, plane
 
 KINDS = ['memory', 'jsonl', 'postgresql']
 DURABLE = KINDS[1:]

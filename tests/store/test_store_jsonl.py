@@ -12,21 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from store import IdTaken
-from store import Plant
-from store import StoreCorrupt
-from store import StoreUnavailable
-from store import open_store
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.group_commit import Entry
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.jsonl.record import encode
-from store.testing import HOSTILE
-from store.testing import PATIENCE
-from store.testing import StoreContract
-from store.testing import in_child
-from store.testing import in_threads
-from store.testing import wait_until
+from store.testing import (
+    HOSTILE,
+    PATIENCE,
+    StoreContract,
+    in_child,
+    in_threads,
+    wait_until,
+)
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

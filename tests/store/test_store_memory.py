@@ -2,8 +2,7 @@
 
 import pytest
 
-from store import PlantStore
-from store import open_store
+from store import PlantStore, open_store
 from store.memory import MemoryStore
 from store.testing import StoreContract
 

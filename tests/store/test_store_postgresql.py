@@ -3,25 +3,15 @@
 import os
 import shutil
 import threading
-from contextlib import ExitStack
-from contextlib import contextmanager
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from postgresql import PACKAGE
-from postgresql import PostgreSQL
-from postgresql import programs
-from postgresql import run
+from postgresql import PACKAGE, PostgreSQL, programs, run
 from psycopg.errors import UndefinedTable
 
-from store import Plant
-from store import StoreClosed
-from store import StoreUnavailable
-from store import open_store
+from store import Plant, StoreClosed, StoreUnavailable, open_store
 from store.postgresql import limits
-from store.testing import PATIENCE
-from store.testing import StoreContract
-from store.testing import wait_until
+from store.testing import PATIENCE, StoreContract, wait_until
 
 
 class TestPostgreSQLStore(StoreContract):

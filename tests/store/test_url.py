@@ -4,8 +4,7 @@ import traceback
 
 import pytest
 
-from store import masked
-from store import open_store
+from store import masked, open_store
 
 
 @pytest.mark.parametrize(
