@@ -132,9 +132,8 @@ def rehearse(bound: Sequence[str]) -> None:
     try:
         _check_addresses(application.cfg, bound)
         settings = _settings(application.cfg, os.environ | application.cfg.env)
-        served = _build(settings, application.cfg, metrics=False)
+        _build(settings, application.cfg, metrics=False)
         _open_store_once(settings, application.cfg)
-        served.store.pin()
     except (ValueError, StoreError, OSError) as ex:
         sys.exit(str(ex))
     print(REHEARSAL_PASSED)
@@ -222,9 +221,10 @@ def on_starting(server: Arbiter) -> None:
             # A reload and an upgrade find it in the environment.
             os.environ['PLANTS_TOKENS'] = _made_token = secrets.token_urlsafe()
         settings = _settings(server.cfg, os.environ)
-        served = _build(settings, server.cfg, _metrics(server, settings))
+        metrics = _metrics(server, settings)
+        _build(settings, server.cfg, metrics=False)  # refuses before a file is made
         _open_store_once(settings, server.cfg)
-        _preload(server, served)
+        _preload(server, _build(settings, server.cfg, metrics))
     except (ValueError, StoreError, OSError) as ex:
         server.log.critical('%s', ex)
         internals.remove_pidfile(server)
@@ -300,6 +300,7 @@ def on_reload(server: Arbiter) -> None:
         return
     try:
         settings = _settings(server.cfg, os.environ)
+        open_store(settings.store, create='always').close()
         _preload(server, _build(settings, server.cfg, _metrics(server, settings)))
     except Exception as ex:
         # The rehearsal has just passed: a file has changed since.
@@ -354,13 +355,8 @@ def _check_addresses(cfg: Config, bound: Sequence[str] = ()) -> None:
 
 
 def _preload(server: Arbiter, served: Served) -> None:
-    """Have all workers that are forked from now on serve an application.
-
-    Raises:
-        StoreUnavailable: The store does not exist any more.
-    """
+    """Have all workers that are forked from now on serve an application."""
     global _served
-    served.store.pin()
     _served = served
     internals.preload(server.app, served.application)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from store.base import Create, Plant, PlantStore
+from store.base import Create, Plant, PlantStore, check_plant
 from store.errors import (
     IdTaken,
     StoreClosed,
@@ -28,6 +28,7 @@ __all__ = [
     'StoreError',
     'StoreUnavailable',
     '__version__',
+    'check_plant',
     'check_url',
     'masked',
     'open_store',

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
@@ -24,13 +24,16 @@ from store import (
     Plant,
     PlantStore,
     StoreError,
+    StoreUnavailable,
     __version__,
     masked,
     open_store,
 )
-from store.base import Create, Progress
-from store.jsonl import record
+from store.base import Create
+from store.jsonl import JSONLinesStore, record
+from store.jsonl.repair import Progress, Verified, verify
 from store.streams import (
+    INPUT,
     PIPE,
     PipeStore,
     broken_pipe_ignored,
@@ -187,9 +190,16 @@ def _count(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     with _open(options, options.url, 'never') as store:
-        if options.repair and not store.can_repair:
+        is_file = isinstance(store, JSONLinesStore)
+        progress = _progress(store)
+        if isinstance(store, JSONLinesStore):
+            found = verify(store.path, repair=options.repair, progress=progress)
+        elif options.repair:
             options.parser.refuse('--repair is for a file of JSON lines')
-        found = store.verify(repair=options.repair, progress=_progress(store))
+        elif isinstance(store, PipeStore):
+            raise StoreUnavailable('only a file can be checked', store=INPUT)
+        else:
+            found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         print_line(damage)
     summary = f'{found.plants} plants verified, '
@@ -199,7 +209,7 @@ def _check(options: argparse.Namespace) -> int:
         moved = f'damaged lines: {len(found.damaged)}, moved to {found.side_file}'
         print_line(f'{summary}{moved}; reload the server')
     else:
-        remedy = '; --repair moves them to a side file' if store.can_repair else ''
+        remedy = '; --repair moves them to a side file' if is_file else ''
         print_line(f'{summary}damaged: {len(found.damaged)}{remedy}')
     return int(bool(found.damaged) and not found.side_file)
 
@@ -283,7 +293,13 @@ def _progress(store: PlantStore) -> Progress:
         return iter
     from tqdm import tqdm
 
-    total = store.size_hint() or None
+    total = None
+    if isinstance(store, JSONLinesStore) and store.path.is_file():
+        # About as many as if all lines were like the first ones.
+        with suppress(OSError), store.path.open('rb') as file:
+            sample = file.read(2**16)
+            size = os.fstat(file.fileno()).st_size
+            total = size * sample.count(b'\n') // max(1, len(sample)) or None
     return partial(tqdm, total=total, unit=' plants', leave=False)
 
 

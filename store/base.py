@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, Self
 
 from store.errors import IdTaken
 
 Create = Literal['always', 'first', 'never']
 
-Item = TypeVar('Item')
+ID_MIN = -(2**63)
+ID_MAX = 2**63 - 1
 
 
 class Plant(NamedTuple):
@@ -27,29 +29,38 @@ class Plant(NamedTuple):
     tag: str | None = None
 
 
-class Progress(Protocol):
-    """Shows how far a store is read; yields the items that it is given."""
+def check_plant(plant: Plant) -> None:
+    """Check that every store can hold a plant; this is the only rule for that.
 
-    def __call__(self, items: Iterable[Item], /) -> Iterable[Item]: ...
+    A file would not open again with ``Plant(True, ...)`` in it, and no database takes
+    U+0000.
 
-
-class Verified(NamedTuple):
-    """The result of reading every plant of a store.
-
-    Attributes:
-        plants: The number of sound plants.
-        damaged: A sentence for each line that is not a plant, or has the id of an
-            earlier plant.
-        side_file: The file that these lines were moved to, if they were moved.
+    Raises:
+        ValueError: It is no plant; the message is a sentence that names the member.
     """
+    id, name, tag = plant
+    if not isinstance(id, int) or isinstance(id, bool):
+        raise ValueError(f'id: {reprlib.repr(id)} is not an integer')
+    if not ID_MIN <= id <= ID_MAX:
+        raise ValueError('id: it is not a 64-bit integer')
+    _check_text('name', name)
+    if tag is not None:
+        _check_text('tag', tag)
 
-    plants: int
-    damaged: tuple[str, ...] = ()
-    side_file: str | None = None
+
+def _check_text(member: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f'{member}: {reprlib.repr(text)} is not a string')
+    if '\0' in text:
+        raise ValueError(f'{member}: it holds U+0000')
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f'{member}: it holds a lone surrogate') from None
 
 
 class PlantStore(abc.ABC):
-    """A store of plants.
+    """A store of plants: ``add``, ``__iter__``, ``ping`` and ``close``.
 
     Every store keeps these promises; the tests in ``store/testing.py`` quote them:
 
@@ -67,14 +78,18 @@ class PlantStore(abc.ABC):
        ``add`` would raise.
     7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
-    8. Making a store opens nothing; it opens in the process that first uses it. So a
-       store that was made before a fork works after it.
+    8. A store is opened by the process that first uses it. So a store that was made
+       before a fork works after it.
+    9. ``add`` and ``add_many`` raise ``ValueError`` for a plant that is none, before
+       anything is stored: they call ``check_plant`` first.
 
     Attributes:
-        can_repair: Whether ``verify`` can move damage out of the store.
+        on_sync: Called after each sync of a batch, with the number of plants and the
+            time of the sync in seconds; it must not raise. A store without batches
+            ignores it.
     """
 
-    can_repair: ClassVar[bool] = False
+    on_sync: Callable[[int, float], None] | None = None
 
     @abc.abstractmethod
     def add(self, plant: Plant) -> bool:
@@ -88,6 +103,7 @@ class PlantStore(abc.ABC):
             StoreUnavailable: The store cannot take plants now.
             StoreCorrupt: The stored plants cannot be read.
             StoreClosed: ``close`` was called.
+            ValueError: It is no plant.
         """
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
@@ -99,7 +115,10 @@ class PlantStore(abc.ABC):
         Raises:
             StoreError: As ``add``, except ``IdTaken``; then any of the plants may be
                 stored.
+            ValueError: One of them is no plant; then none is stored.
         """
+        for plant in plants:
+            check_plant(plant)
         outcomes: list[bool | IdTaken] = []
         for plant in plants:
             try:
@@ -112,19 +131,6 @@ class PlantStore(abc.ABC):
     def __iter__(self) -> Iterator[Plant]:
         """Yield all plants; raises as ``add`` does, except ``IdTaken``."""
 
-    def size_hint(self) -> int:
-        """Return the approximate number of plants, or 0 if it is not known."""
-        return 0
-
-    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
-        """Read every plant; raises as ``add`` does, except ``IdTaken``.
-
-        Args:
-            repair: Move damaged lines to a side file; only if ``can_repair``.
-            progress: Shows how far the store is read.
-        """
-        return Verified(sum(1 for _ in progress(self)))
-
     @abc.abstractmethod
     def ping(self) -> None:
         """Return if an ``add`` would work now; raises as ``add`` does if not."""
@@ -135,26 +141,6 @@ class PlantStore(abc.ABC):
         The default opens the store. Override it if opening changes anything.
         """
         self.ping()
-
-    def observe_syncs(  # noqa: B027 - not every store syncs batches
-        self, observer: Callable[[int, float], None]
-    ) -> None:
-        """Call an observer after each sync of a batch; there may be several observers.
-
-        Args:
-            observer: Called with the number of plants and the time of the sync in
-                seconds; it must not raise.
-        """
-
-    def pin(self) -> None:  # noqa: B027 - most stores have nothing to pin
-        """Fix which file or place this store uses, also in processes forked later.
-
-        A pinned store never makes a missing file, and refuses another file in its
-        place. This method opens nothing and waits for no lock.
-
-        Raises:
-            StoreUnavailable: The file or place does not exist.
-        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -27,18 +27,14 @@ class StoreUnavailable(StoreError):
     Attributes:
         reason: What is wrong, without a path, so that a client may see it.
         store: The name of the store, for example a path; part of the message.
-        retry_after: Seconds until the client should try again.
         detail: More for the operator; part of the message.
     """
 
-    def __init__(
-        self, reason: str, *, store: str = '', retry_after: int = 1, detail: str = ''
-    ) -> None:
+    def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
         message = f'{store}: {reason}' if store else reason
         super().__init__(f'{message} ({detail})' if detail else message)
         self.reason = reason
         self.store = store
-        self.retry_after = retry_after
         self.detail = detail
 
     @classmethod

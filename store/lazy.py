@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from store.base import PlantStore
-from store.errors import StoreClosed, StoreUnavailable
+from store.base import Plant, PlantStore, check_plant
+from store.errors import IdTaken, StoreClosed, StoreUnavailable
 from store.scheduler import THREADS, Scheduler
 
 
 class Backend(Protocol):
     """The open part of a store: its files, or its connections."""
+
+    def add(self, plant: Plant) -> bool:
+        """Add a plant that was checked, as ``PlantStore.add`` does."""
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        """Add plants that were checked, as ``PlantStore.add_many`` does."""
 
     def ping(self) -> None:
         """Raise what an add would raise now."""
@@ -64,18 +70,23 @@ class LazyStore(PlantStore, Generic[BackendT]):
         self._scheduler = scheduler
         self._closed = False
         self._processes: dict[int, _Process[BackendT]] = {}
-        self._sync_observers: list[Callable[[int, float], None]] = []
 
     @abc.abstractmethod
     def _open_backend(self) -> BackendT:
         """Open the backend; called again at the next use if it raises."""
 
-    def observe_syncs(self, observer: Callable[[int, float], None]) -> None:
-        self._sync_observers.append(observer)
-
     def _report_sync(self, plants: int, seconds: float) -> None:
-        for observer in self._sync_observers:
-            observer(plants, seconds)
+        if self.on_sync is not None:
+            self.on_sync(plants, seconds)
+
+    def add(self, plant: Plant) -> bool:
+        check_plant(plant)
+        return self._backend().add(plant)
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        for plant in plants:
+            check_plant(plant)
+        return self._backend().add_many(plants)
 
     def ping(self) -> None:
         """Share one ping among all callers that wait together.

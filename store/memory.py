@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from store.base import Plant, PlantStore
+from store.base import Plant, PlantStore, check_plant
 from store.errors import IdTaken, StoreClosed
 
 
@@ -18,6 +18,7 @@ class MemoryStore(PlantStore):
         self._closed = False
 
     def add(self, plant: Plant) -> bool:
+        check_plant(plant)
         with self._lock:
             self.ping()
             stored = self._plants.get(plant.id)
@@ -31,10 +32,6 @@ class MemoryStore(PlantStore):
         with self._lock:
             self.ping()
             return iter(list(self._plants.values()))
-
-    def size_hint(self) -> int:
-        self.ping()
-        return len(self._plants)
 
     def ping(self) -> None:
         if self._closed:

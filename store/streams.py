@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from store.base import Plant, PlantStore, Progress, Verified
+from store.base import Plant, PlantStore
 from store.errors import StoreUnavailable
 from store.jsonl import record
 
@@ -38,9 +38,6 @@ class PipeStore(PlantStore):
                     raise StoreUnavailable(reason, store=INPUT) from ex
         except OSError as ex:
             raise StoreUnavailable.refused(ex, INPUT) from ex
-
-    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
-        raise StoreUnavailable('only a file can be checked', store=INPUT)
 
     def ping(self) -> None:
         sys.stdout.flush()

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +42,6 @@ from hypothesis.stateful import (
 )
 
 from store import IdTaken, Plant, PlantStore, StoreClosed, StoreUnavailable, open_store
-from store.base import Item, Verified
 
 TOP = Path(__file__).parent.parent  # the directory from which programs import store
 PATIENCE = 20  # seconds after which a test takes something for hanging
@@ -75,6 +74,13 @@ HOSTILE = {
     'joined': '\U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301',
     'padded': '  Fern  ',
 }
+
+_new: Any = Plant  # with arguments of wrong types
+NO_PLANTS: list[Plant] = [
+    *(_new(id, 'Fern') for id in (True, 1.0, '1', None, 2**63, -(2**63) - 1)),
+    *(_new(2, name) for name in (None, b'Fern', 5, 'Fe\0rn', 'Fern\udc80')),
+    *(_new(2, 'Fern', tag) for tag in (5, False, b'', 'sha\0de', '\ud800shade')),
+]
 
 
 def plane(number: int) -> str:
@@ -339,12 +345,6 @@ class StoreContract:
         assert store.add_many([]) == []
         self.assert_holds(store)
 
-    def test_size_hint_is_near(self, store: PlantStore) -> None:
-        """``size_hint`` is 0, or near the number of plants."""
-        assert store.size_hint() == 0
-        store.add_many([Plant(id, 'Fern') for id in range(1000)])
-        assert store.size_hint() == 0 or 900 < store.size_hint() < 1100
-
     # 2. When ``add`` raises ``IdTaken``, a different plant holds that id and the store
     # is unchanged.
 
@@ -404,9 +404,8 @@ class StoreContract:
         store.add(Plant(1, 'Fern'))
         with trouble:
             for attempt in (store.ping, lambda: store.add(Plant(2, 'Moss'))):
-                with pytest.raises(StoreUnavailable) as caught:
+                with pytest.raises(StoreUnavailable):
                     attempt()
-                assert caught.value.retry_after > 0
         store.ping()
         store.add(Plant(2, 'Moss'))
         self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Moss'))
@@ -492,23 +491,6 @@ class StoreContract:
         pairs = list(zip(iter(store), iter(store), strict=True))
         assert sorted(pairs) == [(plant, plant) for plant in plants]
 
-    def test_verify_finds_no_damage(self, store: PlantStore) -> None:
-        """``verify`` finds no damage in a sound store, and counts its plants."""
-        plants = [Plant(id, 'Fern') for id in IDS]
-        store.add_many(plants)
-        seen: list[object] = []
-
-        def progress(items: Iterable[Item]) -> Iterator[Item]:
-            for item in items:
-                seen.append(item)
-                yield item
-
-        assert store.verify(progress=progress) == Verified(len(plants))
-        assert len(seen) == len(plants)
-        if store.can_repair:
-            assert store.verify(repair=True) == Verified(len(plants))
-        self.assert_holds(store, *plants)
-
     # 6. ``ping`` returns if an ``add`` would work now; otherwise it raises what the
     # ``add`` would raise.
 
@@ -532,7 +514,7 @@ class StoreContract:
         'method',
         [
             *(PlantStore.ping, PlantStore.__iter__, PlantStore.add),
-            *(PlantStore.check_opening, PlantStore.verify, PlantStore.add_many),
+            *(PlantStore.check_opening, PlantStore.add_many),
         ],
         ids=lambda method: method.__name__,
     )
@@ -585,8 +567,8 @@ class StoreContract:
         )
         assert set(added) <= set(self.raw_plants(store))
 
-    # 8. Making a store opens nothing; it opens in the process that first uses it. So a
-    # store that was made before a fork works after it.
+    # 8. A store is opened by the process that first uses it. So a store that was made
+    # before a fork works after it.
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
     def test_store_works_after_a_fork(self, store: PlantStore) -> None:
@@ -616,6 +598,24 @@ class StoreContract:
             with pytest.raises(IdTaken):
                 fresh.add(Plant(1, 'Moss'))
             self.assert_holds(store, Plant(1, 'Fern'))
+
+    # 9. ``add`` and ``add_many`` raise ``ValueError`` for a plant that is none, before
+    # anything is stored: they call ``check_plant`` first.
+
+    @pytest.mark.parametrize('plant', NO_PLANTS, ids=ascii)
+    def test_plant_that_is_none_is_refused(
+        self, store: PlantStore, plant: Plant
+    ) -> None:
+        """``add`` and ``add_many`` raise ``ValueError``, before anything is stored."""
+        fern = Plant(1, 'Fern')
+        store.add(fern)
+        for attempt in (
+            lambda: store.add(plant),
+            lambda: store.add_many([Plant(2, 'Moss'), plant]),
+        ):
+            with pytest.raises(ValueError, match=r'^(id|name|tag): '):
+                attempt()
+        self.assert_holds(store, fern)
 
     def test_store_behaves_as_a_dict(self, store: PlantStore) -> None:
         """After any sequence of calls a store holds the plants that a dict would."""

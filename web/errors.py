@@ -115,7 +115,7 @@ def _answer_store_error(
         log.error('%s: %s', req.context.id, ex)
         reason, retry_after = 'see the log of the server', 60
         if isinstance(ex, StoreUnavailable):
-            reason, retry_after = ex.reason, ex.retry_after
+            reason, retry_after = ex.reason, 1
         value = ErrorValue.STORE_UNAVAILABLE
         fault = Fault(value, f'{value.meaning}: {reason}', retry_after=str(retry_after))
     _answer_fault(req, resp, fault, params)

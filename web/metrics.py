@@ -100,7 +100,7 @@ class Metrics:
             'How often a changed tokens file could not be used.',
             registry=registry,
         )
-        store.observe_syncs(self._observe_sync)
+        store.on_sync = self._observe_sync
         tokens.observe_failed_reloads(failed_reloads.inc)
         self._scraped.register(self)
 

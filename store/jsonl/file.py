@@ -35,7 +35,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from store.base import Create, Plant, Progress, Verified
+from store.base import Create, Plant
 from store.errors import (
     IdTaken,
     StoreClosed,
@@ -79,13 +79,17 @@ class JSONLinesStore(LazyStore['PlantFile']):
 
     Args:
         path: The plant file. The index is beside it, with ``.index`` added.
-        create: Whether a missing file is made: ``always``, ``never``, or ``first``,
-            only if its index is missing too. A new file knows no earlier id.
+        create: Whether a missing file is made: ``always``, now; ``never``; or
+            ``first``, at the first use and only if its index is missing too. A new file
+            knows no earlier id. Except with ``first``, the store remembers which file
+            is there now, and refuses another file in its place, also in processes
+            forked later.
         scheduler: How the callers wait.
         system: The ``os`` module, or system calls that a test makes fail.
-    """
 
-    can_repair = True
+    Raises:
+        StoreUnavailable: The file cannot be made.
+    """
 
     def __init__(
         self,
@@ -105,31 +109,17 @@ class JSONLinesStore(LazyStore['PlantFile']):
         # In memory that forked processes share, since any of them may be asked whether
         # an add would work.
         self._failed_write = memoryview(mmap.mmap(-1, 8)).cast('Q')
-
-    def add(self, plant: Plant) -> bool:
-        return self._backend().add(plant)
-
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        return self._backend().add_many(plants)
+        if create == 'always':
+            with _unavailable(self.path):
+                os.close(open_file(self.path, os.O_CREAT, system))
+        if create != 'first':
+            with suppress(OSError):
+                status = self.path.stat()
+                self._pinned = status.st_dev, status.st_ino
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
         return recovery.read_plants(self.path)
-
-    def size_hint(self) -> int:
-        self._check_open()
-        with suppress(OSError), self.path.open('rb') as file:
-            sample = file.read(recovery.CHUNK)
-            size = os.fstat(file.fileno()).st_size
-            return size * sample.count(b'\n') // max(1, len(sample))
-        return 0
-
-    def verify(self, *, repair: bool = False, progress: Progress = iter) -> Verified:
-        self._check_open()
-        # Imported here: a server needs none of it.
-        from store.jsonl.repair import verify
-
-        return verify(self.path, repair=repair, progress=progress)
 
     def check_opening(self) -> None:
         """Return if the file could be opened or made; its lines are not read."""
@@ -141,12 +131,6 @@ class JSONLinesStore(LazyStore['PlantFile']):
             if not os.access(self.path.parent, os.W_OK | os.X_OK):
                 reason = 'its directory does not exist, or cannot be written to'
                 raise StoreUnavailable(reason, store=str(self.path))
-
-    def pin(self) -> None:
-        self._check_open()
-        with _unavailable(self.path):
-            status = self.path.stat()
-        self._pinned = status.st_dev, status.st_ino
 
     def _open_backend(self) -> PlantFile:
         return PlantFile(
@@ -268,12 +252,12 @@ class PlantFile:
 
     def _open(self, create: Create) -> int:
         """Open the file; make it, durably, if it is missing and may be made."""
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = 0
         index = index_path(self._path)
         if create == 'always' or (create == 'first' and not index.exists()):
             flags |= os.O_CREAT
         try:
-            fd: int = self._system.open(self._path, flags, 0o600)
+            return open_file(self._path, flags, self._system)
         except FileNotFoundError as ex:
             if flags & os.O_CREAT:
                 raise self._unavailable('its directory does not exist') from ex
@@ -283,14 +267,6 @@ class PlantFile:
             raise self._unavailable(
                 f'the file is gone: put it back, or {remedy} to start with an empty one'
             ) from ex
-        try:
-            # Also if it was there: the process that made it may have died before this.
-            if not os.fstat(fd).st_size:
-                sync_directory(self._path, self._system)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
@@ -591,3 +567,16 @@ def _unavailable(path: Path) -> Iterator[None]:
         raise StoreUnavailable.refused(ex, path) from ex
     except IndexDamaged as ex:  # twice in a row
         raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
+
+
+def open_file(path: Path, flags: int, system: Any) -> int:
+    """Open a plant file, and return its descriptor; make it durably, with O_CREAT."""
+    fd: int = system.open(path, flags | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        # Also if it was there: the process that made it may have died before this.
+        if not os.fstat(fd).st_size:
+            sync_directory(path, system)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

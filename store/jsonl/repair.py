@@ -5,15 +5,32 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store.base import Progress, Verified
 from store.errors import StoreUnavailable
 from store.jsonl import record, recovery
 from store.jsonl.index import BUILD_CACHE_KIB, Draft, new_file, sync_directory
 from store.jsonl.lock import take_flock
+
+# Shows how far a file is read; yields the items that it is given.
+Progress = Callable[[Iterable[Any]], Iterable[Any]]
+
+
+class Verified(NamedTuple):
+    """The result of reading every plant of a store.
+
+    Attributes:
+        plants: The number of sound plants.
+        damaged: A sentence for each line that is not a plant, or has the id of an
+            earlier plant.
+        side_file: The file that these lines were moved to, if they were moved.
+    """
+
+    plants: int
+    damaged: tuple[str, ...] = ()
+    side_file: str | None = None
 
 
 class Damage(NamedTuple):

@@ -19,14 +19,14 @@ sequence, no lock of a table. What makes it safe:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 
 from store.base import Create, Plant
-from store.errors import IdTaken, StoreUnavailable
+from store.errors import StoreUnavailable
 from store.lazy import LazyStore
 from store.postgresql.database import Database
 from store.scheduler import THREADS, Scheduler
@@ -72,17 +72,8 @@ class PostgreSQLStore(LazyStore[Database]):
         self._url = url
         self._create = create
 
-    def add(self, plant: Plant) -> bool:
-        return self._backend().add(plant)
-
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        return self._backend().add_many(plants)
-
     def __iter__(self) -> Iterator[Plant]:
         return self._backend().plants()
-
-    def size_hint(self) -> int:
-        return self._backend().count()
 
     def check_opening(self) -> None:
         try:

@@ -116,13 +116,6 @@ class Database:
                 if self._create == 'never':
                     raise
 
-    def count(self) -> int:
-        """Return how many plants there are, or 0 if that takes too long to find out."""
-        with suppress(StoreUnavailable), self._explained():
-            rows = self._run(lambda c: c.execute('SELECT count(*) FROM plants'))
-            return int(rows.fetchall()[0][0])
-        return 0
-
     def ping(self) -> None:
         with self._explained():
             self._run(lambda connection: connection.execute(PROBE))

@@ -460,7 +460,7 @@ class FrozenStore(PlantStore):
     """A store of an embedder, which is never available."""
 
     def add(self, plant):
-        raise StoreUnavailable('the ground is frozen', store='frost', retry_after=7)
+        raise StoreUnavailable('the ground is frozen', store='frost')
 
     def __iter__(self):
         return iter([])
@@ -480,7 +480,7 @@ def test_store_of_an_embedder_is_used():
         call(frost, REQUEST_METHOD='GET', PATH_INFO='/readyz'),
     ]:
         assert 'the ground is frozen' in assert_error(answer, 50300)
-        assert answer.headers['Retry-After'] == '7'
+        assert answer.headers['Retry-After'] == '1'
 
 
 # ---- threads

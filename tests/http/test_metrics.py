@@ -140,15 +140,6 @@ def test_syncs_are_counted(serve, tmp_path):
     assert 0 < samples['plants_store_sync_seconds_sum',] < 10
 
 
-def test_two_applications_over_one_store_both_see_its_syncs(serve, tmp_path):
-    """A second application with metrics does not take the syncs from the first."""
-    with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
-        clients = [serve(store, metrics=True) for _ in range(2)]
-        clients[0].add(FERN)
-        for client in clients:
-            assert read_samples(client)['plants_store_sync_seconds_count',] == 1
-
-
 @pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])
 def test_readiness_of_the_store_is_reported(fault, serve):
     """The store is ready or not, as at ``/readyz``; the other metrics do not change."""

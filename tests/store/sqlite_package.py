@@ -4,7 +4,14 @@ import sqlite3
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from store import IdTaken, Plant, PlantStore, StoreClosed, StoreUnavailable
+from store import (
+    IdTaken,
+    Plant,
+    PlantStore,
+    StoreClosed,
+    StoreUnavailable,
+    check_plant,
+)
 
 TABLE = 'CREATE TABLE IF NOT EXISTS plants (id INTEGER PRIMARY KEY, name, tag)'
 
@@ -36,6 +43,7 @@ class SQLiteStore(PlantStore):
             raise StoreUnavailable(str(ex), store=str(self.path)) from ex
 
     def add(self, plant):
+        check_plant(plant)
         with self._database() as database:
             insert = 'INSERT INTO plants VALUES (?, ?, ?) ON CONFLICT DO NOTHING'
             is_new = database.execute(insert, plant).rowcount == 1

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import threading
-import time
 
 import pytest
 
@@ -195,7 +194,6 @@ class TestPin:
         """A pinned store refuses another file, in every process that opens it later."""
         path.write_bytes(FERN_LINE)
         with JSONLinesStore(path, create='always') as store:
-            store.pin()
             old = path.rename(path.with_name('old'))
 
             def refuse():
@@ -211,18 +209,3 @@ class TestPin:
             old.rename(path)
             in_process(lambda: store.add(MOSS))
         assert path.read_bytes().count(b'\n') == 2
-
-    def test_missing_file_is_not_pinned(self, path):
-        """A missing file cannot be pinned, and is not made."""
-        with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable):
-            store.pin()
-        assert not path.exists()
-
-    def test_pin_waits_for_no_lock(self, path):
-        """A file can be pinned while another process holds its lock."""
-        path.touch()
-        with path.open('rb') as other, JSONLinesStore(path) as store:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            began = time.monotonic()
-            store.pin()
-            assert time.monotonic() - began < plant_lock.LOCK_WITHIN / 2

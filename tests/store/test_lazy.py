@@ -201,12 +201,3 @@ def test_failed_ping_fails_all_who_share_it(store, error):
     assert isinstance(raised[1], StoreUnavailable)
     backend.before_ping = lambda: None
     store.ping()
-
-
-def test_all_observers_learn_of_each_sync(store):
-    """Every observer of a store is called for each sync."""
-    seen = []
-    store.observe_syncs(lambda *sync: seen.append(('one', *sync)))
-    store.observe_syncs(lambda *sync: seen.append(('two', *sync)))
-    store._report_sync(3, 0.5)
-    assert seen == [('one', 3, 0.5), ('two', 3, 0.5)]

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
-from store.base import Verified
 from store.jsonl import record
-from store.jsonl.repair import verify
+from store.jsonl.repair import Verified, verify
 from store.testing import PATIENCE, TOP
 
 FERN = b'{"id":1,"name":"Fern"}\n'

@@ -249,7 +249,7 @@ class TestFile:
         """An observer of the store is called for each sync of its adds."""
         seen = []
         with JSONLinesStore(path) as store:
-            store.observe_syncs(lambda *sync: seen.append((sync[0], sync[1] > 0)))
+            store.on_sync = lambda *sync: seen.append((sync[0], sync[1] > 0))
             store.add(Plant(1, 'Fern'))
             store.add(Plant(1, 'Fern'))
             with pytest.raises(IdTaken):
@@ -788,12 +788,6 @@ def test_hostile_names_in_one_file(path):
             with pytest.raises(IdTaken):
                 store.add(plant._replace(tag=None))
         assert list(store) == plants
-
-
-def test_size_hint_of_a_missing_file_is_zero(path):
-    """size_hint of a missing file is 0, and makes no file."""
-    assert JSONLinesStore(path).size_hint() == 0
-    assert not path.exists()
 
 
 def test_close_while_a_thread_keeps_the_lock(path, monkeypatch):

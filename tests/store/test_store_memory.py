@@ -2,7 +2,7 @@
 
 import pytest
 
-from store import PlantStore, open_store
+from store import open_store
 from store.memory import MemoryStore
 from store.testing import StoreContract
 
@@ -25,8 +25,3 @@ def test_url_opens_a_memory_store():
 def test_each_url_opens_a_new_store():
     """Two stores in memory share nothing."""
     assert open_store('memory:') is not open_store('memory:')
-
-
-def test_default_size_hint_is_zero():
-    """A store that does not override size_hint returns 0, for an unknown size."""
-    assert PlantStore.size_hint(MemoryStore()) == 0
