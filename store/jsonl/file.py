@@ -5,8 +5,8 @@ a crash leaves, and ``store/group_commit.py`` how plants that wait together shar
 write and one sync. Three facts carry the store:
 
 * The *lock* is an ``flock`` on the plant file itself. The kernel releases it when its
-  owner dies. Only its holder writes the file and the index. It belongs to an inode, so
-  its holder first checks that the path still names that inode.
+  owner dies. Only its holder writes the file. It belongs to an inode, so its holder
+  first checks that the path still names that inode.
 * The *end* is the size of the file up to which this process knows its ids. Bytes behind
   it were written by another process. They are read under the lock, before an append.
 * A plant is *acknowledged* after a sync that began after the plant was written.
@@ -18,17 +18,20 @@ known to have been synced: a written page is dirty, so the next sync tells the t
 about it. Other processes need not be told. The kernel reports a failed write-back once
 to each descriptor that was open then, at its next sync, and a process that opens the
 file later writes the bytes again first.
+
+**A file that is shorter than an end that was synced** has lost acknowledged plants:
+every process refuses it, until the file is back or an operator accepts the loss with
+``python -m store check --repair``, which makes another file of the rest.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,38 +39,28 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from store.base import Create, Plant
-from store.errors import (
-    IdTaken,
-    StoreClosed,
-    StoreCorrupt,
-    StoreError,
-    StoreUnavailable,
-)
+from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.index import (
-    Draft,
-    Index,
-    IndexDamaged,
-    index_path,
-    sync_directory,
-    write,
-)
-from store.jsonl.lock import FileLock, try_flock
+from store.jsonl.disk import index_path, make_file, open_file, write
+from store.jsonl.index import Index, IndexDamaged
+from store.jsonl.lock import FileLock
+from store.jsonl.synced import Synced
 from store.lazy import LazyStore
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
 Batch = Sequence[Entry[tuple[Plant, bytes]]]
+Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
-MERGE_EVERY = 0.2  # seconds between two attempts, since another process may be merging
-# Seconds. A merge works while requests wait for a sync: it shares the interpreter with
-# them. It waits so long for a sync, and not at all if recent ids come too quickly.
-MERGE_PAUSE = 0.01
-# Bytes of other processes that are entered into the open index. If there are more, the
-# index is opened again, with scheduler.call(), which does not block a server.
+# Seconds from an add to the flush of its id. The stretch behind the mark must be short:
+# there damage by a person cannot always be told from what a crash leaves.
+FLUSH_WITHIN = 1.0
+FLUSH_AGAIN = 0.05  # seconds after a flush that failed, or that found another one
+# Bytes of other processes that are read in the event loop of a server. More are read in
+# scheduler.call().
 CATCH_UP_BYTES = 128 * 1024
 
 
@@ -85,7 +78,6 @@ class JSONLinesStore(LazyStore['PlantFile']):
             is there now, and refuses another file in its place, also in processes
             forked later.
         scheduler: How the callers wait.
-        system: The ``os`` module, or system calls that a test makes fail.
 
     Raises:
         StoreUnavailable: The file cannot be made.
@@ -97,21 +89,16 @@ class JSONLinesStore(LazyStore['PlantFile']):
         *,
         create: Create = 'first',
         scheduler: Scheduler = THREADS,
-        system: Any = os,
     ) -> None:
         super().__init__(scheduler=scheduler)
         # Resolved, so that a file has one index, also if links give it several names.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
         self._create = create
-        self._system = system
         self._pinned: tuple[int, int] | None = None
-        # In memory that forked processes share, since any of them may be asked whether
-        # an add would work.
-        self._failed_write = memoryview(mmap.mmap(-1, 8)).cast('Q')
         if create == 'always':
             with _unavailable(self.path):
-                os.close(open_file(self.path, os.O_CREAT, system))
+                os.close(make_file(self.path))
         if create != 'first':
             with suppress(OSError):
                 status = self.path.stat()
@@ -122,25 +109,25 @@ class JSONLinesStore(LazyStore['PlantFile']):
         return recovery.read_plants(self.path)
 
     def check_opening(self) -> None:
-        """Return if the file could be opened or made; its lines are not read."""
         self._check_open()
         with _unavailable(self.path):
-            if self.path.exists():
-                os.close(self._system.open(self.path, os.O_RDWR | os.O_CLOEXEC))
             # The index is made in this directory.
-            if not os.access(self.path.parent, os.W_OK | os.X_OK):
+            if not os.access(self.path.parent, os.W_OK | os.X_OK, effective_ids=True):
                 reason = 'its directory does not exist, or cannot be written to'
                 raise StoreUnavailable(reason, store=str(self.path))
+            # Imported here: a server needs none of it.
+            from store.jsonl.repair import check_opening
+
+            with suppress(FileNotFoundError):
+                check_opening(self.path)
 
     def _open_backend(self) -> PlantFile:
         return PlantFile(
             self.path,
             'never' if self._pinned else self._create,
             pinned=self._pinned,
-            failed_write=self._failed_write,
             scheduler=self._scheduler,
             observe=self._report_sync,
-            system=self._system,
         )
 
 
@@ -149,8 +136,6 @@ class PlantFile:
 
     Args:
         pinned: Device and inode that it must have, or ``None``.
-        failed_write: The length of the latest write, if it failed, or 0; only the
-            holder of the lock changes it.
         observe: Called after each sync.
 
     The other arguments are those of ``JSONLinesStore``.
@@ -162,21 +147,19 @@ class PlantFile:
         create: Create,
         *,
         pinned: tuple[int, int] | None,
-        failed_write: memoryview,
         scheduler: Scheduler,
         observe: Callable[[int, float], None],
-        system: Any,
     ) -> None:
         self._path = path
-        self._system = system
         self._call = scheduler.call
         self._observe = observe
         self._failed_sync: OSError | None = None
-        self._failed_write = failed_write
-        self._synced: tuple[Index, int] | None = None  # the end of the latest sync
-        self._merging: threading.Thread | None = None
-        self._merge_at = 0.0
-        self._sync_began = threading.Event()
+        self._failed_write = 0  # the length of the latest write, if it failed
+        self._written_end = self._synced_end = 0
+        self._messages: list[tuple[str, tuple[object, ...]]] = []
+        self._flusher: threading.Thread | None = None
+        self._appended = threading.Event()  # since the latest flush
+        self._hurry = threading.Event()  # do not wait FLUSH_WITHIN
         self._commit = GroupCommit(
             self._append,
             self._sync,
@@ -190,7 +173,8 @@ class PlantFile:
             self._identity = status.st_dev, status.st_ino
             if pinned not in (None, self._identity):
                 raise self._replaced()
-            self._lock = FileLock(self._fd, path)
+            self._lock = FileLock(path)
+            opened.callback(self._lock.close)
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
             # report: the first would fail, and the second lie. So each sync has its own
@@ -198,14 +182,18 @@ class PlantFile:
             # an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
-                fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
+                fd = open_file(path)
                 opened.callback(os.close, fd)
                 if not os.path.sameopenfile(fd, self._fd):
                     raise self._replaced()
                 self._sync_fds.put(fd)
-            with self._lock.held():
+            self._notes = Synced(path, self._fd)
+            opened.callback(self._notes.close)
+            with self._locked():
                 self._check_file()
                 self._index = self._open_index(crashed=True)
+            with suppress(OSError):
+                self._index.flush()  # it says that the index is in use
             self._opened = opened.pop_all()
 
     def add(self, plant: Plant) -> bool:
@@ -214,31 +202,37 @@ class PlantFile:
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
-        if written := self._append(batch):
-            self._sync(written)
+        if end := self._append(batch):
+            self._sync(end)
             self._note_synced()
+        if self._index.is_overfull():
+            with suppress(OSError):
+                self._index.flush()
         return outcomes(batch)
 
     def ping(self) -> None:
-        with _unavailable(self._path), self._lock.held():
-            end = self._catch_up(THREADS.call)
+        with _unavailable(self._path), self._locked():
+            end, _ = self._catch_up([], THREADS.call)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._failed_write[0]:
+            if self._failed_write:
                 # Only a write tells whether a write would fail (a quota, a limit, the
                 # disk). A crash may leave its zeros: without a line feed a torn tail.
-                self._write(bytes(self._failed_write[0]), end)
-                self._system.ftruncate(self._fd, end)
-                self._index.seal()
+                self._write(bytes(self._failed_write), end)
+                os.ftruncate(self._fd, end)
 
     def close(self) -> None:
         # On timeout a sync, or the holder of the lock, is stuck. Leave the files open:
         # the end of the process closes them.
         with suppress(StoreUnavailable, Empty):
-            with self._lock.held(CLOSE_WITHIN):
+            with self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
-            if self._merging is not None:
-                self._merging.join()
+                self._hurry.set()
+                self._appended.set()
+                with suppress(OSError, StoreUnavailable, StoreCorrupt, IndexDamaged):
+                    self._leave_index()
+            if self._flusher is not None:
+                self._flusher.join()
             # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get(timeout=CLOSE_WITHIN)
@@ -252,15 +246,15 @@ class PlantFile:
 
     def _open(self, create: Create) -> int:
         """Open the file; make it, durably, if it is missing and may be made."""
-        flags = 0
         index = index_path(self._path)
         if create == 'always' or (create == 'first' and not index.exists()):
-            flags |= os.O_CREAT
-        try:
-            return open_file(self._path, flags, self._system)
-        except FileNotFoundError as ex:
-            if flags & os.O_CREAT:
+            try:
+                return make_file(self._path)
+            except FileNotFoundError as ex:
                 raise self._unavailable('its directory does not exist') from ex
+        try:
+            return open_file(self._path)
+        except FileNotFoundError as ex:
             remedy = (
                 'reload the server' if create == 'never' else f'remove {index.name}'
             )
@@ -270,24 +264,25 @@ class PlantFile:
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
-    def _append(self, batch: Batch) -> tuple[Index, int] | None:
-        """Write the new plants of a batch; return the index and the end to sync."""
+    def _append(self, batch: Batch) -> int:
+        """Write the new plants of a batch; return the end to sync, or 0."""
 
         def sleep(seconds: float) -> None:
             self._call(partial(time.sleep, seconds))
 
-        with _unavailable(self._path), self._lock.held(sleep=sleep):
-            end = self._catch_up(self._call)
+        ids = {entry.item[0].id for entry in batch}
+        with _unavailable(self._path), self._locked(sleep=sleep):
+            end, stored = self._catch_up(ids, self._call)
             try:
-                return self._append_locked(batch, end)
+                plants = self._read_all(stored)
             except IndexDamaged as ex:
-                end = self._reopen(self._call, ex)
-                return self._append_locked(batch, end)
+                end, stored = self._reopen(ids, self._call, ex)
+                plants = self._read_all(stored)
+            return self._append_locked(batch, end, plants)
 
-    def _append_locked(self, batch: Batch, end: int) -> tuple[Index, int] | None:
+    def _append_locked(self, batch: Batch, end: int, stored: dict[int, Plant]) -> int:
         # Buffered. A repeat is an acknowledgement too: the first write of the plant,
         # perhaps by another process, may not be synced yet. So it waits for a sync.
-        stored = self._find({entry.item[0].id for entry in batch})
         offsets: dict[int, int] = {}
         lines: list[bytes] = []
         position = end
@@ -304,38 +299,36 @@ class PlantFile:
                 position += len(line)
         if lines:
             self._write(b''.join(lines), end)
-            # Written. A process that dies from here on, before the index knows the
-            # end, leaves a file that is longer than the index says: see _catch_up.
+            # Written. A process that dies from here on leaves lines that the next
+            # holder of the lock reads.
             self._index.enter(offsets, position)
-            if self._index.wants_merge():
-                self._start_merge()
-        return (self._index, position) if needs_sync else None
+            self._written_end = position
+        return position if needs_sync else 0
 
     def _write(self, data: bytes, end: int) -> None:
-        self._failed_write[0] = len(data)
         try:
-            write(self._fd, data, end, self._system)
+            write(self._fd, data, end)
         except BaseException:
-            # Back to the last good end. If that fails too, the file is longer than the
-            # index says, and the next holder of the lock reads or cuts the rest.
+            self._failed_write = len(data)
+            self._notes.note_failure(len(data))
+            # Back to the last good end. If that fails too, the next holder of the lock
+            # reads or cuts the rest.
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
-                    self._system.ftruncate(self._fd, end)
-                    self._system.fdatasync(self._fd)  # see cut_tail
-                    self._index.seal()
+                    os.ftruncate(self._fd, end)
+                    os.fdatasync(self._fd)  # see cut_tail
             raise
-        self._failed_write[0] = 0
+        if self._failed_write:
+            self._failed_write = 0
+            self._notes.note_failure(0)
 
-    def _sync(self, written: tuple[Index, int] | None) -> None:
-        assert written is not None
-        index, end = written
+    def _sync(self, end: int) -> None:
         fd = self._sync_fds.get()
         try:
             if fd < 0:
                 raise StoreClosed
-            self._sync_began.set()
-            self._system.fdatasync(fd)
-            self._synced = index, end
+            os.fdatasync(fd)
+            self._synced_end = max(self._synced_end, end)
         except OSError as ex:
             # Refuse plants from now on: the kernel may have dropped unsynced pages.
             self._failed_sync = ex
@@ -358,13 +351,15 @@ class PlantFile:
         self._observe(plants, seconds)
 
     def _note_synced(self) -> None:
-        """Note the latest sync in the index.
+        """Note the end of the latest sync, before plants are acknowledged.
 
         Not in the thread of the sync, which would wait for the GIL once more.
         """
-        if self._synced is not None:
-            index, end = self._synced
-            index.note_synced(end)
+        end = self._synced_end
+        if end > self._index.synced:
+            self._index.synced = end
+            self._notes.note_end(end)
+        self._start_flush()
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
@@ -378,6 +373,23 @@ class PlantFile:
             'server'
         )
 
+    @contextmanager
+    def _locked(
+        self, within: float | None = None, sleep: Callable[[float], object] = time.sleep
+    ) -> Iterator[None]:
+        """Hold the lock, and log only after it: a log may block."""
+        try:
+            with self._lock.held(within, sleep):
+                yield
+        finally:
+            messages, self._messages = self._messages, []
+            for message, arguments in messages:
+                log.warning(message, *arguments)
+
+    def _say(self, message: str, *arguments: object) -> None:
+        """Log a warning when the lock is released."""
+        self._messages.append((message, arguments))
+
     # What follows REQUIRES the lock.
 
     def _check_file(self) -> os.stat_result:
@@ -389,66 +401,95 @@ class PlantFile:
             raise self._replaced()
         return status
 
-    def _catch_up(self, call: Callable[[Callable[[], int]], int]) -> int:
-        """Return the end of the file, with the index up to it.
+    def _catch_up(self, ids: Iterable[int], call: Call) -> tuple[int, dict[int, int]]:
+        """Return the end of the file, and the offsets of those ids that are in it.
 
         Other processes may have appended, or died in the middle of a line. So this runs
         before each append, not only when a store opens. ``call`` calls a function that
         takes a while.
         """
-        status = self._check_file()
+        size = self._check_file().st_size
+        index = self._index
+        synced, failed = self._notes.read()
+        self._failed_write = max(self._failed_write, failed)
+        recovery.check_length(self._path, size, max(synced, index.end))
         try:
-            if not self._index.refresh(status):
-                raise self._unavailable(
-                    'the file was cut short: the server must be reloaded'
-                )
-            more = status.st_size - self._index.end
-            if not more:
-                return status.st_size
-            if more <= CATCH_UP_BYTES:
-                records = self._records(self._index, crashed=False)
-                self._index.enter_records(records, self._check_repeat)
-                end = os.fstat(self._fd).st_size
-                self._index.enter({}, end)
-                return end
+            found = index.find_old(ids)
+            if not index.is_at_end():
+                raise IndexDamaged('the plant file was changed in place')
         except IndexDamaged as ex:
-            return self._reopen(call, ex)
-        return self._reopen(call, None)
+            return self._reopen(ids, call, ex)
+        recovery.check_length(self._path, size, index.end)
+        learn = partial(self._learn, index, crashed=False)
+        if size - index.end > CATCH_UP_BYTES:
+            call(learn)
+        elif size > index.end:
+            learn()
+        return index.end, found | index.recent(ids)
 
     def _reopen(
-        self, call: Callable[[Callable[[], int]], int], damage: IndexDamaged | None
-    ) -> int:
-        """Open the index again, because it is damaged or far behind the file."""
-        if damage is not None:
-            log.warning('%s: the index is not used any more: %s', self._path, damage)
+        self, ids: Iterable[int], call: Call, damage: IndexDamaged
+    ) -> tuple[int, dict[int, int]]:
+        """Open the index again, because it cannot be believed."""
+        self._say('%s: the index is opened again: %s', self._path, damage)
+        old = self._index
+        old.close()
+        open_index = partial(self._open_index, crashed=False, known=old.end)
+        self._index = index = call(open_index)
+        return index.end, index.find_old(ids) | index.recent(ids)
 
-        def reopen() -> int:
-            old, self._index = self._index, self._open_index(crashed=False)
-            old.close()
-            return self._index.end
-
-        return call(reopen)
-
-    def _open_index(self, *, crashed: bool) -> Index:
+    def _open_index(self, *, crashed: bool, known: int = 0) -> Index:
         """Return the index, which knows all ids of the file; the file is synced.
 
         Args:
             crashed: Whether the machine may have crashed since the latest sync.
+            known: An end that the file has had.
         """
-        index = Index(index_path(self._path), self._fd, self._system)
+        index = Index(self._path, self._fd)
         try:
-            reason = index.load()
-            if reason and os.fstat(self._fd).st_size:
-                log.info('%s: building the index: %s', self._path, reason)
-            index.catch_up(
-                self._records(index, crashed=crashed),
-                self._check_repeat,
-                lambda: self._write_again(max(0, index.synced)),
-            )
+            index.synced = max(index.synced, self._notes.read()[0])
+            size = os.fstat(self._fd).st_size
+            recovery.check_length(self._path, size, max(known, index.synced))
+            if index.reason and size:
+                self._say('%s: building the index: %s', self._path, index.reason)
+            self._learn(index, crashed=crashed)
+            if index.is_writing() or index.synced < index.end:
+                self._write_again(max(0, index.synced))
+                index.settle(index.end)
         except BaseException:
             index.close()
             raise
         return index
+
+    def _learn(self, index: Index, *, crashed: bool) -> None:
+        """Read the lines that an index does not know, then mend the end of the file."""
+        end = os.fstat(self._fd).st_size
+        torn: list[recovery.TornTail] = []
+
+        def sound() -> Iterator[tuple[int, int]]:
+            try:
+                yield from recovery.scan_ids(
+                    self._path, self._fd, index.end, end, index.synced, crashed=crashed
+                )
+            except recovery.TornTail as ex:
+                torn.append(ex)
+
+        index.learn(sound(), partial(recovery.check_repeat, self._path, self._fd))
+        if torn:
+            offset = torn[0].offset
+            side = recovery.cut_tail(self._path, self._fd, offset)
+            self._say(
+                '%s: removed %d bytes of an unfinished write at byte %d (%s); a copy '
+                'is in %s',
+                *(self._path, end - offset, offset, torn[0].reason, side.name),
+            )
+        elif end and os.pread(self._fd, 1, end - 1) != b'\n':
+            self._write(b'\n', end)  # the last line is a record without its line feed
+        end = os.fstat(self._fd).st_size
+        if index.is_writing():
+            self._write_again(max(0, index.synced))
+            index.settle(end)
+        index.know(end)
 
     def _write_again(self, start: int) -> None:
         """Make the file durable, also if earlier syncs have failed.
@@ -458,103 +499,58 @@ class PlantFile:
         """
         if start < os.fstat(self._fd).st_size:
             while data := os.pread(self._fd, recovery.CHUNK, start):
-                start += self._system.pwrite(self._fd, data, start)
+                start += os.pwrite(self._fd, data, start)
         # NOTE: not fdatasync, which leaves out the mtime: the index remembers it.
-        self._system.fsync(self._fd)
+        os.fsync(self._fd)
 
-    def _records(self, index: Index, *, crashed: bool) -> Iterator[tuple[int, int]]:
-        """Yield ids and offsets that an index does not know; cut off a torn tail."""
-        end = os.fstat(self._fd).st_size
-        try:
-            yield from recovery.scan_ids(
-                self._path, self._fd, index.end, end, index.synced, crashed=crashed
-            )
-        except recovery.TornTail as torn:
-            side = recovery.cut_tail(self._path, self._fd, torn.offset, self._system)
-            log.warning(
-                '%s: a torn tail of %d bytes at byte %d, which was never '
-                'acknowledged (%s), is cut off and kept in %s',
-                self._path,
-                end - torn.offset,
-                torn.offset,
-                torn.reason,
-                side.name,
-            )
-
-    def _check_repeat(self, first: int, again: int) -> None:
-        """Accept a plant that is in the file twice, but not two with one id."""
-        plant = self._read(first)
-        other = self._read(again)
-        if plant.id != other.id:
-            raise IndexDamaged('an entry is not of this file')
-        if plant != other:
-            reason = f'its id is that of a different plant, {plant.id}'
-            raise recovery.corrupt(self._path, self._fd, again, reason)
-
-    def _find(self, ids: set[int]) -> dict[int, Plant]:
-        """Return the plants that have these ids."""
-        found = {}
-        for id, offset in self._index.find(list(ids)).items():
+    def _read_all(self, offsets: dict[int, int]) -> dict[int, Plant]:
+        """Return the plants with these ids, read from the file."""
+        plants = {}
+        for id, offset in offsets.items():
             with suppress(StoreCorrupt, OSError):
-                found[id] = self._read(offset)
-            if id not in found or found[id].id != id:
+                plants[id] = recovery.read_plant(self._path, self._fd, offset)
+            if id not in plants or plants[id].id != id:
                 # The index or the file is damaged: building the index again tells.
                 raise IndexDamaged('an entry is not of this file')
-        return found
+        return plants
 
-    def _read(self, offset: int) -> Plant:
-        """Return the plant at an offset."""
-        try:
-            return record.decode(recovery.read_line(self._fd, offset))
-        except record.DamagedRecord as ex:
-            raise recovery.corrupt(self._path, self._fd, offset, str(ex)) from ex
+    def _leave_index(self) -> None:
+        """Close the index, with all that is in the file entered and synced."""
+        end, _ = self._catch_up([], THREADS.call)
+        if end > self._index.synced:
+            os.fsync(self._fd)
+            self._notes.note_end(end)
+        self._index.settle(end)
+        self._index.leave()
 
-    # ---- merging recent ids into a generation of the index, in a thread of its own
+    # ---- entering recent ids into the table, in a thread of its own
 
-    def _start_merge(self) -> None:
-        now = time.monotonic()
-        if now < self._merge_at or (self._merging and self._merging.is_alive()):
-            return
-        self._merge_at = now + MERGE_EVERY
-        self._merging = threading.Thread(target=self._merge, daemon=True)
-        self._merging.start()
+    def _start_flush(self) -> None:
+        """Have the recent ids flushed; it needs no lock."""
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._run_flushes, daemon=True)
+            self._flusher.start()
+        if not self._appended.is_set():
+            self._appended.set()
+        if self._index.is_full():
+            self._hurry.set()
 
-    def _merge(self) -> None:
-        """Merge the recent ids; after a failure the next append tries it again."""
-        path = index_path(self._path)
-        try:
-            fd = self._system.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def _run_flushes(self) -> None:
+        while self._appended.wait():
+            self._hurry.wait(FLUSH_WITHIN)
+            self._appended.clear()
+            self._hurry.clear()
+            if self._lock.closed:
+                break
             try:
-                if try_flock(fd):  # no other process is merging
-                    self._merge_alone(path)
-            finally:
-                os.close(fd)
-        except (StoreError, OSError, IndexDamaged) as ex:
-            log.info('%s: the index is not merged now: %s', self._path, ex)
-
-    def _merge_alone(self, path: Path) -> None:
-        with self._lock.held():
-            status = self._check_file()
-            index = self._index
-            index.refresh(status)
-            merge = index.begin_merge() if index.wants_merge() else None
-        if merge is None:
-            return
-        self._sync((index, merge.end))
-
-        def pause() -> bool:
-            if not index.is_behind():
-                self._sync_began.clear()
-                self._sync_began.wait(MERGE_PAUSE)
-            return self._lock.closed
-
-        with Draft(path, status, merge.ids, system=self._system, pause=pause) as draft:
-            stamp = index.write_merged(merge, draft)
-            with self._lock.held():
-                index.refresh(self._check_file())
-                if index is not self._index:
-                    raise IndexDamaged('it was opened again meanwhile')
-                index.end_merge(merge, stamp)
+                flushed = self._index.flush()
+            except OSError as ex:
+                log.info('%s: the index is not flushed now: %s', self._path, ex)
+                flushed = False
+            if not flushed:
+                time.sleep(FLUSH_AGAIN)
+            if not flushed or self._index.synced < self._written_end:
+                self._appended.set()
 
 
 @contextmanager
@@ -567,16 +563,3 @@ def _unavailable(path: Path) -> Iterator[None]:
         raise StoreUnavailable.refused(ex, path) from ex
     except IndexDamaged as ex:  # twice in a row
         raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
-
-
-def open_file(path: Path, flags: int, system: Any) -> int:
-    """Open a plant file, and return its descriptor; make it durably, with O_CREAT."""
-    fd: int = system.open(path, flags | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        # Also if it was there: the process that made it may have died before this.
-        if not os.fstat(fd).st_size:
-            sync_directory(path, system)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd

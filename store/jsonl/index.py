@@ -1,45 +1,33 @@
 """The index of a plant file: from an id to the offset of its line.
 
-The ids are on disk, in SQLite files beside the plant file, so that a start costs the
-same with ten plants and ten million, and no worker holds a copy. These files are
-disposable: only the plant file is truth. The index has three parts:
+It is on disk and shared by all processes, so that a start costs the same with ten
+plants and ten million. Only the plant file is truth. The index has two parts:
 
-* The *recent ids*, a dictionary in each process: the latest ids, at most some 35,000.
-  Each process reads them from the end of the plant file, which is quick, so that an add
-  writes nothing to SQLite.
-* *Generations*, ``plants.jsonl.index-<random>``: SQLite files, each with the ids of a
-  span of the plant file, from the *end* of the generation before it to its own end. **A
-  generation is never changed once it is in use.** When there are many recent ids, a
-  background thread makes a generation of them. If there would be too many generations,
-  it merges the latest ones into the new one. An id is seldom copied.
-* The *manifest*, ``plants.jsonl.index``, names the generations. It has three sectors of
-  512 bytes, each of them a line with a CRC-32, written in place::
+* The *table*, ``plants.jsonl.index``, is an SQLite file. It has the ids of the lines
+  before the *mark*, an end of the plant file that was synced. Ids and mark change in one
+  transaction. So after a crash the table may be behind the plant file, never ahead of
+  it, and the lines from the mark on are read again.
+* The *recent ids*, of the lines from the mark on, are a dictionary in each process,
+  which reads them from the end of the plant file. So an add writes nothing to SQLite.
 
-      0     the plant file (device, inode) and the generations
-      512   the *seal*: size and mtime of the plant file after its latest append, and
-            the CRC-32 of its last 256 bytes
-      1024  an end of the plant file that is known to have been synced
+A *flush* enters recent ids that are synced into the table: a second after an add, or
+sooner when there are many. Readers need not wait for it. One process at a time
+flushes, with a lock of its own. **Commit and checkpoint both happen under that lock,
+and every other connection only reads.** SQLite before 3.51.3 may lose a commit that one
+connection makes while another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset
+Bug"), and most systems have such a version.
 
-**A wrong answer must be impossible, whatever happens to these files.** A hit is
-verified: the caller reads the line and compares the id. A false miss would let a second
-plant with that id in, so a miss must be certain too:
+**A wrong answer would give an id twice.** A hit is verified: the caller reads the line. A
+miss is believed if SQLite has read it from files that still have their names, and if
+they belong to this plant file as it is:
 
-* A generation is believed only if its inode, size and ctime are those of when it was
-  finished, which is checked *after* each lookup. So no byte of it can have changed, and
-  a mixture of new and old pages is not believed either.
-* Most ids are new, and the *filter* of a generation says so without a lookup: a Bloom
-  filter, which each process reads into memory when it opens the file. It may take a new
-  id for a known one, never a known one for a new one.
-* A generation is synced before the manifest names it, and the lines that it knows were
-  synced before that. The manifest is synced before the generations that it no longer
-  names are removed.
-* If the plant file has the size of its latest append but another mtime, it was edited
-  in place. Bytes before the end of a generation are compared, too.
+* the inode is that of the plant file. (Not the device: its number changes with a mount.)
+* the last 256 bytes before the mark are the same;
+* the last process that closes the index leaves the mark at the end, and the mtime. If
+  the plant file has another size or mtime at the next open, it was edited.
 
-NOTE: not the WAL mode of SQLite. Its ``-shm`` file is a memory map: if it is emptied,
-every process that reads it dies (SIGBUS). SQLite does not verify the checksums of pages
-that it reads from the WAL, and pages of the main file have none, so an old page would
-give a miss that looks sound. Here no file is mapped, and none changes while it is read.
+An index that is missing, damaged or not of this plant file is built again. One that
+somebody changes in place while it is in use may end a process (SIGBUS).
 
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
@@ -49,72 +37,59 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
-import secrets
 import sqlite3
 import threading
-import time
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from itertools import chain, islice
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Self
-from urllib.parse import quote
+from typing import Any
 
-from store.jsonl.lock import try_flock
+from store.jsonl.disk import index_path, new_file, remove_index, sync_directory
+from store.jsonl.lock import take_flock, try_flock
+from store.jsonl.synced import UNKNOWN
 
-# A merge begins when there are so many recent ids, or when so many bytes of the plant
-# file follow the end of the last generation.
-MERGE_AT = 16_384
-MERGE_BYTES = 32 * 1024 * 1024
-FLUSH_AT = 250_000  # ids in memory while a draft is written
-ROWS = 100  # of an INSERT, which takes 1.7 us a row; a row alone takes 2.8
-# Instructions of SQLite between two pauses of a merge. 13 of them insert a row.
-PAUSE_AFTER = 6_000
-# Caches of SQLite. While an index is built, scattered ids change nearly every
-# page again and again: with a small cache each page is written a hundred times.
+# Recent ids, or bytes of the plant file behind the mark, after which a flush begins.
+FLUSH_AT = 16_384
+FLUSH_BYTES = 32 * 1024 * 1024
+# A process that adds many plants flushes before it goes on when it has more recent ids.
+MOST_RECENT = 100_000
+CHUNK = 250_000  # ids in memory while a table is built
+# Ids of one INSERT. json.dumps() holds the GIL, 0.3 ms for so many.
+ROWS = 4_096
+# A checkpoint syncs two files. It begins when the WAL has so many bytes.
+CHECKPOINT_BYTES = 4 * 1024 * 1024
+# Cache of SQLite while a table is built: scattered ids change nearly every page again
+# and again. With a small cache each page would be written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
-MERGE_CACHE_KIB = 4 * 1024
-LOOKUP_CACHE_KIB = 256
-# The sector has room for so many generations. A merge that would make one more copies
-# the latest one, and each before it that is not FACTOR times as large as what follows.
-# So an id is copied seven times until there are ten million.
-GENERATIONS = 4
-FACTOR = 2
-ID_BYTES = 16  # of a generation, about
-# Bits of the filter for each id, unless it would have more bytes than each worker may
-# hold of one filter.
-FILTER_BITS = 12
-MAX_FILTER_BYTES = 10 * 1024 * 1024
-FILTER_ROW_BYTES = 64 * 1024
-# Seconds. File systems stamp a change with the latest tick of the kernel's clock: a
-# change within the same tick does not show in the ctime.
-TICK = 0.02
+BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
+TAIL = 256  # bytes before the mark that are compared
 
-UNKNOWN = -1
-SECTOR = 512  # bytes
-TAIL = 256  # bytes before the end of a generation that are compared
-
-_SCHEMA = 'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL)'
-_FILTER = 'CREATE TABLE bloom (words BLOB NOT NULL)'
-
-# The bits of an id, all in one word of the filter, scattered because many ids are
-# consecutive. So 1.3 % of new ids look like known ones, 3 % if there are ten million.
-# Filters are on disk: after a change of the bits, or of the choice of the word, rename
-# the table.
-_PRIME = 4093
-_BITS = [
-    1 << n**2 % _PRIME % 64
-    | 1 << n**3 % _PRIME % 64
-    | 1 << n**5 % _PRIME % 64
-    | 1 << n**7 % _PRIME % 64
-    for n in range(_PRIME)
-]
+_SCHEMA = (
+    'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL);'
+    # mtime, in nanoseconds, is NULL while a process has the index in use.
+    'CREATE TABLE state (inode, mark, tail, mtime);'
+)
+# One statement, so that the mark is that of the ids. NULL is its key.
+_FIND = (
+    'SELECT NULL, mark FROM state UNION ALL '
+    'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
+)
+# NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again for
+# each row, and waits up to seconds for it. Keys are text: SQLite reads integers of more
+# than 63 bits in JSON as floats.
+_INSERT = (
+    'INSERT OR IGNORE INTO plants '
+    'SELECT CAST(key AS INTEGER), value FROM json_each(?) ORDER BY 1'
+)
+_COUNT_WRONG = (
+    'SELECT count(*) FROM ('
+    'SELECT * FROM (SELECT * FROM main.plants WHERE offset < ?) EXCEPT '
+    'SELECT * FROM (SELECT * FROM disk.plants WHERE offset < ?))'
+)
+_UPDATE = 'UPDATE state SET inode = ?, mark = ?, tail = ?, mtime = ?'
 
 
 def _lock_of_sqlite() -> Any:  # an RLock, which is no type
@@ -131,11 +106,11 @@ def _lock_of_sqlite() -> Any:  # an RLock, which is no type
     return lock
 
 
-# Two, so that lookups do not wait for a merge. A fork first waits for the second one.
+# Two, so that lookups do not wait for a flush. A fork waits for both.
 _reading, _writing = _lock_of_sqlite(), _lock_of_sqlite()
 
-# The open generations of indexes that a forked child has inherited from its parent.
-_inherited: list[dict[Stamp, Generation]] = []
+# Connections in a transaction that a forked child has inherited from its parent.
+_inherited: list[sqlite3.Connection | None] = []
 
 # Called with the first offset of an id, and another offset of the same id.
 Repeat = Callable[[int, int], None]
@@ -145,384 +120,188 @@ class IndexDamaged(Exception):
     """The index cannot be believed and must be built again."""
 
 
-class Stamp(NamedTuple):
-    """A generation, as the manifest names it."""
-
-    name: str  # the random part
-    end: int  # of the plant file, up to which it knows the ids
-    tail: int  # CRC-32 of the bytes of the plant file before the end
-    inode: int  # of the finished SQLite file, like size and ctime
-    size: int
-    ctime: int
-
-
-def tail_of(fd: int, end: int) -> int:
-    """Return the CRC-32 of the bytes of a file before an offset."""
-    start = max(0, end - TAIL)
-    return zlib.crc32(os.pread(fd, end - start, start))
-
-
-class Generation:
-    """A finished SQLite file; any use raises ``IndexDamaged`` if it has changed."""
-
-    def __init__(self, base: Path, stamp: Stamp) -> None:
-        self.stamp = stamp
-        self._path = generation_path(base, stamp.name)
-        # NOTE: immutable: no locks, and no look at a journal; there is none.
-        self.uri = f'file:{quote(os.fsencode(self._path))}?mode=ro&immutable=1'
-        with _damage():
-            self._connection = sqlite3.connect(
-                self.uri, uri=True, isolation_level=None, check_same_thread=False
-            )
-        try:
-            with _damage():
-                self._connection.execute('PRAGMA mmap_size = 0')
-                self._connection.execute(f'PRAGMA cache_size = -{LOOKUP_CACHE_KIB}')
-                self.filter = array('Q')
-                query = 'SELECT words FROM bloom ORDER BY rowid'
-                for (words,) in self._connection.execute(query):
-                    self.filter.frombytes(words)
-            self.check()
-        except BaseException:
-            self.close()
-            raise
-
-    def check(self) -> None:
-        """Raise ``IndexDamaged`` if the file was changed or replaced."""
-        with _damage():
-            status = os.stat(self._path)
-        if (status.st_ino, status.st_size, status.st_ctime_ns) != self.stamp[3:]:
-            raise IndexDamaged('a file of it was changed')
-
-    def find(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the offsets of the ids that are in this generation."""
-        words, size = self.filter, len(self.filter)
-        maybe = [
-            id for id in ids if words[id % size] & (bits := _BITS[id % _PRIME]) == bits
-        ]
-        found: dict[int, int] = {}
-        with _damage():
-            for id in maybe:
-                query = 'SELECT offset FROM plants WHERE id = ?'
-                for (offset,) in self._connection.execute(query, [id]):
-                    found[id] = offset
-        if maybe:
-            self.check()
-        return found
-
-    def close(self) -> None:
-        with _reading:
-            self._connection.close()
-
-
 @contextmanager
-def _damage() -> Iterator[None]:
-    """Raise ``IndexDamaged`` for a file that cannot be read."""
+def _read_errors() -> Iterator[None]:
+    """Raise ``IndexDamaged`` for a table that cannot be read."""
     try:
         with _reading:
             yield
-    # A damaged filter raises TypeError or ValueError.
     except (sqlite3.Error, OSError, TypeError, ValueError) as ex:
         raise IndexDamaged(str(ex)) from ex
 
 
 @contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Raise ``OSError`` for a file that SQLite cannot write."""
+def _write_errors() -> Iterator[None]:
+    """Raise ``OSError`` for a table that cannot be written."""
     try:
         with _writing:
             yield
-    except (sqlite3.Error, TypeError) as ex:  # TypeError: a row is missing
+    except (sqlite3.Error, TypeError) as ex:
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
-
-
-def _unlocked(pause: Callable[[], bool]) -> bool:
-    """Pause in a statement; a fork need not wait for it.
-
-    SQLite calls this between two instructions, without a lock that others could need.
-    """
-    _writing.release()
-    try:
-        return pause()
-    finally:
-        _writing.acquire()
-
-
-class Draft:
-    """A generation that is being written; it is removed if that fails.
-
-    While it is open it has a lock of its own, so that no process takes it for a file
-    that a dead process has left. It needs no lock of the plant file.
-
-    Args:
-        base: The path of the manifest.
-        like: The status of the plant file, for mode and owner.
-        ids: The approximate number of ids that it will have.
-        cache: SQLite's cache while it is written, in KiB.
-        system: The system calls.
-        pause: Called after each ``PAUSE_AFTER``, and may take long; writing fails when
-            it returns true.
-    """
-
-    def __init__(
-        self,
-        base: Path,
-        like: os.stat_result,
-        ids: int,
-        cache: int = MERGE_CACHE_KIB,
-        system: Any = os,
-        pause: Callable[[], bool] | None = None,
-    ) -> None:
-        self._name = secrets.token_hex(8)
-        self._path = generation_path(base, self._name)
-        self._system = system
-        words = min(FILTER_BITS * ids // 64, MAX_FILTER_BYTES // 8) | 1
-        self._filter = array('Q', [0]) * words
-        self._fd = new_file(self._path, like, system)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            # An unfinished draft is removed, never rolled back. So it needs no journal,
-            # and no sync before the last one.
-            with _disk_errors():
-                self._connection = sqlite3.connect(
-                    f'file:{quote(os.fsencode(self._path))}',
-                    uri=True,
-                    isolation_level=None,
-                    check_same_thread=False,
-                )
-                for pragma in (
-                    'journal_mode = OFF',
-                    'synchronous = OFF',
-                    'locking_mode = EXCLUSIVE',
-                    'mmap_size = 0',
-                    f'cache_size = -{cache}',
-                ):
-                    self._connection.execute(f'PRAGMA {pragma}')
-                self._connection.execute(_SCHEMA)
-                if pause is not None:
-                    handler = partial(_unlocked, pause)
-                    self._connection.set_progress_handler(handler, PAUSE_AFTER)
-        except BaseException:
-            self.__exit__(True)
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        with _writing, suppress(AttributeError):  # the connection was not made
-            self._connection.close()
-        if error:
-            with suppress(OSError):
-                self._system.unlink(self._path)
-        os.close(self._fd)
-
-    def absorb(self, generation: Generation) -> None:
-        """Add all ids of a generation."""
-        execute = self._connection.execute
-        is_first = not self._connection.total_changes
-        with _disk_errors():
-            execute('ATTACH ? AS old', [generation.uri])
-            execute('INSERT OR IGNORE INTO plants SELECT * FROM old.plants')
-            if is_first and 2 * len(generation.filter) >= len(self._filter):
-                # Shared: the absorbed filter gets more bits, which do no harm.
-                self._filter = generation.filter
-            else:
-                # Many ids a row: a thread that reads a row must wait for the GIL.
-                query = (
-                    'SELECT group_concat(id), max(id) FROM (SELECT id FROM old.plants '
-                    f'WHERE id > ? ORDER BY id LIMIT {ROWS})'
-                )
-                ids, last = execute(query, [-math.inf]).fetchone()
-                while ids:
-                    self._mark(map(int, ids.split(',')))
-                    ids, last = execute(query, [last]).fetchone()
-            execute('DETACH old')
-        generation.check()
-
-    def extend(self, entries: Iterable[tuple[int, int]], repeat: Repeat) -> None:
-        """Add ids and their offsets, in the order of the file."""
-        entries = iter(entries)
-        execute = self._connection.execute
-        # In the order of ids, so that a batch changes each page once.
-        while batch := sorted(islice(entries, FLUSH_AT), key=itemgetter(0)):
-            with _disk_errors():
-                changes = self._connection.total_changes
-                execute('BEGIN')
-                for start in range(0, len(batch), ROWS):
-                    rows = batch[start : start + ROWS]
-                    values = ', '.join(['(?, ?)'] * len(rows))
-                    query = f'INSERT OR IGNORE INTO plants VALUES {values}'
-                    flat = list(chain.from_iterable(rows))
-                    execute(query, flat)
-                    self._mark(flat[::2])
-                if self._connection.total_changes - changes < len(batch):
-                    for id, offset in batch:
-                        query = 'SELECT offset FROM plants WHERE id = ?'
-                        (first,) = execute(query, [id]).fetchone()
-                        if first != offset:
-                            repeat(first, offset)
-                execute('COMMIT')
-
-    def _mark(self, ids: Iterable[int]) -> None:
-        words, size = self._filter, len(self._filter)
-        for id in ids:
-            words[id % size] |= _BITS[id % _PRIME]
-
-    def finish(self, plants: int, end: int) -> Stamp:
-        """Return the stamp of the finished file, which is durable."""
-        with _disk_errors():
-            self._connection.execute(_FILTER)
-            self._connection.execute('BEGIN')
-            with memoryview(self._filter).cast('B') as view:
-                pieces = (
-                    [view[at : at + FILTER_ROW_BYTES]]
-                    for at in range(0, len(view), FILTER_ROW_BYTES)
-                )
-                self._connection.executemany('INSERT INTO bloom VALUES (?)', pieces)
-            self._connection.execute('COMMIT')
-            self._connection.close()
-        self._system.fsync(self._fd)
-        time.sleep(TICK)
-        status = os.fstat(self._fd)
-        identity = status.st_ino, status.st_size, status.st_ctime_ns
-        return Stamp(self._name, end, tail_of(plants, end), *identity)
-
-
-class Merge(NamedTuple):
-    """The plan of a merge: generations and recent ids that become one generation."""
-
-    kept: list[Stamp]  # generations that stay
-    absorbed: list[Stamp]  # generations that become part of the new one
-    recent: dict[int, int]
-    end: int  # of the new generation
-    ids: int  # of the new generation, about
 
 
 class Index:
     """The index of a plant file, as one process has it open.
 
-    Every method that reads the files raises ``IndexDamaged`` if they are not believed.
-
     Args:
-        path: The path of the manifest.
+        path: The path of the plant file.
         plants: A descriptor of the plant file.
-        system: The system calls.
+        new: Do not read the table.
 
     Attributes:
+        mark: The mark, when the table was last read.
         end: The end of the plant file up to which the ids are known.
-        synced: An end of the plant file that is known to have been synced, or
-            ``UNKNOWN``.
+        synced: An end of the plant file that is known to be synced, or ``UNKNOWN``.
+        reason: Why the table is not believed, or ``None``.
     """
 
-    def __init__(self, path: Path, plants: int, system: Any = os) -> None:
-        self._path = path
+    def __init__(self, path: Path, plants: int, *, new: bool = False) -> None:
+        self._plants_path = path
+        self._path = index_path(path)
         self._plants = plants
-        self._system = system
-        status = os.fstat(plants)
-        self._identity = [status.st_dev, status.st_ino]
-        self._fd = -1
-        self._guard = threading.Lock()  # guards the descriptor where the lock is free
-        self._head = b''  # the first sector; empty if the manifest is not believed
-        self._generations: dict[Stamp, Generation] = {}
+        self._inode = os.fstat(plants).st_ino
+        self._readable: sqlite3.Connection | None = None
+        self._files: list[int | None] = []  # the inodes of the table, -wal and -shm
+        self._written: sqlite3.Connection | None = None  # in a transaction
+        self._flush_lock = -1  # a descriptor, while there is a transaction
+        self._new = index_path(path, '-new')
         self._recent: dict[int, int] = {}
-        self._sealed = UNKNOWN  # the size of the plant file, if the seal has that size
-        self.end = 0
+        self._tail = 0
+        self.mark = self.end = 0
         self.synced = UNKNOWN
-
-    # ---- opening
-
-    def load(self) -> str | None:
-        """Read the manifest; return ``None``, or why it is not believed."""
+        self.reason: str | None = None
+        if new:
+            self.reason = 'a new one is wanted'
+            return
         try:
-            self._fd = self._system.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            head, seal, synced = self._read()
-            status = os.fstat(self._plants)
-            identity, *stamps = json.loads(_open_sector(head))
-            if identity != self._identity:
-                raise IndexDamaged('it is of another file')
-            self.synced = int(_open_sector(synced))
-            if status.st_size < self.synced:
-                raise IndexDamaged('the plant file was cut short')
-            size = self._check_seal(seal, status)
-            self._use(stamps)
-        except (IndexDamaged, OSError, ValueError, TypeError) as ex:
+            self._load()
+        except IndexDamaged as ex:
+            self.reason = str(ex)
             self.close()
-            return 'there is none' if isinstance(ex, FileNotFoundError) else str(ex)
-        # After a crash the seal may describe an append that was lost. Then the manifest
-        # is written again, with another seal.
-        self._head = b'' if status.st_size < size else head
-        return None
 
-    def _check_seal(self, seal: bytes, status: os.stat_result) -> int:
-        """Return the size of the plant file after its latest append."""
-        size, mtime, tail = map(int, _open_sector(seal).split())
-        if size == status.st_size:
-            is_ours = mtime == status.st_mtime_ns
-        else:
-            is_ours = size > status.st_size or tail == tail_of(self._plants, size)
-        if not is_ours:
+    def _load(self) -> None:
+        if not self._path.exists():
+            raise IndexDamaged('there is none')
+        with _read_errors():
+            self._readable = _connect(self._path, 'ro')
+            query = 'SELECT inode, mark, tail, mtime FROM state'
+            inode, mark, tail, mtime = self._readable.execute(query).fetchone()
+            self._files = self._inodes()
+            mark = int(mark)
+            if inode != self._inode:
+                raise IndexDamaged('it is of another file')
+            self.synced = mark
+        status = os.fstat(self._plants)
+        if mark > status.st_size:
+            raise IndexDamaged('the plant file is shorter')
+        was_closed = mtime is not None
+        if was_closed and (mark, mtime) != (status.st_size, status.st_mtime_ns):
+            raise IndexDamaged('the plant file was changed while nobody had it open')
+        if tail != tail_of(self._plants, mark):
             raise IndexDamaged('the plant file was changed in place')
-        return size
+        self.mark = mark
+        self.know(mark)
 
-    def _use(self, stamps: Sequence[Any]) -> None:
-        """Open the generations that the manifest names, and close all others."""
-        stamps = [Stamp(*stamp) for stamp in stamps]
-        if max((stamp.end for stamp in stamps), default=0) < self._start():
-            # The ids between the two ends are no longer in the recent ids.
-            raise IndexDamaged('its manifest is an old one')
-        for stamp in stamps:
-            if stamp not in self._generations:
-                if stamp.tail != tail_of(self._plants, stamp.end):
-                    raise IndexDamaged('it is of another file')
-                self._generations[stamp] = Generation(self._path, stamp)
-        for stamp in set(self._generations).difference(stamps):
-            self._generations.pop(stamp).close()
-        start = self._start()
-        self.end = max(self.end, start)
-        self._recent = {
-            id: offset for id, offset in self._recent.items() if offset >= start
-        }
+    # ---- finding ids
 
-    def _stamps(self) -> list[Stamp]:
-        return sorted(self._generations, key=lambda stamp: stamp.end)
+    def find_old(self, ids: Iterable[int]) -> dict[int, int]:
+        """Return the offsets of those ids that are in the table; notice a new mark."""
+        if self._readable is None:
+            raise IndexDamaged('it is not open')
+        with _read_errors():
+            mark, found = _find(self._readable, ids)
+            self._check_files()
+        if mark < self.mark:
+            raise IndexDamaged('it is an older one')
+        if mark > self.mark:
+            self.mark = mark
+            self._recent = {id: at for id, at in self._recent.items() if at >= mark}
+            if mark > self.end:  # other processes have appended and flushed
+                self.know(mark)
+        return found
 
-    def _start(self) -> int:
-        """Return the offset from which on ids are in the recent ids."""
-        return max((stamp.end for stamp in self._generations), default=0)
+    def recent(self, ids: Iterable[int]) -> dict[int, int]:
+        """Return the offsets of those ids that are recent."""
+        return {id: self._recent[id] for id in ids if id in self._recent}
 
-    def catch_up(
+    def _inodes(self) -> list[int | None]:
+        inodes: list[int | None] = []
+        for suffix in '', '-wal', '-shm':
+            try:
+                inodes.append(os.stat(f'{self._path}{suffix}').st_ino)
+            except FileNotFoundError:
+                inodes.append(None)
+        return inodes
+
+    def _check_files(self) -> None:
+        """Check, after a read, that the files read from still have their names.
+
+        A process that opens the index later makes the missing ones anew, and flushes
+        into them: from then on this connection would read old pages.
+        """
+        files = self._inodes()
+        if files != self._files:
+            # The first flush makes -wal and -shm.
+            known = zip(files, self._files, strict=True)
+            if any(old not in (None, new) for new, old in known):
+                raise IndexDamaged('a file of it was removed or replaced')
+            self._files = files
+
+    def is_at_end(self) -> bool:
+        """Whether the bytes before ``end`` are those that were there."""
+        return self._tail == tail_of(self._plants, self.end)
+
+    # ---- learning ids
+
+    def enter(self, offsets: dict[int, int], end: int) -> None:
+        """Enter the ids of an append, which ends at an offset."""
+        self._recent.update(offsets)
+        self.know(end)
+
+    def know(self, end: int) -> None:
+        """Note that all ids up to an end are known."""
+        self.end = end
+        self._tail = tail_of(self._plants, end)
+
+    def learn(
         self,
         records: Iterable[tuple[int, int]],
         repeat: Repeat,
-        sync: Callable[[], None],
+        *,
+        temporary: bool = False,
     ) -> None:
-        """Enter the records from ``end`` on, and write the manifest.
+        """Enter the ids of the lines from ``end`` on; ``settle`` must follow.
+
+        Few become recent ids. Many, or all if the table is not believed, are written
+        to the table, in a transaction.
 
         Args:
             records: Ids and offsets, in the order of the file.
             repeat: See ``Repeat``.
-            sync: Makes the plant file durable.
+            temporary: Write no table that lasts; ``close`` must follow.
         """
         records = iter(records)
-        first = list(islice(records, MERGE_AT))
-        if len(first) < MERGE_AT:
-            self.enter_records(first, repeat)
-            sync()
-            self._install(self._stamps())
+        few = list(islice(records, MOST_RECENT))
+        if self.reason is None and len(few) < MOST_RECENT:
+            self._learn_recent(few, repeat)
             return
-        like = os.fstat(self._plants)
-        ids = like.st_size * MERGE_AT // (first[-1][1] + 1 - first[0][1])
-        with Draft(self._path, like, ids, BUILD_CACHE_KIB, self._system) as draft:
-            for stamp in self._stamps():
-                draft.absorb(self._generations[stamp])
-            draft.extend(chain(first, records), repeat)
-            sync()
-            end = os.fstat(self._plants).st_size
-            self._install([draft.finish(self._plants, end)])
+        with _write_errors():
+            self._written = self._begin(temporary)
+        records = chain(few, records)
+        while chunk := list(islice(records, CHUNK)):
+            entries: dict[int, int] = {}
+            for id, offset in chunk:
+                if entries.setdefault(id, offset) != offset:
+                    repeat(entries[id], offset)
+            earlier: dict[int, int] = {}
+            with _write_errors():
+                changes = self._written.total_changes
+                _insert(self._written, entries)
+                if self._written.total_changes - changes < len(entries):
+                    earlier = _find(self._written, entries)[1]
+            _report(earlier, entries, repeat)
 
-    def enter_records(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> None:
-        """Enter the records from ``end`` on; if this raises, none is entered."""
+    def _learn_recent(self, records: list[tuple[int, int]], repeat: Repeat) -> None:
         new: dict[int, int] = {}
         for id, offset in records:
             first = self._recent.get(id)
@@ -530,259 +309,276 @@ class Index:
                 first = new.setdefault(id, offset)
             if first != offset:
                 repeat(first, offset)
-        for id, first in self._find_old(list(new)).items():
-            repeat(first, new.pop(id))
+        if new:
+            assert self._readable is not None
+            with _read_errors():
+                _, earlier = _find(self._readable, new)
+            _report(earlier, new, repeat)
         self._recent.update(new)
 
-    def _install(self, stamps: list[Stamp]) -> None:
-        """Write the manifest for these generations; REQUIRES: the file is synced.
+    def _begin(self, temporary: bool) -> sqlite3.Connection:
+        """Begin a transaction, in a new table if the present one is not believed."""
+        if temporary:
+            return new_table('', self._inode)
+        self._flush_lock = self._open_flush_lock()
+        take_flock(self._plants_path, self._flush_lock)
+        if self.reason is None:
+            connection = _connect_for_writing(self._path)
+            connection.execute('BEGIN IMMEDIATE')
+            return connection
+        self._new.unlink(missing_ok=True)
+        os.close(new_file(self._new, os.fstat(self._plants)))
+        return new_table(self._new.as_uri(), self._inode)
 
-        A manifest that is not believed is replaced by a new file. Processes that have
-        the old one open see that it no longer has a name.
-        """
-        status = os.fstat(self._plants)
-        new = generation_path(self._path, f'{secrets.token_hex(8)}.new')
-        fresh = not self._head
-        if fresh:
-            self._drop_manifest()
-            self._fd = new_file(new, status, self._system)
+    def is_writing(self) -> bool:
+        """Whether ``learn`` writes a table, which must be settled."""
+        return self._written is not None
+
+    def settle(self, end: int) -> None:
+        """Finish ``learn``: all ids before an end, which is synced, are known."""
+        if self._written is not None:
+            with _write_errors():
+                _commit(self._written, self._state(end))
+                self._written.close()
+                self._written = None
+                if self.reason is not None:
+                    self._install()
+            self._unlock()
+            if self.reason is not None:
+                self._load()
+                self.reason = None
+        self.know(end)
+        self.synced = end
+
+    def _install(self) -> None:
+        """Put a new table in place of the old one. REQUIRES: the flush lock."""
+        fd = os.open(self._new, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.seal()
-            self.synced = status.st_size
-            self._pwrite(_sector(str(self.synced)), 2 * SECTOR)
-            if fresh or stamps != self._stamps():
-                self._name(stamps)
-            if fresh:
-                self._system.rename(new, self._path)
-                # A lost manifest could not tell what was synced.
-                sync_directory(self._path, self._system)
-        except BaseException:
-            if fresh:
-                with suppress(OSError):
-                    self._system.unlink(new)
-            raise
-        self.end = status.st_size
-        self._use(stamps)
-        self._sweep()
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        remove_index(self._plants_path)
+        os.rename(self._new, self._path)
+        sync_directory(self._path)
 
-    def _name(self, stamps: list[Stamp]) -> None:
-        """Write the names of these generations into the manifest, durably."""
-        self._head = _sector(json.dumps([self._identity, *stamps]))
-        self._pwrite(self._head, 0)
-        self._system.fsync(self._fd)
+    def count_wrong(self, end: int) -> int:
+        """Return how many entries before an end the table on disk has otherwise.
 
-    # ---- use
+        It is compared with the temporary table that ``learn`` has just written.
+        """
+        assert self._written is not None
+        with suppress(IndexDamaged), _read_errors():
+            execute = self._written.execute
+            execute('COMMIT')
+            execute('ATTACH ? AS disk', [f'{self._path.as_uri()}?mode=ro'])
+            inode, mark = execute('SELECT inode, mark FROM disk.state').fetchone()
+            if inode == self._inode:
+                return int(execute(_COUNT_WRONG, [min(mark, end)] * 2).fetchone()[0])
+        return 0
 
-    def refresh(self, status: os.stat_result) -> bool:
-        """Read the changes of other processes; call it after taking the lock.
+    # ---- flushing
+
+    def is_full(self) -> bool:
+        """Whether a flush should begin at once."""
+        return len(self._recent) >= FLUSH_AT or self.end - self.mark >= FLUSH_BYTES
+
+    def is_overfull(self) -> bool:
+        """Whether a process that adds many plants should wait for a flush."""
+        return len(self._recent) >= MOST_RECENT
+
+    def flush(self) -> bool:
+        """Enter the recent ids that are synced into the table; it needs no lock.
 
         Returns:
-            Whether the plant file has its full size; false if it was cut short.
+            Whether the mark is at ``synced``; false if another process flushes.
         """
-        # A process that removes or replaces it cannot tell the others.
-        if not os.fstat(self._fd).st_nlink:
-            raise IndexDamaged('it was removed')
-        head, seal, synced = self._read()
+        with _write_errors(), self._flushing() as is_alone:
+            if not is_alone:
+                return False
+            with closing(_connect_for_writing(self._path)) as connection:
+                self._flush_into(connection)
+                # Not at each commit, and never in a commit: it would be the add of a
+                # client that waits for the syncs of a checkpoint.
+                if os.stat(f'{self._path}-wal').st_size >= CHECKPOINT_BYTES:
+                    connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
+        return True
+
+    def _flush_into(
+        self, connection: sqlite3.Connection, mtime: int | None = None
+    ) -> None:
+        query = 'SELECT inode, mark, mtime FROM state'
+        inode, mark, before = connection.execute(query).fetchone()
+        if inode != self._inode or mark < self.mark:
+            raise OSError(errno.ESTALE, 'it is of another file')
+        # NOTE: synced first: ids that are entered meanwhile are behind it.
+        end = max(mark, self.synced)
+        if (mark, before) == (end, mtime):
+            return
+        # NOTE: copy() is atomic, a comprehension over the original is not.
+        recent = self._recent.copy().items()
+        connection.execute('BEGIN IMMEDIATE')
+        _insert(connection, {id: at for id, at in recent if mark <= at < end})
+        _commit(connection, self._state(end, mtime))
+
+    @contextmanager
+    def _flushing(self) -> Iterator[bool]:
+        """Take the flush lock if it is free; yield whether it was."""
+        # A descriptor of its own: threads of a process exclude each other, too.
+        fd = self._open_flush_lock()
         try:
-            size = self._check_seal(seal, status)
-            self._sealed = size if size == status.st_size else UNKNOWN
-            if size != self.end:  # what follows may be damaged
-                self.synced = max(self.synced, int(_open_sector(synced)))
-            if head != self._head:
-                self._use(json.loads(_open_sector(head))[1:])
-                self._head = head
-        except (ValueError, TypeError) as ex:
-            raise IndexDamaged('its manifest is damaged') from ex
-        return status.st_size >= max(size, self.end)
+            yield try_flock(fd)
+        finally:
+            os.close(fd)
 
-    def find(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the offsets of those ids that are in the file."""
-        recent = self._recent
-        found = {id: recent[id] for id in ids if id in recent}
-        if len(found) < len(ids):
-            found.update(self._find_old([id for id in ids if id not in found]))
-        return found
+    def _open_flush_lock(self) -> int:
+        path = index_path(self._plants_path, '-synced')
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
-    def _find_old(self, ids: Sequence[int]) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for generation in self._generations.values():
-            found.update(generation.find(ids))
-        return found
+    def _unlock(self) -> None:
+        if self._flush_lock >= 0:
+            # Not by closing it alone: a child that was forked meanwhile has it, too.
+            fcntl.flock(self._flush_lock, fcntl.LOCK_UN)
+            os.close(self._flush_lock)
+            self._flush_lock = -1
 
-    def enter(self, offsets: dict[int, int], end: int) -> None:
-        """Enter the ids of an append, which ends at an offset."""
-        if end != self._sealed:  # no other process has written this seal
-            self.seal()
-        self._recent.update(offsets)
-        self.end = end
+    # ---- the end
 
-    def seal(self) -> None:
-        """Write the seal of the plant file as it is now, after a change of ours."""
-        status = os.fstat(self._plants)
-        tail = tail_of(self._plants, status.st_size)
-        text = f'{status.st_size} {status.st_mtime_ns} {tail}'
-        self._pwrite(_sector(text), SECTOR)
+    def leave(self) -> None:
+        """Close the index; the last process leaves the mark at the end.
 
-    def note_synced(self, end: int) -> None:
-        """Note that a sync has covered everything up to an end; it needs no lock.
-
-        Of two processes the slower one may write a lower end, which is true, too.
+        REQUIRES: all lines are known and synced.
         """
-        with self._guard, suppress(OSError):
-            if self._fd >= 0 and end > self.synced:
-                self._pwrite(_sector(str(end)), 2 * SECTOR)
-                self.synced = end
+        self.close()
+        with suppress(OSError), _write_errors(), self._flushing() as is_alone:
+            if not is_alone:
+                return
+            with closing(_connect_for_writing(self._path)) as connection:
+                connection.execute('PRAGMA busy_timeout = 0')
+                connection.execute('PRAGMA synchronous = FULL')
+                # It fails while another process has the index open.
+                query = 'PRAGMA journal_mode = DELETE'
+                if connection.execute(query).fetchone() == ('delete',):
+                    mtime = os.fstat(self._plants).st_mtime_ns
+                    self._flush_into(connection, mtime)
 
     def close(self) -> None:
-        """Close the files; it needs no lock."""
-        self._drop_manifest()
-        while self._generations:
-            self._generations.popitem()[1].close()
+        """Close the files, and undo what is not settled; it needs no lock."""
+        with _reading:
+            if self._readable is not None:
+                self._readable.close()
+                self._readable = None
+        with _writing:
+            if self._written is not None:
+                self._written.close()
+                self._written = None
+                self._new.unlink(missing_ok=True)
+        self._unlock()
 
     def abandon(self) -> None:
-        """Close the manifest in a forked child, which must take no lock.
+        """Close what a forked child has inherited, and what its own use would break.
 
-        A thread of the parent may have held it at the fork, and it stays held: our own
-        lock, or one of SQLite. So connections are not closed, also not as garbage.
+        Two connections of one process share their locks. So a connection of the parent
+        that stayed open would let one of the child take none.
         """
-        if self._fd >= 0:
-            os.close(self._fd)
-        _inherited.append(self._generations)
+        if self._readable is not None:
+            self._readable.close()
+        # NOTE: not the other one: to close it would undo what the parent writes.
+        _inherited.append(self._written)
+        if self._flush_lock >= 0:
+            os.close(self._flush_lock)
 
-    # ---- merging
-
-    def wants_merge(self) -> bool:
-        """Whether there are so many recent ids that they should be merged."""
-        return len(self._recent) >= MERGE_AT or self.end - self._start() >= MERGE_BYTES
-
-    def is_behind(self) -> bool:
-        """Whether recent ids have doubled since a merge began; it needs no lock."""
-        return len(self._recent) >= 2 * MERGE_AT
-
-    def begin_merge(self) -> Merge:
-        """Return the plan of a merge."""
-        kept = self._stamps()
-        absorbed: list[Stamp] = []
-        while kept:
-            end = kept[-1].end
-            start = kept[-2].end if len(kept) > 1 else 0
-            if len(kept) < GENERATIONS and (
-                not absorbed or end - start >= FACTOR * (self.end - end)
-            ):
-                break
-            absorbed.insert(0, kept.pop())
-        ids = sum(stamp.size for stamp in absorbed) // ID_BYTES
-        recent = self._recent.copy()
-        return Merge(kept, absorbed, recent, self.end, len(recent) + ids)
-
-    def write_merged(self, merge: Merge, draft: Draft) -> Stamp:
-        """Write a generation; it needs no lock. REQUIRES: the file is synced."""
-        for stamp in merge.absorbed:
-            with closing(Generation(self._path, stamp)) as generation:
-                draft.absorb(generation)
-        draft.extend(merge.recent.items(), lambda *offsets: None)
-        return draft.finish(self._plants, merge.end)
-
-    def end_merge(self, merge: Merge, stamp: Stamp) -> None:
-        """Replace the absorbed generations by the new one."""
-        if self._stamps() != [*merge.kept, *merge.absorbed]:
-            raise IndexDamaged('another process has merged meanwhile')
-        stamps = [*merge.kept, stamp]
-        self._name(stamps)
-        self._use(stamps)
-        self._sweep()
-
-    # ---- the manifest
-
-    def _read(self) -> tuple[bytes, bytes, bytes]:
-        data = os.pread(self._fd, 3 * SECTOR, 0)
-        return data[:SECTOR], data[SECTOR : 2 * SECTOR], data[2 * SECTOR :]
-
-    def _pwrite(self, data: bytes, offset: int) -> None:
-        write(self._fd, data, offset, self._system)
-
-    def _drop_manifest(self) -> None:
-        with self._guard:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
-
-    def _sweep(self) -> None:
-        """Remove the generations that are neither in use nor being written."""
-        used = {stamp.name for stamp in self._generations}
-        prefix = f'{self._path.name}-'
-        for name in os.listdir(self._path.parent):
-            if not name.startswith(prefix) or name.removeprefix(prefix) in used:
-                continue
-            path = self._path.with_name(name)
-            with suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    if try_flock(fd):
-                        self._system.unlink(path)
-                finally:
-                    os.close(fd)
+    def _state(self, mark: int, mtime: int | None = None) -> list[int | None]:
+        return [self._inode, mark, tail_of(self._plants, mark), mtime]
 
 
-def read_synced(path: Path, status: os.stat_result) -> int:
-    """Return what a manifest says was synced of a plant file, or ``UNKNOWN``."""
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f'{path.as_uri()}?mode={mode}',
+        uri=True,
+        timeout=BUSY,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+def _connect_for_writing(path: Path) -> sqlite3.Connection:
+    """Return a connection that commits. REQUIRES: the flush lock."""
+    connection = _connect(path, 'rw')
     try:
-        data = path.read_bytes()
-        identity = json.loads(_open_sector(data[:SECTOR]))[0]
-        is_same = identity == [status.st_dev, status.st_ino]
-        return int(_open_sector(data[2 * SECTOR :])) if is_same else UNKNOWN
-    except (IndexDamaged, OSError, ValueError, TypeError):
-        return UNKNOWN
+        connection.execute('PRAGMA synchronous = NORMAL')
+        connection.execute('PRAGMA wal_autocheckpoint = 0')
+        connection.execute('PRAGMA journal_mode = WAL')
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def index_path(path: Path) -> Path:
-    """Return the path of the manifest of a plant file."""
-    return path.with_name(f'{path.name}.index')
+def new_table(path: str, inode: int) -> sqlite3.Connection:
+    """Return a connection to a new table, in a transaction.
+
+    An unfinished table is removed, never rolled back. So it needs no journal, and no
+    sync before the last one.
+
+    Args:
+        path: The URI of an empty file; or nothing, for a temporary table.
+        inode: The inode of the plant file.
+    """
+    connection = sqlite3.connect(
+        path, uri=True, isolation_level=None, check_same_thread=False
+    )
+    connection.executescript(
+        'PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;'
+        f'PRAGMA locking_mode = EXCLUSIVE; PRAGMA cache_size = -{BUILD_CACHE_KIB};'
+        f'{_SCHEMA}; INSERT INTO state VALUES ({inode}, 0, 0, NULL); BEGIN'
+    )
+    return connection
 
 
-def generation_path(base: Path, name: str) -> Path:
-    """Return the path of a generation."""
-    return base.with_name(f'{base.name}-{name}')
+def _insert(connection: sqlite3.Connection, entries: dict[int, int]) -> None:
+    """Insert the entries whose id is not there yet."""
+    # Sorted, so that each page is changed once.
+    rest = iter(sorted(entries.items()))
+    while rows := dict(islice(rest, ROWS)):
+        connection.execute(_INSERT, [json.dumps(rows)])
 
 
-def new_file(path: Path, like: os.stat_result, system: Any = os) -> int:
-    """Make a file with the mode and the owner of the plant file."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd: int = system.open(path, flags, 0o600)
-    with suppress(PermissionError):  # only root may give a file away
-        os.fchown(fd, like.st_uid, like.st_gid)
-    os.fchmod(fd, like.st_mode & 0o666)
-    return fd
+def _find(
+    connection: sqlite3.Connection, ids: Iterable[int]
+) -> tuple[int, dict[int, int]]:
+    """Return the mark, and the offsets of those ids that are in the table."""
+    found = dict(connection.execute(_FIND, [json.dumps(list(ids))]).fetchall())
+    return int(found.pop(None)), found
 
 
-def write(fd: int, data: bytes, offset: int, system: Any = os) -> None:
-    """Write all bytes, though the kernel may write them in pieces."""
-    written = 0
-    while written < len(data):
-        count = system.pwrite(fd, data[written:], offset + written)
-        if not count:
-            raise OSError(errno.EIO, 'nothing could be written')
-        written += count
+def _commit(connection: sqlite3.Connection, state: list[int | None]) -> None:
+    connection.execute(_UPDATE, state)
+    connection.execute('COMMIT')
 
 
-def sync_directory(path: Path, system: Any = os) -> None:
-    """Make a new name in a directory durable: a sync of the file does not cover it."""
-    fd = system.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        system.fsync(fd)
-    finally:
-        os.close(fd)
+def _report(earlier: dict[int, int], entries: dict[int, int], repeat: Repeat) -> None:
+    for id, first in earlier.items():
+        if first != entries[id]:
+            repeat(first, entries[id])
 
 
-def _sector(text: str) -> bytes:
-    # A whole sector, so that the manifest never grows: after a crash a file may be as
-    # short as before, and a number could be cut off.
-    return f'{zlib.crc32(text.encode()):08x} {text}\n'.encode().ljust(SECTOR, b'\0')
+def tail_of(fd: int, end: int) -> int:
+    """Return the CRC-32 of the last bytes of a file before an offset."""
+    start = max(0, end - TAIL)
+    return zlib.crc32(os.pread(fd, end - start, start))
 
 
-def _open_sector(data: bytes) -> str:
-    """Return the text of a sector, or raise ``IndexDamaged``."""
-    crc, _, text = data.partition(b'\n')[0].partition(b' ')
-    if crc != b'%08x' % zlib.crc32(text):
-        raise IndexDamaged('its manifest is damaged')
-    return text.decode()
+def read_mark(path: Path, plants: int) -> int:
+    """Return the mark of a plant file's index, or ``UNKNOWN``; nothing is made.
+
+    Args:
+        path: The path of the plant file.
+        plants: A descriptor of the plant file.
+    """
+    with suppress(IndexDamaged), _read_errors():
+        with closing(_connect(index_path(path), 'ro')) as connection:
+            query = 'SELECT inode, mark FROM state'
+            inode, mark = connection.execute(query).fetchone()
+        if inode == os.fstat(plants).st_ino:
+            return int(mark)
+    return UNKNOWN

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from store.errors import StoreClosed, StoreUnavailable
+from store.jsonl.disk import open_file
 
 LOCK_WITHIN = 5.0  # seconds
 # NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
@@ -22,22 +25,44 @@ LONGEST_PAUSE = 0.01  # seconds
 Sleep = Callable[[float], object]
 
 
+class _Descriptor:
+    """A descriptor that is closed when nobody refers to it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+# Open descriptors that a lock belongs to. A forked child closes them at once: the lock
+# belongs to both, and would outlive a parent that is killed while it holds the lock.
+# NOTE: a callback is never removed. This one keeps no module in memory after a reload.
+_open: dict[object, _Descriptor] = {}
+os.register_at_fork(after_in_child=_open.clear)
+
+
 class FileLock:
     """An ``flock``, which the kernel releases when its owner dies.
 
     Args:
-        fd: A descriptor of the plant file.
-        path: The path of the plant file, for messages.
+        path: The path of the plant file.
 
     Attributes:
         closed: Set by a holder of the lock: nobody takes it after that.
     """
 
-    def __init__(self, fd: int, path: object) -> None:
-        self._fd = fd
+    def __init__(self, path: Path) -> None:
+        self._fd = open_file(path)
+        self._key = object()
+        _open[self._key] = _Descriptor(self._fd)
         self._path = path
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
         self.closed = False
+
+    def close(self) -> None:
+        """Close the descriptor, which a forked child has done already."""
+        _open.pop(self._key, None)
 
     @contextmanager
     def held(
@@ -69,7 +94,7 @@ class FileLock:
             self._mutex.release()
 
 
-def take_flock(path: object, fd: int, operation: int) -> None:
+def take_flock(path: object, fd: int, operation: int = fcntl.LOCK_EX) -> None:
     """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
     _poll(lambda: try_flock(fd, operation), path, deadline, time.sleep)

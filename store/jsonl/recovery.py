@@ -10,10 +10,14 @@ after them were not synced either, and never acknowledged:
   same unsynced batch did reach the disk, so that records follow. It is believed only
   when a store opens, and only above an end that is known to have been synced.
 
-Both are cut off, and kept in a side file.
+Both are cut off, and kept in a side file. The last line may also be a record that lacks
+its line feed, because an editor has left it out: it is kept. (The beginning of a record
+is never a JSON object.)
 
 Any other line that is not a record was acknowledged, or may have been. No program can
-know what happened to it. So nothing is changed until an operator asks for a repair.
+know what happened to it. So nothing is changed until an operator asks for a repair. Nor
+is a file changed that no crash of ours can have left: where no line is a record, or
+where more is damaged than can have been written between two syncs.
 """
 
 from __future__ import annotations
@@ -21,29 +25,32 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.index import (
-    UNKNOWN,
-    index_path,
-    new_file,
-    read_synced,
-    sync_directory,
-    write,
-)
+from store.jsonl.disk import new_file, open_file, side_file, sync_directory, write
+from store.jsonl.index import IndexDamaged, read_mark
 from store.jsonl.lock import take_flock
+from store.jsonl.synced import UNKNOWN, read_synced
 
 log = logging.getLogger(__name__)
 
 CHUNK = 1024 * 1024  # bytes read at a time
 BLOCK = 512  # bytes; the smallest that a disk loses
+# The longest torn tail, in bytes. A batch has 1 MiB, four may wait for a sync, and
+# several processes may write.
+MOST_TORN = 64 * 1024 * 1024
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
+
+# The beginning of each line that we write.
+BEGINNING = b'{"id":'
+FIRST_MEMBER = re.compile(rb'\{"id":-?[0-9]{0,19}(,|$)')
 
 
 class Line(NamedTuple):
@@ -72,7 +79,7 @@ def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
             stop = chunk.find(b'\n', at) + 1 or len(chunk)
             text = chunk[at:stop]
             try:
-                yield Line(base + at, text, record.decode(text), '')
+                yield Line(base + at, text, record.decode(_ended(text)), '')
             except record.DamagedRecord as ex:
                 yield Line(base + at, text, None, str(ex))
             at = stop
@@ -86,10 +93,13 @@ def read_plants(path: Path) -> Iterator[Plant]:
         StoreCorrupt: A line is damaged, and it is not a torn tail.
     """
     try:
-        with path.open('rb') as file:
-            fd = file.fileno()
-            synced = read_synced(index_path(path), os.fstat(fd))
+        fd = open_file(path, os.O_RDONLY)
+        try:
+            synced = known_end(path, fd)
+            check_length(path, whole_size(path, fd), synced)
             yield from _read_plants(path, fd, 0, synced)
+        finally:
+            os.close(fd)
     except TornTail as ex:
         log.warning('%s: a torn tail at byte %d is left out', path, ex.offset)
     except OSError as ex:
@@ -110,14 +120,14 @@ def _read_plants(path: Path, fd: int, start: int, synced: int) -> Iterator[Plant
 
 
 def read_line(fd: int, offset: int) -> bytes:
-    """Return the line that begins at an offset, or what the file has of it."""
+    """Return the line that begins at an offset; its line feed may be added."""
     line = b''
     while not line.endswith(b'\n'):
         piece = os.pread(fd, 512 + 15 * len(line), offset + len(line))
         line += piece[: piece.find(b'\n') + 1] or piece
         if not piece:
             break
-    return line
+    return _ended(line)
 
 
 def scan_ids(
@@ -135,7 +145,7 @@ def scan_ids(
     began = reported = time.monotonic()
     for base, chunk in _chunks(fd, start, end):
         try:
-            yield from record.scan_ids(chunk, base)
+            yield from record.scan_ids(_ended(chunk), base)
         except record.DamagedRecord as ex:
             damage = _damage(path, fd, base, end, synced, crashed)
             # Damage that is gone: only a program that ignores the lock can have
@@ -154,7 +164,7 @@ def scan_ids(
             )
 
 
-def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
+def cut_tail(path: Path, fd: int, offset: int) -> Path:
     """Move the bytes of a plant file from an offset on to a side file; return its path.
 
     REQUIRES: the lock of the plant file.
@@ -165,25 +175,25 @@ def cut_tail(path: Path, fd: int, offset: int, system: Any = os) -> Path:
     status = os.fstat(fd)
     end = status.st_size
     side = side_file(path, 'torn')
-    kept = new_file(side, status, system)
+    kept = new_file(side, status)
     try:
         position = offset
         while position < end and (data := os.pread(fd, CHUNK, position)):
-            write(kept, data, position - offset, system)
+            write(kept, data, position - offset)
             position += len(data)
-        system.fsync(kept)
-        sync_directory(path, system)
+        os.fsync(kept)
+        sync_directory(path)
         # The point of no return: the bytes are durable in both files; the cut leaves
         # one. Until the file is synced, a crash may bring them back, to be cut again.
         # The sync must come before the next append: a crash could leave blocks of both,
         # and the beginning of a new record with the end of an old one may be a record
         # that no client sent.
-        system.ftruncate(fd, offset)
-        system.fdatasync(fd)
+        os.ftruncate(fd, offset)
+        os.fdatasync(fd)
     except BaseException:
         # An interrupt may come after the cut: then the side file is the only copy.
         if os.fstat(fd).st_size == end:
-            system.unlink(side)
+            os.unlink(side)
         raise
     finally:
         os.close(kept)
@@ -202,12 +212,57 @@ def whole_size(path: Path, fd: int) -> int:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def side_file(path: Path, kind: str) -> Path:
-    """Return an unused path beside a plant file, such as ``plants.jsonl.torn-1``."""
-    number = 1
-    while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
-        number += 1
-    return side
+def known_end(path: Path, fd: int) -> int:
+    """Return an end of a plant file that is known to be synced, or ``UNKNOWN``."""
+    return max(read_mark(path, fd), read_synced(path, fd))
+
+
+def check_length(path: Path, size: int, known: int) -> None:
+    """Refuse a plant file that is shorter than an end that it has had.
+
+    Raises:
+        StoreUnavailable: It is; the message says what an operator can do.
+    """
+    if size < known:
+        raise StoreUnavailable(
+            f'the file was cut short: {known - size} bytes at its end are missing',
+            store=str(path),
+            detail='plants were acknowledged in them: put the whole file back; or '
+            'accept the loss with the command: '
+            f'python -m store check --repair jsonl:{path}, and reload the server',
+        )
+
+
+def read_plant(path: Path, fd: int, offset: int) -> Plant:
+    """Return the plant at an offset.
+
+    Raises:
+        StoreCorrupt: There is no record.
+    """
+    try:
+        return record.decode(read_line(fd, offset))
+    except record.DamagedRecord as ex:
+        raise corrupt(path, fd, offset, str(ex)) from ex
+
+
+def check_repeat(path: Path, fd: int, first: int, again: int) -> None:
+    """Accept a plant that is in the file twice, but not two plants with one id.
+
+    Raises:
+        IndexDamaged: The lines do not have the same id.
+        StoreCorrupt: They are different plants.
+    """
+    plant = read_plant(path, fd, first)
+    other = read_plant(path, fd, again)
+    if plant.id != other.id:
+        raise IndexDamaged('an entry is not of this file')
+    if plant != other:
+        raise corrupt(path, fd, again, repeated(plant.id))
+
+
+def repeated(id: int) -> str:
+    """Return what is wrong with a line whose id an earlier line has."""
+    return f'its id is that of a different plant, {id}'
 
 
 def corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
@@ -254,8 +309,27 @@ def _damage(
     elif (crashed and synced != UNKNOWN and _is_lost_block(damaged)) or all(
         line.plant is None for line in lines
     ):
-        return TornTail(damaged.offset, reason)
+        if damaged.offset == 0 and not _is_ours(damaged.text):
+            raise StoreUnavailable(
+                'it is not a file of plants: no line of it is a plant', store=str(path)
+            )
+        if end - damaged.offset <= MOST_TORN:
+            return TornTail(damaged.offset, reason)
+        reason = f'{reason}, and more follows than an unfinished write can leave'
     return corrupt(path, fd, damaged.offset, reason)
+
+
+def _is_ours(text: bytes) -> bool:
+    """Whether the first line of a file can be what a crash left of its first write."""
+    whole, zeros, _ = text.partition(b'\0')
+    return bool(zeros or not text.endswith(b'\n')) and (
+        BEGINNING.startswith(whole) or FIRST_MEMBER.match(whole) is not None
+    )
+
+
+def _ended(text: bytes) -> bytes:
+    """Return lines with the line feed that the last one may lack."""
+    return text if text.endswith(b'\n') else text + b'\n'
 
 
 def _is_lost_block(line: Line) -> bool:

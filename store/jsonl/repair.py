@@ -1,17 +1,25 @@
-"""Finding every damaged line of a plant file, and moving them out of it."""
+"""Finding every damage of a plant file, and making another file of what is sound."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from store.errors import StoreUnavailable
 from store.jsonl import record, recovery
-from store.jsonl.index import BUILD_CACHE_KIB, Draft, new_file, sync_directory
+from store.jsonl.disk import (
+    index_path,
+    new_file,
+    open_file,
+    side_file,
+    sync_directory,
+)
+from store.jsonl.index import Index, IndexDamaged
 from store.jsonl.lock import take_flock
 
 # Shows how far a file is read; yields the items that it is given.
@@ -24,13 +32,15 @@ class Verified(NamedTuple):
     Attributes:
         plants: The number of sound plants.
         damaged: A sentence for each line that is not a plant, or has the id of an
-            earlier plant.
-        side_file: The file that these lines were moved to, if they were moved.
+            earlier plant, and for what is missing at the end.
+        side_file: The file that damaged lines were moved to, if there were any.
+        repaired: Whether the damage was repaired.
     """
 
     plants: int
     damaged: tuple[str, ...] = ()
     side_file: str | None = None
+    repaired: bool = False
 
 
 class Damage(NamedTuple):
@@ -42,23 +52,44 @@ class Damage(NamedTuple):
     reason: str
 
 
-def verify(
-    path: Path, *, repair: bool = False, progress: Progress = iter, system: Any = os
-) -> Verified:
-    """Find every damaged line of a plant file.
-
-    With ``repair`` all of them are moved to a side file; nothing is lost. The plant
-    file is replaced in one step. A server that has the old one open refuses plants
-    until it is reloaded.
+def check_opening(path: Path) -> None:
+    """Raise what an open of a plant file would raise; change nothing.
 
     Raises:
-        StoreUnavailable: A file cannot be read or written. The plant file is unchanged;
-            or it is repaired, but a power cut may still undo the repair.
+        StoreUnavailable: It is too short, no file of plants, or it cannot be read.
+        StoreCorrupt: A line that an open would read is damaged.
+    """
+    fd = open_file(path)
+    with closing(Index(path, fd)) as index:
+        try:
+            end = recovery.whole_size(path, fd)
+            synced = max(index.synced, recovery.known_end(path, fd))
+            recovery.check_length(path, end, synced)
+            lines = recovery.scan_ids(path, fd, index.end, end, synced, crashed=True)
+            # An open cuts off a torn tail, and builds an index that it cannot read.
+            with suppress(recovery.TornTail, IndexDamaged):
+                repeat = partial(recovery.check_repeat, path, fd)
+                index.learn(lines, repeat, temporary=True)
+        finally:
+            os.close(fd)
+
+
+def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Verified:
+    """Find every damage of a plant file.
+
+    With ``repair`` damaged lines are moved to a side file, and missing bytes are
+    accepted: the plant file is replaced in one step by another file, with all sound
+    lines. A server that has the old one open refuses plants until it is reloaded.
+
+    Raises:
+        StoreUnavailable: A file cannot be read or written, or no line is a plant. The
+            plant file is unchanged; or it is repaired, but a power cut may still undo
+            the repair.
     """
     side: Path | None = None
     try:
-        with path.open('r+b' if repair else 'rb') as file:
-            fd = file.fileno()
+        fd = open_file(path, os.O_RDWR if repair else os.O_RDONLY)
+        try:
             if repair:
                 take_flock(path, fd, fcntl.LOCK_EX)
                 if not os.path.samestat(os.fstat(fd), path.stat()):
@@ -66,48 +97,74 @@ def verify(
                 end = os.fstat(fd).st_size
             else:
                 end = recovery.whole_size(path, fd)
-            lines, damaged = _find_damage(fd, end, progress)
-            if repair and damaged:
-                side = _move(path, fd, end, damaged, system)
+            missing = max(0, recovery.known_end(path, fd) - end)
+            lines, damaged, wrong = _find_damage(path, fd, end, progress)
+            if repair and (damaged or missing or wrong):
+                if damaged and len(damaged) == lines:
+                    reason = 'no line of it is a plant: it is not repaired'
+                    raise StoreUnavailable(reason, store=str(path))
+                side = _replace(path, fd, end, damaged)
+        finally:
+            os.close(fd)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
-    sentences = tuple(
+    sentences = [
         f'{path}: line {damage.line} (byte {damage.offset}): {damage.reason}'
         for damage in damaged
+    ]
+    if missing:
+        sentences.append(
+            f'{path}: {missing} bytes at its end are missing: the file was cut short '
+            f'after plants were acknowledged'
+        )
+    if wrong:
+        sentences.append(f'{index_path(path)}: {wrong} ids differ from the file')
+    return Verified(
+        lines - len(damaged),
+        tuple(sentences),
+        str(side) if side else None,
+        repaired=repair and bool(sentences),
     )
-    return Verified(lines - len(damaged), sentences, str(side) if side else None)
 
 
-def _move(path: Path, fd: int, end: int, damaged: list[Damage], system: Any) -> Path:
-    """Move damaged lines to a side file, and return its path."""
+def _replace(path: Path, fd: int, end: int, damaged: list[Damage]) -> Path | None:
+    """Replace a plant file by its sound lines; return the side file of the others."""
     status = os.fstat(fd)
-    side = recovery.side_file(path, 'damaged')
-    _write_file(side, status, (damage.text for damage in damaged), system)
+    side: Path | None = None
+    if damaged:
+        side = side_file(path, 'damaged')
+        _write_file(side, status, (damage.text for damage in damaged))
     offsets = {damage.offset for damage in damaged}
-    repaired = recovery.side_file(path, 'repaired')
+    repaired = side_file(path, 'repaired')
     sound = (
-        line.text
+        line.text if line.text.endswith(b'\n') else line.text + b'\n'
         for line in recovery.read_lines(fd, 0, end)
         if line.offset not in offsets
     )
     try:
-        _write_file(repaired, status, sound, system)
+        _write_file(repaired, status, sound)
         # The point of no return: both files are durable, and so is every line.
-        system.replace(repaired, path)
+        os.replace(repaired, path)
     except BaseException:
-        if os.path.samestat(status, path.stat()):
-            system.unlink(side)  # nothing was moved
+        if os.path.samestat(status, path.stat()):  # nothing was moved
             repaired.unlink(missing_ok=True)
+            if side is not None:
+                side.unlink()
         raise
-    sync_directory(path, system)
+    sync_directory(path)
     return side
 
 
-def _find_damage(fd: int, end: int, progress: Progress) -> tuple[int, list[Damage]]:
-    """Return the number of all lines, and the damaged lines in order."""
+def _find_damage(
+    path: Path, fd: int, end: int, progress: Progress
+) -> tuple[int, list[Damage], int]:
+    """Return the number of lines, the damaged ones, and that of wrong ids in the index.
+
+    An index on disk finds repeated ids without holding all ids in memory.
+    """
     count = 0
-    damaged = []
-    repeated = []
+    damaged: list[Damage] = []
+    repeated: list[tuple[int, int]] = []
 
     def sound() -> Iterator[tuple[int, int]]:
         nonlocal count
@@ -118,12 +175,13 @@ def _find_damage(fd: int, end: int, progress: Progress) -> tuple[int, list[Damag
             else:
                 yield line.plant.id, line.offset
 
-    # An index on disk finds repeated ids without holding all ids in memory.
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Draft(Path(directory) / 'index', os.fstat(fd), 0, BUILD_CACHE_KIB) as draft,
-    ):
-        draft.extend(sound(), lambda *offsets: repeated.append(offsets))
+    with closing(Index(path, fd, new=True)) as index:
+        index.learn(
+            sound(),
+            lambda first, again: repeated.append((again, first)),
+            temporary=True,
+        )
+        wrong = 0 if damaged or repeated else index.count_wrong(end)
     number, counted = 1, 0
     for again, first in sorted((again, first) for first, again in repeated):
         plant = record.decode(recovery.read_line(fd, first))
@@ -131,23 +189,21 @@ def _find_damage(fd: int, end: int, progress: Progress) -> tuple[int, list[Damag
         if record.decode(line) != plant:
             number += recovery.count_lines(fd, counted, again)
             counted = again
-            reason = f'its id is that of a different plant, {plant.id}'
+            reason = recovery.repeated(plant.id)
             damaged.append(Damage(number, again, line, reason))
-    return count, sorted(damaged)
+    return count, sorted(damaged), wrong
 
 
-def _write_file(
-    path: Path, like: os.stat_result, lines: Iterable[bytes], system: Any
-) -> None:
+def _write_file(path: Path, like: os.stat_result, lines: Iterable[bytes]) -> None:
     """Make a durable file with the mode and the owner of another file."""
-    fd = new_file(path, like, system)
+    fd = new_file(path, like)
     try:
         with open(fd, 'wb', closefd=False) as new:
             new.writelines(lines)
-        system.fsync(fd)
-        sync_directory(path, system)
+        os.fsync(fd)
+        sync_directory(path)
     except BaseException:
-        system.unlink(path)
+        os.unlink(path)
         raise
     finally:
         os.close(fd)

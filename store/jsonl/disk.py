@@ -1,0 +1,102 @@
+"""System calls on a plant file and the files beside it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from store.errors import StoreUnavailable
+
+
+def open_file(path: Path, flags: int = os.O_RDWR) -> int:
+    """Open a plant file; return its descriptor.
+
+    Raises:
+        OSError: It cannot be opened.
+        StoreUnavailable: It is no regular file.
+    """
+    # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreUnavailable('it is not a regular file', store=str(path))
+    return fd
+
+
+def make_file(path: Path) -> int:
+    """Make a missing plant file, durably; return its descriptor, as ``open_file``."""
+    try:
+        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        fd = open_file(path)
+    else:
+        # What is left of an earlier file, whose inode number this one may have.
+        remove_index(path)
+        index_path(path, '-synced').unlink(missing_ok=True)
+    try:
+        # Also if it was there: the process that made it may have died before this.
+        if not os.fstat(fd).st_size:
+            sync_directory(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def new_file(path: Path, like: os.stat_result) -> int:
+    """Make a file with the mode and the owner of the plant file."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with suppress(PermissionError):  # only root may give a file away
+        os.fchown(fd, like.st_uid, like.st_gid)
+    os.fchmod(fd, like.st_mode & 0o666)
+    return fd
+
+
+def write(fd: int, data: bytes, offset: int) -> None:
+    """Write all bytes, though the kernel may write them in pieces."""
+    written = 0
+    while written < len(data):
+        count = os.pwrite(fd, data[written:], offset + written)
+        if not count:
+            raise OSError(errno.EIO, 'nothing could be written')
+        written += count
+
+
+def sync_directory(path: Path) -> None:
+    """Make a new name in a directory durable: a sync of the file does not cover it."""
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def side_file(path: Path, kind: str) -> Path:
+    """Return an unused path beside a plant file, such as ``plants.jsonl.torn-1``."""
+    number = 1
+    while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
+        number += 1
+    return side
+
+
+def index_path(path: Path, suffix: str = '') -> Path:
+    """Return the path of the index of a plant file, or of a file beside the index."""
+    return path.with_name(f'{path.name}.index{suffix}')
+
+
+def remove_index(path: Path) -> None:
+    """Remove the table of a plant file, and the index of version 1.1."""
+    hexadecimal = '[0-9a-f]' * 16
+    old = path.parent.glob(f'{_escaped(path.name)}.index-{hexadecimal}*')
+    # NOTE: SQLite would take what is left in -wal for changes of the next index.
+    ours = [index_path(path, suffix) for suffix in ('-wal', '-shm', '')]
+    for file in [*ours, *old]:
+        with suppress(FileNotFoundError):
+            os.unlink(file)
+
+
+def _escaped(name: str) -> str:
+    return ''.join(f'[{letter}]' if letter in '*?[' else letter for letter in name)
