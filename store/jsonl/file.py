@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -156,7 +157,7 @@ class PlantFile:
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
         self._written_end = self._synced_end = 0
-        self._messages: list[tuple[str, tuple[object, ...]]] = []
+        self._messages: list[tuple[Any, ...]] = []
         self._flusher: threading.Thread | None = None
         self._appended = threading.Event()  # since the latest flush
         self._hurry = threading.Event()  # do not wait FLUSH_WITHIN
@@ -383,12 +384,12 @@ class PlantFile:
                 yield
         finally:
             messages, self._messages = self._messages, []
-            for message, arguments in messages:
-                log.warning(message, *arguments)
+            for level, text, *values in messages:
+                log.log(level, text, *values)
 
-    def _say(self, message: str, *arguments: object) -> None:
-        """Log a warning when the lock is released."""
-        self._messages.append((message, arguments))
+    def _say(self, *message: Any) -> None:
+        """Log a message when the lock is released: its level, its text, and values."""
+        self._messages.append(message)
 
     # What follows REQUIRES the lock.
 
@@ -431,7 +432,7 @@ class PlantFile:
         self, ids: Iterable[int], call: Call, damage: IndexDamaged
     ) -> tuple[int, dict[int, int]]:
         """Open the index again, because it cannot be believed."""
-        self._say('%s: the index is opened again: %s', self._path, damage)
+        self._say(WARNING, '%s: the index is opened again: %s', self._path, damage)
         old = self._index
         old.close()
         open_index = partial(self._open_index, crashed=False, known=old.end)
@@ -451,7 +452,7 @@ class PlantFile:
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, size, max(known, index.synced))
             if index.reason and size:
-                self._say('%s: building the index: %s', self._path, index.reason)
+                self._say(INFO, '%s: building the index: %s', self._path, index.reason)
             self._learn(index, crashed=crashed)
             if index.is_writing() or index.synced < index.end:
                 self._write_again(max(0, index.synced))
@@ -479,6 +480,7 @@ class PlantFile:
             offset = torn[0].offset
             side = recovery.cut_tail(self._path, self._fd, offset)
             self._say(
+                WARNING,
                 '%s: removed %d bytes of an unfinished write at byte %d (%s); a copy '
                 'is in %s',
                 *(self._path, end - offset, offset, torn[0].reason, side.name),

@@ -4,9 +4,9 @@ It is on disk and shared by all processes, so that a start costs the same with t
 plants and ten million. Only the plant file is truth. The index has two parts:
 
 * The *table*, ``plants.jsonl.index``, is an SQLite file. It has the ids of the lines
-  before the *mark*, an end of the plant file that was synced. Ids and mark change in one
-  transaction. So after a crash the table may be behind the plant file, never ahead of
-  it, and the lines from the mark on are read again.
+  before the *mark*, an end of the plant file that was synced. Ids and mark change in
+  one transaction. So after a crash the table may be behind the plant file, never ahead
+  of it, and the lines from the mark on are read again.
 * The *recent ids*, of the lines from the mark on, are a dictionary in each process,
   which reads them from the end of the plant file. So an add writes nothing to SQLite.
 
@@ -17,11 +17,11 @@ and every other connection only reads.** SQLite before 3.51.3 may lose a commit 
 connection makes while another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset
 Bug"), and most systems have such a version.
 
-**A wrong answer would give an id twice.** A hit is verified: the caller reads the line. A
-miss is believed if SQLite has read it from files that still have their names, and if
+**A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
+A miss is believed if SQLite has read it from files that still have their names, and if
 they belong to this plant file as it is:
 
-* the inode is that of the plant file. (Not the device: its number changes with a mount.)
+* the inode is that of the plant file (not the device: its number changes with a mount);
 * the last 256 bytes before the mark are the same;
 * the last process that closes the index leaves the mark at the end, and the mtime. If
   the plant file has another size or mtime at the next open, it was edited.
@@ -77,9 +77,8 @@ _FIND = (
     'SELECT NULL, mark FROM state UNION ALL '
     'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
 )
-# NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again for
-# each row, and waits up to seconds for it. Keys are text: SQLite reads integers of more
-# than 63 bits in JSON as floats.
+# NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
+# for each row, and waits up to seconds for it.
 _INSERT = (
     'INSERT OR IGNORE INTO plants '
     'SELECT CAST(key AS INTEGER), value FROM json_each(?) ORDER BY 1'
