@@ -2,6 +2,84 @@
 
 from __future__ import annotations
 
-from store.jsonl.file import JSONLinesStore
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from store.base import Create, Plant
+from store.errors import StoreUnavailable
+from store.jsonl import recovery
+from store.jsonl.disk import make_file
+from store.jsonl.file import PlantFile, unavailable
+from store.lazy import LazyStore
+from store.scheduler import THREADS, Scheduler
 
 __all__ = ['JSONLinesStore']
+
+
+class JSONLinesStore(LazyStore[PlantFile]):
+    """Keep plants in a file of JSON lines; durable when the disk says so.
+
+    An add returns after ``fdatasync``. A new file has mode 0600. A line that is in the
+    file twice is accepted, and yielded twice.
+
+    Args:
+        path: The plant file. The index is beside it, with ``.index`` added.
+        create: Whether a missing file is made: ``always``, now; ``never``; or
+            ``first``, at the first use and only if its index is missing too. A new file
+            knows no earlier id. Except with ``first``, the store remembers which file
+            is there now, and refuses another file in its place, also in processes
+            forked later.
+        scheduler: How the callers wait.
+
+    Raises:
+        StoreUnavailable: The file cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        create: Create = 'first',
+        scheduler: Scheduler = THREADS,
+    ) -> None:
+        super().__init__(scheduler=scheduler)
+        # Resolved, so that a file has one index, also if links give it several names.
+        # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
+        self.path = Path(os.path.realpath(path))
+        self._create = create
+        self._pinned: tuple[int, int] | None = None
+        if create == 'always':
+            with unavailable(self.path):
+                os.close(make_file(self.path))
+        if create != 'first':
+            with suppress(OSError):
+                status = self.path.stat()
+                self._pinned = status.st_dev, status.st_ino
+
+    def __iter__(self) -> Iterator[Plant]:
+        self._check_open()
+        return recovery.read_plants(self.path)
+
+    def check_opening(self) -> None:
+        self._check_open()
+        with unavailable(self.path):
+            # The index is made in this directory.
+            if not os.access(self.path.parent, os.W_OK | os.X_OK, effective_ids=True):
+                reason = 'its directory does not exist, or cannot be written to'
+                raise StoreUnavailable(reason, store=str(self.path))
+            # Imported here: a server needs none of it.
+            from store.jsonl.repair import check_opening
+
+            with suppress(FileNotFoundError):
+                check_opening(self.path)
+
+    def _open_backend(self) -> PlantFile:
+        return PlantFile(
+            self.path,
+            'never' if self._pinned else self._create,
+            pinned=self._pinned,
+            scheduler=self._scheduler,
+            observe=self._report_sync,
+        )

@@ -44,10 +44,10 @@ from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
 from store.jsonl.disk import index_path, make_file, open_file, write
-from store.jsonl.index import Index, IndexDamaged
+from store.jsonl.index import Index, Repeat
 from store.jsonl.lock import FileLock
 from store.jsonl.synced import Synced
-from store.lazy import LazyStore
+from store.jsonl.table import IndexDamaged
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
@@ -63,73 +63,6 @@ FLUSH_AGAIN = 0.05  # seconds after a flush that failed, or that found another o
 # Bytes of other processes that are read in the event loop of a server. More are read in
 # scheduler.call().
 CATCH_UP_BYTES = 128 * 1024
-
-
-class JSONLinesStore(LazyStore['PlantFile']):
-    """Keep plants in a file of JSON lines; durable when the disk says so.
-
-    An add returns after ``fdatasync``. A new file has mode 0600. A line that is in the
-    file twice is accepted, and yielded twice.
-
-    Args:
-        path: The plant file. The index is beside it, with ``.index`` added.
-        create: Whether a missing file is made: ``always``, now; ``never``; or
-            ``first``, at the first use and only if its index is missing too. A new file
-            knows no earlier id. Except with ``first``, the store remembers which file
-            is there now, and refuses another file in its place, also in processes
-            forked later.
-        scheduler: How the callers wait.
-
-    Raises:
-        StoreUnavailable: The file cannot be made.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        create: Create = 'first',
-        scheduler: Scheduler = THREADS,
-    ) -> None:
-        super().__init__(scheduler=scheduler)
-        # Resolved, so that a file has one index, also if links give it several names.
-        # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
-        self.path = Path(os.path.realpath(path))
-        self._create = create
-        self._pinned: tuple[int, int] | None = None
-        if create == 'always':
-            with _unavailable(self.path):
-                os.close(make_file(self.path))
-        if create != 'first':
-            with suppress(OSError):
-                status = self.path.stat()
-                self._pinned = status.st_dev, status.st_ino
-
-    def __iter__(self) -> Iterator[Plant]:
-        self._check_open()
-        return recovery.read_plants(self.path)
-
-    def check_opening(self) -> None:
-        self._check_open()
-        with _unavailable(self.path):
-            # The index is made in this directory.
-            if not os.access(self.path.parent, os.W_OK | os.X_OK, effective_ids=True):
-                reason = 'its directory does not exist, or cannot be written to'
-                raise StoreUnavailable(reason, store=str(self.path))
-            # Imported here: a server needs none of it.
-            from store.jsonl.repair import check_opening
-
-            with suppress(FileNotFoundError):
-                check_opening(self.path)
-
-    def _open_backend(self) -> PlantFile:
-        return PlantFile(
-            self.path,
-            'never' if self._pinned else self._create,
-            pinned=self._pinned,
-            scheduler=self._scheduler,
-            observe=self._report_sync,
-        )
 
 
 class PlantFile:
@@ -167,7 +100,7 @@ class PlantFile:
             scheduler=scheduler,
             observe=self._report_sync,
         )
-        with _unavailable(path), ExitStack() as opened:
+        with unavailable(path), ExitStack() as opened:
             self._fd = self._open(create)
             opened.callback(os.close, self._fd)
             status = os.fstat(self._fd)
@@ -212,7 +145,7 @@ class PlantFile:
         return outcomes(batch)
 
     def ping(self) -> None:
-        with _unavailable(self._path), self._locked():
+        with unavailable(self._path), self._locked():
             end, _ = self._catch_up([], THREADS.call)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -272,7 +205,7 @@ class PlantFile:
             self._call(partial(time.sleep, seconds))
 
         ids = {entry.item[0].id for entry in batch}
-        with _unavailable(self._path), self._locked(sleep=sleep):
+        with unavailable(self._path), self._locked(sleep=sleep):
             end, stored = self._catch_up(ids, self._call)
             try:
                 plants = self._read_all(stored)
@@ -421,12 +354,13 @@ class PlantFile:
         except IndexDamaged as ex:
             return self._reopen(ids, call, ex)
         recovery.check_length(self._path, size, index.end)
-        learn = partial(self._learn, index, crashed=False)
-        if size - index.end > CATCH_UP_BYTES:
-            call(learn)
-        elif size > index.end:
-            learn()
-        return index.end, found | index.recent(ids)
+        if size > index.end:
+            learn = partial(self._learn, index, index.learn, crashed=False)
+            try:
+                call(learn) if size - index.end > CATCH_UP_BYTES else learn()
+            except IndexDamaged as ex:
+                return self._reopen(ids, call, ex)
+        return index.end, found | index.find_recent(ids)
 
     def _reopen(
         self, ids: Iterable[int], call: Call, damage: IndexDamaged
@@ -437,7 +371,7 @@ class PlantFile:
         old.close()
         open_index = partial(self._open_index, crashed=False, known=old.end)
         self._index = index = call(open_index)
-        return index.end, index.find_old(ids) | index.recent(ids)
+        return index.end, index.find_old(ids) | index.find_recent(ids)
 
     def _open_index(self, *, crashed: bool, known: int = 0) -> Index:
         """Return the index, which knows all ids of the file; the file is synced.
@@ -451,19 +385,36 @@ class PlantFile:
             index.synced = max(index.synced, self._notes.read()[0])
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, size, max(known, index.synced))
-            if index.reason and size:
-                self._say(INFO, '%s: building the index: %s', self._path, index.reason)
-            self._learn(index, crashed=crashed)
-            if index.is_writing() or index.synced < index.end:
+            if index.reason is None:
+                try:
+                    self._learn(index, index.learn, crashed=crashed)
+                except IndexDamaged as ex:
+                    index.close()
+                    index.reason, index.end = str(ex), 0
+            if index.reason is not None:
+                if size:
+                    self._say(
+                        INFO, '%s: building the index: %s', self._path, index.reason
+                    )
+                self._learn(index, index.build, crashed=crashed)
+            if index.synced < index.end or index.reason is not None:
                 self._write_again(max(0, index.synced))
-                index.settle(index.end)
+                index.synced = index.end
+            if index.reason is not None:
+                index.install(index.end)
         except BaseException:
             index.close()
             raise
         return index
 
-    def _learn(self, index: Index, *, crashed: bool) -> None:
-        """Read the lines that an index does not know, then mend the end of the file."""
+    def _learn(
+        self,
+        index: Index,
+        enter: Callable[[Iterator[tuple[int, int]], Repeat], None],
+        *,
+        crashed: bool,
+    ) -> None:
+        """Enter the lines that an index does not know, and mend the end of the file."""
         end = os.fstat(self._fd).st_size
         torn: list[recovery.TornTail] = []
 
@@ -475,23 +426,19 @@ class PlantFile:
             except recovery.TornTail as ex:
                 torn.append(ex)
 
-        index.learn(sound(), partial(recovery.check_repeat, self._path, self._fd))
+        enter(sound(), partial(recovery.check_repeat, self._path, self._fd))
         if torn:
             offset = torn[0].offset
             side = recovery.cut_tail(self._path, self._fd, offset)
-            self._say(
-                WARNING,
-                '%s: removed %d bytes of an unfinished write at byte %d (%s); a copy '
-                'is in %s',
-                *(self._path, end - offset, offset, torn[0].reason, side.name),
+            text = (
+                '%s: removed %d bytes of an unfinished write at byte %d (%s); '
+                'a copy is in %s'
             )
+            values = (self._path, end - offset, offset, torn[0].reason, side.name)
+            self._say(WARNING, text, *values)
         elif end and os.pread(self._fd, 1, end - 1) != b'\n':
             self._write(b'\n', end)  # the last line is a record without its line feed
-        end = os.fstat(self._fd).st_size
-        if index.is_writing():
-            self._write_again(max(0, index.synced))
-            index.settle(end)
-        index.know(end)
+        index.know(os.fstat(self._fd).st_size)
 
     def _write_again(self, start: int) -> None:
         """Make the file durable, also if earlier syncs have failed.
@@ -522,8 +469,7 @@ class PlantFile:
         if end > self._index.synced:
             os.fsync(self._fd)
             self._notes.note_end(end)
-        self._index.settle(end)
-        self._index.leave()
+        self._index.leave(end)
 
     # ---- entering recent ids into the table, in a thread of its own
 
@@ -556,7 +502,8 @@ class PlantFile:
 
 
 @contextmanager
-def _unavailable(path: Path) -> Iterator[None]:
+def unavailable(path: Path) -> Iterator[None]:
+    """Raise ``StoreUnavailable`` for an error of a plant file or its index."""
     try:
         yield
     except FileNotFoundError as ex:

@@ -28,6 +28,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +36,10 @@ from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
 from store.jsonl.disk import new_file, open_file, side_file, sync_directory, write
-from store.jsonl.index import IndexDamaged, read_mark
+from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.synced import UNKNOWN, read_synced
+from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +216,8 @@ def whole_size(path: Path, fd: int) -> int:
 
 def known_end(path: Path, fd: int) -> int:
     """Return an end of a plant file that is known to be synced, or ``UNKNOWN``."""
-    return max(read_mark(path, fd), read_synced(path, fd))
+    with closing(Index(path, fd)) as index:
+        return max(index.synced, read_synced(path, fd))
 
 
 def check_length(path: Path, size: int, known: int) -> None:

@@ -19,8 +19,10 @@ from store.jsonl.disk import (
     side_file,
     sync_directory,
 )
-from store.jsonl.index import Index, IndexDamaged
+from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
+from store.jsonl.synced import read_synced
+from store.jsonl.table import IndexDamaged
 
 # Shows how far a file is read; yields the items that it is given.
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -63,13 +65,16 @@ def check_opening(path: Path) -> None:
     with closing(Index(path, fd)) as index:
         try:
             end = recovery.whole_size(path, fd)
-            synced = max(index.synced, recovery.known_end(path, fd))
+            synced = max(index.synced, read_synced(path, fd))
             recovery.check_length(path, end, synced)
             lines = recovery.scan_ids(path, fd, index.end, end, synced, crashed=True)
+            repeat = partial(recovery.check_repeat, path, fd)
             # An open cuts off a torn tail, and builds an index that it cannot read.
             with suppress(recovery.TornTail, IndexDamaged):
-                repeat = partial(recovery.check_repeat, path, fd)
-                index.learn(lines, repeat, temporary=True)
+                if index.reason is None:
+                    index.learn(lines, repeat)
+                else:
+                    index.build(lines, repeat, temporary=True)
         finally:
             os.close(fd)
 

@@ -1,0 +1,216 @@
+"""The SQLite file of an index: its statements, its locks and its connections.
+
+**Commit and checkpoint both happen under the flush lock, and every other connection
+only reads.** SQLite before 3.51.3 may lose a commit that one connection makes while
+another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"), and most systems
+have such a version.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Ids of one INSERT. json.dumps() holds the GIL, 0.3 ms for so many.
+ROWS = 4_096
+# A checkpoint syncs two files. It begins when the WAL has so many bytes.
+CHECKPOINT_BYTES = 4 * 1024 * 1024
+# Cache of SQLite while a table is built: scattered ids change nearly every page again
+# and again. With a small cache each page would be written a hundred times.
+BUILD_CACHE_KIB = 256 * 1024
+BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
+
+SCHEMA = (
+    'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL);'
+    'CREATE TABLE state (inode, mark, tail, mtime)'
+)
+STATE = 'SELECT inode, mark, tail, mtime FROM state'
+# One statement, so that the mark is that of the ids. NULL is its key.
+FIND = (
+    'SELECT NULL, mark FROM state UNION ALL '
+    'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
+)
+# NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
+# for each row, and waits up to seconds for it.
+INSERT = (
+    'INSERT OR IGNORE INTO plants '
+    'SELECT CAST(key AS INTEGER), value FROM json_each(?) ORDER BY 1'
+)
+UPDATE = 'UPDATE state SET inode = ?, mark = ?, tail = ?, mtime = ?'
+COUNT_WRONG = (
+    'SELECT count(*) FROM ('
+    'SELECT * FROM (SELECT * FROM main.plants WHERE offset < ?) EXCEPT '
+    'SELECT * FROM (SELECT * FROM disk.plants WHERE offset < ?))'
+)
+
+
+class State(NamedTuple):
+    """The one row of the table ``state``.
+
+    Attributes:
+        inode: That of the plant file.
+        mark: The end of the lines whose ids are in the table.
+        tail: The CRC-32 of the bytes of the plant file before the mark.
+        mtime: That of the plant file, in nanoseconds, since the last process has
+            closed the index; ``None`` while one has it in use.
+    """
+
+    inode: int
+    mark: int
+    tail: int
+    mtime: int | None
+
+
+class IndexDamaged(Exception):
+    """The index cannot be believed and must be built again."""
+
+
+def _lock_of_sqlite() -> Any:  # an RLock, which is no type
+    """Return a lock that is free while a process is forked, also in the child.
+
+    SQLite has locks for all its connections. A child that is forked while another
+    thread holds one would wait for it forever, with the lock of the plant file.
+    """
+    lock = threading.RLock()
+    # NOTE: these are never removed, so they must not keep this module in memory.
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
+
+
+# Two, so that lookups do not wait for a flush. A fork waits for both.
+_reading, _writing = _lock_of_sqlite(), _lock_of_sqlite()
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Use connections that read; raise ``IndexDamaged`` for what cannot be read."""
+    try:
+        with _reading:
+            yield
+    except (sqlite3.Error, OSError, TypeError, ValueError) as ex:
+        raise IndexDamaged(str(ex)) from ex
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Use connections that write; raise ``OSError`` for what cannot be written."""
+    try:
+        with _writing:
+            yield
+    except (sqlite3.Error, TypeError) as ex:
+        raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Return a connection that only reads."""
+    return _connect(f'{path.as_uri()}?mode=ro')
+
+
+def connect_for_writing(path: Path) -> sqlite3.Connection:
+    """Return a connection that commits. REQUIRES: the flush lock."""
+    connection = _connect(f'{path.as_uri()}?mode=rw')
+    try:
+        connection.execute('PRAGMA synchronous = NORMAL')
+        connection.execute('PRAGMA wal_autocheckpoint = 0')
+        connection.execute('PRAGMA journal_mode = WAL')
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def new_table(path: Path | None = None) -> sqlite3.Connection:
+    """Return a connection to a new table, in a transaction.
+
+    An unfinished table is removed, never rolled back. So it needs no journal, and no
+    sync before the last one.
+
+    Args:
+        path: An empty file, or ``None`` for a table that SQLite removes.
+    """
+    connection = _connect(path.as_uri() if path else '')
+    connection.executescript(
+        'PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;'
+        f'PRAGMA locking_mode = EXCLUSIVE; PRAGMA cache_size = -{BUILD_CACHE_KIB};'
+        f'{SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL); BEGIN'
+    )
+    return connection
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        uri, uri=True, timeout=BUSY, isolation_level=None, check_same_thread=False
+    )
+
+
+def read_state(connection: sqlite3.Connection) -> State:
+    """Return the row of the table ``state``."""
+    inode, mark, tail, mtime = connection.execute(STATE).fetchone()
+    return State(int(inode), int(mark), int(tail), mtime)
+
+
+def find(
+    connection: sqlite3.Connection, ids: Iterable[int]
+) -> tuple[int, dict[int, int]]:
+    """Return the mark, and the offsets of those ids that are in the table."""
+    found = dict(connection.execute(FIND, [json.dumps(list(ids))]).fetchall())
+    return int(found.pop(None)), found
+
+
+def insert(connection: sqlite3.Connection, entries: dict[int, int]) -> None:
+    """Insert the entries whose id is not there yet."""
+    rest = iter(sorted(entries.items()))  # so that each page is changed once
+    while rows := dict(islice(rest, ROWS)):
+        connection.execute(INSERT, [json.dumps(rows)])
+
+
+def commit(connection: sqlite3.Connection, state: State) -> None:
+    """Commit the transaction, with a new state."""
+    connection.execute(UPDATE, state)
+    connection.execute('COMMIT')
+
+
+def checkpoint(connection: sqlite3.Connection, path: Path) -> None:
+    """Empty the WAL if it is long. REQUIRES: the flush lock.
+
+    Not in a commit, where SQLite does it by itself: a client may wait for the commit.
+    """
+    if os.stat(f'{path}-wal').st_size >= CHECKPOINT_BYTES:
+        # A reader may be in the way; then the next flush does it.
+        connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
+
+
+def leave_wal(connection: sqlite3.Connection) -> bool:
+    """Leave the WAL mode; return whether no other connection is open, as it needs."""
+    connection.execute('PRAGMA busy_timeout = 0')
+    connection.execute('PRAGMA synchronous = FULL')
+    try:
+        mode = connection.execute('PRAGMA journal_mode = DELETE').fetchone()
+    except sqlite3.OperationalError:
+        return False
+    return bool(mode == ('delete',))
+
+
+def count_wrong(connection: sqlite3.Connection, path: Path, end: int) -> int:
+    """Return how many entries of a table, before an end, another table lacks.
+
+    Args:
+        connection: A new table, in its transaction.
+        path: The other table.
+        end: An end of the plant file.
+    """
+    connection.execute('COMMIT')
+    connection.execute('ATTACH ? AS disk', [f'{path.as_uri()}?mode=ro'])
+    (mark,) = connection.execute('SELECT mark FROM disk.state').fetchone()
+    wrong = connection.execute(COUNT_WRONG, [min(mark, end)] * 2).fetchone()
+    return int(wrong[0])
