@@ -205,12 +205,14 @@ def _check(options: argparse.Namespace) -> int:
     summary = f'{found.plants} plants verified, '
     if not found.damaged:
         print_line(f'{summary}no damage')
+    elif found.side_file:
+        moved = f'damaged lines: {len(found.damaged)}, moved to {found.side_file}'
+        print_line(f'{summary}{moved}; reload the server')
     elif found.repaired:
-        moved = f', damaged lines moved to {found.side_file}' if found.side_file else ''
-        print_line(f'{summary}repaired: {len(found.damaged)}{moved}; reload the server')
+        print_line(f'{summary}what is missing is accepted; reload the server')
     else:
-        remedy = '; --repair makes a file of the sound lines' if is_file else ''
-        print_line(f'{summary}damaged: {len(found.damaged)}{remedy}')
+        moves = '; --repair moves damaged lines to a side file, and accepts a loss'
+        print_line(f'{summary}damaged: {len(found.damaged)}{moves if is_file else ""}')
     return int(bool(found.damaged) and not found.repaired)
 
 

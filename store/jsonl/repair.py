@@ -181,14 +181,14 @@ def _find_damage(
                 yield line.plant.id, line.offset
 
     with closing(Index(path, fd, new=True)) as index:
-        index.learn(
+        index.build(
             sound(),
             lambda first, again: repeated.append((again, first)),
             temporary=True,
         )
         wrong = 0 if damaged or repeated else index.count_wrong(end)
     number, counted = 1, 0
-    for again, first in sorted((again, first) for first, again in repeated):
+    for again, first in sorted(repeated):
         plant = record.decode(recovery.read_line(fd, first))
         line = recovery.read_line(fd, again)
         if record.decode(line) != plant:
