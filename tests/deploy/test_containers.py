@@ -7,128 +7,100 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import yaml
-from installing import offline_pip, wheels
-from server import REPOSITORY, ROOMS, RawClient, Server, installed, request, socket_to
+from server import (
+    REPOSITORY,
+    ROOMS,
+    SCRIPTS,
+    RawClient,
+    Server,
+    installed,
+    request,
+    socket_to,
+)
 
-RECIPE = (REPOSITORY / 'deploy/Containerfile').read_text()
-INSTRUCTIONS = [
-    line.split(maxsplit=1)
-    for line in re.sub(r'\\\n\s*', '', RECIPE).splitlines()
-    if line and not line.startswith('#')
-]
+CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
 
 
 def instructions(name):
     """Return the arguments of all instructions of one kind, in order."""
-    return [arguments for kind, arguments in INSTRUCTIONS if kind == name]
+    return re.findall(rf'^{name} +(.*)$', CONTAINERFILE, re.MULTILINE)
 
 
-class Image:
-    """A directory in which the Containerfile is carried out, instead of an image.
-
-    Args:
-        root: The directory that stands for the root of the file system.
-    """
-
-    def __init__(self, root):
-        self._scripts = root / 'usr/local/bin'
-        subprocess.run([sys.executable, '-m', 'venv', root / 'usr/local'], check=True)
-        self.variables = dict(item.split('=', 1) for item in instructions('ENV'))
-        self.plants = root / 'data/plants.jsonl'
-        self.plants.parent.mkdir()
-        self.variables['PLANTS_STORE'] = f'jsonl:{self.plants}'
-        self.variables['PATH'] = f'{self._scripts}:{os.defpath}'
-        self.directory = root
-        for kind, arguments in INSTRUCTIONS:
-            if kind == 'WORKDIR':
-                self.directory = root / arguments.strip('/')
-                self.directory.mkdir(parents=True)
-            elif kind == 'COPY':
-                self._copy(*arguments.split())
-            elif kind == 'RUN' and arguments.startswith('pip '):
-                self.run(shlex.split(arguments), **offline_pip()).check_returncode()
-
-    def run(self, command, **variables):
-        """Run a command as in a container of the image."""
-        return subprocess.run(
-            ['env', *command],
-            cwd=self.directory,
-            env=self.variables | variables,
-            capture_output=True,
-            text=True,
-        )
-
-    def server(self, command, **variables):
-        """Return a server as in a container of the image, on a loopback port."""
-        return Server(
-            self.directory,
-            command=['env', *command],
-            **{'GUNICORN_CMD_ARGS': None, **self.variables, **variables},
-        )
-
-    def health(self, port):
-        """Run the health check for a port; return its exit code: 0 is healthy."""
-        [check] = instructions('HEALTHCHECK')
-        return self.run(
-            json.loads(check.partition('CMD ')[2]), PORT=str(port)
-        ).returncode
-
-    def _copy(self, *paths):
-        *sources, target = paths
-        for source in sources:
-            if (REPOSITORY / source).is_dir():
-                shutil.copytree(REPOSITORY / source, self.directory / target)
-            else:
-                shutil.copy(REPOSITORY / source, self.directory / target)
+[COMMAND] = map(json.loads, instructions('CMD'))
+[PORT] = instructions('EXPOSE')
+[PROBE] = instructions('HEALTHCHECK')
 
 
-@pytest.fixture(scope='module')
-def image(tmp_path_factory):
-    """The image that the Containerfile describes."""
-    wheels()  # without wheels, skip before a venv is made
-    return Image(tmp_path_factory.mktemp('image'))
+def variables(directory):
+    """Return the environment of a container whose volume is a directory."""
+    ours = dict(item.split('=', 1) for item in instructions('ENV'))
+    ours['PLANTS_STORE'] = ours['PLANTS_STORE'].replace('/data', str(directory))
+    return ours | {'PATH': f'{SCRIPTS}:{os.defpath}'}
+
+
+def health(port):
+    """Run the health check for a port; return its exit code: 0 is healthy."""
+    check = json.loads(PROBE.partition('CMD ')[2])
+    path = f'{SCRIPTS}:{os.defpath}'
+    return subprocess.run(
+        check, env={'PATH': path, 'PORT': str(port)}, stderr=subprocess.DEVNULL
+    ).returncode
+
+
+@pytest.fixture
+def image(tmp_path):
+    """A directory with the files of the image, and a volume beside it."""
+    for name in ROOMS:
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / 'data').mkdir()
+    return tmp_path
 
 
 # ---- the image
 
 
 def test_image_serves(image):
-    """The files of the image are enough to serve, to be healthy, and to stop."""
-    [command] = map(json.loads, instructions('CMD'))
-    with image.server([*command, '--bind', '127.0.0.1:0'], PORT=None) as server:
+    """The command of the image serves from its volume, is healthy, and stops."""
+    with Server(image, command=COMMAND, **variables(image / 'data')) as server:
         assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
-        assert image.plants.read_bytes().count(b'\n') == 1
-        assert image.health(server.port) == 0
-        assert image.health(1) != 0
+        assert (image / 'data/plants.jsonl').read_bytes().count(b'\n') == 1
+        assert health(server.port) == 0
+        assert health(1) != 0
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
 
 
 def test_image_listens_where_its_health_is_checked(image):
     """The variable PORT moves the service and its health check together."""
-    [command] = map(json.loads, instructions('CMD'))
-    done = image.run([*command, '--print-config'], PORT='9123', PLANTS_TOKENS='t')
+    assert variables(image)['PORT'] == PORT
+    assert '{os.environ[\\"PORT\\"]}' in PROBE
+    done = subprocess.run(
+        [*COMMAND, '--print-config'],
+        cwd=image,
+        env=variables(image / 'data') | {'PORT': '9123', 'PLANTS_TOKENS': 't'},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^bind +=\s+\['0\.0\.0\.0:9123'\]$", done.stdout, re.MULTILINE)
-    assert instructions('EXPOSE') == [image.variables['PORT']]
 
 
 def test_image_has_only_what_runs():
     """All files that the service needs are copied, and no others."""
     copied = {name for item in instructions('COPY') for name in item.split()[:-1]}
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
+    [pip] = [item for item in instructions('RUN') if item.startswith('pip ')]
+    assert pip.endswith('--only-binary :all: -r requirements.txt')
 
 
 def test_image_runs_as_a_user_that_owns_its_volume():
     """The ids are fixed, neither is root's, and the volume belongs to them."""
     [user] = instructions('USER')
     uid, gid = map(int, user.split(':'))
-    assert uid > 0
-    assert gid > 0
+    assert min(uid, gid) > 0
     [made] = [item for item in instructions('RUN') if 'useradd' in item]
     assert f'groupadd --gid {gid} plants' in made
     assert f'useradd --uid {uid} --gid {gid} ' in made
@@ -139,72 +111,89 @@ def test_image_runs_as_a_user_that_owns_its_volume():
 # ---- the composition
 
 
-SECRETS = {'PLANTS_TOKENS': 'garden-token', 'DATABASE_PASSWORD': 'pass@word/?'}
+@pytest.fixture(scope='module')
+def secrets(tmp_path_factory):
+    """The directory with the secrets that the command in docs/deploying.md makes."""
+    installed('openssl', 'openssl')
+    directory = tmp_path_factory.mktemp('composition')
+    page = (REPOSITORY / 'docs/deploying.md').read_text()
+    [script] = re.findall(r'^\$ (umask .*(?:\n> .*)*)', page, re.MULTILINE)
+    (directory / 'deploy').mkdir()
+    script = script.replace('\n> ', '\n')
+    subprocess.run(['sh', '-ec', script], cwd=directory, check=True)
+    return directory / 'deploy/.env'
 
 
-def compose(**variables):
+def compose(secrets):
     """Run docker-compose config, which prints the resolved composition."""
+    shutil.copy(REPOSITORY / 'deploy/compose.yaml', secrets.parent)
     return subprocess.run(
         [
             *(installed('docker-compose', 'docker-compose'), '--file'),
-            *(REPOSITORY / 'deploy/compose.yaml', 'config'),
+            *(secrets.with_name('compose.yaml'), 'config'),
         ],
-        env={'PATH': os.environ['PATH'], **variables},
+        cwd='/',
+        env={'PATH': os.environ['PATH']},
         capture_output=True,
         text=True,
     )
 
 
 @pytest.fixture(scope='module')
-def services():
-    """The services of the composition, with the variables of deploy/.env."""
-    done = compose(**SECRETS)
+def services(secrets):
+    """The services of the composition."""
+    done = compose(secrets)
     assert done.returncode == 0, done.stderr
     return yaml.safe_load(done.stdout)['services']
 
 
-@pytest.mark.parametrize('missing', SECRETS)
-def test_composition_needs_its_secrets(missing):
+@pytest.mark.parametrize('missing', ['PLANTS_TOKENS', 'DATABASE_PASSWORD'])
+def test_composition_needs_its_secrets(missing, secrets, tmp_path):
     """Without a token or a password nothing starts, and the message names the file."""
-    others = {name: value for name, value in SECRETS.items() if name != missing}
-    done = compose(**others)
+    lines = secrets.read_text().splitlines(keepends=True)
+    others = [line for line in lines if not line.startswith(f'{missing}=')]
+    assert len(others) == 1
+    (tmp_path / '.env').write_text(''.join(others))
+    done = compose(tmp_path / '.env')
     assert done.returncode != 0
     assert 'set it in deploy/.env' in done.stderr
 
 
-def test_composition_serves(services, image, url, tmp_path):
-    """The service listens on the socket for nginx, and stores into the database."""
+def test_composition_gets_the_secrets_as_they_are(services, secrets):
+    """Nobody else reads the secrets, and no character of them is changed."""
+    assert secrets.stat().st_mode & 0o077 == 0
+    made = dict(line.split('=') for line in secrets.read_text().splitlines())
+    assert {len(value) for value in made.values()} == {64}
+    service = services['plants']['environment']
+    assert service['PLANTS_TOKENS'] == made['PLANTS_TOKENS']
+    assert service['PGPASSWORD'] == made['DATABASE_PASSWORD']
+
+
+def test_composition_serves(services, image):
+    """The service listens on the socket for nginx, and on the port of its check."""
     service = services['plants']
-    assert service['environment']['PLANTS_STORE'].endswith('@database/plants')
-    path = tmp_path / 'plants.sock'
+    path = image / 'plants.sock'
     command = service['command'].replace('/run/plants/plants.sock', str(path))
-    command = command.replace(':8000', ':0')
-    variables = service['environment'] | {'PLANTS_STORE': url}
+    assert f':{PORT} ' in command
+    assert 'healthcheck' not in service
+    ours = variables(image / 'data') | {'PLANTS_TOKENS': 'garden-token', 'PORT': None}
     data = request(body={'id': 1, 'name': 'Fern'}, authorization='Bearer garden-token')
-    with image.server(shlex.split(command), PORT=None, **variables) as server:
+    command = shlex.split(command.replace(f':{PORT}', ':0'))
+    with Server(image, command=command, **ours, GUNICORN_CMD_ARGS=None) as server:
         with RawClient(over=socket_to(path)) as client:
             assert client.ask(data).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
-        assert image.health(server.port) == 0
-    listed = image.run(['python', '-m', 'store', 'list', url])
-    assert json.loads(listed.stdout) == {'id': 1, 'name': 'Fern'}
-
-
-def test_composition_is_checked_at_the_port_of_the_service(services, image):
-    """The health check of the image asks the port at which the service listens."""
-    assert f':{image.variables["PORT"]} ' in services['plants']['command']
-    assert 'healthcheck' not in services['plants']
-    assert services['nginx']['depends_on']['plants']['condition'] == 'service_healthy'
+        assert health(server.port) == 0
 
 
 def test_composition_agrees_on_the_database(services):
     """Service and database have the same name, user and password."""
     database = services['database']['environment']
-    variables = services['plants']['environment']
-    assert variables['PLANTS_STORE'] == 'postgresql://{}@database/{}'.format(
+    service = services['plants']['environment']
+    assert service['PLANTS_STORE'] == 'postgresql://{}@database/{}'.format(
         database['POSTGRES_USER'], database['POSTGRES_DB']
     )
-    assert variables['PGPASSWORD'] == database['POSTGRES_PASSWORD'] == 'pass@word/?'
+    assert service['PGPASSWORD'] == database['POSTGRES_PASSWORD']
 
 
 def test_composition_leads_nginx_to_its_files(services):
@@ -212,10 +201,11 @@ def test_composition_leads_nginx_to_its_files(services):
     recipe = (REPOSITORY / 'deploy/nginx.conf').read_text()
     nginx = services['nginx']
     mounted = dict(x.removesuffix(':ro').split(':')[::-1] for x in nginx['volumes'][1:])
-    assert mounted.pop('/etc/nginx/conf.d/plants.conf').endswith('/deploy/nginx.conf')
+    assert mounted.pop('/etc/nginx/conf.d/plants.conf').endswith('/nginx.conf')
     links = dict(re.findall(r'ln -sf (\S+) (\S+)', nginx['command']))
     assert f'--bind unix:{next(iter(links))}' in services['plants']['command']
     assert nginx['volumes'][0] in services['plants']['volumes']
+    assert nginx['depends_on']['plants']['condition'] == 'service_healthy'
     for path in (*mounted, *links.values()):
         assert re.search(rf'[ :]{path}[ ;]', recipe), path
 
