@@ -336,8 +336,9 @@ def shell(tmp_path):
 
     It returns the exit code and the output.
     """
-    for name in ROOMS:
+    for name in (*ROOMS, 'deploy'):
         (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(encode(FERN) + encode(MOSS))
     path = f'{SCRIPTS}:{programs()}:{os.environ["PATH"]}'
 
@@ -551,30 +552,40 @@ def test_file_format_is_shown_as_written():
 # ---- backup, restore, migration
 
 
+BACKUP = blocks(section('docs/operating.md', '## Backup and restore'), 'bash')[0]
+MANY = [Plant(id, 'Ivy') for id in range(3, 5001)]
+DONE = 'backups/plants-[0-9]+T[0-9]+Z.jsonl: 5000 plants verified, no damage\n'
+
+
 def test_file_is_restored(shell, tmp_path):
-    """An old copy of the file holds its plants, and new ones can be added."""
-    backup, restore = blocks(section('docs/operating.md', '### A file'), 'bash')
-    assert shell(f'set -e\n{backup}') == (0, '2 plants verified, no damage\n')
+    """A restored file holds the plants of the backup, and new ones can be added."""
     with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
-        store.add(Plant(3, 'Ivy'))
-    assert shell(f'set -e\n{restore}') == (0, '2 plants verified, no damage\n')
+        store.add_many(MANY)
+        code, printed = shell(BACKUP)
+        assert code == 0
+        assert re.fullmatch(DONE, printed)
+        store.add(Plant(5001, 'Oak'))
+    restore = block('docs/operating.md', '### A file', 'bash')
+    assert shell(f'set -e\n{restore}') == (0, '5000 plants verified, no damage\n')
     with open_store(f'jsonl:{tmp_path}/plants.jsonl', create='never') as store:
-        assert list(store) == [FERN, MOSS]
-        assert store.add(Plant(3, 'Yew'))
+        assert list(store) == [FERN, MOSS, *MANY]
+        assert store.add(Plant(5001, 'Yew'))
 
 
-def test_database_is_restored(shell, url):
-    """A dump of the table holds its plants, and new ones can be added."""
-    backup, restore = blocks(section('docs/operating.md', '### A database'), 'bash')
-    with open_store(url) as store:
-        store.add_many([FERN, MOSS])
-        assert shell(f'set -e\n{backup}', PLANTS_STORE=url) == (0, '')
-        store.add(Plant(3, 'Ivy'))
-    verified = (0, '2 plants verified, no damage\n')
-    assert shell(f'set -e\n{restore}', PLANTS_STORE=url) == verified
+def test_database_is_restored(shell, server):
+    """A backup of a database fills a new one, and new plants can be added."""
+    lost, url = server.new_url(), server.new_url()
+    with open_store(lost) as store:
+        store.add_many([FERN, MOSS, *MANY])
+    code, printed = shell(BACKUP.replace('jsonl:plants.jsonl', f"'{lost}'"))
+    assert code == 0
+    assert re.fullmatch(DONE, printed)
+    restore = block('docs/operating.md', '### A database', 'bash')
+    copied = (0, 'copied: 5000, already there: 0, conflicting: 0\n')
+    assert shell(restore, PLANTS_STORE=url) == copied
     with open_store(url, create='never') as store:
-        assert sorted(store) == [FERN, MOSS]
-        assert store.add(Plant(3, 'Yew'))
+        assert sorted(store) == [FERN, MOSS, *MANY]
+        assert store.add(Plant(5001, 'Yew'))
 
 
 def test_service_moves_to_a_database(shell, tmp_path, url):

@@ -11,6 +11,7 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from server import (
@@ -27,7 +28,8 @@ from server import (
     wait_until,
 )
 
-UNITS = [REPOSITORY / 'deploy' / name for name in ('plants.service', 'plants.socket')]
+SERVICE = REPOSITORY / 'deploy/plants.service'
+UNITS = sorted(SERVICE.parent.glob('plants*.*'))
 
 
 def analyze(*arguments):
@@ -41,13 +43,10 @@ def analyze(*arguments):
     )
 
 
-def unit(section, path=UNITS[0]):
-    """Return a section of a unit: from each name to the list of its values."""
-    [text] = re.findall(
-        rf'^\[{section}\]\n(.*?)(?:\Z|^\[)', path.read_text(), re.M | re.S
-    )
+def unit():
+    """Return the unit of the service: from each name to the list of its values."""
     values = {}
-    for name, value in re.findall(r'^(\w+)=(.*)$', text, re.M):
+    for name, value in re.findall(r'^(\w+)=(.*)$', SERVICE.read_text(), re.M):
         values.setdefault(name, []).append(value)
     return values
 
@@ -56,9 +55,10 @@ def unit(section, path=UNITS[0]):
 
 
 def test_units_are_sound(tmp_path):
-    """Systemd-analyze finds no fault in the units, once the program exists."""
+    """Systemd-analyze finds no fault in the units, once the programs exist."""
+    assert len(UNITS) == 4
     for path in UNITS:
-        text = path.read_text().replace('/opt/plants/.venv/bin/gunicorn', '/bin/true')
+        text = re.sub('(?m)^ExecStart=.*', 'ExecStart=/bin/true', path.read_text())
         (tmp_path / path.name).write_text(text)
     done = analyze('verify', *(tmp_path / path.name for path in UNITS))
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
@@ -66,7 +66,7 @@ def test_units_are_sound(tmp_path):
 
 def test_unit_is_hardened():
     """The exposure level of the service, by systemd-analyze, is at most 1.0."""
-    done = analyze('security', '--offline=true', '--threshold=10', UNITS[0])
+    done = analyze('security', '--offline=true', '--threshold=10', SERVICE)
     assert done.returncode == 0, done.stdout
     [level] = re.findall(r'Overall exposure level for \S+: ([\d.]+) ', done.stdout)
     assert float(level) <= 1.0
@@ -76,7 +76,7 @@ def test_unit_waits_for_the_workers():
     """Systemd waits longer for a stop than the workers may take."""
     code = (REPOSITORY / 'gunicorn.conf.py').read_text()
     [seconds] = re.findall(r'^graceful_timeout = (\d+)$', code, re.MULTILINE)
-    assert int(unit('Service')['TimeoutStopSec'][0]) > int(seconds)
+    assert int(unit()['TimeoutStopSec'][0]) > int(seconds)
 
 
 # ---- run without systemd
@@ -97,10 +97,11 @@ class Service:
         self.plants_path = directory / 'state/plants.jsonl'
         self.tokens_path = directory / 'tokens'
         self._credentials = directory / 'credentials'
-        for path in (self.plants_path.parent, self._credentials, directory / 'opt'):
-            path.mkdir()
-        for name in ROOMS:
-            (directory / 'opt' / name).symlink_to(REPOSITORY / name)
+        self._installed = directory / 'opt/plants'
+        for path in (self.plants_path, self._credentials / '-', self._installed):
+            path.parent.mkdir()
+        self.install('1')
+        self.switch('1')
         self._path = directory / 'plants.sock'
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self._path))
@@ -108,10 +109,10 @@ class Service:
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notified.bind(str(directory / 'notify'))
         self._notified.settimeout(PATIENCE)
-        self._unit = unit('Service')
+        self._unit = unit()
         self._places = {
             '/opt/plants/.venv/bin': SCRIPTS,
-            '/opt/plants': directory / 'opt',
+            '/opt/plants': self._installed,
             '/var/lib/plants': self.plants_path.parent,
             '/etc/plants/tokens': self.tokens_path,
             '%d': self._credentials,
@@ -126,6 +127,22 @@ class Service:
         self.process.wait()
         self._listening.close()
         self._notified.close()
+
+    def install(self, version):
+        """Make a checkout of a version beside the others."""
+        checkout = Path(f'{self._installed}-{version}')
+        checkout.mkdir()
+        subprocess.run(
+            ['cp', '-r', *(REPOSITORY / name for name in ROOMS), checkout], check=True
+        )
+        init = checkout / 'store/__init__.py'
+        init.write_text(
+            re.sub("__version__ = '.*'", f"__version__ = '{version}'", init.read_text())
+        )
+
+    def switch(self, version):
+        """Make a checkout the one that the unit names."""
+        subprocess.run(['ln', '-sfn', f'plants-{version}', self._installed], check=True)
 
     def start(self):
         """Start the service, and wait for its READY notification."""
@@ -237,6 +254,24 @@ def test_restart_refuses_no_connection(service):
             done.set()
         added = sum(client.result() for client in clients)
     assert len(service.plants_path.read_bytes().splitlines()) == added + 1
+
+
+def test_upgrade_takes_a_restart(service):
+    """A switched link takes effect at a restart, also the one that leads back."""
+
+    def version():
+        return service.ask(request('GET', '/openapi.json')).json['info']['version']
+
+    assert service.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
+    service.install('2')
+    for number in ('2', '1'):
+        before = version()
+        service.switch(number)
+        assert version() == before
+        service.stop()
+        service.start()
+        assert version() == number
+    assert service.ask(request(body={'id': 1, 'name': 'Moss'})).json['error'] == 40006
 
 
 def test_tokens_change_at_a_restart(service):

@@ -1,0 +1,112 @@
+"""The backup in ``deploy/``, run as its unit runs it, on other paths."""
+
+import os
+import re
+import resource
+import shlex
+import subprocess
+
+import pytest
+from server import PATIENCE, REPOSITORY, ROOMS, SCRIPTS, Server, request
+
+from store import Plant
+from store.jsonl.record import encode
+
+UNIT = (REPOSITORY / 'deploy/plants-backup.service').read_text()
+LINES = [encode(Plant(id, 'Fern')) for id in range(100)]
+OLD = 'plants-20260101T000000Z.jsonl'
+
+
+@pytest.fixture
+def backups(tmp_path):
+    """The directory of the backups, in which there is an old one."""
+    for name in (*ROOMS, 'deploy'):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
+    (tmp_path / 'plants.jsonl').write_bytes(b''.join(LINES))
+    (tmp_path / 'backups').mkdir()
+    (tmp_path / 'backups' / OLD).write_bytes(b''.join(LINES[:50]))
+    return tmp_path / 'backups'
+
+
+def run(backups, keep='14', **options):
+    """Run the command of the unit; return the exit code and the output."""
+    [command] = re.findall('^ExecStart=(.*) 14$', UNIT, re.MULTILINE)
+    [variable] = re.findall('^Environment=(.*)$', UNIT, re.MULTILINE)
+    for theirs, ours in {
+        '/opt/plants': backups.parent,
+        '/var/lib/plants-backup': backups,
+        '/var/lib/plants': backups.parent,
+    }.items():
+        command = command.replace(theirs, str(ours))
+        variable = variable.replace(theirs, str(ours))
+    done = subprocess.run(
+        [*shlex.split(command), keep],
+        env={'PATH': os.defpath, **dict([variable.split('=', 1)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        **options,
+    )
+    return done.returncode, done.stdout
+
+
+def test_backup_has_what_a_running_server_acknowledged(backups):
+    """A backup beside a server is verified, private, and has every plant so far."""
+    with Server(backups.parent, workers=2) as server:
+        assert server.ask(request(body={'id': 100, 'name': 'Moss'})).status == 200
+        code, printed = run(backups)
+    [new] = {path.name for path in backups.iterdir()} - {OLD}
+    assert re.fullmatch(r'plants-\d{8}T\d{6}Z\.jsonl', new)
+    assert (code, printed) == (0, f'{backups / new}: 101 plants verified, no damage\n')
+    expected = b''.join([*LINES, encode(Plant(100, 'Moss'))])
+    assert (backups / new).read_bytes() == expected
+    assert (backups / new).stat().st_mode & 0o077 == 0
+
+
+def test_newest_backups_are_kept(backups):
+    """The oldest backups are removed, once the new one is complete."""
+    newer = OLD.replace('2026', '2027')
+    (backups / newer).touch()
+    assert run(backups, keep='2')[0] == 0
+    names = {path.name for path in backups.iterdir()}
+    assert len(names) == 2
+    assert newer in names
+    assert OLD not in names
+
+
+def damage(plants):
+    """Damage a line in the middle."""
+    lines = [*LINES]
+    lines[30] = b'{"id":30\n'
+    plants.write_bytes(b''.join(lines))
+
+
+def limit_size():
+    """Let no file grow beyond 1,000 bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+
+@pytest.mark.parametrize(
+    ('change', 'how', 'sentence'),
+    [
+        (damage, {}, r'line 31 \(byte \d+\) is damaged'),
+        (lambda plants: plants.unlink(), {}, 'No such file'),
+        (lambda plants: None, {'preexec_fn': limit_size}, 'File too large'),
+        (
+            lambda plants: plants.write_bytes(LINES[0]),
+            {},
+            f'{OLD} has 50: find out',
+        ),
+        (lambda plants: None, {'keep': '0'}, 'KEEP is a number from 1 on'),
+    ],
+    ids=['damaged', 'missing', 'disk full', 'fewer plants', 'keeps none'],
+)
+def test_failure_is_reported_and_removes_nothing(backups, change, how, sentence):
+    """A failure has an exit code and a sentence; the older backups stay alone."""
+    change(backups.parent / 'plants.jsonl')
+    code, printed = run(backups, **{'keep': '1', **how})
+    assert code != 0
+    assert re.search(sentence, printed), printed
+    assert [path.name for path in backups.iterdir()] == [OLD]
