@@ -188,7 +188,7 @@ def test_modules_are_listed():
         for path in (REPOSITORY / room).rglob('*.py')
         if path.name not in ('__init__.py', '__main__.py')
     }
-    table = rows(section('docs/developing.md', '## The house'))
+    table = rows(section('docs/developing.md', '## What is where'))
     listed = [quoted(cells[0])[0] for cells in table]
     assert {name for name in listed if name.endswith('.py')} - modules == {
         'app.py',
