@@ -13,7 +13,7 @@ from store.errors import (
 from store.scheduler import THREADS, Scheduler
 from store.url import DEFAULT_URL, find_plugin, masked, open_plugin
 
-__version__ = '1.1.0'
+__version__ = '1.2.0'
 
 __all__ = [
     'DEFAULT_URL',
