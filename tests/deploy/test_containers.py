@@ -208,11 +208,3 @@ def test_composition_leads_nginx_to_its_files(services):
     assert nginx['depends_on']['plants']['condition'] == 'service_healthy'
     for path in (*mounted, *links.values()):
         assert re.search(rf'[ :]{path}[ ;]', recipe), path
-
-
-def test_composition_gives_the_service_time_to_stop(services):
-    """The engine waits longer for a stop than the workers may take."""
-    code = (REPOSITORY / 'gunicorn.conf.py').read_text()
-    [seconds] = re.findall(r'^graceful_timeout = (\d+)$', code, re.MULTILINE)
-    assert services['plants']['stop_grace_period'] == '40s'
-    assert int(seconds) < 40

@@ -131,24 +131,6 @@ def test_version_is_the_same_everywhere():
     assert f'| {__version__.rpartition(".")[0]} | yes |' in text('SECURITY.md')
 
 
-def test_changelog_has_the_four_kinds_of_changes():
-    """Each version tells what was added, changed, fixed or removed, in this order."""
-    _, *versions = re.split(r'^## .+\n', text('CHANGELOG.md'), flags=re.MULTILINE)
-    for version in versions:
-        kinds = re.findall(r'^### (.+)$', version, re.MULTILINE)
-        expected = ['Added', 'Changed', 'Fixed', 'Removed']
-        assert kinds
-        assert kinds == [kind for kind in expected if kind in kinds]
-
-
-def test_commands_for_contributors_exist():
-    """Each Make target that CONTRIBUTING.md names is in the Makefile."""
-    targets = re.findall(r'`make ([\w-]+)`', text('CONTRIBUTING.md'))
-    assert {'test', 'lint', 'constraints'} <= set(targets)
-    for target in targets:
-        assert re.search(rf'^{target}:', text('Makefile'), re.MULTILINE)
-
-
 def test_workflow_runs_the_script_and_nothing_else():
     """The hosted CI only checks out, and runs the script that anybody can run."""
     workflow = yaml.safe_load(text('.github/workflows/ci.yml'))
