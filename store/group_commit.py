@@ -29,7 +29,7 @@ from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from store.errors import StoreUnavailable
-from store.scheduler import THREADS, Scheduler, Waiter
+from store.scheduler import THREADS, Scheduler, Wakeup
 
 Item = TypeVar('Item')
 Written = TypeVar('Written')
@@ -57,7 +57,7 @@ class Entry(Generic[Item]):
         self.new = False
         self.error: BaseException | None = None
         self._leads = False
-        self._waiter: Waiter | None = None
+        self._waiter: Wakeup | None = None
 
 
 def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:

@@ -16,8 +16,8 @@ from typing import Final, Protocol, TypeVar
 Result = TypeVar('Result')
 
 
-class Waiter(Protocol):
-    """One caller that waits for another, once."""
+class Wakeup(Protocol):
+    """What one caller waits for, once."""
 
     def wait(self) -> None:
         """Return after ``wake``, also if ``wake`` came first."""
@@ -26,27 +26,8 @@ class Waiter(Protocol):
         """Let the caller go on; called once, by any thread."""
 
 
-class Scheduler(Protocol):
-    """How the callers of a store wait."""
-
-    def give_way(self) -> bool:
-        """Let other callers run that are ready; return whether more may follow."""
-
-    def waiter(self) -> Waiter:
-        """Return a waiter for the current caller."""
-
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function that blocks, and return its result."""
-
-    def lock(self) -> AbstractContextManager[object]:
-        """Return a mutex for callers of the store.
-
-        A function that is given to ``call`` must not take it.
-        """
-
-
-class ThreadWaiter:
-    """A thread that waits.
+class ThreadWakeup:
+    """What a thread waits for.
 
     NOTE: a bare lock, taken by its constructor, is the cheapest way to park a thread.
     An Event costs four times as much.
@@ -63,24 +44,35 @@ class ThreadWaiter:
         self._lock.release()
 
 
-class Threads:
-    """Each caller is a thread of its own."""
+class Scheduler(Protocol):
+    """How the callers of a store wait; a subclass begins with what threads do."""
 
     def give_way(self) -> bool:
+        """Let other callers run that are ready; return whether more may follow."""
         # Some threads wait only for the GIL. This sleep takes about 60 us (timer
         # slack), enough for them to submit; a shorter release of the GIL is seldom
         # enough. A second sleep costs as much as it gains.
         sleep(0)
         return False
 
-    def waiter(self) -> Waiter:
-        return ThreadWaiter()
+    def waiter(self) -> Wakeup:
+        """Return what the current caller waits for."""
+        return ThreadWakeup()
 
     def call(self, function: Callable[[], Result]) -> Result:
+        """Call a function that blocks, and return its result."""
         return function()
 
     def lock(self) -> AbstractContextManager[object]:
+        """Return a mutex for callers of the store.
+
+        A function that is given to ``call`` must not take it.
+        """
         return threading.Lock()
 
 
-THREADS: Final[Scheduler] = Threads()
+class ThreadScheduler(Scheduler):
+    """Each caller is a thread of its own."""
+
+
+THREADS: Final[Scheduler] = ThreadScheduler()

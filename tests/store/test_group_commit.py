@@ -11,7 +11,7 @@ import pytest
 
 from store import StoreUnavailable, group_commit
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
-from store.scheduler import Threads
+from store.scheduler import ThreadScheduler
 from store.testing import PATIENCE, in_threads, wait_until
 
 
@@ -169,7 +169,7 @@ def test_waiters_share_a_batch(quick, where):
     assert len(disk.syncs) == 2
 
 
-class OneByOne(Threads):
+class OneByOne(ThreadScheduler):
     """A scheduler where each ``give_way`` lets one more caller come and wait."""
 
     def __init__(self, disk, records, *, more=True):
@@ -204,7 +204,7 @@ def test_batch_grows_while_records_come():
 def test_threads_give_way_once():
     """With threads, where giving way is expensive, a leader gives way only once."""
     disk = Disk()
-    callers = OneByOne(disk, ['a', 'b'], more=Threads().give_way())
+    callers = OneByOne(disk, ['a', 'b'], more=ThreadScheduler().give_way())
     disk.commit._scheduler = callers
     disk.submit('first')
     for thread in callers.threads:

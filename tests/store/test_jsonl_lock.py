@@ -10,7 +10,7 @@ from store import IdTaken, Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
-from store.scheduler import Threads
+from store.scheduler import ThreadScheduler
 from store.testing import in_child, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
@@ -23,7 +23,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
 
 
-class Scheduler(Threads):
+class Scheduler(ThreadScheduler):
     """A scheduler of threads that counts its calls."""
 
     def __init__(self):

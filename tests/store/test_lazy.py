@@ -7,7 +7,7 @@ import pytest
 
 from store import StoreClosed, StoreUnavailable
 from store.lazy import LazyStore
-from store.scheduler import Threads
+from store.scheduler import ThreadScheduler
 from store.testing import in_child, in_threads, wait_until
 
 
@@ -58,7 +58,7 @@ class Lock:
         return self._lock.__exit__(*exc_info)
 
 
-class Scheduler(Threads):
+class Scheduler(ThreadScheduler):
     """Threads whose arrivals at a lock are noted."""
 
     def lock(self):
