@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
+import stat
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -33,26 +33,27 @@ from store.base import Create
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
 from store.streams import (
-    INPUT,
-    PIPE,
-    PipeStore,
-    broken_pipe_ignored,
-    drop_output,
+    OutputClosed,
+    OutputError,
     print_error,
     print_line,
+    read_plants,
     replace_closed_streams,
+    write,
 )
+
+PIPE = '-'  # the URL of the standard input
 
 DESCRIPTION = """\
 Look at stores of plants, verify them, and copy plants between them.
 
 A URL names a store:
   plants.jsonl                     a file of JSON lines (or jsonl:PATH)
-  postgresql://USER@HOST/DATABASE  a table in PostgreSQL
+  postgresql://USER@HOST/DATABASE  a table in PostgreSQL (or postgres://...)
   memory:                          an empty store in memory, for trials
   SCHEME:...                       a store that an installed package offers
-  -                                JSON lines from the standard input, or
-                                   (DST of copy) to the standard output
+  -                                JSON lines from the standard input, for
+                                   list, count and SRC of copy
 
 The default is the environment variable PLANTS_STORE, or jsonl:plants.jsonl.
 """
@@ -62,7 +63,7 @@ examples:
   python -m store list | jq -r .name
   python -m store check --repair plants.jsonl
   python -m store copy plants.jsonl postgresql://db.example/plants
-  python -m store copy postgresql://db.example/plants - | gzip > plants.gz
+  python -m store list postgresql://db.example/plants | gzip > plants.gz
   zcat plants.gz | python -m store copy - restored.jsonl
 
 exit codes:
@@ -109,14 +110,13 @@ def main(
         try:
             code = options.run(options)
         except StoreError as ex:
-            print_error(str(ex))
+            print_error(ex)
         except KeyboardInterrupt:
             code = INTERRUPTED
-        with broken_pipe_ignored():
-            sys.stdout.flush()
-    except OSError as ex:  # pragma: no cover - tests of it run in other processes
-        print_error(f'the output: {ex.strerror}')
-        drop_output()
+        with suppress(OutputClosed):
+            write()  # what is still buffered
+    except OutputError as ex:  # pragma: no cover - tests of it run in other processes
+        print_error(f'the output: {ex}')
         code = 1
     return code
 
@@ -142,7 +142,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         command = commands.add_parser(run.__name__[1:], help=text, description=text)
         command.set_defaults(run=run, parser=command)
         if run is _copy:
-            command.add_argument('source', metavar='SRC', type=_url, help=where)
+            command.add_argument('url', metavar='SRC', type=_url, help=where)
             command.add_argument('target', metavar='DST', type=_url, help=where)
         else:
             command.add_argument(
@@ -166,38 +166,51 @@ def _url(text: str) -> str:
 
 
 def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
-    if url == PIPE:
-        return PipeStore()
     try:
-        return open_store(url, create=create)
+        store = open_store(url, create=create)
     except ValueError as ex:
         parser: _Parser = options.parser
         parser.refuse(str(ex))
+    if isinstance(store, JSONLinesStore):
+        with suppress(OSError):  # the store reports it
+            mode = store.path.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise StoreUnavailable('it is not a file', store=str(store.path))
+    return store
+
+
+@contextmanager
+def _plants_of(options: argparse.Namespace) -> Iterator[Iterable[Plant]]:
+    """Yield the plants that a command reads."""
+    if options.url == PIPE:
+        yield read_plants()
+    else:
+        with _open(options, options.url, 'never') as store:
+            yield store
 
 
 def _list(options: argparse.Namespace) -> int:
-    with broken_pipe_ignored(), _open(options, options.url, 'never') as store:
-        for plant in store:
-            sys.stdout.buffer.write(record.encode(plant))
+    with suppress(OutputClosed), _plants_of(options) as plants:
+        for plant in plants:
+            write(record.encode(plant), flush=False)
+        write()
     return 0
 
 
 def _count(options: argparse.Namespace) -> int:
-    with _open(options, options.url, 'never') as store:
-        print_line(str(sum(1 for _ in _progress(store)(store))))
+    with _plants_of(options) as plants:
+        print_line(str(sum(1 for _ in _progress(plants)(plants))))
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     with _open(options, options.url, 'never') as store:
-        is_file = isinstance(store, JSONLinesStore)
         progress = _progress(store)
+        is_file = isinstance(store, JSONLinesStore)
         if isinstance(store, JSONLinesStore):
             found = verify(store.path, repair=options.repair, progress=progress)
         elif options.repair:
             options.parser.refuse('--repair is for a file of JSON lines')
-        elif isinstance(store, PipeStore):
-            raise StoreUnavailable('only a file can be checked', store=INPUT)
         else:
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
@@ -217,27 +230,25 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    if options.source == options.target not in ('memory:', PIPE):
+    if options.target == PIPE:  # not in the help: list does it
+        return _list(options)
+    if options.url == options.target != 'memory:':
         options.parser.refuse('SRC and DST are the same store')
     with (
-        broken_pipe_ignored(),
-        _open(options, options.source, 'never') as source,
+        _plants_of(options) as plants,
         _open(options, options.target, 'first') as target,
     ):
-        return _copy_plants(source, target)
-    return 0  # pragma: no cover - the reader of a pipe has left
+        return _copy_plants(_progress(plants)(plants), target)
 
 
-def _copy_plants(source: PlantStore, target: PlantStore) -> int:
-    """Add all plants of a store to another, which keeps what it has."""
-    plants = _progress(source)(source)
+def _copy_plants(plants: Iterable[Plant], target: PlantStore) -> int:
+    """Add plants to a store, which keeps what it has."""
     bar_hidden = getattr(plants, 'external_write_mode', nullcontext)
     copied = present = conflicting = 0
     try:
         with closing(_batches(plants)) as batches:
             for batch in batches:
-                with _interrupts_held_back() as interrupts:
-                    outcomes = target.add_many(batch)
+                outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
                 for plant, outcome in zip(batch, outcomes, strict=True):
@@ -246,34 +257,14 @@ def _copy_plants(source: PlantStore, target: PlantStore) -> int:
                         with bar_hidden():
                             line = record.encode(plant).decode().strip()
                             print_line(f'conflicting: {line}')
-                if interrupts:
-                    raise KeyboardInterrupt
         # A store is made at its first use, and without plants there was none.
         target.ping()
     finally:
         # Also after an error: the copied plants stay, and a repeat goes on.
         print_line(
-            f'copied: {copied}, already there: {present}, conflicting: {conflicting}',
-            sys.stderr if isinstance(target, PipeStore) else sys.stdout,
+            f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
         )
     return int(conflicting > 0)
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[list[int]]:
-    """Note the first Ctrl-C instead of raising it: it may come while a lock is held."""
-    noted: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        noted.append(number)
-        signal.signal(number, before)
-
-    before = signal.getsignal(signal.SIGINT)  # first: note() needs it at once
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
@@ -289,16 +280,16 @@ def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
         yield batch
 
 
-def _progress(store: PlantStore) -> Progress:
+def _progress(source: object) -> Progress:
     """Return a progress bar, or ``iter`` without a terminal or without tqdm."""
     if not sys.stderr.isatty() or not find_spec('tqdm'):
         return iter
     from tqdm import tqdm
 
     total = None
-    if isinstance(store, JSONLinesStore) and store.path.is_file():
-        # About as many as if all lines were like the first ones.
-        with suppress(OSError), store.path.open('rb') as file:
+    if isinstance(source, JSONLinesStore):
+        # About as many plants as if all lines were like the first ones.
+        with suppress(OSError), source.path.open('rb') as file:
             sample = file.read(2**16)
             size = os.fstat(file.fileno()).st_size
             total = size * sample.count(b'\n') // max(1, len(sample)) or None

@@ -1,49 +1,74 @@
-"""The standard streams of a command: what it prints, and plants through a pipe."""
+"""The standard streams of a command: plants that it reads, and what it prints."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import suppress
 
-from store.base import Plant, PlantStore
+from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import record
 
-PIPE = '-'  # the URL of a pipe on a command line
 INPUT = 'the standard input'
 
 
-class PipeStore(PlantStore):
-    """Yield the plants of the standard input, or add plants to the standard output.
+class OutputError(Exception):
+    """The standard output cannot be written; the message is the reason."""
 
-    One command reads from it or writes to it. It remembers no id.
+
+class OutputClosed(OutputError):
+    """The reader of the standard output has closed it, as ``head`` does."""
+
+
+def write(data: bytes = b'', *, flush: bool = True) -> None:
+    """Write to the standard output.
+
+    Raises:
+        OutputError: What is written from now on is lost. No other error is one of the
+            output: a store may raise ``BrokenPipeError``, too.
     """
+    try:
+        sys.stdout.buffer.write(data)
+        if flush:
+            sys.stdout.flush()
+    except OSError as ex:
+        # The interpreter would flush the output again at its exit, and fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        kind = OutputClosed if isinstance(ex, BrokenPipeError) else OutputError
+        raise kind(ex.strerror) from ex
 
-    def add(self, plant: Plant) -> bool:
-        sys.stdout.buffer.write(record.encode(plant))
-        return True
 
-    def __iter__(self) -> Iterator[Plant]:
-        try:
-            for number, line in enumerate(sys.stdin.buffer, 1):
-                try:
-                    # The last line feed may be missing: a line that was cut off
-                    # anywhere else is no JSON object.
-                    yield record.decode(line.removesuffix(b'\n') + b'\n')
-                except record.DamagedRecord as ex:
-                    reason = f'line {number} is no plant: {ex}'
-                    raise StoreUnavailable(reason, store=INPUT) from ex
-        except OSError as ex:
-            raise StoreUnavailable.refused(ex, INPUT) from ex
+def print_line(line: str) -> None:
+    """Print a line, if anybody still reads the output: a copy goes on without."""
+    with suppress(OutputClosed):
+        # Paths may hold bytes that are not UTF-8.
+        write(f'{line}\n'.encode(errors='surrogateescape'))
 
-    def ping(self) -> None:
-        sys.stdout.flush()
 
-    def close(self) -> None:
-        self.ping()
+def print_error(sentence: object) -> None:
+    """Print an error to the standard error."""
+    print(f'Error: {sentence}', file=sys.stderr)
+
+
+def read_plants() -> Iterator[Plant]:
+    """Yield the plants of the standard input.
+
+    Raises:
+        StoreUnavailable: It cannot be read, or a line is no plant.
+    """
+    try:
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                # The last line feed may be missing: a line that was cut off anywhere
+                # else is no JSON object.
+                yield record.decode(line.removesuffix(b'\n') + b'\n')
+            except record.DamagedRecord as ex:
+                reason = f'line {number} is no plant: {ex}'
+                raise StoreUnavailable(reason, store=INPUT) from ex
+    except OSError as ex:
+        raise StoreUnavailable.refused(ex, INPUT) from ex
 
 
 # Not covered: tests run it in processes of their own.
@@ -63,31 +88,3 @@ def replace_closed_streams() -> None:  # pragma: no cover
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, flags), fd)
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
-
-
-def print_line(line: str, stream: TextIO | None = None) -> None:
-    """Print a line and flush it; to the standard output if no stream is given."""
-    stream = stream or sys.stdout
-    with broken_pipe_ignored():
-        # Paths may hold bytes that are not UTF-8.
-        stream.buffer.write(f'{line}\n'.encode(errors='surrogateescape'))
-        stream.flush()
-
-
-def print_error(sentence: str) -> None:
-    """Print an error to the standard error."""
-    print(f'Error: {sentence}', file=sys.stderr)
-
-
-@contextmanager
-def broken_pipe_ignored() -> Iterator[None]:
-    """End the block without an error when the reader of the output has closed it."""
-    try:
-        yield
-    except BrokenPipeError:  # pragma: no cover - tests of it run in other processes
-        drop_output()
-
-
-def drop_output() -> None:  # pragma: no cover
-    """Keep the interpreter from flushing the output again, and failing, at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
