@@ -1,4 +1,4 @@
-"""URLs of stores: showing them without secrets, and stores of installed packages.
+"""URLs of stores: opening what they name, and showing them without secrets.
 
 A package offers a store through an entry point, which names a function or a class with
 the parameters of ``open_store``. ``docs/stores.md`` says what it must do, with an
@@ -8,16 +8,14 @@ example. ``store.testing`` has the tests that such a store must pass.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from store.base import Create, PlantStore
-from store.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+from store.errors import StoreError
+from store.scheduler import THREADS, Scheduler
 
 DEFAULT_URL = 'jsonl:plants.jsonl'
-BUILT_IN = ('memory', 'jsonl', 'postgresql', 'postgres')
+POSTGRESQL = ('postgresql', 'postgres')  # libpq takes both
+BUILT_IN = ('memory', 'jsonl', *POSTGRESQL)
 
 # jsonl: is left out where its path may have the same characters.
 SECRETS = [
@@ -43,29 +41,57 @@ def masked(url: str) -> str:
     return url
 
 
-def open_plugin(url: str, *, create: Create, scheduler: Scheduler) -> PlantStore:
-    """Return the store of an installed package.
+def check_url(url: str) -> None:
+    """Check that a URL names a store; nothing is opened or made.
 
     Raises:
-        ValueError: No package has it, or it does not work; the message says which.
+        ValueError: It names none; the message says what is accepted.
     """
-    plugin, where = find_plugin(url)
-    try:
-        store = plugin.load()(url, create=create, scheduler=scheduler)
-    except (TypeError, ValueError) as ex:
-        raise ValueError(f'{where}: {ex}') from ex
-    if not isinstance(store, PlantStore):
-        kind = type(store).__name__
-        raise ValueError(f'{where}: {plugin.value} returned a {kind}, not a PlantStore')
-    return store
+    open_store(url, create='never')
 
 
-def find_plugin(url: str) -> tuple[EntryPoint, str]:
-    """Return the entry point for a URL, and the beginning of messages about it.
+def open_store(
+    url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
+) -> PlantStore:
+    """Return the store that a URL names; the store opens when it is first used.
+
+    Args:
+        url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
+            installed package offers.
+        create: Whether a missing store is made: ``always``, ``never``, or ``first``,
+            which means only if nothing shows that it existed before. A new store
+            knows no earlier id.
+        scheduler: How the callers of the store wait.
 
     Raises:
-        ValueError: There is none, or it does not load; the message says which.
+        ValueError: The URL names no store; the message says what is accepted.
+        StoreUnavailable: With ``always``: it cannot be made.
     """
+    scheme, _, rest = url.partition(':')
+    # NOTE: imported here, so that no store needs the packages of another.
+    if url == 'memory:':
+        from store.memory import MemoryStore
+
+        return MemoryStore()
+    if scheme == 'jsonl' and rest:
+        from store.jsonl import JSONLinesStore
+
+        return JSONLinesStore(rest, create=create, scheduler=scheduler)
+    if scheme in POSTGRESQL and rest.startswith('//'):
+        try:
+            from store.postgresql import PostgreSQLStore
+
+            return PostgreSQLStore(url, create=create, scheduler=scheduler)
+        except ImportError as ex:
+            reason = f'it needs the package psycopg[binary] ({ex})'
+            raise ValueError(f'{masked(url)!r}: {reason}') from ex
+        except ValueError as ex:
+            raise ValueError(f'{masked(url)!r}: {ex}') from ex
+    return _open_plugin(url, create, scheduler)
+
+
+def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
+    """Return the store of an installed package."""
     # NOTE: imported here, because it takes half of the time of a command that needs
     # no package.
     from importlib.metadata import entry_points
@@ -89,9 +115,25 @@ def find_plugin(url: str) -> tuple[EntryPoint, str]:
     where = f'{masked(url)!r}: {" and ".join(sorted(packages))}'
     if len(found) > 1:
         raise ValueError(f'{where} offer this scheme: remove one')
+    name = found[0].value
     try:
-        found[0].load()
+        make = found[0].load()
     except Exception as ex:  # importing a package may raise anything
         reason = f'{type(ex).__name__}: {ex}'
-        raise ValueError(f'{where}: {found[0].value} does not load: {reason}') from ex
-    return found[0], where
+        raise ValueError(f'{where}: {name} does not load: {reason}') from ex
+    try:
+        store = make(url, create=create, scheduler=scheduler)
+    except StoreError:
+        raise
+    except Exception as ex:
+        # NOTE: "from None", and no text: both may hold a password. A ValueError has the
+        # sentence of the author, unless it repeats a part of the URL that is masked.
+        secrets = set(re.findall(r'\w+', url)) - set(re.findall(r'\w+', masked(url)))
+        reason = str(ex)
+        if not isinstance(ex, ValueError) or any(word in reason for word in secrets):
+            reason = f'{name} raised {type(ex).__name__}'
+        raise ValueError(f'{where}: {reason}') from None
+    if not isinstance(store, PlantStore):
+        kind = type(store).__name__
+        raise ValueError(f'{where}: {name} returned a {kind}, not a PlantStore')
+    return store

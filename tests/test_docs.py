@@ -3,10 +3,8 @@
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tomllib
 from functools import partial
 
 import gunicorn.config
@@ -518,29 +516,6 @@ def test_store_is_used_without_http(tmp_path):
     """The program of the page stores a plant."""
     code = block('docs/embedding.md', '## In a program without HTTP', 'python')
     assert python(code, tmp_path) == "['Fern']\n"
-
-
-def test_example_package_passes_the_contract(tmp_path):
-    """The package and the tests of the page for authors work together."""
-    entry = tomllib.loads(block('docs/stores.md', '### As a package', 'toml'))
-    [(group, names)] = entry['project']['entry-points'].items()
-    package = tmp_path / 'site/plants_in_sqlite-1.0.dist-info'
-    package.mkdir(parents=True)
-    (package / 'METADATA').write_text('Name: plants_in_sqlite\nVersion: 1.0\n')
-    (package / 'entry_points.txt').write_text(
-        '\n'.join(
-            [f'[{group}]', *(f'{name} = {value}' for name, value in names.items())]
-        )
-    )
-    source = REPOSITORY / 'tests/store/sqlite_package.py'
-    shutil.copy(source, package.with_name('plants_in_sqlite.py'))
-    tests = tmp_path / 'test_it.py'
-    tests.write_text(block('docs/stores.md', '### As a package', 'python'))
-    some = 'test_repeat or test_plants_outlive or refused_after or test_add_many_is'
-    arguments = ['-q', '-p', 'no:cacheprovider', '--rootdir=.', str(tests), '-k', some]
-    code = f'import pytest; pytest.main({arguments})'
-    printed = python(code, tmp_path, package.parent)
-    assert re.search(r'^4 passed', printed, re.M), printed
 
 
 def test_file_format_is_shown_as_written():

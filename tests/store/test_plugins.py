@@ -1,35 +1,45 @@
 """Stores that installed packages offer through an entry point; broken packages.
 
-The example is ``sqlite_package.py``, installed as by pip: a module, and a directory
+The example is ``docs/example_store``, installed as by pip: its module, and a directory
 with its metadata, on the search path of Python.
 """
 
-import sqlite3
+import errno
+import shutil
+import subprocess
 import sys
-from contextlib import closing, contextmanager
-from pathlib import Path
+import tomllib
+import traceback
 
 import pytest
 from cli import command
-from server import GUNICORN, PATIENCE, SCRIPTS, RawClient, Server, request
+from server import (
+    GUNICORN,
+    PATIENCE,
+    REPOSITORY,
+    SCRIPTS,
+    RawClient,
+    Server,
+    request,
+)
 
 from store import Plant, check_url, open_store
-from store.testing import StoreContract
 
+EXAMPLE = REPOSITORY / 'docs/example_store'
+GROUP = 'plant_store.stores'
 KNOWN = 'is not a store: use memory:, jsonl:PATH, or postgresql://...; installed '
 
 
-def install(directory, name, entry_points, source='', group='plant_store.stores'):
-    """Install a package of one module."""
+def install(directory, name, stores, source='', group=GROUP):
+    """Install a package of one module that offers stores: entry point by scheme."""
     (directory / f'{name}.py').write_text(source)
     metadata = directory / f'{name}-1.0.dist-info'
     metadata.mkdir()
     (metadata / 'METADATA').write_text(
         f'Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n'
     )
-    (metadata / 'entry_points.txt').write_text(
-        '\n'.join([f'[{group}]', *entry_points, ''])
-    )
+    lines = [f'{scheme} = {entry}' for scheme, entry in stores.items()]
+    (metadata / 'entry_points.txt').write_text('\n'.join([f'[{group}]', *lines, '']))
 
 
 @pytest.fixture
@@ -38,7 +48,7 @@ def site(tmp_path, monkeypatch):
     site = tmp_path / 'site'
     site.mkdir()
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv('PYTHONPATH', str(site))
+    monkeypatch.setenv('PYTHONPATH', f'{site}:{REPOSITORY}')
     before = set(sys.modules)
     yield site
     # Another test may install other packages with the same names.
@@ -48,40 +58,31 @@ def site(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def package(site):
-    """Install the example package, with the SQLite store."""
-    source = Path(__file__).with_name('sqlite_package.py').read_text()
-    install(site, 'plants_in_sqlite', ['sqlite = plants_in_sqlite:SQLiteStore'], source)
+def example(site):
+    """Install the example, as its pyproject.toml says."""
+    project = tomllib.loads((EXAMPLE / 'pyproject.toml').read_text())
+    (module,) = project['tool']['setuptools']['py-modules']
+    source = (EXAMPLE / f'{module}.py').read_text()
+    install(site, module, project['project']['entry-points'][GROUP], source)
 
 
-@pytest.mark.usefixtures('package')
-class TestSQLiteStore(StoreContract):
-    """A store of another package passes the contract suite."""
+@pytest.mark.usefixtures('example')
+class TestExample:
+    def test_its_tests_pass(self, tmp_path):
+        """The tests in the directory pass as they stand, somewhere else."""
+        kit = shutil.copytree(EXAMPLE, tmp_path / 'kit')
+        done = subprocess.run(
+            [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '.'],
+            cwd=kit,
+            capture_output=True,
+            text=True,
+            timeout=6 * PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        assert ' passed' in done.stdout
+        assert 'skipped' not in done.stdout
 
-    @pytest.fixture
-    def store(self, tmp_path):
-        with open_store(f'sqlite:{tmp_path}/plants.db') as store:
-            yield store
-
-    def raw_plants(self, store):
-        with closing(sqlite3.connect(store.path)) as database:
-            table = database.execute("SELECT 1 FROM sqlite_master WHERE name='plants'")
-            rows = database.execute('SELECT * FROM plants') if table.fetchone() else []
-            return [Plant(*row) for row in rows]
-
-    def url(self, store):
-        return store.url
-
-    @contextmanager
-    def unavailable(self, store):
-        kept = store.path.read_bytes()
-        store.path.write_bytes(b'not a database ' * 1000)
-        yield
-        store.path.write_bytes(kept)
-
-
-@pytest.mark.usefixtures('package')
-class TestUse:
     def test_server_serves_it(self, tmp_path):
         """PLANTS_STORE may name a store of another package; workers share it."""
         url = f'sqlite:{tmp_path}/plants.db'
@@ -123,8 +124,8 @@ class TestRefused:
         """An unknown scheme is refused; the message lists the known schemes."""
         with pytest.raises(ValueError, match=f"'trees:x' {KNOWN}packages offer no oth"):
             open_store('trees:x')
-        install(site, 'others', ['trees = nowhere:x'], group='console_scripts')
-        install(site, 'more', ['shrubs = more:Shrubs', 'herbs = more:Herbs'])
+        install(site, 'others', {'trees': 'nowhere:x'}, group='console_scripts')
+        install(site, 'more', {'shrubs': 'more:Shrubs', 'herbs': 'more:Herbs'})
         for url in ('trees:x', 'shrubs', ''):
             for function in (check_url, open_store):
                 with pytest.raises(
@@ -135,7 +136,7 @@ class TestRefused:
     def test_built_in_scheme_is_not_replaced(self, site):
         """A package cannot replace a built-in store."""
         names = ['memory', 'jsonl', 'postgresql', 'postgres']
-        install(site, 'mine', [f'{name} = mine:Store' for name in names])
+        install(site, 'mine', dict.fromkeys(names, 'mine:Store'))
         for url in ('memory:x', 'jsonl:', 'postgresql:x', 'postgres:x'):
             with pytest.raises(ValueError, match=f'{KNOWN}packages offer no other'):
                 open_store(url)
@@ -150,49 +151,74 @@ class TestRefused:
         ],
         ids=['no-module', 'no-name', 'raises', 'syntax'],
     )
-    @pytest.mark.parametrize('function', [check_url, open_store])
-    def test_package_does_not_load(self, site, function, entry, source, message):
+    def test_package_does_not_load(self, site, run, entry, source, message):
         """The error names the package that does not load, and the reason."""
-        install(site, 'trees', [f'trees = {entry}'], source)
-        with pytest.raises(
-            ValueError,
-            match=f"'trees:x': package trees: {entry} does not load: {message}",
-        ):
-            function('trees:x')
+        install(site, 'trees', {'trees': entry}, source)
+        sentence = f"'trees:x': package trees: {entry} does not load: {message}"
+        with pytest.raises(ValueError, match=sentence):
+            check_url('trees:x')
+        code, output, errors = run('count', 'trees:x')
+        assert (code, output) == (2, b'')
+        assert f'{entry} does not load' in errors[-1]
 
     @pytest.mark.parametrize(
         ('source', 'message'),
         [
-            ('def Store(url): ...', r"Store\(\) got an unexpected keyword .*'create'"),
+            ('def Store(url): ...', 'trees:Store raised TypeError'),
             ('def Store(url, **options): ...', 'trees:Store returned a NoneType, not'),
-            ('Store = 3', "'int' object is not callable"),
+            ('Store = 3', 'trees:Store raised TypeError'),
             ('def Store(url, **options): raise ValueError("no colour")', 'no colour'),
+            (
+                'def Store(url, **options): raise ValueError(url)',
+                'trees:Store raised ValueError',
+            ),
+            (
+                'import os\ndef Store(url, **options): raise OSError("secret", url)',
+                'trees:Store raised OSError',
+            ),
+            (
+                'def Store(url, **options): int(url.split(":")[2].split("@")[0])',
+                'trees:Store raised ValueError',
+            ),
         ],
-        ids=['parameters', 'result', 'not-callable', 'url'],
+        ids=['parameters', 'none', 'not-callable', 'url', 'repeated', 'other', 'int'],
     )
-    def test_package_does_not_open_its_store(self, site, source, message):
-        """The error names the package whose function breaks the rules."""
-        install(site, 'trees', ['trees = trees:Store'], source)
-        check_url('trees://me:secret@host')
-        with pytest.raises(ValueError, match=f'package trees: {message}') as caught:
-            open_store('trees://me:secret@host')
-        assert str(caught.value).startswith("'trees://***@host': ")
+    def test_package_does_not_make_its_store(self, site, source, message):
+        """The error names the package and the reason, and shows no password."""
+        install(site, 'trees', {'trees': 'trees:Store'}, source)
+        for function in (check_url, open_store):
+            with pytest.raises(ValueError, match=f'trees: {message}') as caught:
+                function('trees://me:secret@host')
+            shown = ''.join(traceback.format_exception(caught.value))
+            assert str(caught.value).startswith("'trees://***@host': package trees: ")
+            assert 'secret' not in shown.replace('trees://me:secret@host', '')
 
     def test_scheme_of_two_packages(self, site):
         """A scheme that two packages offer is refused; the message names both."""
         for name in ('birches', 'oaks'):
-            install(site, name, [f'trees = {name}:Store'], 'Store = 3')
+            install(site, name, {'trees': f'{name}:Store'}, 'Store = 3')
         with pytest.raises(
             ValueError, match=r"'trees:x': package birches and package oaks offer this"
         ):
             check_url('trees:x')
 
-    def test_command_line_reports_a_broken_package(self, site, run):
-        """The command line prints the same message, and exits with code 2."""
-        install(site, 'trees', ['trees = gone:Store'])
-        code, output, errors = run('count', 'trees:x')
-        assert (code, output) == (2, b'')
-        assert 'package trees: gone:Store does not load' in errors[-1]
+    @pytest.mark.parametrize('number', [errno.EPIPE, errno.ENOSPC])
+    def test_error_of_a_store_is_none_of_the_output(self, site, number):
+        """An error of the system in a store is no error of the output."""
+        source = (
+            'from store.memory import MemoryStore\n'
+            'class Store(MemoryStore):\n'
+            '    def __init__(self, url, **options): super().__init__()\n'
+            f'    def __iter__(self): raise OSError({number}, "lost")\n'
+        )
+        install(site, 'trees', {'trees': 'trees:Store'}, source)
+        for arguments in (['list'], ['count'], ['check'], ['copy']):
+            target = ['memory:'] if arguments == ['copy'] else []
+            with command(*arguments, 'trees:x', *target) as process:
+                _, errors = process.communicate(timeout=PATIENCE)
+            assert process.returncode == 1
+            assert errors.endswith(b'Error: [Errno %d] lost\n' % number)
+            assert b'the output' not in errors
 
 
 def test_missing_psycopg_is_named(monkeypatch):
