@@ -8,7 +8,7 @@ import pytest
 from store import StoreClosed, StoreUnavailable
 from store.lazy import LazyStore
 from store.scheduler import ThreadScheduler
-from store.testing import in_child, in_threads, wait_until
+from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 
 class Backend:
@@ -131,7 +131,7 @@ def test_child_forked_while_another_thread_opens(store):
     with store._process().opening:
         thread.start()
         in_child(lambda: store.add(None))
-    thread.join()
+    thread.join(PATIENCE)
 
 
 def test_close_is_final(store):
@@ -146,37 +146,23 @@ def test_close_is_final(store):
         store.ping()
 
 
-def test_one_ping_at_a_time(store):
-    """Of several concurrent pings only one runs at a time.
+@pytest.mark.parametrize(
+    'error', [None, StoreUnavailable('full'), KeyboardInterrupt()], ids=repr
+)
+def test_pings_are_shared(store, error):
+    """One ping runs at a time, and all callers that waited share the next one.
 
-    Callers that wait share the result of one ping that began after they arrived.
+    A caller never gets the result of a ping that began before its call. A failed ping
+    fails all that share it; the next one tries again.
     """
-    backend = store.add(None)
-    held = threading.Event()
-    backend.before_ping = held.wait
-    threads = [threading.Thread(target=store.ping) for _ in range(8)]
-    threads[0].start()
-    wait_until(lambda: backend.now)
-    for thread in threads[1:]:
-        thread.start()
-    wait_until(lambda: len(store._process().pinging.arrived) == len(threads))
-    held.set()
-    for thread in threads:
-        thread.join()
-    assert backend.most == 1
-    assert backend.pings == 2
-
-
-@pytest.mark.parametrize('error', [StoreUnavailable('full'), KeyboardInterrupt()])
-def test_failed_ping_fails_all_who_share_it(store, error):
-    """A failed ping fails every caller that shares it; the next ping tries again."""
     backend = store.add(None)
     held = threading.Event()
     raised = []
 
-    def fail():
-        held.wait()
-        raise error
+    def end():
+        held.wait(PATIENCE)
+        if backend.pings and error:
+            raise error
 
     def ask():
         try:
@@ -184,20 +170,20 @@ def test_failed_ping_fails_all_who_share_it(store, error):
         except BaseException as ex:
             raised.append(ex)
 
-    backend.before_ping = held.wait
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    backend.before_ping = end
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
     threads[0].start()
     wait_until(lambda: backend.now)
-    backend.before_ping = fail
     for thread in threads[1:]:
         thread.start()
     wait_until(lambda: len(store._process().pinging.arrived) == len(threads))
     held.set()
     for thread in threads:
-        thread.join()
-    assert backend.pings == 2
-    assert len(raised) == 2
-    assert raised[0] is error
-    assert isinstance(raised[1], StoreUnavailable)
+        thread.join(PATIENCE)
+    assert (backend.most, backend.pings) == (1, 2)
+    assert len(raised) == (7 if error else 0)
+    if error:
+        assert raised[0] is error
+        assert all(isinstance(other, StoreUnavailable) for other in raised[1:])
     backend.before_ping = lambda: None
     store.ping()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 from cli import command, pipe_without_reader
@@ -84,13 +83,6 @@ class TestList:
         assert error.startswith(f'Error: {path}: line 2 (byte {len(FERN)}) is damaged')
         assert f'--repair jsonl:{path}' in error
         assert files(path) == {path.name: FERN + b'?\n' + MOSS}
-
-    def test_list_prints_utf8_in_any_locale(self, path):
-        """It prints UTF-8 and line feeds, whatever the locale says."""
-        path.write_bytes(IVY)
-        with command('list', url(path)) as process:
-            assert process.communicate(timeout=PATIENCE) == (IVY, b'')
-            assert process.returncode == 0
 
 
 class TestCount:
@@ -371,19 +363,6 @@ class TestRepair:
         assert code == 0
         assert 1 < nth < 20
 
-    def test_interrupt_after_the_replacement_keeps_the_side_file(self, path):
-        """Ctrl-C right after the file was replaced keeps the moved lines."""
-        path.write_bytes(FERN + b'?\n' + MOSS)
-
-        def replace_and_raise(*paths):
-            os.replace(*paths)
-            raise KeyboardInterrupt
-
-        system = SimpleNamespace(**{**vars(os), 'replace': replace_and_raise})
-        with pytest.raises(KeyboardInterrupt):
-            verify(path, repair=True, system=system)
-        assert files(path) == {path.name: FERN + MOSS, f'{path.name}.damaged-1': b'?\n'}
-
 
 def outcome_of_repair(path):
     """Return what a repair returns or raises."""
@@ -402,6 +381,12 @@ USAGE = {
     'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
     'no-path': (['check', 'jsonl:'], "'jsonl:' is not a store"),
     'memory-with-path': (['list', 'memory:plants'], "'memory:plants' is not a store"),
+    'copy-nothing': (['copy'], 'SRC, DST'),
+    'copy-to-nothing': (['copy', 'memory:'], 'DST'),
+    'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
+    'password': (['copy', 'x', 'password=x'], "'password=***' is not a store"),
+    'libpq': (['list', 'postgresql://[h/d'], 'it is not a URL that libpq accepts'),
+    'at': (['list', 'postgres://u:hu@sh@h/d'], "'postgres://***@h/d': in this URL"),
 }
 
 

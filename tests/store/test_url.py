@@ -33,31 +33,23 @@ def test_masked_url_shows_no_secret(url, shown):
     assert masked(url) == shown
 
 
-@pytest.mark.parametrize('character', '@/?#%')
-def test_unescaped_password_is_refused(character):
-    """A password that breaks the URL is refused with the reason, and not shown."""
-    url = f'postgresql://gardener:topmost{character}secret@127.0.0.1/plants'
-    with pytest.raises(ValueError, match=r'write @ as %40|not a URL') as caught:
-        open_store(url)
-    shown = ''.join(traceback.format_exception(caught.value))
-    assert 'topmost' not in shown
-    assert 'secret' not in shown
-
-
 @pytest.mark.parametrize(
     'url',
     [
+        *(
+            f'postgresql://gardener:top{character}secret@host/db'
+            for character in '@/?#%'
+        ),
         'postgresql:gardener:secret@host/plants',
-        'mysql://gardener:secret@host/plants',
         'postgresql://host/plants?password=top@secret',
         'postgresql://host/plants?pasword=secret',
-        'postgresql://gardener:top@secret@host/plants',
-        'postgresql://gardener:top@\nsecret@host/plants',
+        'postgres://gardener:top@\nsecret@host/plants',
         'postgresql://gardener:top/\nsecret@host/plants',
         'postgresql://host:secret@port/plants?x=y',
+        'postgresql://gardener:secret/plants',
+        'mysql://gardener:secret@host/plants',
         '//gardener:secret@host',
         'gardener:secret@host',
-        'postgresql://gardener:secret/plants',
     ],
 )
 def test_malformed_url_is_refused(url):
@@ -67,10 +59,10 @@ def test_malformed_url_is_refused(url):
     assert 'secret' not in ''.join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize('at', ['', 'gardener:%40secret@'])
-def test_unescaped_at_in_a_parameter_is_refused(at):
-    """An @ in a parameter must be escaped; the error says how."""
-    url = f'postgresql://{at}host/plants?application_name=me'
+@pytest.mark.parametrize('scheme', ['postgresql', 'postgres'])
+def test_at_in_a_parameter_is_escaped(scheme):
+    """An @ in a parameter must be escaped; the error says how. Two schemes are one."""
+    url = f'{scheme}://gardener:%40secret@host/plants?application_name=me'
     with open_store(url + '%40here'):
         pass
     with pytest.raises(ValueError, match='in this URL write @ as %40, except before'):
