@@ -35,7 +35,6 @@ from store.jsonl.repair import Progress, Verified, verify
 from store.streams import (
     OutputClosed,
     OutputError,
-    print_error,
     print_line,
     read_plants,
     replace_closed_streams,
@@ -77,7 +76,6 @@ exit codes:
 # A batch of a copy is one statement to a database, which has a time limit.
 BATCH_PLANTS = 1000
 BATCH_CHARACTERS = 2**20
-INTERRUPTED = 130  # as a shell reports a process that SIGINT has ended
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,19 +102,20 @@ def main(
         The exit code, as the help explains it. A usage error exits with 2.
     """
     replace_closed_streams()
-    options = _parser(environ).parse_args(arguments)
     code = 1
     try:
         try:
+            options = _parser(environ).parse_args(arguments)
             code = options.run(options)
         except StoreError as ex:
-            print_error(ex)
+            print(f'Error: {ex}', file=sys.stderr)
         except KeyboardInterrupt:
-            code = INTERRUPTED
-        with suppress(OutputClosed):
-            write()  # what is still buffered
+            code = 130  # as a shell reports a process that SIGINT has ended
+        finally:
+            with suppress(OutputClosed):
+                write()  # what is still buffered
     except OutputError as ex:  # pragma: no cover - tests of it run in other processes
-        print_error(f'the output: {ex}')
+        print(f'Error: the output: {ex}', file=sys.stderr)
         code = 1
     return code
 

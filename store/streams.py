@@ -30,7 +30,8 @@ def write(data: bytes = b'', *, flush: bool = True) -> None:
             output: a store may raise ``BrokenPipeError``, too.
     """
     try:
-        sys.stdout.buffer.write(data)
+        if data:
+            sys.stdout.buffer.write(data)
         if flush:
             sys.stdout.flush()
     except OSError as ex:
@@ -45,11 +46,6 @@ def print_line(line: str) -> None:
     with suppress(OutputClosed):
         # Paths may hold bytes that are not UTF-8.
         write(f'{line}\n'.encode(errors='surrogateescape'))
-
-
-def print_error(sentence: object) -> None:
-    """Print an error to the standard error."""
-    print(f'Error: {sentence}', file=sys.stderr)
 
 
 def read_plants() -> Iterator[Plant]:

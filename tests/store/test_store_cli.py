@@ -478,7 +478,7 @@ class TestOutput:
         assert ('Error: ' in errors) == (name != 'check')
         assert 'Traceback' not in errors
 
-    @pytest.mark.parametrize('name', ['list', 'count', 'check'])
+    @pytest.mark.parametrize('name', ['list', 'count', 'check', '--help'])
     def test_output_on_a_full_disk(self, path, name):
         """An output that cannot be written is an error of one line."""
         full = os.open('/dev/full', os.O_WRONLY)
