@@ -136,9 +136,10 @@ class PlantStore(abc.ABC):
         """Return if an ``add`` would work now; raises as ``add`` does if not."""
 
     def check_opening(self) -> None:
-        """Return if the store would open, changing nothing; raises as ``add`` does.
+        """Return if a server would start with this store; raises as ``add`` does.
 
-        The default opens the store. Override it if opening changes anything.
+        It changes nothing, and a start may make what is missing, also for a store that
+        does not (``create='never'``). The default is for a store that is always there.
         """
         self.ping()
 

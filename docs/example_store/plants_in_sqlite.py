@@ -1,5 +1,6 @@
 """A store of plants in another package: a table in an SQLite file."""
 
+import os
 import sqlite3
 from contextlib import closing, contextmanager
 from functools import partial
@@ -61,6 +62,13 @@ class SQLiteStore(PlantStore):
     def _ping(self):
         with self._database() as database:
             database.execute('BEGIN IMMEDIATE')  # fails if an add would
+
+    def check_opening(self):
+        if self._closed or self.path.exists():
+            self.ping()
+        elif not os.access(self.path.parent, os.W_OK):
+            reason = 'its directory does not exist, or cannot be written to'
+            raise StoreUnavailable(reason, store=str(self.path))
 
     def close(self):
         self._closed = True
