@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -171,10 +170,9 @@ def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
         parser: _Parser = options.parser
         parser.refuse(str(ex))
     if isinstance(store, JSONLinesStore):
-        with suppress(OSError):  # the store reports it
-            mode = store.path.stat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise StoreUnavailable('it is not a file', store=str(store.path))
+        path = str(store.path)
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise StoreUnavailable('it is not a regular file', store=path)
     return store
 
 
@@ -286,7 +284,7 @@ def _progress(source: object) -> Progress:
     from tqdm import tqdm
 
     total = None
-    if isinstance(source, JSONLinesStore):
+    if isinstance(source, JSONLinesStore) and os.path.isfile(source.path):
         # About as many plants as if all lines were like the first ones.
         with suppress(OSError), source.path.open('rb') as file:
             sample = file.read(2**16)

@@ -315,23 +315,6 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     assert len(disk.syncs) == 2
 
 
-def test_waiters_behind_a_failure_are_served(quick):
-    """Records that wait behind a failing batch are served by the next leader."""
-    error = Failure()
-    disk = Disk()
-    gate = Gate()
-
-    def fail_first():
-        gate()
-        if len(disk.batches) == 1:
-            raise error
-
-    disk.before_append = fail_first
-    jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
-    run_behind(disk, lambda: submit_failing(disk, 0, error), *jobs, gate=gate)
-    assert disk.batches == [[0], [1, 2, 3]]
-
-
 @pytest.mark.parametrize('needs_sync', [True, False])
 def test_error_of_one_record_reaches_its_caller_only(quick, needs_sync):
     """An error that the append sets on a record reaches only its caller."""

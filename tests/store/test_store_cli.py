@@ -421,8 +421,9 @@ class TestUsage:
         """A named pipe is refused: no command waits for it, or takes it for empty."""
         os.mkfifo(tmp_path / 'pipe')
         target = ['memory:'] if command == 'copy' else []
-        code, _, errors = run(*command.split(), tmp_path / 'pipe', *target)
-        assert (code, errors) == (1, [f'Error: {tmp_path}/pipe: it is not a file'])
+        code, _, (error,) = run(*command.split(), tmp_path / 'pipe', *target)
+        assert code == 1
+        assert error == f'Error: {tmp_path}/pipe: it is not a regular file'
 
     @pytest.mark.parametrize('arguments', [['--help'], ['check', '--help']])
     def test_help_fits_a_terminal(self, run, arguments):
