@@ -1,8 +1,10 @@
 """The store in memory."""
 
+import re
+
 import pytest
 
-from store import Plant, open_store
+from store import Plant, check_plant, open_store
 from store.testing import StoreContract
 
 
@@ -21,3 +23,23 @@ def test_stores_share_nothing():
     one, other = open_store('memory:'), open_store('memory:')
     one.add(Plant(1, 'Fern'))
     assert list(other) == []
+
+
+@pytest.mark.parametrize(
+    ('plant', 'sentence'),
+    [
+        (Plant(True, 'Fern'), 'id: True is not an integer'),
+        (Plant(2**63, 'Fern'), 'id: it is not a 64-bit integer'),
+        (
+            Plant(1, b'Fern' * 99),
+            "name: b'FernFernFer...nFernFernFern' is not a string",
+        ),
+        (Plant(1, 'Fe\0rn'), 'name: it holds U+0000'),
+        (Plant(1, 'Fern', '\ud800'), 'tag: it holds a lone surrogate'),
+    ],
+    ids=['id', 'range', 'bytes', 'zero', 'surrogate'],
+)
+def test_no_plant_is_refused_with_a_sentence(plant, sentence):
+    """The error names the member and the rule; a long text is cut."""
+    with pytest.raises(ValueError, match=f'^{re.escape(sentence)}$'):
+        check_plant(plant)
