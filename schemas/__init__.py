@@ -3,26 +3,25 @@
 The rules of the members are in the JSON Schema files beside this module (draft 2020-12)
 and nowhere else: edit a file, reload, and the rule has changed. This module decides
 what RFC 8259 leaves open about JSON text.
+
+Two libraries read the files. jsonschema-rs decides whether a value is valid: it needs
+1 us for a plant, jsonschema 50 to 80. jsonschema checks the files at the start, and
+describes the faults of a value that was refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonschema_rs
-from jsonschema import (
-    Draft4Validator,
-    Draft202012Validator,
-    SchemaError,
-    ValidationError,
-)
-from jsonschema.validators import extend
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from referencing import Registry
-from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
@@ -34,6 +33,15 @@ MAX_NUMBER_LENGTH = 1_000
 MAX_SHOWN_LENGTH = 60
 
 _SURROGATE_ESCAPE = re.compile(r'\\u[dD][89a-fA-F]')
+
+# Draft 2020-12 takes 1.0 for an integer, draft 4 does not. So a rule with the type
+# integer gets a reference to this schema, which accepts what is no number or an integer
+# literal.
+_LITERAL_URI = 'urn:integer-literal'
+_LITERAL = {
+    '$schema': 'http://json-schema.org/draft-04/schema#',
+    'type': ['integer', 'array', 'boolean', 'null', 'object', 'string'],
+}
 
 
 class NotJSON(ValueError):
@@ -68,33 +76,25 @@ def _bounded(literal: str) -> str:
     return literal
 
 
+def _float(literal: str) -> float:
+    # The nearest one: JSON has no infinity.
+    return max(-sys.float_info.max, min(float(_bounded(literal)), sys.float_info.max))
+
+
 def _constant(literal: str) -> NoReturn:
     raise NotJSON(f'{literal} is not JSON')
 
 
-class _FloatFound(Exception):
-    """A number literal has a fraction or an exponent."""
+# NOTE: built once: json.loads() with arguments builds one at every call.
+_decode = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=lambda literal: int(_bounded(literal)),
+    parse_float=_float,
+    parse_constant=_constant,
+).decode
 
 
-def _no_float(literal: str) -> NoReturn:
-    raise _FloatFound
-
-
-def _decoder(parse_float: Callable[[str], Any]) -> Callable[[str], Any]:
-    # NOTE: built once: json.loads() with arguments builds one at every call.
-    return json.JSONDecoder(
-        object_pairs_hook=_object,
-        parse_int=lambda literal: int(_bounded(literal)),
-        parse_float=parse_float,
-        parse_constant=_constant,
-    ).decode
-
-
-_decode = _decoder(lambda literal: float(_bounded(literal)))
-_decode_without_floats = _decoder(_no_float)
-
-
-def parse(text: bytes, decode: Callable[[str], Any] = _decode) -> Any:
+def parse(text: bytes) -> Any:
     """Return the value of JSON text, read strictly.
 
     It is stricter than ``json.loads``: UTF-8 without a byte order mark, no NaN and
@@ -109,7 +109,7 @@ def parse(text: bytes, decode: Callable[[str], Any] = _decode) -> Any:
         decoded = text.decode()
         if decoded.startswith('\ufeff'):
             raise NotJSON('it begins with a byte order mark')
-        value = decode(decoded)
+        value = _decode(decoded)
         if _SURROGATE_ESCAPE.search(decoded):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as ex:
@@ -124,27 +124,8 @@ def parse(text: bytes, decode: Callable[[str], Any] = _decode) -> Any:
     return value
 
 
-# An integer is an integer literal, as in draft 4: later drafts accept 1.0, too.
-# NOTE: not redefine() with a function of ours. The object that would hold the function
-# is invisible to Python's garbage collector: a reload could never free this module.
-_Validator: type[Draft202012Validator] = extend(  # type: ignore[no-untyped-call]
-    Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER
-)
-
-
-# One validator reads patterns as Python does, the other one as ECMA 262 says. These
-# patterns mean the same in both.
-_AGREED_PATTERNS = {r'^[^\u0000]*$'}
-
-
 class Schema:
     """A schema, ready to check values; build it once.
-
-    Two validators read the same files. The fast one, jsonschema-rs, accepts nearly all
-    valid values, a hundred times as fast. All others go to the slow one, jsonschema,
-    which decides and describes the faults. The fast one is not asked where the two may
-    disagree: for a value with a float, since it takes 1.0 for an integer; and never if
-    a schema has a pattern that we do not know, or a float, which it rounds otherwise.
 
     Args:
         name: The name of the file without ``.json``.
@@ -154,18 +135,27 @@ class Schema:
     """
 
     def __init__(self, name: str) -> None:
-        # Without $schema, which would choose another class than ours at each $ref.
-        files = {
-            file: {name: rule for name, rule in schema.items() if name != '$schema'}
-            for file, schema in load().items()
-        }
+        files = load()
+        for schema in files.values():
+            # It would choose another draft at each reference to this file.
+            schema.pop('$schema', None)
+            _require_literals(schema)
+        files[_LITERAL_URI] = _LITERAL
         schema = files[f'{name}.json']
-        self._validator = _Validator(schema, registry=_registry(files))
-        self._is_valid: Callable[[Any], bool] = lambda value: False
-        if _validators_agree(list(files.values())):
-            self._is_valid = jsonschema_rs.Draft202012Validator(
-                schema, registry=jsonschema_rs.Registry(list(files.items()))
-            ).is_valid
+        registry: Registry[Any] = Registry().with_resources(
+            (uri, DRAFT202012.create_resource(file)) for uri, file in files.items()
+        )
+        self._describing = Draft202012Validator(schema, registry=registry)
+        try:
+            self._deciding = jsonschema_rs.Draft202012Validator(
+                schema,
+                registry=jsonschema_rs.Registry(list(files.items())),
+                offline=True,
+                mask='it',  # stands for the value in its messages
+            )
+        except (ValueError, jsonschema_rs.ReferencingError) as ex:
+            reason = getattr(ex, 'message', ex)
+            raise ValueError(f'{DIRECTORY / name}.json: {reason}') from ex
 
     def read(self, text: bytes) -> Any:
         """Return the value of JSON text, which must keep the rules of the schema.
@@ -174,34 +164,33 @@ class Schema:
             NotJSON: The text is not JSON.
             Invalid: Its value breaks rules of the schema.
         """
-        try:
-            value = parse(text, _decode_without_floats)
-            if self._is_valid(value):
-                return value
-        except _FloatFound:
-            value = parse(text)
-        try:
-            faults = self.faults(value)
-        except RecursionError as ex:
-            raise NotJSON('it is nested too deeply') from ex
-        except OverflowError as ex:  # jsonschema divides for multipleOf
-            raise Invalid('body: a number is too large') from ex
-        if faults:
-            raise Invalid('; '.join(faults))
+        value = parse(text)
+        if not self._deciding.is_valid(value):
+            raise Invalid('; '.join(self._faults(value)))
         return value
 
-    def faults(self, value: Any) -> list[str]:
-        """Return every fault of a value, as a sentence for a person.
+    def _faults(self, value: Any) -> list[str]:
+        """Return every fault of an invalid value, as sentences for a person.
 
         Each sentence names the member and the rule: ``id: 1.5 is not an integer``.
         """
-        errors = self._validator.iter_errors(value)
+        faults: list[str] = []
+        with suppress(RecursionError, OverflowError):  # jsonschema divides by floats
+            for error in self._describing.iter_errors(value):
+                faults += _describe(error)
+        if not faults:
+            # The two differ in corners: dialects of patterns, rounding in multipleOf.
+            with suppress(ValueError):  # the value is nested too deeply for it, too
+                faults = [
+                    f'{_where(ex.instance_path)}: {_cut(ex.message, 200)}'
+                    for ex in self._deciding.iter_errors(value)
+                ]
         # A schema may include two others that find the same fault.
-        return list(dict.fromkeys(fault for ex in errors for fault in _describe(ex)))
+        return list(dict.fromkeys(faults)) or ['body: it is nested too deeply']
 
 
 def load() -> dict[str, Any]:
-    """Read the schemas; return them by the names of their files.
+    """Read and check the schemas; return them by the names of their files.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.
@@ -212,62 +201,21 @@ def load() -> dict[str, Any]:
             files[path.name] = schema = json.loads(path.read_bytes())
             if not isinstance(schema, dict):
                 raise ValueError(f'{show(schema)} is not an object')
-            _Validator.check_schema(schema)
-            for pattern in _patterns(schema):
-                re.compile(pattern)
-        except (ValueError, re.error, SchemaError) as ex:
+            Draft202012Validator.check_schema(schema)
+        except (ValueError, SchemaError) as ex:
             reason = ex.message if isinstance(ex, SchemaError) else ex
             raise ValueError(f'{path}: {reason}') from ex
-    registry = _registry(files)
-    for file, schema in files.items():
-        try:
-            _check_references(schema, registry.resolver(file))
-        except Unresolvable as ex:
-            reason = f'the reference {show(ex.ref)} leads nowhere'
-            raise ValueError(f'{DIRECTORY / file}: {reason}') from ex
     return files
 
 
-def _registry(files: dict[str, Any]) -> Registry[Any]:
-    registry: Registry[Any] = Registry()
-    return registry.with_resources(
-        (file, DRAFT202012.create_resource(schema)) for file, schema in files.items()
-    )
-
-
-def _check_references(schema: Any, resolver: Any) -> None:
-    """Resolve each reference in a schema.
-
-    Raises:
-        Unresolvable: A reference leads nowhere.
-    """
-    resolver = resolver.in_subresource(DRAFT202012.create_resource(schema))
+def _require_literals(schema: Any) -> None:
+    """Have the rules in a schema accept only literals as integers, in place."""
     if isinstance(schema, dict):
-        for keyword in {'$ref', '$dynamicRef'} & schema.keys():
-            resolver.lookup(schema[keyword])
-    for part in DRAFT202012.subresources_of(schema):
-        _check_references(part, resolver)
-
-
-def _patterns(schema: Any) -> Iterator[str]:
-    """Yield the regular expressions in a schema, wherever they are."""
-    if isinstance(schema, dict):
-        if isinstance(pattern := schema.get('pattern'), str):
-            yield pattern
-        if isinstance(properties := schema.get('patternProperties'), dict):
-            yield from properties
-    if isinstance(schema, dict | list):
-        for part in schema.values() if isinstance(schema, dict) else schema:
-            yield from _patterns(part)
-
-
-def _validators_agree(schemas: list[Any]) -> bool:
-    """Whether both validators are known to read the schemas in the same way."""
-    try:
-        _decode_without_floats(json.dumps(schemas))
-    except (_FloatFound, NotJSON):  # NotJSON: Infinity, for example
-        return False
-    return _AGREED_PATTERNS.issuperset(_patterns(schemas))
+        types = schema.get('type', [])
+        if 'integer' in types and 'number' not in types:
+            schema['allOf'] = [*schema.get('allOf', []), {'$ref': _LITERAL_URI}]
+        for part in DRAFT202012.subresources_of(schema):
+            _require_literals(part)
 
 
 _BREAKS = {
@@ -278,25 +226,34 @@ _BREAKS = {
 
 
 def _describe(error: ValidationError) -> Iterator[str]:
-    path = '.'.join(map(str, error.absolute_path))
-    where = path or 'body'
+    where = _where(error.absolute_path)
     rule: Any = error.validator_value
     instance: Any = error.instance
     match error.validator:
         case 'required':
-            for name in rule:
-                if name not in instance:
-                    yield f'{path}.{name}: is missing'.lstrip('.')
-        case 'type' if isinstance(rule, str):
-            article = 'an' if rule[0] in 'aio' else 'a'
-            yield f'{where}: {show(instance)} is not {article} {rule}'
+            for name in [name for name in rule if name not in instance]:
+                yield f'{_where([*error.absolute_path, name])}: is missing'
+        case 'type' if isinstance(rule, str) or rule == _LITERAL['type']:
+            type = rule if isinstance(rule, str) else 'integer'
+            article = 'an' if type[0] in 'aio' else 'a'
+            yield f'{where}: {show(instance)} is not {article} {type}'
+        case None:  # the schema is false
+            yield f'{where}: {show(instance)} is not allowed'
         case name:
             breaks = _BREAKS.get(str(name), f'breaks {name}')
             yield f'{where}: {show(instance)} {breaks} {show(rule)}'
 
 
+def _where(path: Iterable[str | int]) -> str:
+    """Return the path of a member; an empty path is the body."""
+    return '.'.join(map(str, path)) or 'body'
+
+
 def show(value: Any) -> str:
     """Return a value as JSON text that can be encoded, cut if it is long."""
-    text = json.dumps(value, ensure_ascii=False)
+    return _cut(json.dumps(value, ensure_ascii=False), MAX_SHOWN_LENGTH)
+
+
+def _cut(text: str, length: int) -> str:
     text = text.encode(errors='backslashreplace').decode()
-    return text if len(text) <= MAX_SHOWN_LENGTH else f'{text[:MAX_SHOWN_LENGTH]}...'
+    return text if len(text) <= length else f'{text[:length]}...'

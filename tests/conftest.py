@@ -10,6 +10,7 @@ import warnings
 from unittest import mock
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import schemas
 from app import create_app
@@ -42,7 +43,7 @@ if (
 @pytest.fixture(scope='session', autouse=True)
 def checked_once():
     """Check each schema once: it takes most of the time of ``create_app``."""
-    check = schemas._Validator.check_schema
+    check = Draft202012Validator.check_schema
     sound = set()
 
     def check_once(schema):
@@ -51,7 +52,7 @@ def checked_once():
             check(schema)
             sound.add(text)
 
-    with mock.patch.object(schemas._Validator, 'check_schema', check_once):
+    with mock.patch.object(Draft202012Validator, 'check_schema', check_once):
         yield
 
 
@@ -129,6 +130,25 @@ def app(client):
 def anonymous(app):
     """Return a client of the same application, without a token."""
     return Client(app)
+
+
+@pytest.fixture
+def edit(tmp_path, monkeypatch):
+    """Return a function that changes a schema in a copy of the files.
+
+    The function gets the name of the schema, and what changes it in place.
+    """
+    directory = tmp_path / 'schemas'
+    shutil.copytree(schemas.DIRECTORY, directory)
+    monkeypatch.setattr(schemas, 'DIRECTORY', directory)
+
+    def edit(name, change):
+        path = directory / f'{name}.json'
+        schema = json.loads(path.read_bytes()) if path.exists() else {}
+        change(schema)
+        path.write_text(json.dumps(schema))
+
+    return edit
 
 
 @pytest.fixture

@@ -1,26 +1,26 @@
 """JSON text and the schema files: what is accepted, what is refused, the messages."""
 
 import json
-import math
-import re
-import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import Client
 from errors import assert_error
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator, SchemaError
+from jsonschema import Draft4Validator, Draft202012Validator
+from jsonschema.validators import extend
 
 import schemas
 from app import create_app
-from schemas import Invalid, NotJSON, Schema, parse
+from schemas import Invalid, Schema, parse
 from store import Plant
 from store.memory import MemoryStore
 from web.errors import ErrorValue
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
+LARGEST = sys.float_info.max
 
 
 def case_id(value):
@@ -30,241 +30,97 @@ def case_id(value):
 
 # ---- JSON text that is accepted, and the value it stands for
 
-ACCEPTED = [
+ACCEPTED = {
     # literals and white space
-    (b'null', None),
-    (b'true', True),
-    (b'false', False),
-    (b' null', None),
-    (b'null ', None),
-    (b'\tnull\r\n', None),
-    (b'\r\n\r\n\t null \t\n\n', None),
-    (b'[ ]', []),
-    (b'{ }', {}),
-    (b'[\n1\t,\r2 ]', [1, 2]),
-    (b'{ "a" : 1 ,\n"b"\t:\r2 }', {'a': 1, 'b': 2}),
-    (b' ' * 60_000 + b'1', 1),
+    b'null': None,
+    b' true\n': True,
+    b'\r\n\r\n\t false \t\n\n': False,
+    b'{ "a" : [ ] ,\n"b"\t:\r2 }': {'a': [], 'b': 2},
+    b' ' * 60_000 + b'1': 1,
     # numbers
-    (b'0', 0),
-    (b'-0', 0),
-    (b'1', 1),
-    (b'-1', -1),
-    (b'10', 10),
-    (b'9223372036854775808', 2**63),
-    (b'-9223372036854775809', -(2**63) - 1),
-    (b'9007199254740993', 2**53 + 1),
-    (b'1.0', 1.0),
-    (b'-0.0', -0.0),
-    (b'0.5', 0.5),
-    (b'1.50', 1.5),
-    (b'1e3', 1000.0),
-    (b'1E3', 1000.0),
-    (b'1e+3', 1000.0),
-    (b'1e-3', 0.001),
-    (b'0e0', 0.0),
-    (b'0E+00', 0.0),
-    (b'1e03', 1000.0),
-    (b'-1.25e-2', -0.0125),
-    (b'5e-324', 5e-324),
-    (b'1e-999', 0.0),
-    (b'1e999', math.inf),
-    (b'-1e999', -math.inf),
-    (b'0.1000000000000000055511151231257827', 0.1),
-    (b'1' * 1000, int('1' * 1000)),
-    (b'-' + b'1' * 999, -int('1' * 999)),
-    (b'0.' + b'3' * 998, float('0.' + '3' * 998)),
+    b'-0': 0,
+    b'-9223372036854775809': -(2**63) - 1,
+    b'9007199254740993': 2**53 + 1,
+    b'1.0': 1.0,
+    b'-0.0': -0.0,
+    b'1E3': 1000.0,
+    b'-1.25e-02': -0.0125,
+    b'5e-324': 5e-324,
+    b'1e-999': 0.0,
+    b'1e999': LARGEST,
+    b'-1e999': -LARGEST,
+    b'0.1000000000000000055511151231257827': 0.1,
+    b'1' * 1000: int('1' * 1000),
+    b'0.' + b'3' * 998: float('0.' + '3' * 998),
     # strings
-    (b'""', ''),
-    (b'" "', ' '),
-    (b'"a"', 'a'),
-    (b'"\\""', '"'),
-    (b'"\\\\"', '\\'),
-    (b'"\\/"', '/'),
-    (b'"/"', '/'),
-    (b'"\\b\\f\\n\\r\\t"', '\b\f\n\r\t'),
-    (b'"\\u0041"', 'A'),
-    (b'"\\u00e9"', '\xe9'),
-    (b'"\\u00E9"', '\xe9'),
-    (b'"\\u0000"', '\0'),
-    (b'"\\u001f"', '\x1f'),
-    (b'"\\u2028\\u2029"', '\u2028\u2029'),
-    (b'"\\ufeff"', '\ufeff'),
-    (b'"\\ufffe\\uffff"', '\ufffe\uffff'),
-    (b'"\\ufffd"', '\ufffd'),
-    (b'"\\ud7ff\\ue000"', '\ud7ff\ue000'),
-    (b'"\\u00e"'.replace(b'e"', b'e9x"'), '\xe9x'),
-    (b'"\\\\u0041"', '\\u0041'),
-    (b'"\\\\\\u0041"', '\\A'),
-    (b'"\x7f"', '\x7f'),
-    (b'"\xc2\x80"', '\x80'),
-    (b'"\xc3\xa9"', '\xe9'),
-    (b'"e\xcc\x81"', 'e\u0301'),
-    (b'"\xe2\x82\xac"', '\u20ac'),
-    (b'"\xe2\x80\xa8"', '\u2028'),
-    (b'"\xef\xbb\xbf"', '\ufeff'),
-    (b'"\xef\xbf\xbf"', '\uffff'),
-    (b'"\xed\x9f\xbf\xee\x80\x80"', '\ud7ff\ue000'),
-    (b'"\xf0\x90\x80\x80"', '\U00010000'),
-    (b'"\xf4\x8f\xbf\xbf"', '\U0010ffff'),
-    (b'"// no /* comment */ # here"', '// no /* comment */ # here'),
-    (b'"NaN, Infinity, [1,]"', 'NaN, Infinity, [1,]'),
+    b'""': '',
+    b'"\\"\\\\\\/\\b\\f\\n\\r\\t"': '"\\/\b\f\n\r\t',
+    b'"\\u00e9\\u00E9\xc3\xa9"': '\xe9\xe9\xe9',
+    b'"\\u0000\\u2028\\ufeff\\uffff"': '\0\u2028\ufeff\uffff',
+    b'"\\\\u0041\\\\\\u0041"': '\\u0041\\A',
+    b'"\x7f\xc2\x80e\xcc\x81"': '\x7f\x80e\u0301',
+    b'"\xef\xbb\xbf\xef\xbf\xbf"': '\ufeff\uffff',
+    b'"\xed\x9f\xbf\xee\x80\x80"': '\ud7ff\ue000',
+    b'"\xf4\x8f\xbf\xbf"': '\U0010ffff',
+    b'"// no /* comment */, NaN"': '// no /* comment */, NaN',
     # pairs of surrogates, and what only looks like a surrogate
-    (b'"\\ud83d\\ude00"', '\U0001f600'),
-    (b'"\\uD83D\\uDE00"', '\U0001f600'),
-    (b'"\\ud800\\udc00"', '\U00010000'),
-    (b'"\\udbff\\udfff"', '\U0010ffff'),
-    (b'"\\ud83d\\ude00\\ud83d\\ude00"', '\U0001f600\U0001f600'),
-    (b'{"\\ud83d\\ude00":1}', {'\U0001f600': 1}),
-    (b'"\\\\ud800"', '\\ud800'),
-    (b'"\\\\\\\\ud800"', '\\\\ud800'),
-    (b'"ud800"', 'ud800'),
+    b'"\\ud83d\\ude00\\uD83D\\uDE00"': '\U0001f600\U0001f600',
+    b'{"\\ud800\\udc00":1}': {'\U00010000': 1},
+    b'"\\\\ud800 ud800"': '\\ud800 ud800',
     # arrays and objects
-    (b'[]', []),
-    (b'[[]]', [[]]),
-    (b'[1,2.0,"3",null,true,{}]', [1, 2.0, '3', None, True, {}]),
-    (b'[' + b'1,' * 20_000 + b'1]', [1] * 20_001),
-    (b'{}', {}),
-    (b'{"":0}', {'': 0}),
-    (b'{"a":{"a":{"a":1}}}', {'a': {'a': {'a': 1}}}),
-    (b'[{"a":1},{"a":2}]', [{'a': 1}, {'a': 2}]),
-    (b'{"a":1,"A":2}', {'a': 1, 'A': 2}),
-    (b'{"a":1,"a ":2," a":3}', {'a': 1, 'a ': 2, ' a': 3}),
-    (b'{"\xc3\xa9":1,"e\xcc\x81":2}', {'\xe9': 1, 'e\u0301': 2}),
-    (b'{"__proto__":1,"constructor":2}', {'__proto__': 1, 'constructor': 2}),
-    (b'{"$ref":"#"}', {'$ref': '#'}),
-]
+    b'[1,2.0,"3",null,true,{}]': [1, 2.0, '3', None, True, {}],
+    b'[' + b'1,' * 20_000 + b'1]': [1] * 20_001,
+    b'{"":{"":{"":0}}}': {'': {'': {'': 0}}},
+    b'[{"a":1},{"a":2}]': [{'a': 1}, {'a': 2}],
+    b'{"a":1,"A":2,"a ":3}': {'a': 1, 'A': 2, 'a ': 3},
+    b'{"\xc3\xa9":1,"e\xcc\x81":2}': {'\xe9': 1, 'e\u0301': 2},
+}
 
 # ---- what is refused
 
+# Words without white space, by what is wrong with them.
+REFUSED_WORDS = {
+    'part of a value': '[ ] { } " , : - [1 [1, ["a" ["a {"a" {"a": {"a":1 {"a":1, nul',
+    'several values': '1,2 {}{} [][] {}, """" 1] {}} nulll truee',
+    'other languages': "None True NULL nil undefined 'a' {'a':1} {a:1} {1:1} `a` (1)",
+    'no numbers': 'NaN -NaN nan Infinity -Infinity inf [NaN] {"a":-Infinity}',
+    'commas': '[,] [1,] [,1] [1,,2] [1;2] {,} {"a":1,} {,"a":1} {"a":,"b":1} {"a"::1}',
+    'comments': '//\n1 1//one /**/1 1/**/ #one\n1 <!---->1',
+    'numbers': '01 00 -01 01.5 +1 --1 1. .5 . 1..2 1.2.3 1e 1e+ e1 1e1.5 1.e1 -e1',
+    'literals of programs': '0x10 0b1 0o7 1_000 1,000 1L 1n 1f 1j 1/2 1% 1a [01]',
+    'digits of other scripts': '\u0661 \uff11 1\u0660 \xb2 \xbd \u22121 1\u0301',
+    'escapes': r'"\x41" "\a" "\0" "\'" "\v" "\U0041" "\u" "\u123" "\u123g" "\u{41}"',
+    'escapes in other digits': '"\\u\uff10\uff10\uff14\uff11" \u201ca\u201d',
+    'a name twice': '{"a":1,"a":1} {"":1,"":2} [[{"b":[{"a":1,"a":2}]}]] '
+    '{"a":1,"\\u0061":2} {"/":1,"\\/":2} {"\xe9":1,"\\u00e9":2} {"id":1,"id":1}',
+    'lone surrogates': r'"\ud800" "\uDFFF" "\ud83dx" "x\ude00" "\ude00\ud83d" '
+    r'"\ud83d\ud83d\ude00" "\ud83d\\ude00" "\\\ud800" [["\udfff"]] {"\ud800":1} '
+    r'{"id":1,"name":"","x":"\ud800"} {"\ud800":1,"\ud800":2}',
+}
+REFUSED_BYTES = {
+    'white space': [b' ', b'\n', b'1 2', b'{"a" 1}', b'- 1', b'1e 1', b'"\\ "'],
+    'control characters': [b'"%c"' % code for code in range(0x20)],
+    'looks like white space': [
+        *[b'\0', b'1\0', b'\x0b1', b'1\x0c', b'\x1a', b'\x7f', b'\x1e{}\n'],
+        *[f'{blank}1'.encode() for blank in '\x85\xa0\u2028\u3000\u200b'],
+    ],
+    'long numbers': [b'1' * 1001, b'0.' + b'1' * 1000, b'{"a":%s}' % (b'1' * 5000)],
+    'long name twice': [b'{%s}' % b','.join([b'"%s":1' % (b'a' * 10_000)] * 2)],
+    'bytes that are not UTF-8': [
+        *[b'\xff', b'"\x80"', b'"\xc3"', b'"\xc0\x80"', b'"\xe0\x9f\xbf"', b'{}\xff'],
+        *[b'"\xf0\x8f\xbf\xbf"', b'"\xf4\x90\x80\x80"', b'"\xed\xa0\x80"'],
+        *[b'"\xed\xa0\xbd\xed\xb8\x80"', b'"\xe2\x82', b'{"\xff":1}'],
+    ],
+    'byte order marks': [b'\xef\xbb\xbf', b'\xef\xbb\xbf{}', b'{}\xef\xbb\xbf'],
+    'other encodings': [
+        '{"a":"\xe9"}'.encode(name)
+        for name in ('utf-16', 'utf-16-le', 'utf-32-be', 'latin-1', 'cp037')
+    ],
+}
 REFUSED = [
-    # no value, several values, or part of one
-    *(b' ', b'\n', b'\t\r\n ', b',', b':', b'[', b']', b'{', b'}', b'"', b"'", b'-'),
-    *(b'null null', b'1 2', b'1,2', b'{}{}', b'[][]', b'{},', b'""""', b'1]', b'{}}'),
-    *(b'[1', b'[1,', b'["a"', b'["a', b'{"a"', b'{"a":', b'{"a":1', b'{"a":1,'),
-    *(b'n', b'nul', b'nulll', b'tru', b'truee', b'fals', b'[nul]', b'{"a":tru}'),
-    # what other languages write
-    *(b'None', b'True', b'False', b'NULL', b'Null', b'TRUE', b'nil', b'undefined'),
-    *(b'NaN', b'-NaN', b'+NaN', b'nan', b'Infinity', b'-Infinity', b'+Infinity'),
-    *(b'inf', b'-inf', b'[NaN]', b'[Infinity]', b'{"a":NaN}', b'{"a":-Infinity}'),
-    *(b'[1,-Infinity]', b'{"id":NaN}', b'-I', b'1.#INF', b'1#QNAN'),
-    *(b"'a'", b"{'a':1}", b'{a:1}', b'{1:1}', b'{null:1}', b'{true:1}', b'`a`'),
-    *(b'{"a"=1}', b'{"a"=>1}', b'{"a" 1}', b'{"a","b"}', b'["a":1]', b'("a")', b'a=1'),
-    *(b'<plant/>', b'id: 1', b'-1-', b'---', b'x', b'*', b'&', b'!', b'...', b';'),
-    *(b'\\n', b'\\u0031', b'\\"a\\"', b'u"a"', b'b"a"', b'"a" + "b"', b'"a" "b"'),
-    # commas
-    *(b'[,]', b'[1,]', b'[,1]', b'[1,,2]', b'[1 2]', b'[1;2]', b'["a" "b"]'),
-    *(b'{,}', b'{"a":1,}', b'{,"a":1}', b'{"a":1,,"b":2}', b'{"a":1 "b":2}'),
-    *(b'{"a":,"b":1}', b'{"a"::1}', b'{:1}', b'{"a":1:2}', b'{"a":}'),
-    # comments
-    *(b'//\n1', b'1 // one', b'/* */1', b'1/* */', b'# one\n1', b'1 # one', b'/**/'),
-    *(b'[1, /* two */ 2]', b'{"a":1 // one\n}', b'<!-- -->1', b'-- one\n1'),
-    # numbers
-    *(b'01', b'00', b'-01', b'-00', b'007', b'01.5', b'+1', b'+0', b'--1', b'- 1'),
-    *(b'1.', b'-1.', b'.5', b'-.5', b'.', b'1..2', b'1.2.3', b'1e', b'1e+', b'1e-'),
-    *(b'e1', b'1e1.5', b'1ee1', b'1.e1', b'.e1', b'1e 1', b'1 .5', b'0e', b'-e1'),
-    *(b'0x10', b'0b1', b'0o7', b'0X1F', b'1_000', b'1,000', b'1 000', b"1'000"),
-    *(b'1L', b'1n', b'1f', b'1.0d', b'1j', b'1/2', b'1%', b'$1', b'1a', b'[01]'),
-    *('\u0661', '\uff11', '1\u0660', '\u00b2', '\u00bd', '\u2212' + '1', '1\u0301'),
-    *(b'1' * 1001, b'-' + b'1' * 1000, b'1' * 60_000, b'[%s]' % (b'9' * 1001)),
-    *(b'0.' + b'1' * 1000, b'1e' + b'1' * 1000, b'{"a":%s}' % (b'1' * 5000)),
-    # strings
-    *(
-        b'"a',
-        b'a"',
-        b'"\\"',
-        b'"\\',
-        b'"a\\"',
-        b'"a"b"',
-        b'"\\x41"',
-        b'"\\a"',
-        b'"\\0"',
-    ),
-    *(b'"\\\'"', b'"\\ "', b'"\\\n"', b'"\\v"', b'"\\e"', b'"\\U0041"', b'"\\u"'),
-    *(b'"\\u1"', b'"\\u12"', b'"\\u123"', b'"\\u123g"', b'"\\u 123"', b'"\\u+123"'),
-    *(b'"\\u-123"', b'"\\u0x41"', b'"\\u{41}"', b'"\\u1_23"', b'"\\N{BULLET}"'),
-    *(
-        '"\\u\uff10\uff10\uff14\uff11"',
-        '"\\u\u0660\u0660\u0664\u0661"',
-        '\u201ca\u201d',
-    ),
-    *(b'"%c"' % code for code in range(0x20)),
-    *(b'{"%c":1}' % code for code in (0, 9, 10, 13, 31)),
-    # what only looks like white space
-    *(b'\0', b'1\0', b'\0001', b'\0{}', b'{}\0', b'[\0]', b'\x0b1', b'1\x0c', b'\x1f1'),
-    *('\xa01', '1\xa0', '\x851', '\u20281', '1\u2029', '\u30001', '\u200b1', '[\xa0]'),
-    *(b'\x1a', b'1\x1a', b'\x7f', b'1\x7f', b'\x1e{}', b'\x1e{}\n'),
-    # duplicate member names, at any depth, escaped or not
-    *(b'{"a":1,"a":1}', b'{"a":1,"a":2}', b'{"a":1,"b":2,"a":3}', b'{"":1,"":2}'),
-    *(b'[{"a":1,"a":2}]', b'{"b":{"a":1,"a":2}}', b'[[[{"b":[{"a":1,"a":2}]}]]]'),
-    *(b'{"a":1,"\\u0061":2}', b'{"\\u0061":1,"\\u0061":2}', b'{"/":1,"\\/":2}'),
-    *(b'{"\xc3\xa9":1,"\\u00e9":2}', b'{"\\ud83d\\ude00":1,"\xf0\x9f\x98\x80":2}'),
-    *(b'{"a":null,"a":null}', b'{"a":{},"a":{}}', b'{"\\u0000":1,"\\u0000":2}'),
-    *(b'{"id":1,"id":1,"name":""}', b'{"id":1,"name":"a","name":"b"}'),
-    b'{"id":1,"name":"a","soil":{"id":1,"id":2}}',
-    b'{%s}' % b','.join([b'"%s":1' % (b'a' * 10_000)] * 2),
-    # lone surrogates, in values and in member names
-    *(
-        b'"\\ud800"',
-        b'"\\udbff"',
-        b'"\\udc00"',
-        b'"\\udfff"',
-        b'"\\uD83D"',
-        b'"\\uDE00"',
-    ),
-    *(b'"\\ud83dx"', b'"x\\ude00"', b'"\\ude00\\ud83d"', b'"\\ud83d\\ud83d\\ude00"'),
-    *(
-        b'"\\ud83d\\u0041"',
-        b'"\\ud83d\\n"',
-        b'"\\ud83d \\ude00"',
-        b'"\\ud83d\\\\ude00"',
-    ),
-    *(
-        b'"\\ud83d\\ude00\\ude00"',
-        b'"\\\\\\ud800"',
-        b'["\\ud800"]',
-        b'[[[["\\udfff"]]]]',
-    ),
-    *(
-        b'{"a":"\\ud800"}',
-        b'{"\\ud800":1}',
-        b'{"a":{"\\udc00":1}}',
-        b'[{"\\udfff":{}}]',
-    ),
-    *(b'{"\\ud800":1,"\\udc00":2}', b'{"id":1,"name":"","x":"\\ud800"}'),
-    *(b'{"\\ud800":1,"\\ud800":2}', b'{"a":{"x\\udfff":1,"x\\udfff":2}}'),
-    # bytes that are not UTF-8
-    *(
-        b'\xff',
-        b'\x80',
-        b'"\xff"',
-        b'"\xfe"',
-        b'"\x80"',
-        b'"\xbf"',
-        b'"\xe9"',
-        b'"\xc3"',
-    ),
-    *(
-        b'"\xc0\x80"',
-        b'"\xc0\xaf"',
-        b'"\xc1\xbf"',
-        b'"\xe0\x80\x80"',
-        b'"\xe0\x9f\xbf"',
-    ),
-    *(b'"\xf0\x80\x80\x80"', b'"\xf0\x8f\xbf\xbf"', b'"\xf8\x88\x80\x80\x80"'),
-    *(b'"\xfc\x84\x80\x80\x80\x80"', b'"\xf4\x90\x80\x80"', b'"\xf5\x80\x80\x80"'),
-    *(b'"\xed\xa0\x80"', b'"\xed\xbf\xbf"', b'"\xed\xa0\xbd\xed\xb8\x80"'),
-    *(b'"\xe2\x82"', b'"\xe2\x82', b'"\xf0\x9f\x98"', b'"\xe2\x28\xa1"', b'"\xc3\x28"'),
-    *(b'{"\xff":1}', b'[1]\xff', b'\xff[1]', b'{"a":"\x93a\x94"}'),
-    # byte order marks and other encodings
-    *(b'\xef\xbb\xbf', b'\xef\xbb\xbf1', b'\xef\xbb\xbf{}', b'{}\xef\xbb\xbf'),
-    *(b' \xef\xbb\xbf1', b'\xef\xbb\xbf\xef\xbb\xbf1', b'[\xef\xbb\xbf1]'),
-    *('{"a":"\xe9"}'.encode(name) for name in ('utf-16', 'utf-16-le', 'utf-16-be')),
-    *('{"a":"\xe9"}'.encode(name) for name in ('utf-32', 'utf-32-le', 'utf-32-be')),
-    *('{"a":"\xe9"}'.encode(name) for name in ('latin-1', 'cp037')),
-    *('{"a":"\u8349"}'.encode(name) for name in ('gbk', 'shift_jis', 'big5')),
-    b'\x1f\x8b\x08\x00',
+    *[word.encode() for words in REFUSED_WORDS.values() for word in words.split(' ')],
+    *[text for texts in REFUSED_BYTES.values() for text in texts],
 ]
-REFUSED = [text if isinstance(text, bytes) else text.encode() for text in REFUSED]
 
 
 @pytest.fixture(scope='module')
@@ -278,42 +134,22 @@ def forgetful_client():
     return Client(create_app(Forgetful(), tokens='token'), 'token')
 
 
-def test_cases_are_different():
-    """No case is listed twice, so that their number means something."""
-    texts = [*REFUSED, *(text for text, _ in ACCEPTED)]
-    assert len(texts) == len(set(texts))
-    assert len(texts) > 400
-
-
-@pytest.mark.parametrize(('text', 'value'), ACCEPTED, ids=case_id)
+@pytest.mark.parametrize(('text', 'value'), ACCEPTED.items(), ids=case_id)
 def test_text_is_accepted(text, value, forgetful_client):
     """Valid JSON text (RFC 8259) is parsed to one value, of the right types.
 
     As a body it is no plant, and so 40005, never 40004.
     """
-    parsed = parse(text)
-    assert parsed == value
     # Equality is not enough: 1 == 1.0 == True, and 0.0 == -0.0.
-    assert repr(parsed) == repr(value)
+    assert repr(parse(text)) == repr(value)
     assert_error(forgetful_client.send(text), 40005)
 
 
 @pytest.mark.parametrize('text', REFUSED, ids=case_id)
 def test_text_is_refused(text, forgetful_client):
-    """Invalid JSON text is 40004; its message is short and can be encoded."""
-    with pytest.raises(NotJSON) as raised:
-        parse(text)
-    message = str(raised.value)
-    assert message
+    """Invalid JSON text is 40004 with a short message."""
+    message = assert_error(forgetful_client.send(text), 40004)
     assert len(message) < 200
-    message.encode()
-    assert_error(forgetful_client.send(text), 40004)
-
-
-def test_empty_text_is_refused():
-    """Empty text is no JSON text."""
-    with pytest.raises(NotJSON):
-        parse(b'')
 
 
 @pytest.mark.parametrize(
@@ -323,6 +159,7 @@ def test_empty_text_is_refused():
         (b'["\xc3\xa9\xff"]', 'byte 4'),
         (b'[1 2]', 'character 3'),
         (b'["\xc3\xa9" 2]', 'character 5'),
+        (b'"a', 'Unterminated string starting at character 0'),
         (b'{"a":NaN}', 'NaN'),
         (b'-Infinity', '-Infinity'),
         (b'{"name":1,"name":2}', '"name"'),
@@ -337,27 +174,19 @@ def test_message_names_the_fault_and_its_place(text, words, forgetful_client):
     assert words in assert_error(forgetful_client.send(text), 40004)
 
 
-@pytest.mark.parametrize('text', [b'"a', b'"\n"', b'"\\x"'], ids=case_id)
-def test_message_names_the_place_once(text, forgetful_client):
-    """The message names the place once, in a correct sentence."""
-    assert ' at at ' not in assert_error(forgetful_client.send(text), 40004)
-
-
 # ---- depth
 
 SHAPES = {
     'arrays': lambda depth: b'[' * depth + b']' * depth,
     'objects': lambda depth: b'{"a":' * depth + b'1' + b'}' * depth,
-    'both': lambda depth: b'[{"a":' * (depth // 2) + b'1' + b'}]' * (depth // 2),
     'surrogates': lambda depth: b'[' * depth + b'"\\ud83d\\ude00"' + b']' * depth,
 }
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('depth', [2, 32, 62])
-def test_64_levels_are_accepted(depth, shape, forgetful_client):
+def test_64_levels_are_accepted(shape, forgetful_client):
     """64 levels, of which the plant is one, are read, whatever they are made of."""
-    body = b'{"id":1,"name":"Fern","x":%s}' % SHAPES[shape](depth)
+    body = b'{"id":1,"name":"Fern","x":%s}' % SHAPES[shape](63)
     assert forgetful_client.send(body).status_int == 200
 
 
@@ -366,8 +195,6 @@ def test_100_000_levels_are_refused(shape, serve, store):
     """100,000 levels are refused, closed or left open, and the service goes on."""
     client = serve(store, max_body_bytes=2_000_000)
     for text in (SHAPES[shape](100_000), SHAPES[shape](100_000)[:300_000]):
-        with pytest.raises(NotJSON):
-            parse(text)
         assert_error(client.send(text), 40004)
     assert client.add(FERN).status_int == 200
 
@@ -376,13 +203,12 @@ def test_100_000_levels_are_refused(shape, serve, store):
     'body',
     ['%s', '{"id":1,"name":%s}', '{"id":%s}', '{"id":1,"name":"","x":%s}'],
 )
-@pytest.mark.parametrize('shape', ['arrays', 'objects'])
-def test_depth_has_one_bound(shape, body, forgetful_client):
+def test_depth_has_one_bound(body, forgetful_client):
     """Text up to some depth is read, and all deeper text is refused."""
     before, beyond = {200, 40005}, {40004}
     answered = []
     for depth in (*range(64, 800, 32), *range(800, 1_050, 5)):
-        text = body.encode() % SHAPES[shape](depth)
+        text = body.encode() % SHAPES['arrays'](depth)
         response = forgetful_client.send(text)
         answered.append(response.json.get('error', 200))
     assert set(answered) <= before | beyond
@@ -393,63 +219,55 @@ def test_depth_has_one_bound(shape, body, forgetful_client):
 
 
 @pytest.mark.parametrize(
-    ('value', 'faults'),
+    ('body', 'faults'),
     [
-        (FERN, []),
-        ({'id': 1, 'name': ''}, []),
-        ({'id': 1.5, 'name': 'Fern'}, ['id: 1.5 is not an integer']),
-        ({'id': 1.0, 'name': 'Fern'}, ['id: 1.0 is not an integer']),
-        ({'id': True, 'name': 'Fern'}, ['id: true is not an integer']),
-        ({'id': '1', 'name': 'Fern'}, ['id: "1" is not an integer']),
-        ({'id': None, 'name': 'Fern'}, ['id: null is not an integer']),
+        ('{"id":1.5,"name":""}', ['id: 1.5 is not an integer']),
+        ('{"id":1.0,"name":""}', ['id: 1.0 is not an integer']),
+        ('{"id":1e3,"name":""}', ['id: 1000.0 is not an integer']),
+        ('{"id":true,"name":""}', ['id: true is not an integer']),
+        ('{"id":"1","name":""}', ['id: "1" is not an integer']),
+        ('{"id":null,"name":""}', ['id: null is not an integer']),
+        (f'{{"id":{2**63},"name":""}}', [f'id: {2**63} is greater than {2**63 - 1}']),
         (
-            {'id': 2**63, 'name': ''},
-            [f'id: {2**63} is greater than {2**63 - 1}'],
-        ),
-        (
-            {'id': -(2**63) - 1, 'name': ''},
+            f'{{"id":{-(2**63) - 1},"name":""}}',
             [f'id: {-(2**63) - 1} is less than {-(2**63)}'],
         ),
-        ({'id': 1}, ['name: is missing']),
-        ({'name': 'Fern'}, ['id: is missing']),
-        ({}, ['id: is missing', 'name: is missing']),
-        ({'id': 1, 'name': 5}, ['name: 5 is not a string']),
-        ({'id': 1, 'name': 'é', 'tag': ['é']}, ['tag: ["é"] is not a string']),
+        ('{"id":1}', ['name: is missing']),
+        ('{}', ['id: is missing', 'name: is missing']),
+        ('{"id":1,"name":"","tag":["é"]}', ['tag: ["é"] is not a string']),
+        ('{"id":1,"name":"","tag":null}', ['tag: null is not a string']),
         (
-            {'id': '1', 'name': 1, 'tag': 1},
+            '{"id":"1","name":1,"tag":1}',
             [
                 'id: "1" is not an integer',
                 'name: 1 is not a string',
                 'tag: 1 is not a string',
             ],
         ),
-        ([], ['body: [] is not an object']),
-        (None, ['body: null is not an object']),
+        # The pattern as it is in the file, where a backslash is written twice.
+        (
+            r'{"id":1,"name":"a\u0000b"}',
+            [r'name: "a\u0000b" does not match "^[^\\u0000]*$"'],
+        ),
+        ('[]', ['body: [] is not an object']),
+        ('null', ['body: null is not an object']),
     ],
-    ids=str,
+    ids=case_id,
 )
-def test_faults_name_member_and_rule(value, faults):
+def test_message_lists_every_fault_with_member_and_rule(body, faults, forgetful_client):
     """Each fault names its member and the rule, and is listed once."""
-    assert sorted(Schema('NewPlant').faults(value)) == faults
-
-
-def test_fault_of_a_pattern_is_escaped():
-    """Text that a pattern forbids is shown escaped, with the pattern."""
-    (fault,) = Schema('NewPlant').faults({'id': 1, 'name': 'a\0b'})
-    # The pattern as it is in the file, where a backslash is written twice.
-    assert fault == r'name: "a\u0000b" does not match "^[^\\u0000]*$"'
+    message = assert_error(forgetful_client.send(body.encode()), 40005)
+    assert sorted(message.split('; ')) == faults
 
 
 @pytest.mark.parametrize(
     'body',
     [
         {'id': 'x' * 50_000, 'name': ''},
-        {'id': ['x' * 50_000], 'name': ''},
         {'id': 1, 'name': '\0' * 10_000},
         {'id': 1, 'name': {'x' * 50_000: 1}},
         {'id': int('9' * 1000), 'name': ''},
         [{}] * 10_000,
-        'x' * 50_000,
     ],
     ids=case_id,
 )
@@ -460,99 +278,14 @@ def test_long_input_is_cut_in_the_message(body, forgetful_client):
     assert '...' in message
 
 
-def test_long_duplicate_name_is_cut_in_the_message(forgetful_client):
-    """A duplicate member name is cut, too."""
-    name = b'"%s":1' % (b'a' * 30_000)
-    message = assert_error(forgetful_client.send(b'{%s,%s}' % (name, name)), 40004)
-    assert len(message) < 300
-
-
-def test_faults_can_be_encoded():
-    """Every fault is text that UTF-8 can encode, whatever the input was."""
-    for text in ('\U0010ffff', '\u2028', '\x7f', '\ufffe', '"', '\\'):
-        for fault in Schema('NewPlant').faults({'id': text, 'name': [text]}):
-            fault.encode()
-
-
 # ---- names that are answered as they were sent
 
 NAMES = [
-    *(chr(plane << 16 | 0x1234) for plane in range(17)),  # one of every plane
-    *(chr(plane << 16 | 0xFFFE) for plane in range(17)),  # its noncharacters
-    '\U0010ffff',
-    '\ufdd0\ufdef',
-    *(chr(code) for code in range(1, 0x20)),
-    *('\x7f', '\x80', '\x85', '\x9f', '\xa0', '\xad', '\u061c', '\u180e', '\u200b'),
-    *('\u200e', '\u200f', '\u2028', '\u2029', '\u202e', '\u2060', '\u2066', '\u3000'),
-    *('\ufeff', '\ufeffFern', 'Fern\ufeff', '\ufff9', '\ufffc', '\ufffd', '\U000e0001'),
-    *(
-        '"',
-        '\\',
-        '\\\\',
-        '\\"',
-        '/',
-        '\\u0041',
-        '\\ud800',
-        '\\0',
-        "'",
-        '`',
-        '""',
-        '\\n',
-    ),
-    *(
-        '{',
-        '}',
-        '[]',
-        '{"id":2}',
-        '","tag":"',
-        '"}\n{"id":2,"name":"',
-        'null',
-        '#',
-        '%s',
-    ),
-    *(
-        '%00',
-        '&amp;',
-        '<script>',
-        '</script>',
-        '${x}',
-        '{0}',
-        '../../etc',
-        "'; --",
-        '\\x00',
-    ),
-    *('=1+1', '@x', '-1', '0', '1e999', 'NaN', 'true', ' ', '  ', ' a', 'a ', '\ta\n'),
-    *('\r\n', '\n\r', 'a\nb', 'a\r\nSet-Cookie: x', '\x1b[31m', '\b\b'),
-    'Å',
-    'A\u030a',  # looks the same, but is another name
-    '\u212b',
-    'e' + '\u0301' * 1000,
-    '\u0301',  # a combining mark with nothing to combine with
-    'ﬁ',
-    'ß',
-    'İı',
-    'שרך',
-    'سرخس',
-    'a\u202eb\u202cc',
-    '蕨',
-    'シダ',
-    '고사리',
-    'फ़र्न',
-    '\U0001f469\u200d\U0001f33e',  # joined: a farmer
-    '\U0001f1e9\U0001f1ea',  # a flag
-    '\U0001f44d\U0001f3fd',
-    '\u2764\ufe0f',
-    'Z\u0351\u036b\u0343',
-    'x' * 10_000,
-    '\U0001f33f' * 2_000,
-    '\x01' * 5_000,
+    *['\x01', 'a\r\nSet-Cookie: x', '\x1b[31m', '\x7f', '\x85', '\u2028', '\ufeffFern'],
+    *['\ufdd0', '\uffff', '\U0010ffff', '"', '\\u0041', '\\ud800', '\\0', '%00', '{0}'],
+    *['', ' ', ' a ', '-1', '1e999', 'null', '</script>', 'A\u030a', '\u202eb', '蕨'],
+    *['\U0001f469\u200d\U0001f33e', 'e' + '\u0301' * 1000, '\U0001f33f' * 2_000],
 ]
-
-
-def test_names_are_different():
-    """No name is listed twice, so that each one tests something."""
-    assert len(NAMES) == len(set(NAMES))
-    assert len(NAMES) > 150
 
 
 @pytest.mark.parametrize('text', NAMES, ids=case_id)
@@ -566,34 +299,14 @@ def test_name_is_answered_and_stored_as_it_was_sent(text, client, store):
     assert list(store) == [Plant(0, text, text), Plant(1, text, text)]
 
 
-@pytest.mark.parametrize(
-    'text', ['Fern', '\xc5', 'A\u030a', 'שרך', '\t', ''], ids=ascii
-)
-def test_similar_names_differ(text, client):
+def test_similar_names_differ(client):
     """Names are compared exactly: no normalization, no case folding, no trimming."""
-    for _ in range(2):
-        assert client.add({'id': 1, 'name': text}).status_int == 200
-    for other in (f'{text} ', f'{text}\u200b', f'\ufeff{text}', 'fern', '\u212b'):
+    assert client.add({'id': 1, 'name': '\xc5'}).status_int == 200
+    for other in ('A\u030a', '\u212b', '\xe5', '\xc5 ', '\xc5\u200b', '\ufeff\xc5'):
         assert_error(client.add({'id': 1, 'name': other}), 40006)
 
 
 # ---- an operator edits a schema
-
-
-@pytest.fixture
-def edit(tmp_path, monkeypatch):
-    """Return a function that changes a member's rule in a copy of the schemas."""
-    directory = tmp_path / 'schemas'
-    shutil.copytree(schemas.DIRECTORY, directory)
-    monkeypatch.setattr(schemas, 'DIRECTORY', directory)
-
-    def edit(name, change):
-        path = Path(directory, f'{name}.json')
-        schema = json.loads(path.read_bytes())
-        change(schema)
-        path.write_text(json.dumps(schema))
-
-    return edit
 
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
@@ -607,7 +320,7 @@ def test_operator_bounds_a_name(name, edit, serve, store):
     client = serve(store)
     assert client.add(FERN).status_int == 200
     message = assert_error(client.add({'id': 2, 'name': 'Ferns'}), 40005)
-    assert message.startswith('name: ')
+    assert message == 'name: "Ferns" breaks maxLength 4'
     assert list(store) == [Plant(**FERN)]
 
 
@@ -618,105 +331,97 @@ def test_operator_requires_a_tag(edit, serve, store):
     assert message == 'tag: is missing'
 
 
-def test_operator_narrows_the_ids(edit, serve, store):
-    """An edited range is checked, and the message names it."""
-    edit('NewPlant', lambda schema: schema['properties']['id'].update(minimum=1))
-    client = serve(store)
-    message = assert_error(client.add({'id': 0, 'name': 'Fern'}), 40005)
-    assert message == 'id: 0 is less than 1'
-    assert client.add(FERN).status_int == 200
-
-
 def test_operator_adds_a_nested_member(edit, serve, store):
     """A fault inside a member that the operator added is named by its path."""
-    pot = {'type': 'object', 'properties': {'size': {'type': 'integer'}}}
+    pot = {'required': ['size'], 'properties': {'size': {'type': 'integer'}}}
     edit('Plant', lambda schema: schema['properties'].update(pots={'items': pot}))
-    body = {**FERN, 'pots': [{'size': 1}, {'size': 'big'}]}
+    body = {**FERN, 'pots': [{'size': 1}, {'size': 'big'}, {}]}
     message = assert_error(serve(store).add(body), 40005)
-    assert message == 'pots.1.size: "big" is not an integer'
+    assert message == 'pots.1.size: "big" is not an integer; pots.2.size: is missing'
 
 
-@pytest.mark.parametrize(
-    'name',
-    ['Plant', 'NewPlant'],
-)
-@pytest.mark.parametrize('literal', [b'1.0', b'1e0'])
-def test_integer_is_a_literal_in_every_file(literal, name, edit, serve, store):
-    """A number with a fraction or an exponent is no integer, in either file."""
-    edit(name, lambda schema: schema['properties'].update(size={'type': 'integer'}))
-    body = b'{"id": 1, "name": "Fern", "size": %s}'
-    message = assert_error(serve(store).send(body % literal), 40005)
-    assert message == 'size: 1.0 is not an integer'
-
-
-@pytest.mark.parametrize('literal', [b'1e999', b'1' * 400], ids=['1e999', '400 digits'])
-def test_number_that_no_float_can_hold_is_40005(literal, edit, serve, store):
-    """``multipleOf`` refuses a number that no float can hold: 40005, not 500."""
-    rule = {'multipleOf': 0.5, 'maximum': 5}
-    edit('Plant', lambda schema: schema['properties'].update(size=rule))
-    body = b'{"id": 1, "name": "Fern", "size": %s}'
-    assert_error(serve(store).send(body % literal), 40005)
-
-
-@pytest.mark.parametrize(
-    ('rule', 'named'),
-    [
-        ({'maxLength': 70}, '70'),
-        ({'enum': ['Fern']}, 'Fern'),
-        ({'const': 'Fern'}, 'Fern'),
-    ],
-    ids=str,
-)
-def test_operators_rule_is_named_beside_long_input(rule, named, edit, serve, store):
-    """However long the input is, the message names the rule that it breaks."""
-    edit('Plant', lambda schema: schema['properties']['name'].update(rule))
-    message = assert_error(serve(store).add({'id': 1, 'name': 'x' * 1_000}), 40005)
-    assert len(message) < 300
-    assert named in message.replace('x' * 60, '')
+INTEGER = {'type': 'integer'}
 
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
 @pytest.mark.parametrize(
-    'change',
+    'rule',
     [
-        {'type': 'strin'},
-        {'maxLength': -1},
-        {'maxLength': '4'},
-        {'pattern': '('},
-        {'pattern': r'^\p{L}*$'},
-        {'$ref': 'Plont.json'},
+        INTEGER,
+        {'type': ['integer', 'null']},
+        {'allOf': [INTEGER], 'minimum': 0.5},
+        {'anyOf': [INTEGER, {'type': 'string'}]},
+        {'not': {'not': INTEGER}},
+        {'if': True, 'then': INTEGER},
+        {'$defs': {'size': INTEGER}, '$ref': '#/$defs/size'},
+        {'$id': 'Size.json', 'definitions': {'a': INTEGER}, '$ref': '#/definitions/a'},
     ],
     ids=str,
 )
-def test_broken_schema_stops_the_start(change, name, edit, serve, store):
-    """An invalid schema is found at the start, not at the first plant."""
-    edit(name, lambda schema: schema['properties'].update(name=change))
-    with pytest.raises((ValueError, SchemaError, re.error)):
-        serve(store)
+def test_integer_is_a_literal_in_every_rule(rule, name, edit, serve, store):
+    """A number with a fraction or an exponent is no integer, whatever the rule is."""
+    if '$id' not in rule and '$ref' in rule:
+        rule = {'$id': 'Size.json', **rule}
+    edit(name, lambda schema: schema['properties'].update(size=rule))
+    client = serve(store)
+    body = b'{"id": 1, "name": "Fern", "size": %s}'
+    for literal in (b'1.0', b'1e0', b'10e-1', b'1e300', b'1.5'):
+        message = assert_error(client.send(body % literal), 40005)
+        assert message.startswith('size: ')
+    for literal in (b'1', b'9' * 400):
+        assert client.send(body % literal).status_int == 200
 
 
 @pytest.mark.parametrize(
-    'reference',
+    'rule', [{'type': 'number'}, {'type': ['integer', 'number']}, {'const': 1}], ids=str
+)
+def test_number_may_be_any_literal(rule, edit, serve, store):
+    """Where a rule does not ask for an integer, 1.0 is the number 1."""
+    edit('Plant', lambda schema: schema['properties'].update(size=rule))
+    client = serve(store)
+    for literal in (b'1', b'1.0', b'1e0'):
+        body = b'{"id": 1, "name": "Fern", "size": %s}' % literal
+        assert client.send(body).status_int == 200
+
+
+@pytest.mark.parametrize(
+    ('rule', 'literal', 'fault'),
     [
-        'Plont.json',
-        'Plant.json#/$defs/name',
-        'Plant.json#name',
-        '#/properties/nome',
-        'https://example.org/name.json',
-        'https://json-schema.org/draft/2020-12/schema',
+        # Python's $ matches before a line feed, too.
+        ({'pattern': '^a$'}, '"a\\n"', 'it does not match "^a$"'),
+        # No float holds this number, and jsonschema divides by one.
+        ({'multipleOf': 0.3}, '1' * 400, 'it is not a multiple of 0.3'),
+        ({'multipleOf': 1.5}, str(2**64), 'it is not a multiple of 1.5'),
+        ({'minimum': 2**53 + 1}, str(2**53), f'{2**53} is less than {2**53 + 1}'),
+    ],
+    ids=case_id,
+)
+def test_every_refusal_has_a_sentence(rule, literal, fault, edit, serve, store):
+    """What the deciding validator refuses has a sentence, whatever the other finds."""
+    edit('Plant', lambda schema: schema['properties'].update(size=rule))
+    body = f'{{"id": 1, "name": "Fern", "size": {literal}}}'
+    assert assert_error(serve(store).send(body.encode()), 40005) == f'size: {fault}'
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        *[{'type': 'strin'}, {'maxLength': -1}, {'maxLength': '4'}, {'pattern': '('}],
+        *[{'pattern': r'^\p{L}*$'}, {'pattern': r'^a\Z'}],
+        *[{'$ref': 'Plont.json'}, {'$ref': 'Plant.json#/$defs/name'}, {'$ref': '#x'}],
+        *[{'$ref': 'https://example.org/name.json'}, {'$dynamicRef': '#name'}],
         {'$id': 'pots/Pot.json', '$ref': 'Plant.json'},
-        {'items': {'not': {'$ref': 'Plont.json'}}},
-        {'$dynamicRef': '#name'},
+        {'items': {'not': {'$ref': '#/properties/nome'}}},
     ],
     ids=str,
 )
-def test_reference_that_leads_nowhere_is_refused(reference, edit):
-    """A reference to nothing is an error that names its file, at any depth."""
-    if isinstance(reference, str):
-        reference = {'$ref': reference}
-    edit('NewPlant', lambda schema: schema['properties'].update(pot=reference))
-    with pytest.raises(ValueError, match=r'NewPlant\.json: .* leads nowhere'):
-        schemas.load()
+@pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
+def test_broken_schema_stops_the_start(change, name, edit, serve, store):
+    """An invalid schema is found at the start; the message is one sentence."""
+    edit(name, lambda schema: schema['properties'].update(size=change))
+    with pytest.raises(ValueError, match=r'Plant\.json: .') as raised:
+        serve(store)
+    assert '\n' not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -731,17 +436,13 @@ def test_valid_reference_is_accepted(reference, edit, serve, store):
     assert serve(store).add(FERN).status_int == 200
 
 
-def test_schema_that_is_no_object_is_refused(edit):
-    """A schema file that is just true or false is refused."""
-    Path(schemas.DIRECTORY, 'Plant.json').write_text('true')
-    with pytest.raises(ValueError, match=r'Plant\.json: true is not an object'):
-        schemas.load()
-
-
-def test_schema_that_is_no_json_stops_the_start(edit, serve, store):
-    """A schema file that is no JSON is found at the start."""
-    Path(schemas.DIRECTORY, 'NewPlant.json').write_text('{')
-    with pytest.raises(ValueError, match='line 1'):
+@pytest.mark.parametrize(
+    ('text', 'reason'), [('true', 'true is not an object'), ('{', '.* line 1')]
+)
+def test_file_that_is_no_schema_stops_the_start(text, reason, edit, serve, store):
+    """A schema file that is no JSON, or no object, is found at the start."""
+    Path(schemas.DIRECTORY, 'Plant.json').write_text(text)
+    with pytest.raises(ValueError, match=rf'Plant\.json: {reason}'):
         serve(store)
 
 
@@ -800,101 +501,33 @@ def test_only_new_plants_are_accepted(forgetful_client, value, escaped):
 
 
 RULES = [
-    {},
-    {'maxLength': 2},
-    {'minLength': 2},
-    {'pattern': '^[a-z]*$'},
-    {'pattern': '^.$'},
-    {'pattern': '^[^0]'},
-    {'pattern': r'^\W*$'},
-    {'pattern': r'^\D*$'},
-    {'pattern': r'^\S*$'},
-    {'enum': ['', '0', 'Fern']},
-    {'const': '0'},
-    {'not': {'const': ''}},
+    *[{}, {'maxLength': 2}, {'minLength': 2}, {'pattern': '^[a-z]+'}, {'const': '0'}],
+    *[{'enum': ['', '0', 'Fern']}, {'not': {'const': ''}}, {'type': 'integer'}],
+    *[{'minimum': 1.5}, {'multipleOf': 0.5, 'maximum': 2**40}, {'enum': [1, 0.5]}],
+    *[{'items': {'type': 'integer'}}, {'type': ['integer', 'array', 'null']}],
     {'anyOf': [{'maxLength': 1}, {'minLength': 3}]},
 ]
 
 
 @pytest.mark.parametrize('rule', RULES, ids=str)
-def test_compiled_schema_agrees_with_jsonschema(rule, edit):
+def test_rule_means_what_jsonschema_says(rule, edit):
     """What is accepted is what jsonschema accepts, also with an operator's rules."""
-    edit('Plant', lambda schema: schema['properties']['name'].update(rule))
+    edit('Plant', lambda schema: schema['properties'].update(x=rule))
     schema = Schema('NewPlant')
+    checker = Draft4Validator.TYPE_CHECKER  # an integer is an integer literal
+    reference = extend(Draft202012Validator, type_checker=checker)(rule)
 
-    @settings(MANY_EXAMPLES, max_examples=10)
-    # Dialects of patterns differ in which of these are letters, digits or blanks.
-    @example(value={'id': 1, 'name': '\xe9'})
-    @example(value={'id': 1, 'name': '\u0661'})
-    @example(value={'id': 1, 'name': '\x1c'})
-    @example(value={'id': 1, 'name': '\ufeff'})
-    @given(value=VALUES | NEAR_PLANTS)
-    def check(value):
+    @settings(MANY_EXAMPLES, max_examples=20)
+    @given(x=VALUES)
+    def check(x):
         try:
-            schema.read(json.dumps(value).encode())
-            faults = ''
-        except Invalid as ex:
-            faults = str(ex)
-        assert faults == '; '.join(schema.faults(value))
+            schema.read(json.dumps({**FERN, 'x': x}).encode())
+            is_valid = True
+        except Invalid:
+            is_valid = False
+        assert is_valid == reference.is_valid(x)
 
     check()
-
-
-# Where in a rule a pattern may be, and the value whose validity tells if it matches.
-PATTERN_RULES = {
-    'pattern': (lambda pattern: {'pattern': pattern}, lambda text: text),
-    'names': (
-        lambda pattern: {'propertyNames': {'pattern': pattern}},
-        lambda text: {text: 1},
-    ),
-    'members': (
-        lambda pattern: {'patternProperties': {pattern: False}},
-        lambda text: {text: 1},
-    ),
-}
-PATTERNS = [
-    *(r'^[^\u0000]*$', r'^[^\u0000]+$', '^.$', '^[a-z]*$', '', '^$'),
-    *(r'^\w*$', r'^\W*$', r'^\d+$', r'^\D*$', r'^\s+$', r'^\S*$', r'\bFern\b'),
-    *('(?i)^fern$', r'^(.)\1$', '^(?!Fern)', r'^\u00e9$', r'^[\d\s]*\Z'),
-]
-# Dialects differ in letters, digits, blanks, line ends and pairs of surrogates.
-DISPUTED = [
-    *('', '\0', 'a\0', '\n', 'a\n', '\r', '\u2028', '\x85', '\x1c', '\xa0', '\ufeff'),
-    *('\u180e', '\xe9', '\xe9Fern', '\u0661', '\xb2', '\u212a', '\u017f', '\U0001f600'),
-    *('e\u0301', 'Fern', 'FERN', 'Fern\n', 'aa', '\n\n', '1', '_', '\U0001d7d8'),
-]
-
-
-@pytest.mark.parametrize('form', PATTERN_RULES)
-@pytest.mark.parametrize('pattern', PATTERNS)
-def test_patterns_match_as_in_jsonschema(pattern, form, edit):
-    """A pattern matches the same texts as in jsonschema, wherever it is in a rule."""
-    rule_of, value_of = PATTERN_RULES[form]
-    rule = rule_of(pattern)
-    edit('Plant', lambda schema: schema['properties'].update(soil=rule))
-    schema = Schema('NewPlant')
-    reference = Draft202012Validator(rule)
-
-    def check(text):
-        soil = value_of(text)
-        try:
-            schema.read(json.dumps({**FERN, 'soil': soil}).encode())
-            accepted = True
-        except Invalid:
-            accepted = False
-        assert accepted == reference.is_valid(soil)
-
-    for text in DISPUTED:
-        check(text)
-    settings(MANY_EXAMPLES, max_examples=5)(given(st.text())(check))()
-
-
-def test_valid_plant_does_not_need_jsonschema(monkeypatch):
-    """The compiled validator accepts plants without a call of jsonschema."""
-    asked = []
-    monkeypatch.setattr(Schema, 'faults', lambda self, value: asked.append(value))
-    assert Schema('NewPlant').read(json.dumps(FERN).encode()) == FERN
-    assert asked == []
 
 
 @MANY_EXAMPLES
