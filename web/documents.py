@@ -25,14 +25,12 @@ _HEADERS = {
         "frame-ancestors 'none'"
     ),
     'X-Content-Type-Options': 'nosniff',
-    'Vary': 'Accept-Encoding',
 }
 
 # The files of the page, by path: name, media type, and for how many seconds clients may
 # cache it (Swagger UI changes only with its package). No other file is served.
 _PAGE = {
     '/docs': ('docs.html', 'text/html', 0),
-    '/docs/': ('docs.html', 'text/html', 0),
     '/docs/docs.css': ('docs.css', 'text/css', 0),
     '/docs/docs.js': ('docs.js', 'text/javascript', 0),
     '/docs/swagger-ui.css': ('swagger-ui.css', 'text/css', 86_400),
@@ -62,6 +60,7 @@ class DocumentResource:
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
         resp.set_headers(self._headers)
+        resp.append_header('Vary', 'Accept-Encoding')
         resp.content_type = self._media_type
         if _accepts_gzip(req.env.get('HTTP_ACCEPT_ENCODING', '')):
             resp.set_header('Content-Encoding', 'gzip')
@@ -102,23 +101,15 @@ def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, objec
     for path, (name, media_type, max_age) in _PAGE.items():
         resources[path] = NoPageResource()
         if installed:
-            resources[path] = DocumentResource(
-                _page_file(path, name), f'{media_type}; charset=utf-8', max_age
-            )
+            read = _page_file(name).read_bytes
+            media_type = f'{media_type}; charset=utf-8'
+            resources[path] = DocumentResource(read, media_type, max_age)
     return resources
 
 
-def _page_file(path: str, name: str) -> Callable[[], bytes]:
-    """Return a function that returns a file of the page, ours or Swagger UI's."""
+def _page_file(name: str) -> Path:
+    """Return the path of a file of the page, ours or Swagger UI's."""
     from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
     ours = Path(__file__).parent / 'page' / name
-    if not ours.exists():
-        read: Callable[[], bytes] = (swagger_ui_path / name).read_bytes
-        return read
-    document = ours.read_bytes()
-    if path.endswith('/'):
-        # The page has relative addresses, so that it works under any prefix.
-        document = document.replace(b'="docs/', b'="')
-        document = document.replace(b'="openapi.json', b'="../openapi.json')
-    return lambda: document
+    return ours if ours.exists() else Path(swagger_ui_path, name)

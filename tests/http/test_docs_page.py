@@ -17,7 +17,6 @@ from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, Server, installed
 CHROMIUM = 'chromium chromium-driver'  # packages
 FILES = {
     '/docs': 'text/html',
-    '/docs/': 'text/html',
     '/docs/docs.css': 'text/css',
     '/docs/docs.js': 'text/javascript',
     '/docs/swagger-ui.css': 'text/css',
@@ -91,23 +90,14 @@ def test_page_refers_only_to_our_files(anonymous):
     named = set(
         re.findall(r"""(?:href|src|url)(?:=|: )["'](?!data:)([^"']*)["']""", page)
     )
-    assert {f'/{name}' for name in named} == {*FILES, '/openapi.json'} - {
-        '/docs',
-        '/docs/',
-    }
+    assert {f'/{name}' for name in named} == {*FILES, '/openapi.json'} - {'/docs'}
 
 
 @pytest.mark.parametrize(
     'path',
     [
-        '/docs/docs.html',
-        '/docs/swagger-ui-bundle.js.map',
-        '/docs/swagger-ui.js',
-        '/docs/NewPlant.json',
-        '/docs/../app.py',
-        '/docs/%2e%2e/app.py',
-        '/docs/..%2f..%2fapp.py',
-        '/docs//docs.js',
+        *['/docs/', '/docs/docs.html', '/docs/swagger-ui.js', '/docs/%2e%2e/app.py'],
+        *['/docs/../app.py', '/docs/..%2f..%2fapp.py', '/docs//docs.js'],
         '/openapi.json/',
     ],
 )
@@ -125,6 +115,17 @@ def test_page_without_swagger_ui_is_40400(path, serve, store, monkeypatch):
     assert 'swagger-ui-bundle-v2' in assert_error(anonymous.get(path), 40400)
     assert anonymous.head(path).status_int == 404
     assert anonymous.get('/openapi.json').status_int == 200
+
+
+def test_only_browsers_are_led_to_the_page(client, anonymous):
+    """Without a token GET / is a redirect for a browser, and 401 for others."""
+    html = {'Accept': 'text/html,application/xhtml+xml;q=0.9,*/*;q=0.8'}
+    response = anonymous.get('/', headers=html)
+    assert (response.status_int, response.headers['Location']) == (303, 'docs')
+    assert_error(anonymous.get('/', headers={'Accept': '*/*'}), 40100)
+    assert_error(anonymous.post('/', headers=html), 40100)
+    assert_error(anonymous.get('/nowhere', headers=html), 40100)
+    assert_error(client.get('/', headers=html), 40400)
 
 
 # ---- in a browser
@@ -290,16 +291,21 @@ def test_page_shows_the_error_of_a_wrong_token(page):
     assert '401' in message
 
 
-@pytest.mark.parametrize('server', ['mounted'], indirect=True)
-def test_page_works_with_a_slash_at_the_end(browser, server):
-    """At ``/docs/`` the page finds its files and the service too."""
-    page = Page(browser, f'{server[1]}/docs/')
-    page.authorize(TOKEN)
-    page.fill_in({'id': 9, 'name': 'Moss'})
-    assert page.send() == (200, {'name': 'Moss'})
-    assert page.console_messages() == []
+def test_browser_at_the_top_gets_the_page(browser, server):
+    """A browser that opens the base URL is led to the page."""
+    page = Page(browser, f'{server[1]}/')
+    page.find('.opblock')
+    assert browser.current_url == f'{server[1]}/docs'
 
 
+# How far the buttons of an answer reach into its text, in pixels.
+COVERED = """
+const answer = document.querySelector('.live-responses-table .highlight-code');
+const ends = [...answer.querySelectorAll('span')].map(
+    span => span.getBoundingClientRect().bottom);
+const button = answer.querySelector('.download-contents').getBoundingClientRect();
+return Math.max(...ends) - button.top;
+"""
 # Find the elements beyond the edges of the window, unless a parent clips or scrolls.
 FIND_OUTSIDE = """
 function frame(element) {
@@ -330,6 +336,7 @@ def test_page_fits_its_window(width, page, tmp_path):
     page.authorize(TOKEN)
     page.fill_in({'id': 10, 'name': 'A name without a space' * 20})
     page.send()
+    assert page.run(COVERED) <= 0
     page.run(
         "document.querySelectorAll('.json-schema-2020-12-expand-deep-button')"
         '.forEach(button => button.click())'
