@@ -97,11 +97,10 @@ def check_origins(origins: Iterable[str]) -> None:
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
-    It is Falcon's middleware, with two differences. First, it answers a preflight
-    request (Fetch standard, section 3.3.2) before the token is checked, since browsers
-    send no token with it. The answer is the same for every path, so it does not tell
-    which paths exist. No other OPTIONS request is answered here. Second, a response
-    that depends on the origin says so (``Vary``).
+    It is Falcon's middleware, and it answers a preflight request (Fetch standard,
+    section 3.3.2) before the token is checked, since browsers send no token with it.
+    The answer is the same for every path, so it does not tell which paths exist. No
+    other OPTIONS request is answered here.
 
     Credentials in the standard's sense (cookies, for example) stay forbidden: a page
     sets the header with the bearer token by itself.
@@ -119,25 +118,12 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
         )
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
-        if (
-            req.method == 'OPTIONS'
-            and 'HTTP_ACCESS_CONTROL_REQUEST_METHOD' in req.env
-            and (
-                self.allow_origins == '*'
-                or req.env.get('HTTP_ORIGIN') in self.allow_origins
-            )
-        ):
+        resp.append_header('Vary', 'Origin')
+        if req.method == 'OPTIONS' and req.get_header('Access-Control-Request-Method'):
             resp.status = 204
             # Falcon turns this into Access-Control-Allow-Methods.
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
-
-    def process_response(
-        self, req: falcon.Request, resp: Response, resource: object, succeeded: bool
-    ) -> None:
-        super().process_response(req, resp, resource, succeeded)
-        if self.allow_origins != '*':
-            resp.append_header('Vary', 'Origin')
 
 
 class StrictRouting:

@@ -47,7 +47,7 @@ def assert_readable(answer, allowed):
     exposed = answer.headers['Access-Control-Expose-Headers'].split(', ')
     assert exposed == ['X-Request-Id', 'Retry-After']
     assert 'Access-Control-Allow-Credentials' not in answer.headers
-    assert answer.headers.get('Vary') == (None if allowed == '*' else 'Origin')
+    assert answer.headers['Vary'] == 'Origin'
 
 
 @pytest.mark.parametrize('path', ['/plants', '/livez', '/no/such/path'])
@@ -98,9 +98,8 @@ def test_options_that_is_no_preflight_is_refused(client, anonymous):
 
 @pytest.mark.parametrize('origin', [OTHER, 'null', PAGE.upper(), f'{PAGE}.evil', ''])
 def test_page_of_an_unlisted_origin_reads_nothing(serve, store, origin):
-    """A page of another origin gets no preflight, and cannot read any answer."""
+    """A page of another origin may send nothing, and cannot read any answer."""
     client = serve(store, cors_origins=PAGE)
-    assert_error(preflight(Client(client.app), origin=origin), 40100)
     answers = [
         preflight(client, origin=origin),
         client.add(FERN, origin=origin),
