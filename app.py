@@ -1,11 +1,11 @@
 """The plant store over HTTP: a WSGI application.
 
-    POST /plants          200, 400, 401, 500, 503    add a plant
+    POST /plants          200, 400, 401, 403, 500, 503    add a plant
     GET  /livez           200                        the process answers
-    GET  /readyz          200, 500, 503              an add would work now
+    GET  /readyz          200, 500, 503              a plant can be stored now
     GET  /openapi.json    200                        the OpenAPI description
     GET  /docs            200, 404                   a page to try the service
-    GET  /metrics         200, 401                   for Prometheus, if switched on
+    GET  /metrics         200, 401, 403              for Prometheus, if switched on
 
 HEAD works where GET does. Every other request is refused: 401, 404, 405. A response
 with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/errors.py``
@@ -20,8 +20,7 @@ no side effect.
 import sys
 
 if __name__ == '__main__':
-    # NOTE: before the other imports, because it reports an old Python and missing
-    # packages.
+    # NOTE: before the other imports, because it reports missing packages.
     from web.commandline import main
 
     main()
@@ -94,7 +93,7 @@ class LiveResource:
 
 
 class ReadyResource:
-    """``/readyz``: an add would work now.
+    """``/readyz``: a plant can be stored now.
 
     Args:
         store: The store that is asked.
@@ -130,9 +129,14 @@ def create_app(
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
+        TypeError: The store is none, but a URL, for example.
         ValueError: There is no token, a token cannot be sent in a header, no browser
             sends such an origin, or a schema file is wrong.
     """
+    if not isinstance(store, PlantStore):
+        # Without its text: a URL may have a password in it.
+        kind = type(store).__name__
+        raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of(tokens)
     public = {

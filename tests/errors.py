@@ -12,7 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # jsonschema itself reads the published file, with none of our code in between.
 ERROR = Draft202012Validator(json.loads((ROOT / 'schemas/Error.json').read_bytes()))
 
-CHALLENGES = {40100: 'Bearer', 40101: 'Bearer error="invalid_token"'}
+CHALLENGES = {
+    40100: 'Bearer',
+    40101: 'Bearer error="invalid_token"',
+    40300: 'Bearer error="insufficient_scope"',
+}
 
 
 class FaultyStore(MemoryStore):
@@ -46,7 +50,8 @@ def assert_error(response, value):
     assert set(error) == {'error', 'message'}
     assert error['error'] == value, error['message']
     assert error['message'].strip()
-    assert headers.get('WWW-Authenticate') == CHALLENGES.get(value)
+    challenge = headers.get('WWW-Authenticate', '').partition(', scope=')[0]
+    assert challenge == CHALLENGES.get(value, '')
     assert ('Allow' in headers) == (value == 40500)
     assert ('Retry-After' in headers) == (value // 100 == 503)
     assert int(headers.get('Retry-After', 1)) > 0

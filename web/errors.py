@@ -10,13 +10,13 @@ import falcon
 from falcon import Request, Response
 
 from schemas import encode
-from store import IdTaken, StoreError, StoreUnavailable
+from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
 
 log = logging.getLogger('plants')
 
 
 class ErrorValue(enum.IntEnum):
-    """The ``error`` member of an ``Error``: HTTP status times 100, plus n.
+    """The ``error`` member of an ``Error``: its first three digits are the status.
 
     Attributes:
         meaning: A phrase for people, the same for every request.
@@ -33,6 +33,7 @@ class ErrorValue(enum.IntEnum):
     ID_TAKEN = 400_06, 'the id is taken by a different plant'
     NO_TOKEN = 401_00, 'there is no bearer token'
     INVALID_TOKEN = 401_01, 'the token is not valid'
+    WRONG_SCOPE = 403_00, 'the token is not for this path'
     NO_SUCH_PATH = 404_00, 'there is no such path'
     METHOD_NOT_ALLOWED = 405_00, 'the method is not allowed here'
     INTERNAL = 500_00, 'an unexpected fault of the service'
@@ -114,6 +115,8 @@ def _answer_store_error(
     else:
         log.error('%s: %s', req.context.id, ex)
         reason, retry_after = 'see the log of the server', 60
+        if isinstance(ex, StoreClosed):
+            reason = str(ex)
         if isinstance(ex, StoreUnavailable):
             reason, retry_after = ex.reason, 1
         value = ErrorValue.STORE_UNAVAILABLE

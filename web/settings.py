@@ -27,7 +27,8 @@ VARIABLES = {
         'its digest (default: a random token, printed at the start)'
     ),
     'PLANTS_TOKENS_FILE': (
-        'file with accepted tokens, one a line: TOKEN or NAME TOKEN; a changed '
+        'file with accepted tokens, one a line: TOKEN or NAME TOKEN, with '
+        '"metrics" as a third word for a token that only reads /metrics; a changed '
         'file is read again within a second'
     ),
     'PLANTS_MAX_BODY': f'longest body, in bytes (default: {DEFAULT_MAX_BODY_BYTES})',
@@ -80,12 +81,7 @@ class Settings:
                 is not installed; the message is a sentence for the operator.
         """
         for name in environ:
-            # Without this check a misspelt variable would be ignored.
-            if name.startswith('PLANTS_') and name not in VARIABLES:
-                (nearest,) = get_close_matches(name, VARIABLES, 1, cutoff=0)
-                raise ValueError(
-                    f'{name}: there is no such setting; the nearest one is {nearest}'
-                )
+            _check_name(name)
         store = environ.get('PLANTS_STORE', DEFAULT_URL)
         with _about('PLANTS_STORE'):
             check_url(store)
@@ -110,6 +106,22 @@ class Settings:
             environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
         )
         return cls(store, tokens, int(max_body), metrics, origins)
+
+
+def _check_name(name: str) -> None:
+    """Refuse the name of a variable that is a misspelt setting: it would be ignored.
+
+    Other programs may have variables that begin with ``PLANT_``, so such a name is
+    refused only if it lacks nothing but the S.
+    """
+    meant = re.sub('^PLANT_', 'PLANTS_', name)
+    if name in VARIABLES or not (name.startswith('PLANTS_') or meant in VARIABLES):
+        return
+    (nearest,) = get_close_matches(meant, VARIABLES, 1, cutoff=0)
+    advice = f'the nearest one is {nearest}'
+    if re.search('PORT|HOST|BIND|ADDRESS|LISTEN|WORKER', name):
+        advice = 'use the options of gunicorn: -b HOST:PORT, -w WORKERS'
+    raise ValueError(f'{name}: there is no such setting; {advice}')
 
 
 @contextmanager

@@ -9,7 +9,9 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+import falcon
 from falcon import Response
 
 from web.errors import ErrorValue, Fault
@@ -18,26 +20,38 @@ from web.request import PlantsRequest
 log = logging.getLogger('plants')
 
 
+class Token(NamedTuple):
+    """What is known about an accepted token.
+
+    Attributes:
+        name: For the log.
+        metrics_only: Whether it reads ``/metrics`` and does nothing else.
+    """
+
+    name: str
+    metrics_only: bool = False
+
+
 class Tokens:
     """The accepted bearer tokens, kept as digests.
 
     Args:
-        names: The names of the tokens, for the log, by the SHA-256 digest of a token.
+        tokens: The tokens, by the SHA-256 digest of their text.
 
     Raises:
         ValueError: There is no token, or a name could break a line of the log.
     """
 
-    def __init__(self, names: Mapping[bytes, str]) -> None:
-        if not names:
+    def __init__(self, tokens: Mapping[bytes, Token]) -> None:
+        if not tokens:
             raise ValueError('there is no token')
-        if not all(name.isprintable() for name in names.values()):
+        if not all(token.name.isprintable() for token in tokens.values()):
             raise ValueError('the name of a token may have only printable characters')
-        self._names = dict(names)
+        self._tokens = dict(tokens)
         self._observers: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._tokens)
 
     @classmethod
     def of(cls, tokens: str | Iterable[str] | Mapping[str, str]) -> Tokens:
@@ -50,41 +64,65 @@ class Tokens:
             ValueError: There is no token, or one that cannot be sent in a header. The
                 message has the name of the token, never its text.
         """
+        if tokens is None:  # a variable that is not set, perhaps
+            raise ValueError('there is no token')
         if isinstance(tokens, str):
             tokens = [tokens]
         if not isinstance(tokens, Mapping):
             tokens = {f'token-{number}': text for number, text in enumerate(tokens, 1)}
-        return cls({_digest(text, name): name for name, text in tokens.items()})
+        return cls({_digest(text, name): Token(name) for name, text in tokens.items()})
 
     @classmethod
     def parse(cls, lines: Iterable[str]) -> Tokens:
-        """Read the lines of a file: TOKEN or NAME TOKEN; # begins a comment.
+        """Read the lines of a file; # begins a comment.
+
+        A line is TOKEN, NAME TOKEN, or NAME TOKEN metrics.
 
         Raises:
-            ValueError: A line is neither, or there is no token. The message has the
-                number of the line, never its text.
+            ValueError: A line is none of these, or there is no token. The message has
+                the number of the line, never its text.
         """
-        names = {}
+        tokens = {}
         for number, line in enumerate(lines, 1):
-            words = re.split(r'(?:^|\s)#', line)[0].split()
-            if len(words) > 2:
-                raise ValueError(f'line {number}: it is not TOKEN or NAME TOKEN')
-            if words:
-                name = words[0] if len(words) == 2 else f'token-{number}'
-                names[_digest(words[-1], f'line {number}')] = name
-        return cls(names)
+            match re.split(r'(?:^|\s)#', line)[0].split():
+                case []:
+                    continue
+                case [text]:
+                    token = Token(f'token-{number}')
+                case [name, text]:
+                    token = Token(name)
+                case [name, text, 'metrics']:
+                    token = Token(name, metrics_only=True)
+                case _:
+                    raise ValueError(
+                        f'line {number}: it is not TOKEN, NAME TOKEN or NAME TOKEN '
+                        f'metrics'
+                    )
+            tokens[_digest(text, f'line {number}')] = token
+        return cls(tokens)
 
-    def name_of(self, token: str) -> str | None:
-        """Return the name of a token, or ``None`` if it is not accepted.
+    def find(self, text: str) -> Token | None:
+        """Return what is known about a token, or ``None`` if it is not accepted.
 
-        The time it takes does not depend on the token, or on how much of it is right.
+        The time it takes does not depend on the text, or on how much of it is right.
         """
-        digest = hashlib.sha256(token.encode('latin-1')).digest()
+        digest = hashlib.sha256(text.encode('latin-1')).digest()
         found = None
-        for known, name in self._names.items():
+        for known, token in self._tokens.items():
             if hmac.compare_digest(known, digest):
-                found = name
+                found = token
         return found
+
+    def may(self, token: Token, path: str) -> bool:
+        """Say whether a token is for a path.
+
+        Every token may read ``/metrics`` as long as none is for that alone.
+        """
+        if path != '/metrics':
+            return not token.metrics_only
+        return token.metrics_only or not any(
+            other.metrics_only for other in self._tokens.values()
+        )
 
     def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
         """Call an observer after each failed reload, which only a file can have."""
@@ -131,13 +169,13 @@ class TokensFile(Tokens):
         self._version = self._stat()
         super().__init__(self._read())
 
-    def name_of(self, token: str) -> str | None:
+    def find(self, text: str) -> Token | None:
         now = time.monotonic()
         if now >= self._next_check:
             # Two threads may both do this; then both read the same file.
             self._next_check = now + self.CHECK_EVERY
             self._refresh()
-        return super().name_of(token)
+        return super().find(text)
 
     def _refresh(self) -> None:
         version = self._stat()
@@ -145,7 +183,7 @@ class TokensFile(Tokens):
             return
         self._version = version
         try:
-            self._names = self._read()
+            self._tokens = self._read()
         except (OSError, ValueError) as ex:
             log.error('%s: %s; the tokens stay as they were', self._path, ex)
             for observer in self._observers:
@@ -160,9 +198,9 @@ class TokensFile(Tokens):
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def _read(self) -> dict[bytes, str]:
+    def _read(self) -> dict[bytes, Token]:
         lines = self._path.read_text('utf-8-sig').split('\n')
-        return Tokens.parse(lines)._names
+        return Tokens.parse(lines)._tokens
 
 
 class BearerAuth:
@@ -183,20 +221,32 @@ class BearerAuth:
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         if req.path in self._public:
             return
-        scheme, _, token = (req.auth or '').partition(' ')
-        token = token.strip(' \t')
-        if scheme.lower() != 'bearer' or not token:
+        scheme, _, text = (req.auth or '').partition(' ')
+        text = text.strip(' \t')
+        if scheme.lower() != 'bearer' or not text:
+            if req.path == '/' and req.method == 'GET' and 'text/html' in req.accept:
+                # Relative, so that it is right under any prefix.
+                raise falcon.HTTPSeeOther('docs')
             raise Fault(
                 ErrorValue.NO_TOKEN,
-                'send the header Authorization: Bearer and a token',
+                "send the header 'Authorization: Bearer TOKEN'; /docs explains the "
+                'interface',
                 www_authenticate='Bearer',
             )
-        req.context.token_name = name = self._tokens.name_of(token)
-        if name is None:
+        token = self._tokens.find(text)
+        if token is None:
             raise Fault(
                 ErrorValue.INVALID_TOKEN,
                 'the token is not valid',
                 www_authenticate='Bearer error="invalid_token"',
+            )
+        req.context.token_name = token.name
+        if not self._tokens.may(token, req.path):
+            scope = 'metrics' if req.path == '/metrics' else 'plants'
+            raise Fault(
+                ErrorValue.WRONG_SCOPE,
+                f'the token is not for this path, which needs one for {scope}',
+                www_authenticate=f'Bearer error="insufficient_scope", scope="{scope}"',
             )
 
 
@@ -207,5 +257,8 @@ def new_token_notice(token: str, address: str) -> str:
         f'    {token}\n\n'
         f'Add a plant with it:\n\n'
         f"    curl {address}/plants -H 'Authorization: Bearer {token}' "
-        f'-H \'Content-Type: application/json\' -d \'{{"id": 1, "name": "Fern"}}\'\n'
+        f"-H 'Content-Type: application/json' "
+        f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
+        f'The next start makes another token. To keep this one, start with '
+        f'PLANTS_TOKENS={token}\n'
     )

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from conftest import TOKEN
 from errors import ERROR, FaultyStore, assert_error
 
 from store import StoreUnavailable
 from web.errors import ErrorValue, error_body
+from web.tokens import Tokens
 
 FERN, MOSS = {'id': 1, 'name': 'Fern'}, {'id': 1, 'name': 'Moss'}
 
@@ -32,7 +34,10 @@ FAULTS = {
 @pytest.mark.parametrize('value', ErrorValue, ids=lambda value: value.name)
 def test_every_value_is_answered_to_some_request(value, serve, store):
     """Each error value is the answer to some request, with its body and headers."""
-    if value in FAULTS:
+    if value == ErrorValue.WRONG_SCOPE:
+        tokens = Tokens.parse([f'prometheus {TOKEN} metrics'])
+        answer = serve(store, tokens=tokens).add(FERN)
+    elif value in FAULTS:
         answer = serve(FaultyStore(FAULTS[value])).add(FERN)
     else:
         answer = REQUESTS[value](serve(store))
@@ -51,6 +56,7 @@ def test_values_are_the_published_ones():
         'ID_TAKEN': 40006,
         'NO_TOKEN': 40100,
         'INVALID_TOKEN': 40101,
+        'WRONG_SCOPE': 40300,
         'NO_SUCH_PATH': 40400,
         'METHOD_NOT_ALLOWED': 40500,
         'INTERNAL': 50000,

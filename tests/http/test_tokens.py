@@ -1,0 +1,355 @@
+"""Bearer tokens: which are accepted, what each may do, and the tokens file."""
+
+import hashlib
+import logging
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import TOKEN, Client
+from errors import assert_error
+
+from app import create_app
+from store.memory import MemoryStore
+from web import tokens as tokens_module
+from web.tokens import Token, Tokens, TokensFile
+
+FERN = {'id': 1, 'name': 'Fern'}
+
+# One character longer than TOKEN. No message may show either.
+OTHER = f'{TOKEN}r'
+
+
+def sha256(token):
+    """Return the ``sha256:`` entry of a token."""
+    return f'sha256:{hashlib.sha256(token.encode()).hexdigest()}'
+
+
+def assert_shows_no_token(text):
+    """Check that a text has neither a token nor the digest of one."""
+    for secret in (TOKEN, OTHER, sha256(OTHER)[7:-1]):
+        assert secret not in text
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return a tokens file with one token."""
+    path = tmp_path / 'tokens'
+    path.write_text(f'old {TOKEN}\n')
+    return path
+
+
+def serve_tokens(tokens, **options):
+    """Return a client, without a token, of a service that accepts these tokens."""
+    return Client(create_app(MemoryStore(), tokens=tokens, **options))
+
+
+def value_of(client, authorization, path='/plants'):
+    """Return the error value of a request with an Authorization header, or 200."""
+    headers = {} if authorization is None else {'Authorization': authorization}
+    if path == '/plants':
+        response = client.add(FERN, **headers)
+    else:
+        response = client.get(path, headers=headers)
+    if response.status_int == 200:
+        return 200
+    assert_shows_no_token(assert_error(response, response.json['error']))
+    return response.json['error']
+
+
+# ---- the text of a token
+
+BAD_TOKENS = [
+    *['', ' ', '#', f' {OTHER}', f'{OTHER}\n', f'garden {OTHER}', f'{OTHER}\n{TOKEN}'],
+    *[f'"{OTHER}"', f'{OTHER};{TOKEN}', f'{OTHER},', f'{OTHER}é', f'{OTHER}\x07'],
+    *[f'{OTHER}=x', '==', f'{OTHER}#mine', f'name:{OTHER}', 'md5:' + 'a' * 32],
+    *[sha256(OTHER)[:-1], sha256(OTHER) + '0', 'sha256:', sha256(OTHER)[:-1] + 'g'],
+    *[sha256(OTHER).replace('sha', 'SHA'), None, 1, b'abc'],
+]
+
+
+@pytest.mark.parametrize('bad', BAD_TOKENS, ids=ascii)
+def test_bad_token_is_refused_by_its_name(bad):
+    """A bad token is refused by its name; it is never shown, cut, or ignored."""
+    for tokens, where in [([TOKEN, bad], 'token-2'), ({'garden': bad}, 'garden')]:
+        with pytest.raises(ValueError, match=f'^{where}: ') as raised:
+            serve_tokens(tokens)
+        assert_shows_no_token(str(raised.value))
+
+
+@pytest.mark.parametrize('tokens', [None, [], {}, ''], ids=repr)
+def test_no_application_is_made_without_a_token(tokens):
+    """The service never runs open; None may be a variable that is not set."""
+    with pytest.raises(ValueError, match='token'):
+        create_app(MemoryStore(), tokens=tokens)
+
+
+def assert_accepts(tokens, names):
+    """Check that exactly these tokens are accepted, under these names."""
+    assert len(tokens) == len(names)
+    assert {text: tokens.find(text).name for text in names} == names
+    for text in ('', 'token', 'garden', sha256(TOKEN), f' {TOKEN}', TOKEN.upper()):
+        assert tokens.find(text) is None
+
+
+@pytest.mark.parametrize(
+    ('tokens', 'names'),
+    [
+        (TOKEN, {TOKEN: 'token-1'}),
+        (sha256(TOKEN), {TOKEN: 'token-1'}),
+        (iter([TOKEN, sha256(OTHER)]), {TOKEN: 'token-1', OTHER: 'token-2'}),
+        ({'garden': TOKEN, 'shed': sha256(OTHER)}, {TOKEN: 'garden', OTHER: 'shed'}),
+        ({'a': TOKEN, 'b': TOKEN}, {TOKEN: 'b'}),
+        ({'the # garden': TOKEN, '': OTHER}, {TOKEN: 'the # garden', OTHER: ''}),
+        (['-._~+/=='], {'-._~+/==': 'token-1'}),
+    ],
+    ids=['text', 'digest', 'iterator', 'mapping', 'twice', 'odd names', 'characters'],
+)
+def test_tokens_are_named_by_number_or_mapping(tokens, names):
+    """Tokens or their digests are named by number, or by the keys of a mapping."""
+    assert_accepts(Tokens.of(tokens), names)
+
+
+@pytest.mark.parametrize('name', ['a\nb', 'a\x1b[2Jb', 'a\x00', '\u2028', '\x7f'])
+def test_name_that_would_break_a_log_line_is_refused(name):
+    """A name must be printable: it could break or disguise a line of the log."""
+    with pytest.raises(ValueError, match='printable'):
+        Tokens.of({name: TOKEN})
+
+
+def test_only_digests_are_kept():
+    """A running service keeps only the digest of a token."""
+    tokens = Tokens.parse([f'garden {TOKEN}'])
+    assert TOKEN not in repr(vars(tokens))
+    assert TOKEN not in repr(tokens)
+
+
+# ---- the Authorization header
+
+
+@pytest.mark.parametrize(
+    'form', ['Bearer {}', 'bearer {}', 'BEARER   {}', 'Bearer {} ']
+)
+def test_authorization_with_a_token_is_accepted(form):
+    """The scheme may be in any case, with any number of spaces after it."""
+    assert value_of(serve_tokens([TOKEN]), form.format(TOKEN)) == 200
+
+
+@pytest.mark.parametrize(
+    'authorization',
+    [
+        *[None, '', ' ', 'Bearer', 'Bearer  ', TOKEN, f' {TOKEN}', f'Basic {TOKEN}'],
+        *[f'Bearer{TOKEN}', f'Bearer:{TOKEN}', f'Bearers {TOKEN}', f', {TOKEN}'],
+        *[f'Basic YTpi, Bearer {TOKEN}', f'"Bearer" {TOKEN}', 'Digest a="b"'],
+    ],
+    ids=repr,
+)
+def test_authorization_without_a_bearer_token_is_40100(authorization):
+    """No header, another scheme, or no token after it is 40100."""
+    assert value_of(serve_tokens([TOKEN]), authorization) == 40100
+
+
+@pytest.mark.parametrize(
+    'token',
+    [
+        *['wrong', TOKEN[:-1], OTHER, TOKEN.upper(), f'x{TOKEN}', f'"{TOKEN}"', ','],
+        *[f'{TOKEN} x', f'{TOKEN},', f'{TOKEN}, Bearer {TOKEN}', f'Bearer {TOKEN}'],
+        *[f'garden {TOKEN}', 'garden', sha256(TOKEN), sha256(TOKEN)[7:], f'{TOKEN}='],
+        *['\xe9\xff', 'x' * 100_000],
+    ],
+    ids=lambda token: ascii(token)[:40],
+)
+def test_wrong_bearer_token_is_40101(token):
+    """A bearer token that is not exactly one of ours is 40101."""
+    assert value_of(serve_tokens({'garden': TOKEN}), f'Bearer {token}') == 40101
+
+
+def test_401_says_what_to_send(client):
+    """The message has the header to send, and the path that explains more."""
+    message = assert_error(client.add(FERN, authorization=''), 40100)
+    assert "'Authorization: Bearer TOKEN'" in message
+    assert '/docs' in message
+
+
+# ---- what a token may do
+
+
+def test_metrics_token_reads_metrics_and_nothing_else(path):
+    """A token for metrics is 40300 everywhere else, whether the path exists or not."""
+    path.write_text(f'shop {TOKEN}\nprometheus {OTHER} metrics\n')
+    client = serve_tokens(TokensFile(path), metrics=True)
+    assert value_of(client, f'Bearer {OTHER}', '/metrics') == 200
+    for other_path in ('/plants', '/nowhere', '/'):
+        assert value_of(client, f'Bearer {OTHER}', other_path) == 40300
+    assert value_of(client, f'Bearer {TOKEN}') == 200
+    refused = client.add(FERN, authorization=f'Bearer {OTHER}')
+    challenge = 'Bearer error="insufficient_scope", scope="plants"'
+    assert refused.headers['WWW-Authenticate'] == challenge
+
+
+def test_other_tokens_read_metrics_until_one_is_for_them(path):
+    """As soon as one token is for metrics, no other token reads them."""
+    path.write_text(f'shop {TOKEN}\n')
+    client = serve_tokens(TokensFile(path), metrics=True)
+    assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 200
+    path.write_text(f'shop {TOKEN}\nprometheus {sha256(OTHER)} metrics  # scrapes\n')
+    client = serve_tokens(TokensFile(path), metrics=True)
+    assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 40300
+    assert value_of(client, f'Bearer {OTHER}', '/metrics') == 200
+
+
+# ---- the lines of a tokens file
+
+
+@pytest.mark.parametrize(
+    ('lines', 'names'),
+    [
+        ([f'  {TOKEN}\t'], {TOKEN: 'token-1'}),
+        ([f'garden\t {TOKEN}'], {TOKEN: 'garden'}),
+        ([f'garden {sha256(TOKEN)}'], {TOKEN: 'garden'}),
+        ([f'sha256:{sha256(TOKEN)[7:].upper()}'], {TOKEN: 'token-1'}),
+        ([f'a {TOKEN}', f'a {OTHER}'], {TOKEN: 'a', OTHER: 'a'}),
+        ([TOKEN, f'b {sha256(TOKEN)}'], {TOKEN: 'b'}),
+        (['#', f'#a {OTHER}', f'a#b {TOKEN}'], {TOKEN: 'a#b'}),
+        (['', '# comment', f'{TOKEN} # mine'], {TOKEN: 'token-3'}),
+        (['metrics metrics'], {'metrics': 'metrics'}),
+        (['x' * 10_000], {'x' * 10_000: 'token-1'}),
+    ],
+    ids=lambda value: ascii(value)[:50],
+)
+def test_line_of_a_tokens_file_is_read(lines, names):
+    """A line is a token or its digest, with or without a name."""
+    assert_accepts(Tokens.parse(lines), names)
+
+
+@pytest.mark.parametrize(
+    ('line', 'words'),
+    [
+        (f'one two {OTHER}', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
+        (f'one {OTHER} Metrics', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
+        (f'one {OTHER} metrics x', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
+        (f'garden {OTHER}" metrics', 'letters, digits'),
+        (f'{OTHER},{TOKEN}', 'letters, digits'),
+        (f'garden:{OTHER}', 'sha256: and 64 hexadecimal digits'),
+    ],
+)
+def test_bad_line_is_refused_by_its_number(line, words):
+    """The message has the number of the line and what a line may be, not the line."""
+    with pytest.raises(ValueError, match=r'^line 4: ') as raised:
+        Tokens.parse([f'old {TOKEN}', '', '# comment', line])
+    assert words in str(raised.value)
+    assert_shows_no_token(str(raised.value))
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        f'\ufeffgarden {TOKEN}\r\nother {OTHER}\r\n',
+        f'# the garden\n\n  garden\t{TOKEN}  # comment\n#\nother {OTHER}',
+    ],
+    ids=['CRLF and byte order mark', 'comments'],
+)
+def test_tokens_file_may_come_from_any_editor(content, path):
+    """A file may have comments, empty lines, any line ends and a byte order mark."""
+    path.write_bytes(content.encode())
+    assert_accepts(TokensFile(path), {TOKEN: 'garden', OTHER: 'other'})
+
+
+# ---- a tokens file that changes
+
+
+@pytest.fixture
+def pass_a_second(monkeypatch):
+    """Return a function that advances the clock of the service by a second."""
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(tokens_module, 'time', clock)
+
+    def pass_a_second():
+        nonlocal now
+        now += 1
+
+    return pass_a_second
+
+
+def test_tokens_are_rotated(path, pass_a_second, caplog):
+    """A token is added, both are accepted, and the old one is removed."""
+    caplog.set_level(logging.INFO, 'plants')
+    client = serve_tokens(TokensFile(path))
+
+    def values():
+        return [value_of(client, f'Bearer {token}') for token in (TOKEN, OTHER)]
+
+    assert values() == [200, 40101]
+    path.write_text(f'old {TOKEN}\nnew {sha256(OTHER)}  # from May on\n')
+    pass_a_second()
+    assert values() == [200, 200]
+    assert '2 tokens are accepted now' in caplog.text
+    path.write_text(f'new {OTHER}\n')
+    pass_a_second()
+    assert values() == [40101, 200]
+    assert_shows_no_token(caplog.text)
+
+
+def test_replaced_tokens_file_is_read(path, pass_a_second):
+    """A file replaced by a rename is read, whatever its size and time."""
+    tokens = TokensFile(path)
+    spare = path.with_name('spare')
+    spare.write_text(f'new {TOKEN[::-1]}\n')
+    spare.replace(path)
+    pass_a_second()
+    assert tokens.find(TOKEN) is None
+    assert tokens.find(TOKEN[::-1]) == Token('new')
+
+
+DAMAGE = {
+    'removed': lambda path: path.unlink(),
+    'a directory': lambda path: (path.unlink(), path.mkdir()),
+    'empty': lambda path: path.write_text(''),
+    'only comments': lambda path: path.write_text('# nobody\n'),
+    'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
+    'name that is not printable': lambda path: path.write_text(f'a\x7f {OTHER}\n'),
+    'not UTF-8': lambda path: path.write_bytes(OTHER.encode() + b'\n\xff\n'),
+    'UTF-16': lambda path: path.write_bytes(OTHER.encode('utf-16')),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGE)
+def test_broken_tokens_file_keeps_the_old_tokens(damage, path, pass_a_second, caplog):
+    """A tokens file that cannot be used changes nothing, and is logged once."""
+    client = serve_tokens(TokensFile(path))
+    DAMAGE[damage](path)
+    for _ in range(3):
+        pass_a_second()
+        assert value_of(client, f'Bearer {TOKEN}') == 200
+        assert value_of(client, f'Bearer {OTHER}') == 40101
+    (record,) = [record for record in caplog.records if record.name == 'plants']
+    assert record.levelno == logging.ERROR
+    assert str(path) in record.getMessage()
+    assert_shows_no_token(caplog.text)
+    if path.is_dir():
+        path.rmdir()
+    path.write_text(f'new {OTHER}\n')
+    pass_a_second()
+    assert value_of(client, f'Bearer {OTHER}') == 200
+    assert value_of(client, f'Bearer {TOKEN}') == 40101
+
+
+def test_child_of_a_fork_keeps_the_tokens_that_were_read(path, caplog):
+    """A child that starts while the file is broken accepts what its parent has read.
+
+    When the file is valid again, the child reads the new tokens by itself.
+    """
+    tokens = TokensFile(path)
+    path.write_text('more than three words here\n')
+    pid = os.fork()
+    if not pid:  # an assertion must not raise out of the child
+        time.sleep(TokensFile.CHECK_EVERY)
+        kept = tokens.find(TOKEN) == Token('old') and tokens.find(OTHER) is None
+        path.write_text(f'new {OTHER}\n')
+        time.sleep(TokensFile.CHECK_EVERY)
+        renewed = tokens.find(TOKEN) is None and tokens.find(OTHER) == Token('new')
+        os._exit(0 if kept and renewed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert caplog.messages == []
