@@ -1,8 +1,4 @@
-"""What ``python app.py`` does: explain the service, or become gunicorn.
-
-NOTE: this module reports that Python is too old or that packages are missing. So Python
-3.7 must be able to read it, and at its top it imports only the standard library.
-"""
+"""What ``python app.py`` does: explain the service, or become gunicorn."""
 
 import os
 import sys
@@ -19,10 +15,9 @@ python -m gunicorn --help lists them. The service reads environment variables:
 
 
 def main() -> None:
-    """Explain the service or become gunicorn, or say why neither is possible."""
-    obstacle = find_obstacle()
-    if obstacle is not None:
-        sys.exit(obstacle)
+    """Explain the service or become gunicorn, or say that packages are missing."""
+    if find_spec('gunicorn') is None:
+        sys.exit('The packages are not installed for this Python: run "make run".')
     if sys.argv[1:] in (['--help'], ['-h']):
         print(help_text())
     elif sys.argv[1:] in (['--version'], ['-v']):
@@ -33,23 +28,6 @@ def main() -> None:
         command = [sys.executable, '-m', 'gunicorn', '--pythonpath', DIRECTORY]
         command += ['-c', os.path.join(DIRECTORY, 'gunicorn.conf.py')]
         os.execv(sys.executable, command + sys.argv[1:])
-
-
-def find_obstacle():  # type: () -> str | None
-    """Return a sentence that says why a start is impossible, or ``None``."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - the older ones run this, too
-        version = '{}.{}'.format(*sys.version_info)
-        return f'Python 3.11 or newer is needed, this is {version}.'
-    if sys.platform != 'linux':
-        return f'Linux is needed, this is {sys.platform}.'
-    for package in ('falcon', 'gunicorn', 'jsonschema'):
-        if find_spec(package) is None:
-            return (
-                f'The package {package} is not installed. '
-                f'Make the environment with "make venv", then run '
-                f'{os.path.join(".venv", "bin", "python")} app.py.'
-            )
-    return None
 
 
 def help_text() -> str:
