@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import falcon
 
+from schemas import show
 from web.errors import ErrorValue, Fault
 
 
@@ -91,18 +93,18 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
     return b''.join(pieces)
 
 
+_wrong_type = partial(Fault, ErrorValue.WRONG_MEDIA_TYPE)
+
+
 def _check_media_type(req: PlantsRequest) -> None:
     content_type = req.content_type
     if content_type != falcon.MEDIA_JSON:  # the usual value needs no parsing
         content_type, parameters = falcon.parse_header(content_type or '')
-        if parameters.get('charset', 'utf-8').lower() != 'utf-8':
-            content_type = ''
-    if content_type.lower() != falcon.MEDIA_JSON:
-        raise Fault(
-            ErrorValue.WRONG_MEDIA_TYPE, 'the Content-Type must be application/json'
-        )
+        if content_type.lower() != falcon.MEDIA_JSON:
+            raise _wrong_type('the Content-Type must be application/json')
+        charset = parameters.get('charset', 'utf-8')
+        if charset.lower() != 'utf-8':
+            raise _wrong_type(f'the charset {show(charset)} must be utf-8')
     coding = req.env.get('HTTP_CONTENT_ENCODING', 'identity')
     if coding.lower() != 'identity':
-        raise Fault(
-            ErrorValue.WRONG_MEDIA_TYPE, 'the body must not have a Content-Encoding'
-        )
+        raise _wrong_type('the body must not have a Content-Encoding')
