@@ -1,20 +1,26 @@
 PYTHON ?= python3
 BIN = .venv/bin
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check
+# Every program runs as a module: the scripts in .venv/bin name the directory where the
+# environment was made, and fail after the checkout was moved.
+RUN = $(BIN)/python -m
+INSTALL = $(RUN) pip install --quiet --disable-pip-version-check
 PEERS = bench/peers
 
 # Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
 # the tests of a module together, because they share a database or a browser.
-TEST = $(BIN)/pytest --numprocesses 4 --dist worksteal
+TEST = $(RUN) pytest --numprocesses 4 --dist worksteal
 
 # Where the environment forbids to write bytecode, every server, command and process of
 # pytest would compile all that it imports, again and again. Empty means not set.
 export PYTHONDONTWRITEBYTECODE =
 
+# gunicorn would listen on all addresses at this port. That is for the container.
+unexport PORT
+
 all: test lint
 
 run: .venv/run
-	exec $(BIN)/gunicorn
+	exec $(RUN) gunicorn
 
 test: .venv/test
 	$(TEST)
@@ -26,12 +32,12 @@ coverage: .venv/test
 
 # Tries every state that a crash may leave; make test tries a sample.
 crash: .venv/test
-	CRASH_STATES=all $(BIN)/pytest --numprocesses 3 tests/store/test_crash_states.py
+	CRASH_STATES=all $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
 
 lint: .venv/test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
 
 venv: .venv/run
 
@@ -55,12 +61,12 @@ venv: .venv/run
 constraints: .venv/test
 	$(INSTALL) uv
 	: > constraints.txt
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 \
+	$(RUN) uv pip compile --quiet --universal --python-version 3.11 \
 		--custom-compile-command 'make constraints' \
 		--output-file constraints.txt requirements-test.txt
 
 bench: .venv/test $(PEERS)/.venv/installed
-	$(BIN)/python -m bench $(BENCH)
+	$(RUN) bench $(BENCH)
 
 # The servers that make bench compares with. npm compiles better-sqlite3.
 $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
@@ -71,6 +77,6 @@ $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 	touch $@
 
 bench-scale bench-hostile: bench-%: .venv/test
-	$(BIN)/python -m bench.$* $(BENCH)
+	$(RUN) bench.$* $(BENCH)
 
 .PHONY: all run test coverage crash lint venv constraints bench bench-scale bench-hostile

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import yaml
 from installing import offline_pip, wheels
-from server import REPOSITORY, ROOMS, Server, request
+from server import PATIENCE, REPOSITORY, ROOMS, Server, request
 
 from store import __version__
 
@@ -85,6 +85,41 @@ def test_make_run_installs_what_runs_and_serves(checkout):
     needed = {normalized(wheel.name.split('-')[0]) for wheel in wheels()}
     assert found - {'pip', 'setuptools'} == needed
     assert not needed & {'flask', 'pytest'}
+
+
+def test_make_run_works_after_a_move_and_ignores_port(checkout):
+    """The scripts of a moved environment fail; PORT does not open it to all."""
+    environment = REPOSITORY / '.venv'
+    if not environment.exists():
+        pytest.skip('it needs the environment that make test has made')
+    (checkout / '.venv/bin').mkdir(parents=True)
+    for name in ('bin/python', 'pyvenv.cfg', 'lib'):  # without bin/gunicorn
+        (checkout / '.venv' / name).symlink_to(environment / name)
+    done = subprocess.run(
+        [*MAKE, '--old-file=.venv/run', 'run'],
+        cwd=checkout,
+        env=os.environ
+        | {'PORT': '9123', 'PLANTS_TOKENS': 't'}
+        | {'GUNICORN_CMD_ARGS': '--print-config'},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^bind += \['127\.0\.0\.1:8000'\]$", done.stdout, re.MULTILINE)
+
+
+def test_pip_install_is_refused_with_a_sentence():
+    """``pip install .`` says what to do instead, and installs nothing."""
+    done = subprocess.run(
+        [sys.executable, '-m', 'pip', 'install', '--no-index', '--no-deps', '.'],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 1
+    assert 'The plant store is no package: ' in done.stderr
 
 
 # ---- the requirements
