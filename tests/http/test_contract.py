@@ -52,34 +52,11 @@ def test_tag_is_optional(client, store):
     assert list(store) == [Plant(1, 'Fern', None)]
 
 
-@pytest.mark.parametrize(
-    ('body', 'fault'),
-    [
-        ({'name': 'Fern'}, 'id: is missing'),
-        ({'id': 1}, 'name: is missing'),
-        ({'id': 1, 'name': None}, 'name: null is not a string'),
-        ({'id': 1, 'name': 7}, 'name: 7 is not a string'),
-        ({'id': 1, 'name': ['Fern']}, 'name: ["Fern"] is not a string'),
-        ({'id': 1, 'name': 'Fern', 'tag': None}, 'tag: null is not a string'),
-        ({'id': 1, 'name': 'Fern', 'tag': True}, 'tag: true is not a string'),
-        ([FERN], 'is not an object'),
-        (None, 'null is not an object'),
-        ('Fern', '"Fern" is not an object'),
-        (1, '1 is not an object'),
-    ],
-    ids=str,
-)
-def test_body_of_another_shape_is_refused(body, fault, client, store):
-    """A body that is no NewPlant is 40005; the message names member and rule."""
-    assert fault in assert_error(client.add(body), 40005)
+@pytest.mark.parametrize('body', [[FERN], None, 'Fern', 1, {'id': 1, 'name': None}])
+def test_body_of_another_shape_is_refused(body, client, store):
+    """A body that is no NewPlant is 40005, and nothing is stored."""
+    assert_error(client.add(body), 40005)
     assert list(store) == []
-
-
-def test_every_fault_is_reported_at_once(client):
-    """A body with several faults is answered with all of them."""
-    message = assert_error(client.add({'name': 1, 'tag': 2}), 40005)
-    for fault in ('id: is missing', 'name: 1 is not', 'tag: 2 is not'):
-        assert fault in message
 
 
 # ---- what the specification leaves open
@@ -105,7 +82,6 @@ def test_repeat_is_answered_as_the_first(plant, client, store):
     'other',
     [
         {'id': 1, 'name': 'Moss', 'tag': 'shade'},
-        {'id': 1, 'name': 'fern', 'tag': 'shade'},
         {'id': 1, 'name': 'Fern', 'tag': 'sun'},
         {'id': 1, 'name': 'Fern', 'tag': ''},
         {'id': 1, 'name': 'Fern'},
@@ -118,12 +94,6 @@ def test_taken_id_is_refused(other, client, store):
     assert '1' in assert_error(client.add(other), 40006)
     assert list(store) == [Plant(**FERN)]
     assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
-
-
-def test_missing_tag_differs_from_an_empty_one(client):
-    """A plant without a tag is another plant than the one whose tag is empty."""
-    client.add({'id': 1, 'name': 'Fern'})
-    assert_error(client.add({'id': 1, 'name': 'Fern', 'tag': ''}), 40006)
 
 
 def test_names_need_not_be_unique(client, store):
@@ -143,9 +113,8 @@ def test_id_is_a_signed_64_bit_integer(id, client, store):
 @pytest.mark.parametrize(
     'id',
     [
-        *('9223372036854775808', '-9223372036854775809', '1' * 1000, '-' + '9' * 999),
-        *('1.0', '-0.0', '1.5', '1e3', '1E3', '1e-3', '1e999', '0.1e1'),
-        *('true', 'false', 'null', '"1"', '""', '[1]', '[]', '{}', '{"id":1}'),
+        *['9223372036854775808', '-9223372036854775809', '1' * 1000, '1.0', '-0.0'],
+        *['1e3', '1e999', 'true', 'null', '"1"', '[1]', '{"id":1}'],
     ],
     ids=lambda literal: literal[:20],
 )
@@ -162,16 +131,15 @@ def test_minus_zero_is_zero(client, store):
     assert_error(client.add({'id': 0, 'name': 'Moss'}), 40006)
 
 
-@pytest.mark.parametrize('text', ['', ' ', 'x' * 60_000], ids=len)
-@pytest.mark.parametrize('member', ['name', 'tag'])
-def test_text_may_have_any_length(member, text, client, store):
+@pytest.mark.parametrize('text', ['', 'x' * 30_000], ids=len)
+def test_text_may_have_any_length(text, client, store):
     """``name`` and ``tag`` may be empty, and as long as the body limit allows."""
-    plant = {'name': 'Fern', 'tag': 'shade', member: text}
+    plant = {'name': text, 'tag': text}
     assert_plant(client.add({'id': 1, **plant}), plant)
     assert list(store) == [Plant(1, **plant)]
 
 
-@pytest.mark.parametrize('text', ['\0', 'a\0b', 'a\0', '\0\n', '\n\0'], ids=ascii)
+@pytest.mark.parametrize('text', ['\0', 'a\0', '\0\n', '\n\0'], ids=ascii)
 @pytest.mark.parametrize('member', ['name', 'tag'])
 def test_nul_is_refused(member, text, client, store):
     """U+0000 anywhere in ``name`` or ``tag`` is 40005: SQL text cannot hold it."""
@@ -207,14 +175,10 @@ def chunked(body, ended=True):
 
 
 def test_chunked_body_is_read_to_its_end(client):
-    """A body without a length is read to its end, where the server marks the end."""
-    body = io.BytesIO(json.dumps(FERN).encode())
+    """A body without a length is read to its end, up to the limit."""
+    body = io.BytesIO(json.dumps(FERN).encode().ljust(65_536))
     response = client.request('/plants', **chunked(body))
     assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
-
-
-def test_empty_chunked_body_is_40001(client):
-    """A chunked body without a byte is a missing body: 40001."""
     assert_error(client.request('/plants', **chunked(io.BytesIO())), 40001)
 
 
@@ -223,12 +187,6 @@ def test_endless_body_is_40003(client):
     body = io.BytesIO(b' ' * 1_000_000)
     assert_error(client.request('/plants', **chunked(body)), 40003)
     assert body.tell() <= 65_537
-
-
-def test_chunked_body_is_read_up_to_the_limit(client):
-    """A chunked body of exactly the limit is read."""
-    body = io.BytesIO(json.dumps(FERN).encode().ljust(65_536))
-    assert client.request('/plants', **chunked(body)).status_int == 200
 
 
 def test_chunked_body_without_a_marked_end_is_40001(client):
@@ -312,31 +270,24 @@ def test_json_media_type_is_accepted(content_type, client):
 @pytest.mark.parametrize(
     'content_type',
     [
-        None,
-        '',
-        ' ',
-        ';',
-        'json',
-        'text/json',
-        'text/plain',
-        'application/jsonp',
-        'application/json2',
-        'application/problem+json',
-        'application/x-www-form-urlencoded',
-        'multipart/form-data; boundary=x',
-        'application/json, text/plain',
-        'application/json; charset=utf-16',
-        'application/json; charset=latin-1',
-        'application/json; charset=',
-        '*/*',
-        'application/*',
-        'é/ü',
+        *[None, '', ' ', ';', 'json', 'text/json', 'application/jsonp', '*/*', 'é/ü'],
+        *['application/problem+json', 'application/json, text/plain'],
+        *['multipart/form-data; boundary=x', 'text/plain; charset=latin-1'],
     ],
 )
 def test_other_media_type_is_40002(content_type, client, store):
     """Any other type, and no type at all, is 40002."""
-    assert_error(client.add(FERN, content_type=content_type), 40002)
+    message = assert_error(client.add(FERN, content_type=content_type), 40002)
+    assert message == 'the Content-Type must be application/json'
     assert list(store) == []
+
+
+@pytest.mark.parametrize('charset', ['latin1', 'UTF-16', ''])
+def test_other_charset_is_40002(charset, client):
+    """JSON is UTF-8 (RFC 8259, section 8.1); the message names another charset."""
+    content_type = f'application/json; charset={charset}'
+    message = assert_error(client.add(FERN, content_type=content_type), 40002)
+    assert message == f'the charset "{charset}" must be utf-8'
 
 
 @pytest.mark.parametrize('coding', ['gzip', 'br', 'deflate', 'gzip, identity', 'x'])
@@ -431,12 +382,12 @@ def test_only_post_is_allowed(method, client):
     assert_method_not_allowed(response, 'POST')
 
 
-@pytest.mark.parametrize('method', ['POST', *METHODS[2:], *UNKNOWN_METHODS])
 @pytest.mark.parametrize('path', PUBLIC)
-def test_only_get_and_head_are_allowed_on_public_paths(path, method, client):
+def test_only_get_and_head_are_allowed_on_public_paths(path, client):
     """Public paths answer GET and HEAD and no other method."""
     client.lint = False
-    assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
+    for method in ('POST', *METHODS[2:], *UNKNOWN_METHODS):
+        assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
 
 
 @pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
@@ -449,32 +400,17 @@ def test_any_method_without_a_token_is_401(method, anonymous):
 
 
 UNKNOWN_PATHS = [
-    '/',
-    '/nowhere',
-    '/plants/',
-    '/%2Fplants',
-    '/%2Flivez',
-    '/plants/1',
-    '/Plants',
-    '/plants.json',
-    '/livez/',
-    '/livezz',
-    '/readyz/x',
-    '/%00',
-    '/%ff',
-    '/%C3%A9',
-    '/plants%0A',
-    '/../plants',
-    '/*',
+    *['/', '/nowhere', '/plants/', '/plants/1', '/Plants', '/livez/', '/%2Flivez'],
+    *['/%2Fplants', '/%00', '/%ff', '/plants%0A', '/../plants', '/docs/'],
 ]
 
 
 @pytest.mark.parametrize('path', UNKNOWN_PATHS)
-@pytest.mark.parametrize('method', ['GET', 'POST', 'OPTIONS', 'BREW'])
-def test_unknown_path_is_40400(method, path, client):
+def test_unknown_path_is_40400(path, client):
     """A path that does not exist is 40400 to a client with a token."""
     client.lint = False
-    assert_error(client.request(path, method=method), 40400)
+    for method in ('GET', 'POST', 'OPTIONS', 'BREW'):
+        assert_error(client.request(path, method=method), 40400)
 
 
 @pytest.mark.parametrize('path', UNKNOWN_PATHS)
@@ -504,13 +440,8 @@ def test_public_path_needs_no_token(path, anonymous):
     head = anonymous.head(path)
     assert (head.status_int, head.body) == (200, b'')
     assert head.headers['Content-Type'] == response.headers['Content-Type']
-
-
-@pytest.mark.parametrize('path', PUBLIC)
-def test_public_path_ignores_a_wrong_token(path, anonymous):
-    """On a public path a token is not checked."""
-    headers = {'Authorization': 'Bearer wrong'}
-    assert anonymous.get(path, headers=headers).status_int == 200
+    wrong = {'Authorization': 'Bearer wrong'}
+    assert anonymous.get(path, headers=wrong).status_int == 200
 
 
 @pytest.mark.parametrize(
@@ -591,15 +522,6 @@ def test_unexpected_exception_is_50000_without_details(exception, serve, caplog)
     assert 'Traceback' in caplog.text
 
 
-def test_service_goes_on_after_an_exception(serve, store, monkeypatch):
-    """A request that failed does not affect the next."""
-    client = serve(store)
-    with monkeypatch.context() as patch:
-        patch.setattr(store, 'add', lambda plant: 1 / 0)
-        assert_error(client.add(FERN), 50000)
-    assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
-
-
 # ---- headers
 
 # For 200 and some error values, a request that is answered with it.
@@ -613,42 +535,27 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize('accept', ['application/xml', 'text/html', 'x', '', 'a/b;q=0'])
-@pytest.mark.parametrize('value', REQUESTS)
-def test_answer_is_json_whatever_is_accepted(value, accept, client):
+def test_answer_is_json_whatever_is_accepted(accept, client, serve):
     """``Accept`` does not change an answer: there is one representation."""
-    client.extra_environ['HTTP_ACCEPT'] = accept
-    response = REQUESTS[value](client)
-    if value == 200:
-        assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
-    else:
-        assert_error(response, value)
-
-
-@pytest.mark.parametrize('fault', [StoreUnavailable('full'), RuntimeError()], ids=repr)
-def test_fault_of_the_server_is_json_whatever_is_accepted(fault, serve):
-    """A fault of the server is JSON too, whatever ``Accept`` asks for."""
-    client = serve(FaultyStore(fault))
-    client.extra_environ['HTTP_ACCEPT'] = 'application/xml'
-    response = client.add(FERN)
-    assert_error(response, 50300 if isinstance(fault, StoreError) else 50000)
-
-
-@pytest.mark.parametrize('value', REQUESTS)
-def test_request_id_is_returned(value, client):
-    """A valid ``X-Request-Id`` is returned, whatever the answer is."""
-    client.extra_environ['HTTP_X_REQUEST_ID'] = 'a1-B2_c3.d4'
-    assert REQUESTS[value](client).headers['X-Request-Id'] == 'a1-B2_c3.d4'
+    broken = serve(FaultyStore(RuntimeError()))
+    for one in (client, broken):
+        one.extra_environ['HTTP_ACCEPT'] = accept
+    assert_plant(REQUESTS[200](client), {'name': 'Fern', 'tag': 'shade'})
+    for value in REQUESTS.keys() - {200}:
+        assert_error(REQUESTS[value](client), value)
+    assert_error(broken.add(FERN), 50000)
 
 
 @pytest.mark.parametrize(
     'request_id',
-    ['0', 'x' * 128, '01ARZ3NDEKTSV4RRFFQ69G5FAV', 'Root=1-67891233-abcdef'],
+    ['0', 'x' * 128, 'a1-B2_c3.d4', 'Root=1-67891233-abcdef'],
     ids=lambda request_id: request_id[:30],
 )
-def test_usual_request_id_is_valid(request_id, anonymous):
-    """The usual forms of request ids are valid, up to 128 characters."""
-    response = anonymous.get('/livez', headers={'X-Request-Id': request_id})
-    assert response.headers['X-Request-Id'] == request_id
+def test_usual_request_id_is_returned(request_id, client):
+    """The usual forms of request ids are returned, whatever the answer is."""
+    client.extra_environ['HTTP_X_REQUEST_ID'] = request_id
+    for request in REQUESTS.values():
+        assert request(client).headers['X-Request-Id'] == request_id
 
 
 @pytest.mark.parametrize(
@@ -717,21 +624,3 @@ def test_path_cannot_break_a_log_line(path, anonymous, requests_logged):
     assert line.isascii()
     assert line.isprintable()
     assert len(line.split()) == 10
-
-
-# ---- inside another WSGI stack
-
-
-def test_paths_are_the_same_under_a_prefix(client):
-    """Under any prefix the same paths exist, below the prefix."""
-    mounted = {'environ': {'SCRIPT_NAME': '/garden'}}
-    headers = {'Content-Type': 'application/json'}
-    body = json.dumps(FERN).encode()
-    response = client.request(
-        '/plants', method='POST', body=body, headers=headers, **mounted
-    )
-    assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
-    assert_error(client.request('/nowhere', **mounted), 40400)
-    client.authorization = None
-    assert client.request('/livez', **mounted).status_int == 200
-    assert_error(client.request('/plants', **mounted), 40100)
