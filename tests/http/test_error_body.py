@@ -1,13 +1,11 @@
 """Every value that an ``Error`` can have is reached by a request."""
 
-import json
-
 import pytest
 from conftest import TOKEN
-from errors import ERROR, FaultyStore, assert_error
+from errors import FaultyStore, assert_error
 
 from store import StoreUnavailable
-from web.errors import ErrorValue, error_body
+from web.errors import ErrorValue
 from web.tokens import Tokens
 
 FERN, MOSS = {'id': 1, 'name': 'Fern'}, {'id': 1, 'name': 'Moss'}
@@ -62,13 +60,3 @@ def test_values_are_the_published_ones():
         'INTERNAL': 50000,
         'STORE_UNAVAILABLE': 50300,
     }
-
-
-def test_server_can_make_an_error_without_a_request(client):
-    """The HTTP server makes the bodies of its own errors with the same function."""
-    body = error_body(41400, 'the request line is too long: "é"')
-    ERROR.validate(json.loads(body))
-    assert body == (
-        '{"error": 41400, "message": "the request line is too long: \\"é\\""}'.encode()
-    )
-    assert client.get('/nowhere').body == error_body(40400, 'there is no such path')

@@ -1,6 +1,5 @@
 """Settings of the environment, ``create_app``, ``app:app`` and importing."""
 
-import dataclasses
 import json
 import shlex
 import subprocess
@@ -60,14 +59,6 @@ def test_each_variable_sets_a_field():
     assert settings.cors_origins == ('https://a.example', 'http://localhost:3000')
 
 
-def test_settings_are_frozen():
-    """Settings cannot be changed, and their repr shows no token."""
-    settings = Settings.from_environ({'PLANTS_TOKENS': TOKEN})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.max_body_bytes = 1
-    assert TOKEN not in repr(settings)
-
-
 @pytest.mark.parametrize(
     ('name', 'advice'),
     [
@@ -114,11 +105,8 @@ def test_bad_store_url_is_refused(url):
 
 @pytest.mark.parametrize(
     'text',
-    [
-        *('', ' ', '0', '00', '-1', '+1', '1.5', '1e3', '64k', '64 K', '0x10', '01'),
-        *(' 1', '1 ', '1\n', '1_000', 'many', '\u0661', '\xb2', '9' * 19, '9' * 5_000),
-    ],
-    ids=lambda text: ascii(text)[:30],
+    ['', '0', '-1', '+1', '1.5', '64k', '0x10', '01', ' 1', '1\n', '\u0661', '9' * 19],
+    ids=ascii,
 )
 def test_bad_max_body_is_refused(text):
     """A limit that is not a positive number of bytes is refused."""
@@ -129,27 +117,25 @@ def test_bad_max_body_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ('variable', 'default', 'other'),
-    [('PLANTS_LOG', 'text', 'json'), ('PLANTS_METRICS', '0', '1')],
+    ('variable', 'accepted'),
+    [('PLANTS_LOG', 'text or json'), ('PLANTS_METRICS', '0 or 1')],
 )
-def test_only_two_values_are_accepted(variable, default, other):
-    """One of two values is the default, and every other value is refused."""
-    assert Settings.from_environ({variable: default}) == Settings.from_environ({})
-    assert Settings.from_environ({variable: other})
-    for text in ('', ' ', other.upper() + ' ', 'on', 'yes', 'true', '2'):
+def test_only_two_values_are_accepted(variable, accepted):
+    """Every value but two is refused."""
+    for text in accepted.split(' or '):
+        assert Settings.from_environ({variable: text})
+    for text in ('', ' ', 'JSON ', 'on', 'true', '2'):
         with pytest.raises(ValueError, match=f'^{variable}: ') as raised:
             Settings.from_environ({variable: text})
-        assert f'{text!r} is not {default} or {other}' in str(raised.value)
+        assert f'{text!r} is not {accepted}' in str(raised.value)
 
 
 @pytest.mark.parametrize(
     'text',
     [
-        *('', ' ', ',', 'a.example', '//a.example', 'https://', 'https://a.example/'),
-        *('https://a.example/page', 'https://a.example?x', 'https://u@a.example'),
-        *('https://A.example', 'HTTPS://a.example', 'https://a.example:', 'null'),
-        *('*,https://a.example', '*.a.example', 'https://*.a.example', '**'),
-        *('https://a.example,', 'https://a.example b.example', 'https://a.example\nx'),
+        *['', ',', 'a.example', 'https://', 'https://a.example/', 'https://A.example'],
+        *['https://u@a.example', 'https://a.example:', 'null', '*,https://a.example'],
+        *['https://*.a.example', 'https://a.example,', 'https://a.example\nx'],
     ],
     ids=repr,
 )
@@ -163,12 +149,10 @@ def test_bad_origin_is_refused(text):
 @pytest.mark.parametrize(
     'text',
     [
-        *('*', 'https://a.example', 'http://[::1]:3000', 'http://127.0.0.1'),
-        *(
-            'https://xn--a-ecp.example',
-            'moz-extension://0a1b',
-            'https://a.example:8443',
-        ),
+        '*',
+        'https://xn--a-ecp.example:8443',
+        'http://[::1]:3000',
+        'moz-extension://0a1b',
     ],
 )
 def test_origin_of_a_browser_is_accepted(text):
@@ -244,12 +228,6 @@ def test_closed_store_is_named():
     assert 'the store is closed' in assert_error(client.add(FERN), 50300)
 
 
-def test_create_app_requires_the_tokens_argument():
-    """Tokens cannot be forgotten: the argument has no default."""
-    with pytest.raises(TypeError, match='tokens'):
-        create_app(MemoryStore())
-
-
 def test_two_applications_are_independent():
     """Stores, tokens and limits belong to an application, not to the process."""
     stores = [MemoryStore(), MemoryStore()]
@@ -317,19 +295,6 @@ def test_application_is_made_at_first_access(tmp_path):
     environ = {'PLANTS_STORE': 'memory:', 'PLANTS_TOKENS': TOKEN}
     assert run(script, tmp_path, **environ) == ('', '')
     assert list(tmp_path.iterdir()) == []
-
-
-def test_unknown_attribute_is_an_error():
-    """Another name that the module does not have is an AttributeError with the name."""
-    with pytest.raises(AttributeError, match='application'):
-        app.application  # noqa: B018
-    assert not hasattr(app, 'App')
-
-
-def test_get_app_refuses_a_bad_environment():
-    """A bad variable is refused before a store is opened or a token generated."""
-    with pytest.raises(ValueError, match='PLANTS_MAX_BODY'):
-        get_app({'PLANTS_STORE': 'memory:', 'PLANTS_MAX_BODY': 'bad'})
 
 
 @pytest.fixture
@@ -402,13 +367,3 @@ def test_token_is_generated_and_printed_once(at_exit, capsys):
     assert json.loads(body) == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
     assert f'PLANTS_TOKENS={token}' in notice
     assert capsys.readouterr() == ('', '')
-
-
-def test_each_start_generates_another_token(at_exit, capsys):
-    """A generated token is random: no start can guess that of another."""
-    tokens = set()
-    for _ in range(5):
-        get_app({'PLANTS_STORE': 'memory:'})
-        _, headers, _ = curl_of(capsys.readouterr().err)
-        tokens.add(headers['Authorization'])
-    assert len(tokens) == 5
