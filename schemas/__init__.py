@@ -165,9 +165,12 @@ class Schema:
             Invalid: Its value breaks rules of the schema.
         """
         value = parse(text)
-        if not self._deciding.is_valid(value):
-            raise Invalid('; '.join(self._faults(value)))
-        return value
+        try:
+            if self._deciding.is_valid(value):
+                return value
+        except ValueError as ex:  # rules that compare values have a limit of their own
+            raise NotJSON('it is nested too deeply') from ex
+        raise Invalid('; '.join(self._faults(value)))
 
     def _faults(self, value: Any) -> list[str]:
         """Return every fault of an invalid value, as sentences for a person.

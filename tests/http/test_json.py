@@ -343,6 +343,17 @@ def test_operator_adds_a_nested_member(edit, serve, store):
 INTEGER = {'type': 'integer'}
 
 
+@pytest.mark.parametrize('rule', [{'uniqueItems': True}, {'const': [1]}], ids=str)
+def test_rule_that_compares_values_has_a_bound(rule, edit, serve, store):
+    """64 levels are read where a rule compares values; more are never a 500."""
+    edit('Plant', lambda schema: schema['properties'].update(soil=rule))
+    client = serve(store)
+    for depth, values in [(62, (200, 40005)), (900, (200, 40004, 40005))]:
+        soil = b'[%s,1]' % SHAPES['arrays'](depth)
+        answer = client.send(b'{"id":1,"name":"Fern","soil":[%s,%s]}' % (soil, soil))
+        assert answer.json.get('error', 200) in values
+
+
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
 @pytest.mark.parametrize(
     'rule',
