@@ -1,11 +1,11 @@
 """The plant store over HTTP: a WSGI application.
 
-    POST /plants          200, 400, 401, 403, 500, 503    add a plant
-    GET  /livez           200                        the process answers
-    GET  /readyz          200, 500, 503              a plant can be stored now
-    GET  /openapi.json    200                        the OpenAPI description
-    GET  /docs            200, 404                   a page to try the service
-    GET  /metrics         200, 401, 403              for Prometheus, if switched on
+    POST /plants        200, 400, 401, 403, 500, 503    add a plant
+    GET  /livez         200                             the process answers
+    GET  /readyz        200, 500, 503                   a plant can be stored now
+    GET  /openapi.json  200                             the OpenAPI description
+    GET  /docs          200, 404                        a page to try the service
+    GET  /metrics       200, 401, 403                   for Prometheus, if switched on
 
 HEAD works where GET does. Every other request is refused: 401, 404, 405. A response
 with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/errors.py``

@@ -10,6 +10,7 @@ from errors import FaultyStore, assert_error
 from jsonschema import Draft202012Validator
 
 from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
+from web.errors import ErrorValue
 
 PLANT_SCHEMA = Draft202012Validator(
     json.loads(
@@ -356,6 +357,26 @@ def test_body_is_not_read_if_the_head_is_refused(value, path, headers, client):
         environ={'wsgi.input': UnreadableBody()},
     )
     assert_error(response, value)
+
+
+def test_values_are_the_published_ones():
+    """Clients depend on the numbers: none changes its meaning, none is removed."""
+    assert {value.name: int(value) for value in ErrorValue} == {
+        'BAD_REQUEST': 40000,
+        'BODY_MISSING': 40001,
+        'WRONG_MEDIA_TYPE': 40002,
+        'BODY_TOO_LARGE': 40003,
+        'NOT_JSON': 40004,
+        'NOT_A_NEW_PLANT': 40005,
+        'ID_TAKEN': 40006,
+        'NO_TOKEN': 40100,
+        'INVALID_TOKEN': 40101,
+        'WRONG_SCOPE': 40300,
+        'NO_SUCH_PATH': 40400,
+        'METHOD_NOT_ALLOWED': 40500,
+        'INTERNAL': 50000,
+        'STORE_UNAVAILABLE': 50300,
+    }
 
 
 # ---- paths and methods
