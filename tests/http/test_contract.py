@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 
 from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
 from web.errors import ErrorValue
+from web.tokens import Tokens
 
 PLANT_SCHEMA = Draft202012Validator(
     json.loads(
@@ -308,6 +309,7 @@ def test_identity_coding_is_accepted(client):
 LADDER = [
     (40100, {}),
     (40101, {'token': 'wrong'}),
+    (40300, {'token': 'for-metrics'}),
     (40400, {'token': 'right'}),
     (40500, {'path': '/plants'}),
     (40001, {'method': 'POST'}),
@@ -325,7 +327,8 @@ def test_first_fault_in_the_order_of_checks_is_answered(step, serve, store):
     request = {'path': '/nowhere', 'method': 'PUT', 'body': b'', 'content_type': 'x/y'}
     for _, better in LADDER[: step + 1]:
         request |= better
-    client = serve(store, tokens='right')
+    tokens = Tokens.parse(['right', 'prometheus for-metrics metrics'])
+    client = serve(store, tokens=tokens)
     token = request.pop('token', None)
     client.authorization = ('Bearer', token) if token else None
     store.add(Plant(**FERN))

@@ -21,7 +21,7 @@ import pytest
 import waitress.server
 import waitress.wasyncore
 from errors import assert_error
-from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, RawClient, Server, request
+from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, Server, request
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from app import create_app
@@ -294,16 +294,6 @@ def test_head_has_no_body(start, application, server, path, status):
     assert exchange(port, 'GET', path).status_int == status
 
 
-@pytest.mark.parametrize('server', ['waitress', 'cheroot'])
-def test_connection_outlives_a_refused_body(start, application, server):
-    """A body that was refused unread does not affect the next request."""
-    with RawClient(start(server, application)) as client:
-        refused = client.ask(request(body=FERN, **WRONG_TOKEN))
-        assert (refused.status, refused.json['error']) == (401, 40101)
-        answer = client.ask(request(body=FERN))
-        assert (answer.status, answer.json) == (200, FERN_ANSWER)
-
-
 # ---- chunked bodies
 
 
@@ -340,21 +330,6 @@ def test_chunked_body_that_is_not_decoded_is_40001(start, application, store, le
     answer = exchange_chunked(start('wsgiref', application), chunked(FERN), **length)
     assert 'Content-Length' in assert_error(answer, 40001)
     assert not list(store)
-
-
-@pytest.mark.parametrize('server', CHUNKED_DECODED_BY)
-@pytest.mark.parametrize(
-    ('body', 'value'),
-    [
-        pytest.param(b'', 40001, id='empty'),
-        pytest.param(TOO_LARGE, 40003, id='too-large'),
-        pytest.param(FERN[:20], 40004, id='not-json'),
-    ],
-)
-def test_chunked_body_has_the_same_errors(start, unchecked_app, server, body, value):
-    """A body that is refused with a Content-Length is refused in chunks as well."""
-    port = start(server, unchecked_app)
-    assert_error(exchange_chunked(port, chunked(body)), value)
 
 
 def test_broken_chunks_are_40000(start, unchecked_app, store):

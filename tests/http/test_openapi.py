@@ -106,26 +106,6 @@ def test_only_public_operations_are_described_without_a_token(description, anony
             assert operation.get('security', []) == []
 
 
-def test_words_of_the_specification_come_first(description):
-    """Each text begins with the words of the specification; ours come after them."""
-    assert description['paths']['/plants']['post']['summary'] == 'Create plant'
-    properties = {
-        name: rules['description']
-        for shape in description['components']['schemas'].values()
-        for name, rules in shape['properties'].items()
-    }
-    for name, words in {
-        'name': 'The name of the plant',
-        'tag': 'Tag to specify the type',
-        'id': 'Identification number of the plant',
-        'error': 'Numeric error value',
-        'message': 'Error message text',
-    }.items():
-        assert properties[name].startswith(f'{words}: ')
-    default = description['components']['responses']['default']
-    assert default['description'].startswith('unexpected error: ')
-
-
 def test_metrics_are_described_where_they_are_served(
     store, serve, description, validate
 ):
