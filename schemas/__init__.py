@@ -178,7 +178,9 @@ class Schema:
         Each sentence names the member and the rule: ``id: 1.5 is not an integer``.
         """
         faults: list[str] = []
-        with suppress(RecursionError, OverflowError):  # jsonschema divides by floats
+        # It may fail where the other one does not: a value is too deep or too large for
+        # it, for example. The value is refused all the same, with other words.
+        with suppress(Exception):
             for error in self._describing.iter_errors(value):
                 faults += _describe(error)
         if not faults:
