@@ -41,10 +41,11 @@ def check_url(url: str) -> None:
     # Where a password has one of these characters, libpq takes the rest of it for the
     # host or a parameter, and its error message shows that. An @ in a parameter looks
     # the same.
-    if re.search('@.*@|[/?#].*@', url.partition('://')[2], re.DOTALL):
+    pattern = '@.*@|[/?#].*@|%(?![0-9a-f]{2})'
+    if re.search(pattern, url.partition('://')[2], re.DOTALL | re.IGNORECASE):
         raise ValueError(
-            'in this URL write @ as %40, except before the host, and in a user or '
-            'password / as %2F, ? as %3F, # as %23'
+            'percent-encode special characters in the password: % is %25, @ is %40, '
+            '/ is %2F, ? is %3F, # is %23'
         )
     try:
         ports = conninfo_to_dict(url).get('port', '')

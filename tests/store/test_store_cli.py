@@ -147,7 +147,7 @@ class TestWhichStore:
         monkeypatch.setenv('PLANTS_STORE', 'postgresql://u:hu@sh@host/plants')
         code, output, errors = run('list')
         assert (code, output) == (2, b'')
-        assert "'postgresql://***@host/plants': in this URL write @" in errors[-1]
+        assert "'postgresql://***@host/plants': percent-encode" in errors[-1]
 
 
 class TestCheck:
