@@ -33,14 +33,17 @@ PROBE = (
 )
 # One statement for all sizes of a batch. With VALUES each number of rows would be a
 # statement of its own, and the server keeps a plan of each in every session (2 to 8 MiB
-# for 100 sizes). A statement with VALUES also has at most 65,535 parameters.
+# for 100 sizes).
+# The casts hold the types of the results: a prepared statement whose result type
+# changes, because a column was altered, fails for as long as its session lives.
 INSERT = (
     'INSERT INTO plants (id, name, tag) '
     'SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[]) '
-    'ON CONFLICT (id) DO NOTHING RETURNING id'
+    'ON CONFLICT (id) DO NOTHING RETURNING id::bigint'
 )
+READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
 # One row each, since a distributed engine can lock no more with one statement.
-LOCK = 'SELECT id, name, tag FROM plants WHERE id = %s FOR UPDATE'
+LOCK = f'{READ} WHERE id = %s FOR UPDATE'
 # A setting that acknowledges commits before they are on the disk cannot be meant for
 # this service, so "off" is changed; a stronger one, for example remote_apply, is kept.
 # Warnings must arrive: they tell of a commit that is not safe.

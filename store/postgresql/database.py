@@ -22,6 +22,7 @@ from store.postgresql.connection import (
     CONFLICTS,
     CREATE_TABLE,
     PROBE,
+    READ,
     RULES,
     Connection,
     PlantLocked,
@@ -106,7 +107,7 @@ class Database:
             # Reading all plants takes as long as the reader likes.
             connection.execute("SELECT set_config('statement_timeout', '0', false)")
             rows = connection.cursor(row_factory=args_row(Plant)).stream(
-                'SELECT id, name, tag FROM plants', size=1000
+                READ, size=1000
             )
             try:
                 # NOTE: yield from, so that a reader that stops early closes the stream

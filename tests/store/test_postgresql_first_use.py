@@ -196,6 +196,31 @@ def test_table_may_have_more_columns(server, url):
         assert sorted(store) == [FERN, MOSS]
 
 
+@pytest.mark.parametrize(
+    'change',
+    [
+        'ALTER name TYPE varchar(500)',
+        'ALTER id TYPE numeric',
+        'ADD note text, DROP tag, ADD tag varchar',
+    ],
+)
+def test_table_may_be_altered(server, made, change):
+    """Repeats, conflicts and new plants work after the open table was altered."""
+    with open_store(made) as store:
+
+        def use(first):
+            for id in range(first, first + 9):  # often enough to prepare statements
+                assert store.add(Plant(id, 'Fern')) is True
+                assert store.add(Plant(id, 'Fern')) is False
+                with pytest.raises(IdTaken):
+                    store.add(Plant(id, 'Moss'))
+
+        use(1)
+        server.execute(f'ALTER TABLE plants {change}', url=made)
+        use(101)
+        assert sorted(store)[0] == FERN
+
+
 LONG = ''.join(map(chr, range(0x4E00, 0x9000)))  # too long for an index page
 
 RULES = {
