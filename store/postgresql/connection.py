@@ -44,16 +44,27 @@ INSERT = (
 READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
 # One row each, since a distributed engine can lock no more with one statement.
 LOCK = f'{READ} WHERE id = %s FOR UPDATE'
-# A setting that acknowledges commits before they are on the disk cannot be meant for
-# this service, so "off" is changed; a stronger one, for example remote_apply, is kept.
-# Warnings must arrive: they tell of a commit that is not safe.
-SETTINGS = (
-    "SELECT set_config('statement_timeout', $1, false), "
-    "set_config('lock_timeout', $2, false), "
-    "set_config('client_min_messages', 'warning', false), "
-    "CASE WHEN current_setting('synchronous_commit', true) = 'off' "
-    "THEN set_config('synchronous_commit', 'on', false) END"
+# A setting that the server does not have is NULL, and is left out. remote_apply is the
+# one value that is kept: no other commit is safer than "on".
+SET = (
+    'SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) '
+    "AS wanted (name, value) WHERE current_setting(name, true) <> 'remote_apply'"
 )
+# What must hold in a session, whatever its role or its database has as a default.
+SETTINGS = {
+    'synchronous_commit': 'on',
+    # A warning tells of a commit that is not safe.
+    'client_min_messages': 'warning',
+    # Otherwise an array holds the text 'NULL' for a plant without a tag.
+    'array_nulls': 'on',
+    # A stricter level only adds failures, and cannot read a standby.
+    'default_transaction_isolation': 'read committed',
+    'exit_on_error': 'off',
+    # Limits that could end a session between two uses, or a long read.
+    'idle_session_timeout': '0',
+    'idle_in_transaction_session_timeout': '0',
+    'transaction_timeout': '0',
+}
 
 # The batch may be tried again.
 CONFLICTS = (errors.SerializationFailure, errors.DeadlockDetected)
@@ -73,7 +84,7 @@ REASONS = {
     None: 'there is no connection to the database',
     '22': RULE,
     '23': RULE,
-    '25': 'the database is read-only',
+    '25006': 'the database is read-only',
     '40': 'the database is busy with other changes of the same plants',
     '40003': 'the database does not say whether the plant is safe',
     '42': 'the database does not permit it',
@@ -95,6 +106,8 @@ class PlantLocked(StoreUnavailable):
 def refusal(error: psycopg.Error, store: str) -> StoreUnavailable:
     """Return the exception of a store for an error of the server."""
     code = error.sqlstate
+    if code is None and 'session is read-only' in str(error):  # in the words of libpq
+        code = errors.ReadOnlySqlTransaction.sqlstate
     reason = REASONS.get(code) or REASONS.get(code and code[:2])
     locked = isinstance(error, errors.LockNotAvailable)
     return (PlantLocked if locked else StoreUnavailable)(
@@ -135,11 +148,14 @@ class Connection(psycopg.Connection[Any]):
         """Whether the server still owes an answer."""
         return self.info.transaction_status == TransactionStatus.ACTIVE
 
-    def prepare_for_plants(self) -> None:
-        """Set the time limits and the other settings of the session."""
+    def configure(self, statement_within: float, lock_within: float) -> None:
+        """Set what must hold in the session; time limits in seconds, 0 for none."""
         self.add_notice_handler(self._note)
-        seconds = (limits.STATEMENT_WITHIN, limits.LOCK_WITHIN)
-        psycopg.RawCursor(self).execute(SETTINGS, [f'{1000 * s:.0f}' for s in seconds])
+        settings = SETTINGS | {
+            'statement_timeout': f'{1000 * statement_within:.0f}',
+            'lock_timeout': f'{1000 * lock_within:.0f}',
+        }
+        psycopg.RawCursor(self).execute(SET, [list(settings), list(settings.values())])
 
     def insert_plants(self, plants: Sequence[Plant]) -> dict[int, None]:
         """Insert plants whose id is free, and commit; return their ids."""
@@ -173,7 +189,9 @@ class Connection(psycopg.Connection[Any]):
             raise errors.StatementCompletionUnknown(self._warning)
 
     def _note(self, diagnostic: errors.Diagnostic) -> None:
-        if diagnostic.severity_nonlocalized == 'WARNING':
+        # Its SQLSTATE is that of any RAISE WARNING in a trigger, and its text may be
+        # translated. Only the part of the server that raises it tells it apart.
+        if diagnostic.source_file == 'syncrep.c':
             self._warning = diagnostic.message_primary
 
 

@@ -105,7 +105,7 @@ class Database:
         ):
             self._check_encoding(connection)
             # Reading all plants takes as long as the reader likes.
-            connection.execute("SELECT set_config('statement_timeout', '0', false)")
+            connection.configure(0, limits.STATEMENT_WITHIN)
             rows = connection.cursor(row_factory=args_row(Plant)).stream(
                 READ, size=1000
             )
@@ -132,7 +132,7 @@ class Database:
         with self._explained():
             connection = Connection.connect(**self._parameters)
             try:
-                connection.prepare_for_plants()
+                connection.configure(limits.STATEMENT_WITHIN, limits.LOCK_WITHIN)
                 if not self._checked:
                     self._check(connection)
                     self._checked = True
