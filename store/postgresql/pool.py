@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,10 +115,9 @@ class Outage:
 
     def __init__(self, store: str) -> None:
         self._store = store
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the decision to ask
         self._reason: str | None = None  # set during an outage
         self._next_attempt = 0.0
-        self._is_asking = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -132,28 +132,18 @@ class Outage:
                 another caller is asking.
         """
         with self._lock:
-            is_asking = self._reason is not None
             if self._reason is not None:
-                if self._is_asking or time.monotonic() < self._next_attempt:
+                if time.monotonic() < self._next_attempt:
                     raise StoreUnavailable(self._reason, store=self._store)
-                self._is_asking = True
-        reason: str | None = None
-        is_known = True
+                self._next_attempt = math.inf  # until this caller has asked
         try:
             yield
+            self._reason = None
         except StoreUnavailable as ex:
-            reason = ex.reason
+            self._reason = ex.reason
             raise
         except psycopg.Error:
-            raise
-        except BaseException:
-            is_known = False
+            self._reason = None
             raise
         finally:
-            with self._lock:
-                # NOTE: an outage may have begun since, and another caller may ask.
-                if is_known:
-                    self._reason = reason
-                if is_asking:
-                    self._is_asking = False
-                self._next_attempt = time.monotonic() + limits.RETRY_AFTER
+            self._next_attempt = time.monotonic() + limits.RETRY_AFTER

@@ -18,7 +18,6 @@ from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
 from store.postgresql import limits
-from store.postgresql.pool import Outage
 from store.testing import in_child, in_threads, processes, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -711,17 +710,3 @@ def test_each_id_has_one_winner_while_sessions_end(server, url, store):
     for id, names in lost.items():
         assert not names & winners[id]
     assert len(won) > 200
-
-
-def test_full_pool_does_not_end_an_outage():
-    """A caller that found no free connection says nothing about the database."""
-    outage = Outage('plants')
-
-    def fail(error, before=lambda: None):
-        with suppress(type(error)), outage.watch():
-            before()
-            raise error
-
-    fail(TimeoutError(), before=lambda: fail(StoreUnavailable('down')))
-    with pytest.raises(StoreUnavailable, match='down'), outage.watch():
-        pytest.fail('the database is asked at once')

@@ -2,16 +2,15 @@
 
 import os
 import shutil
-import threading
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from postgresql import PACKAGE, PostgreSQL, programs, run
 from psycopg.errors import UndefinedTable
 
-from store import Plant, StoreClosed, StoreUnavailable, open_store
+from store import Plant, StoreUnavailable, open_store
 from store.postgresql import limits
-from store.testing import PATIENCE, StoreContract, wait_until
+from store.testing import PATIENCE, StoreContract
 
 
 class TestPostgreSQLStore(StoreContract):
@@ -83,49 +82,27 @@ def test_standby_is_read():
 def test_exhausted_pool_is_no_outage(url, monkeypatch):
     """An exhausted pool neither starts nor ends an outage of the database."""
     monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.01)
-    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
+    monkeypatch.setattr(limits, 'RETRY_AFTER', 0)
     with open_store(url) as store:
         database = store._backend()
 
-        def ping_without_connection():
+        @contextmanager
+        def exhausted():
             with ExitStack() as lent:
                 for _ in range(limits.MOST_CONNECTIONS):
                     lent.enter_context(database._pool.lend())
-                with pytest.raises(StoreUnavailable, match='are in use'):
-                    store.ping()
+                yield
 
-        ping_without_connection()
+        with exhausted(), pytest.raises(StoreUnavailable, match='are in use'):
+            store.ping()
         store.ping()
-        with monkeypatch.context() as patch, suppress(StoreUnavailable):
-            patch.setattr(limits, 'RETRY_AFTER', 0)
-            with database._outage.watch():
-                raise StoreUnavailable('it is away')
-        ping_without_connection()
+        with suppress(StoreUnavailable), database._outage.watch():
+            raise StoreUnavailable('it is away')
+        monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
+        with exhausted(), pytest.raises(StoreUnavailable, match='are in use'):
+            store.ping()
         with pytest.raises(StoreUnavailable, match='it is away'):
             store.ping()
-
-
-def test_close_ends_the_wait_for_a_connection(url, monkeypatch):
-    """A close ends waits for a connection with ``StoreClosed``."""
-    monkeypatch.setattr(limits, 'CONNECT_WITHIN', PATIENCE)
-    with open_store(url) as store:
-        database = store._backend()
-        refused = []
-
-        def wait():
-            with pytest.raises(StoreClosed):
-                database.ping()
-            refused.append(True)
-
-        with ExitStack() as lent:
-            for _ in range(limits.MOST_CONNECTIONS):
-                lent.enter_context(database._pool.lend())
-            waiting = threading.Thread(target=wait)
-            waiting.start()
-            wait_until(lambda: database._pool._changed._waiters)
-            database._pool.close()
-            waiting.join()
-        assert refused
 
 
 @pytest.mark.skipif(
