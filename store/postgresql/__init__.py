@@ -7,13 +7,15 @@ sequence, no lock of a table. What makes it safe:
 * Plants that wait together are one *batch*: one ``INSERT`` of several rows, one commit
   (``store/group_commit.py``). The ``INSERT`` leaves out rows whose id is taken, and
   only those are compared.
-* A plant is *acknowledged* after a commit that the database has confirmed, without a
-  warning. A repeat is an acknowledgement too: its comparison locks the row and commits.
+* A plant is *acknowledged* after a commit that the database has confirmed, and its
+  synchronous standby, if it has one. A repeat is an acknowledgement too: its comparison
+  locks the row and commits.
 * When a connection is lost the batch is sent once more over a new one. What the first
   connection committed is found then and compared.
 * Every wait has a limit at the server, and another one here for a server that hangs.
   While the database does not answer, one caller at a time asks it (``pool.py``).
-* A plant that another session has locked delays only itself (``database.py``).
+* A plant that is locked, or that breaks a rule of the table, is refused alone
+  (``database.py``).
 """
 
 from __future__ import annotations

@@ -66,17 +66,10 @@ SETTINGS = {
     'transaction_timeout': '0',
 }
 
-# The batch may be tried again.
-CONFLICTS = (errors.SerializationFailure, errors.DeadlockDetected)
-# A plant breaks a rule of the table; the other plants of its batch may keep the rules.
-# The last two are for a text that is too long for an index, and for a trigger.
-RULES = (
-    errors.DataError,
-    errors.IntegrityError,
-    errors.WithCheckOptionViolation,
-    errors.ProgramLimitExceeded,
-    errors.RaiseException,
-)
+# Errors of the connection, of a resource or of the time, by the beginning of SQLSTATE.
+# Any other error may be the fault of one plant: a rule, a policy or a trigger may
+# choose its SQLSTATE freely.
+NOT_OF_ONE_PLANT = ('08', '25', '40003', '53', '57', '58')
 
 RULE = 'a rule of the table plants does not permit it'
 # By SQLSTATE or its class. A client sees these words; the log also has the server's.
@@ -99,22 +92,23 @@ REASONS = {
 }
 
 
-class PlantLocked(StoreUnavailable):
-    """The transaction of another session has locked the row or the id of a plant."""
-
-
 def refusal(error: psycopg.Error, store: str) -> StoreUnavailable:
     """Return the exception of a store for an error of the server."""
     code = error.sqlstate
     if code is None and 'session is read-only' in str(error):  # in the words of libpq
         code = errors.ReadOnlySqlTransaction.sqlstate
     reason = REASONS.get(code) or REASONS.get(code and code[:2])
-    locked = isinstance(error, errors.LockNotAvailable)
-    return (PlantLocked if locked else StoreUnavailable)(
+    return StoreUnavailable(
         reason or f'the database refuses it ({code})',
         store=store,
         detail=' '.join(str(error).split()),
     )
+
+
+def may_concern_one_plant(error: StoreUnavailable) -> bool:
+    """Whether other plants of a refused batch may be stored."""
+    code = getattr(error.__cause__, 'sqlstate', None)
+    return code is not None and not code.startswith(NOT_OF_ONE_PLANT)
 
 
 class Connection(psycopg.Connection[Any]):
@@ -123,9 +117,9 @@ class Connection(psycopg.Connection[Any]):
     _deadline = math.inf
     _warning: str | None = None
 
-    def start_use(self) -> None:
+    def start_use(self, seconds: float) -> None:
         """Set a new deadline, and forget the warning of an earlier use."""
-        self._deadline = time.monotonic() + limits.ANSWER_WITHIN
+        self._deadline = time.monotonic() + seconds
         self._warning = None
 
     def wait(

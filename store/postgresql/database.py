@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
@@ -19,13 +19,11 @@ from store.errors import IdTaken, StoreUnavailable
 from store.group_commit import Entry, GroupCommit, outcomes
 from store.postgresql import limits
 from store.postgresql.connection import (
-    CONFLICTS,
     CREATE_TABLE,
     PROBE,
     READ,
-    RULES,
     Connection,
-    PlantLocked,
+    may_concern_one_plant,
     refusal,
 )
 from store.postgresql.pool import Outage, Pool
@@ -34,20 +32,16 @@ from store.url import masked
 
 Result = TypeVar('Result')
 Batch = Sequence[Entry[Plant]]
-# The result of a statement for a plant: the plant that is stored with its id, ``None``
-# if it has just been inserted, or the reason why it cannot be stored now.
-Found = Plant | StoreUnavailable | None
-Statement = Callable[[Connection, Sequence[Plant]], Mapping[int, Found]]
 
 
 class Database:
     """Adds plants to a database, and reads them.
 
-    There are two kinds of batches. Most plants are in the first kind, which waits only
-    ``LOCK_WITHIN`` for a lock of another session. Then the batch is halved until the
-    locked plants are alone. These go into batches of the second kind, of which one at a
-    time is in flight. Their ids are remembered, so that their repeats go there at once.
-    So a locked row takes one connection, and delays no other plant for long.
+    Plants that wait together are stored as one batch. If the database refuses a batch,
+    each plant is tried by itself. So a plant that breaks a rule is refused alone, and
+    one that another session has locked delays the others of its batch by two waits of
+    ``LOCK_WITHIN``. To put it into the next batches would delay those too, so its
+    repeats are refused at once for ``LOCKED_FOR``.
     """
 
     def __init__(
@@ -67,42 +61,44 @@ class Database:
             'client_encoding': 'utf8',
             'autocommit': True,
         }
-        # The append does nothing: one statement writes and commits, so it is the sync.
-        commit = partial(GroupCommit[Plant, Batch], lambda b: b, scheduler=scheduler)
-        most = limits.BATCHES_IN_FLIGHT
-        self._batches = commit(self._store, slow_syncs_in_flight=most, observe=observe)
-        self._locked_batches = commit(self._store_locked, slow_syncs_in_flight=1)
-        self._locked_ids: set[int] = set()
+        # The first stage of group commit hands the batch over to the second, since one
+        # statement writes and commits.
+        self._batches = GroupCommit[Plant, Batch](
+            lambda batch: batch,
+            self._store,
+            slow_syncs_in_flight=limits.BATCHES_IN_FLIGHT,
+            scheduler=scheduler,
+            observe=observe,
+        )
+        # Of plants that were found locked: when to try again, and the error until then.
+        self._locked: dict[int, tuple[float, StoreUnavailable]] = {}
         self._pool = Pool(self._connect)
         self._outage = Outage(self._shown)
         self._checked = False
 
     def add(self, plant: Plant) -> bool:
-        # An empty name takes room in a batch, too.
-        size = 32 + len(plant.name) + len(plant.tag or '')
-        if plant.id not in self._locked_ids:
-            with suppress(PlantLocked):
-                return self._batches.submit(plant, size)
-        return self._locked_batches.submit(plant, size)
+        return self._batches.submit(plant, _size(plant))
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        batch = [Entry(plant, 0) for plant in plants]
-        for start in range(0, len(batch), limits.MOST_ROWS):
-            self._store_locked(batch[start : start + limits.MOST_ROWS])
-        for entry in batch:
+        entries = [Entry(plant, _size(plant)) for plant in plants]
+        batch: list[Entry[Plant]] = []
+        room = limits.MOST_CHARACTERS
+        for entry in entries:
+            batch.append(entry)
+            room -= entry.size
+            if room <= 0 or entry is entries[-1]:
+                self._store(batch)
+                batch, room = [], limits.MOST_CHARACTERS
+        for entry in entries:
             if isinstance(entry.error, StoreUnavailable):
                 raise entry.error
-        return outcomes(batch)
+        return outcomes(entries)
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        parameters = self._parameters | {'target_session_attrs': 'any'}
         # NOTE: not the connection's own block, which ends the transaction first: it and
         # a stream that was not read to its end would wait for each other.
-        with (
-            self._explained(),
-            closing(Connection.connect(**parameters)) as connection,
-        ):
+        with self._explained(), closing(self._connect_to_read()) as connection:
             self._check_encoding(connection)
             # Reading all plants takes as long as the reader likes.
             connection.configure(0, limits.STATEMENT_WITHIN)
@@ -119,7 +115,7 @@ class Database:
 
     def ping(self) -> None:
         with self._explained():
-            self._run(lambda connection: connection.execute(PROBE))
+            self._run(Connection.execute, PROBE)
 
     def close(self) -> None:
         self._pool.close()
@@ -127,6 +123,19 @@ class Database:
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
         """Keep the connections, which are the parent's: to close them would warn."""
         _abandoned.append(self)
+
+    def _connect_to_read(self) -> Connection:
+        try:
+            return Connection.connect(
+                **self._parameters | {'target_session_attrs': 'any'}
+            )
+        except psycopg.OperationalError:
+            # The server may allow no more connections than those of the pool.
+            connection = self._pool.remove()
+            if connection is None:
+                raise
+            connection.start_use(math.inf)
+            return connection
 
     def _connect(self) -> Connection:
         with self._explained():
@@ -142,18 +151,14 @@ class Database:
             return connection
 
     def _check(self, connection: Connection) -> None:
-        """Check that the database can be used; make the table if that is permitted.
-
-        If the table exists, the right to make it is not needed. A process may fail to
-        make it because another one has just entered the same name into the catalogue of
-        the server. Then the table exists.
-        """
+        """Check that the database can be used; make the table if it is missing."""
         self._check_encoding(connection)
         try:
             connection.execute(PROBE)
         except errors.UndefinedTable:
             if self._create == 'never':
                 raise
+            # Another process may have entered this name into the catalogue just now.
             with suppress(
                 errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
             ):
@@ -166,91 +171,73 @@ class Database:
             reason = f'the database is encoded in {encoding}'
             raise StoreUnavailable(reason, store=self._shown)
 
-    def _store_locked(self, batch: Batch) -> None:
-        """Store plants; try those that are locked again, for ``LOCKED_WITHIN``."""
-        deadline = time.monotonic() + limits.LOCKED_WITHIN
-        while batch and time.monotonic() < deadline:
-            self._store(batch)
-            batch = [entry for entry in batch if isinstance(entry.error, PlantLocked)]
-
     def _store(self, batch: Batch) -> None:
-        """Insert the new plants of a batch, and compare the others."""
-        first: dict[int, Plant] = {}
-        for entry in batch:
-            first.setdefault(entry.item.id, entry.item)
+        """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
+        batch = [entry for entry in batch if not self._refuse_locked(entry)]
+        if not batch:
+            return
+        try:
+            with self._explained():
+                self._insert_or_compare(batch)
+        except StoreUnavailable as ex:
+            if not may_concern_one_plant(ex):
+                raise
+            if len(batch) == 1 and isinstance(ex.__cause__, errors.LockNotAvailable):
+                self._remember_locked(batch[0].item.id, ex)
+            deadline = time.monotonic() + limits.ALONE_WITHIN
+            for entry in batch:
+                if len(batch) > 1 and time.monotonic() < deadline:
+                    self._store([entry])
+                else:
+                    entry.error = ex
+
+    def _refuse_locked(self, entry: Entry[Plant]) -> bool:
+        """Refuse a plant that was found locked a moment ago; return whether it was."""
+        until, error = self._locked.get(entry.item.id, (0, None))
+        entry.error = error if time.monotonic() < until else None
+        return entry.error is not None
+
+    def _remember_locked(self, id: int, error: StoreUnavailable) -> None:
+        now = time.monotonic()
+        locked = {id: pair for id, pair in self._locked.items() if now < pair[0]}
+        self._locked = locked | {id: (now + limits.LOCKED_FOR, error)}
+
+    def _insert_or_compare(self, batch: Batch) -> None:
+        """Insert the plants whose ids are free, and compare the others."""
+        first = {entry.item.id: entry for entry in reversed(batch)}
         # In the same order everywhere, so that two batches never wait for each other.
-        with self._explained():
-            found = self._find_or_insert([first[id] for id in sorted(first)])
-        refused = []
-        for entry in batch:
-            id = entry.item.id
-            stored = found[id]
-            entry.new = stored is None
-            entry.error = None
-            if isinstance(stored, StoreUnavailable):
-                entry.error = stored
-                if entry.item != first[id]:
-                    refused.append(entry)
-            elif stored is None:
-                found[id] = entry.item  # later in this batch it is not new
-            elif stored != entry.item:
-                entry.error = IdTaken(id)
-        self._remember_locked(found)
-        if refused:  # because of another plant in this batch with the same id
-            self._store(refused)
-
-    def _remember_locked(self, found: Mapping[int, Found]) -> None:
-        locked = {id for id, stored in found.items() if isinstance(stored, PlantLocked)}
-        if len(self._locked_ids) + len(locked) > limits.MOST_LOCKED_IDS:
-            self._locked_ids.clear()
-        self._locked_ids -= found.keys()
-        self._locked_ids |= locked
-
-    def _find_or_insert(self, plants: Sequence[Plant]) -> dict[int, Found]:
-        """Insert the plants or find the stored ones; return the result for each id."""
-        found: dict[int, Found] = {}
+        left = [first[id].item for id in sorted(first)]
+        stored: dict[int, Plant] = {}
         conflict: psycopg.Error = errors.SerializationFailure(
             'the conflicting row is not visible'
         )
-        deadline = time.monotonic() + limits.LOCKED_WITHIN
         for attempt in range(limits.ATTEMPTS):
             if attempt:
                 time.sleep(_random.uniform(0, 0.001 * 2**attempt))
             try:
-                # A row that is deleted between the two statements is inserted by the
-                # next attempt.
-                for statement in (Connection.insert_plants, Connection.lock_plants):
-                    left = [plant for plant in plants if plant.id not in found]
-                    if not left:
-                        return found
-                    for part in self._execute(statement, left, deadline):
-                        found |= part
-            except CONFLICTS as ex:
+                for id in self._run(Connection.insert_plants, left):
+                    first[id].new = True
+                    stored[id] = first[id].item
+                left = [plant for plant in left if plant.id not in stored]
+                if left:
+                    stored |= self._run(Connection.lock_plants, left)
+                # A row that was deleted meanwhile is inserted by the next attempt.
+                left = [plant for plant in left if plant.id not in stored]
+                if not left:
+                    break
+            except errors.SerializationFailure as ex:
                 conflict = ex
-        why = refusal(conflict, self._shown)
-        return {plant.id: found.get(plant.id, why) for plant in plants}
-
-    def _execute(
-        self, statement: Statement, plants: Sequence[Plant], deadline: float
-    ) -> Iterator[Mapping[int, Found]]:
-        """Yield the results of a statement, run by halves if a plant makes it fail."""
-        try:
-            yield self._run(lambda connection: statement(connection, plants))
-        except (*RULES, errors.LockNotAvailable) as ex:
-            # With a locked table halving would take too long: it ends at the deadline.
-            if len(plants) == 1 or (
-                isinstance(ex, errors.LockNotAvailable) and time.monotonic() > deadline
-            ):
-                why = refusal(ex, self._shown)
-                why.__cause__ = ex
-                yield dict.fromkeys([plant.id for plant in plants], why)
-                return
-            middle = len(plants) // 2
-            yield from self._execute(statement, plants[:middle], deadline)
-            yield from self._execute(statement, plants[middle:], deadline)
+        else:
+            raise conflict
+        for entry in batch:
+            if stored[entry.item.id] != entry.item:
+                entry.error = IdTaken(entry.item.id)
 
     def _run(
-        self, function: Callable[[Connection], Result], *, new: bool = False
+        self,
+        function: Callable[..., Result],
+        *arguments: object,
+        new: bool = False,
     ) -> Result:
         """Call a function with a connection, and once more if the connection is lost.
 
@@ -264,7 +251,7 @@ class Database:
         """
         with self._outage.watch(), self._pool.lend(new=new) as connection:
             try:
-                return function(connection)
+                return function(connection, *arguments)
             except psycopg.Error as ex:
                 if connection.hangs():
                     # Without this, a session that waits for a standby would go on
@@ -277,7 +264,7 @@ class Database:
                         # A standby now; another host may be the primary.
                         connection.close()
                     raise
-        return self._run(function, new=True)
+        return self._run(function, *arguments, new=True)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -289,6 +276,10 @@ class Database:
             raise StoreUnavailable(reason, store=self._shown) from ex
         except psycopg.Error as ex:
             raise refusal(ex, self._shown) from ex
+
+
+def _size(plant: Plant) -> int:
+    return limits.ROW + len(plant.name) + len(plant.tag or '')
 
 
 # Not the shared generator, which a program may seed for a purpose of its own.

@@ -12,19 +12,21 @@ CONNECT_WITHIN = 2
 STATEMENT_WITHIN = 4
 ANSWER_WITHIN = 5
 CANCEL_WITHIN = 1
-# For a lock while other plants wait in the same batch, and in all for a plant that is
-# known to be locked.
+# For a lock that another session holds: other plants wait in the same batch.
 LOCK_WITHIN = 0.1
-LOCKED_WITHIN = 2
+# A plant that was found locked is refused at once for so long.
+LOCKED_FOR = 0.5
+# For the plants of a refused batch, each by itself, until the last one begins.
+ALONE_WITHIN = 1
 # Between two attempts to reach a database that does not answer.
 RETRY_AFTER = 0.1
 
 BATCHES_IN_FLIGHT = 4
-# One for each batch, one for plants that are locked, one for the readiness probe.
+# One for each batch, one for a bulk copy, one for the readiness probe.
 MOST_CONNECTIONS = BATCHES_IN_FLIGHT + 2
-# For a batch that the server cannot serialize. The last pause is at most half a second.
-ATTEMPTS = 10
-# Rows of one statement in a bulk copy, so that it ends within STATEMENT_WITHIN.
-MOST_ROWS = 10_000
-# More ids than this are not remembered as locked.
-MOST_LOCKED_IDS = 10_000
+# For a batch that the server cannot serialize, with pauses of half a second in all.
+ATTEMPTS = 9
+# Characters of one statement in a bulk copy, so that it ends within STATEMENT_WITHIN.
+# A row counts ROW more than its texts.
+MOST_CHARACTERS = 1_000_000
+ROW = 100

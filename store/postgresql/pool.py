@@ -45,11 +45,16 @@ class Pool:
             Exception: Whatever ``connect`` raised.
         """
         connection = self._take(new)
-        connection.start_use()
+        connection.start_use(limits.ANSWER_WITHIN)
         try:
             yield connection
         finally:
             self._give_back(connection)
+
+    def remove(self) -> Connection | None:
+        """Remove an idle connection, if there is one, and return it."""
+        with self._changed:
+            return self._idle.pop() if self._idle else None
 
     def close(self) -> None:
         """Close the idle connections now, and the others when they come back."""
