@@ -170,7 +170,7 @@ class PostgreSQL:
             subprocess.run(['ipcrm', '--shmem-id', segment.split()[1]], check=True)
         shutil.rmtree(self.directory)
 
-    def start(self, **environment):
+    def start(self):
         """Start the server, and wait until it accepts connections."""
         with (self.directory / 'log').open('ab') as log:
             self._process = subprocess.Popen(
@@ -183,7 +183,6 @@ class PostgreSQL:
                 stderr=log,
                 cwd='/',
                 start_new_session=True,
-                env=os.environ | environment,
                 **USER,
             )
         wait_until(self._accepts_connections)
