@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -19,8 +17,6 @@ from web.settings import is_json_log
 
 # All loggers of the service.
 LOGGERS = ('plants', 'store')
-# How long a line may wait for more lines, in seconds.
-BATCH_SECONDS = 0.005
 
 _encode = json.JSONEncoder(default=str).encode
 
@@ -74,60 +70,6 @@ def _utc_time(second: int) -> str:
     return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(second))
 
 
-class BatchingHandler(logging.Handler):
-    """Writes the lines of a few milliseconds with one system call.
-
-    Code that has not run for a moment is slow: to format and write a line takes 28 us
-    in the middle of a request, and 12 us in a batch.
-
-    Args:
-        targets: The handlers that write the lines.
-    """
-
-    def __init__(self, targets: Iterable[logging.Handler]) -> None:
-        super().__init__()
-        self._targets = list(targets)
-        self._records: list[logging.LogRecord] = []
-        self._timer: Any = None
-        self._thread = 0
-
-    def batch_with(self, loop: Any) -> None:
-        """Write lines in batches, from a timer of an event loop.
-
-        Args:
-            loop: gevent's event loop of this thread.
-        """
-        self._timer = loop.timer(BATCH_SECONDS)
-        self._thread = threading.get_ident()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
-        if self._timer is None or threading.get_ident() != self._thread:
-            self.flush()
-        elif len(self._records) == 1:
-            self._timer.start(self.flush)
-
-    def flush(self) -> None:
-        records, self._records = self._records, []
-        for target in self._targets if records else ():
-            try:
-                _write(target, records)
-            except Exception:
-                # A full disk must not turn a 200 into a 500.
-                target.handleError(records[0])
-
-
-def _write(target: logging.Handler, records: list[logging.LogRecord]) -> None:
-    if isinstance(target, logging.StreamHandler):
-        lines = ''.join([f'{target.format(record)}\n' for record in records])
-        with target.lock:  # type: ignore[union-attr]
-            target.stream.write(lines)
-            target.flush()
-    else:
-        for record in records:
-            target.handle(record)
-
-
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log in our formats, with the service's own lines in it.
 
@@ -161,16 +103,8 @@ def configure(log: Logger, cfg: Config) -> None:
     for handler in log.error_log.handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setFormatter(error_format)
-    batching = BatchingHandler(log.error_log.handlers)
     for name in LOGGERS:
         logger = logging.getLogger(name)
-        logger.handlers = [batching]
+        logger.handlers = list(log.error_log.handlers)
         logger.setLevel(log.error_log.level)
         logger.propagate = False
-
-
-def batch_lines(loop: Any) -> None:
-    """Write the service's lines in batches, from a timer of an event loop."""
-    for handler in logging.getLogger(LOGGERS[0]).handlers:
-        if isinstance(handler, BatchingHandler):
-            handler.batch_with(loop)

@@ -61,7 +61,7 @@ from gevent.socket import wait_read
 from greenlet import getcurrent
 from gunicorn.workers.ggevent import GeventWorker
 
-from serving import internals, log
+from serving import internals
 from web import errors, middleware
 
 Result = TypeVar('Result')
@@ -462,7 +462,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._exchanges = internals.Exchanges(self.cfg)
         loop = gevent.get_hub().loop
         self._turns = Turns(loop)
-        log.batch_lines(loop)
         if self.cfg.is_ssl:
             self._tls = internals.ssl_context(self.cfg)
         pool = Pool(self.worker_connections)

@@ -86,7 +86,11 @@ def socket_to(path):
     """Return a socket that is connected to the unix socket at a path."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(PATIENCE)
-    connected.connect(str(path))
+    try:
+        connected.connect(str(path))
+    except OSError:
+        connected.close()
+        raise
     return connected
 
 

@@ -148,19 +148,25 @@ from store.memory import MemoryStore
 
 class BrokenStore(MemoryStore):
     def add(self, plant):
-        raise ZeroDivisionError('{SECRET}')
+        raise ZeroDivisionError('{SECRET}\\nsecond line')
 
 app = create_app(BrokenStore(), tokens=['{TOKEN}'])
 """
 
 
 def test_unexpected_fault_is_500_and_logged(tmp_path):
-    """An unexpected exception is 500, with its traceback in the log only."""
+    """An unexpected exception is 500; its traceback is one line of the JSON log."""
     (tmp_path / 'broken.py').write_text(BROKEN_APPLICATION)
-    with Server(tmp_path, 'broken:app') as server, server.connect() as client:
-        assert_error(ask_in_step(client, request(body=fern())), 50000)
-        wait_until(lambda: 'ZeroDivisionError' in server.log, 'it is logged')
-        assert 'Traceback' in server.log
+    with Server(tmp_path, 'broken:app', PLANTS_LOG='json') as server:
+        with server.connect() as client:
+            assert_error(ask_in_step(client, request(body=fern())), 50000)
+        wait_until(lambda: 'Traceback' in server.log, 'it is logged')
+    [line] = [
+        line for line in map(json.loads, server.log.splitlines()) if 'exception' in line
+    ]
+    assert line['level'] == 'ERROR'
+    assert line['exception'].startswith('Traceback')
+    assert line['exception'].endswith(f'ZeroDivisionError: {SECRET}\nsecond line')
 
 
 AUTHORIZATIONS = {
