@@ -40,14 +40,12 @@ import os
 import resource
 import socket
 import sys
-import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import gevent
@@ -58,6 +56,7 @@ from gevent.pool import Pool
 from gevent.server import StreamServer
 from gevent.socket import socket as GeventSocket
 from gevent.socket import wait_read
+from gevent.util import wrap_errors
 from greenlet import getcurrent
 from gunicorn.workers.ggevent import GeventWorker
 
@@ -92,21 +91,13 @@ MAX_HEAD = 32 * 1024
 # read none of the answers.
 MAX_BUFFERED = 64 * 1024
 
-# For calls that block: the syncs of several batches, waits for a lock or a database.
-THREADS = 10
 # The number of workers whose connections are counted.
 SLOTS = 256
 NOT_SERVING = 2**32 - 1
 
 
 class GeventScheduler:
-    """How greenlets wait in a store (``store.scheduler.Scheduler``).
-
-    It is made in the master and used in workers, each of which has threads of its own.
-    """
-
-    def __init__(self) -> None:
-        self._threads: Threads | None = None
+    """How greenlets wait in a store (``store.scheduler.Scheduler``)."""
 
     def give_way(self) -> bool:
         """Serve the connections that have sent something."""
@@ -117,55 +108,16 @@ class GeventScheduler:
         return GreenletWaiter()
 
     def call(self, function: Callable[[], Result]) -> Result:
-        if self._threads is None:
-            self._threads = Threads()
-        return self._threads.call(function)
+        # NOTE: gevent would print the traceback of an exception.
+        call = wrap_errors(BaseException, function)
+        result: Result | BaseException = gevent.get_hub().threadpool.apply(call)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def lock(self) -> AbstractContextManager[Any]:
         semaphore: AbstractContextManager[Any] = Semaphore()
         return semaphore
-
-
-class Threads:
-    """Threads for the blocking calls of greenlets.
-
-    Not the hub's pool: it makes a result, a watcher and two switches for each call.
-    Side by side (two workers, 16 and 64 connections) an add took 266 and 253 us of CPU
-    with these threads, 287 and 273 with the pool, and 7 and 16 % more were made.
-    """
-
-    def __init__(self) -> None:
-        self._hub = gevent.get_hub()
-        self._calls = SimpleQueue[tuple[Waiter, Callable[[], Any]]]()
-        self._outcomes = deque[tuple[Waiter, BaseException | None, Any]]()
-        self._wakeup = self._hub.loop.async_()
-        self._wakeup.start(self._resume_callers)
-        for _ in range(THREADS):
-            threading.Thread(target=self._run, daemon=True).start()
-
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Return what a function returns, or raise what it raises."""
-        waiter = Waiter(self._hub)
-        self._calls.put((waiter, function))
-        error, result = waiter.get()
-        if error is not None:
-            raise error
-        returned: Result = result
-        return returned
-
-    def _run(self) -> None:
-        while True:
-            waiter, function = self._calls.get()
-            try:
-                self._outcomes.append((waiter, None, function()))
-            except BaseException as ex:
-                self._outcomes.append((waiter, ex, None))
-            self._wakeup.send()
-
-    def _resume_callers(self) -> None:
-        while self._outcomes:
-            waiter, error, result = self._outcomes.popleft()
-            waiter.switch((error, result))
 
 
 class GreenletWaiter:
