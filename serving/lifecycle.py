@@ -38,7 +38,8 @@ from gunicorn.workers.base import Worker
 import app
 from serving import counters, internals
 from serving.log import PlantsLogger
-from serving.worker import GeventScheduler, PlantsWorker
+from serving.scheduler import GeventScheduler
+from serving.worker import PlantsWorker
 from store import PlantStore, StoreError, masked, open_store
 from store.scheduler import THREADS
 from web.metrics import Processes

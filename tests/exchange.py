@@ -15,8 +15,8 @@ MAX_ANSWER_SECONDS = 1.0  # on a busy machine; a healthy server needs a millisec
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
 # Configuration lines: a connection may idle for longer than a request may take.
 SHORT_LIMITS = [
-    'from serving import worker',
-    'worker.REQUEST_TIMEOUT = 1',
+    'from serving import client',
+    'client.REQUEST_TIMEOUT = 1',
     'keepalive = 3',
 ]
 

@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 from gunicorn.config import Config
 
-from serving import internals
+from serving import heads
 
 CLIENT = ('127.0.0.1', 40_000)
 LISTENER = ('127.0.0.1', 8000)
@@ -93,11 +93,11 @@ def random_head(choose):
 def test_known_head_is_read_like_a_new_one(settings, seed):
     """A request means the same whatever the worker has read before it."""
     choose = random.Random(seed)
-    warm = internals.Exchanges(settings)
+    warm = heads.Exchanges(settings)
     accepted = known = 0
     for _ in range(3000):
         data = random_head(choose) + BODY
-        fresh = internals.Exchanges(settings)
+        fresh = heads.Exchanges(settings)
         expected = requests(fresh, data)
         size = len(warm._known)
         assert requests(warm, data) == expected, data
@@ -118,18 +118,18 @@ def test_request_id_is_read_as_the_settings_say(settings, name, value, line):
     """A request id is read like any header, also one that an operator limits."""
     settings.set('limit_request_fields', 9)
     settings.set(name, value)
-    exchanges = internals.Exchanges(settings)
+    exchanges = heads.Exchanges(settings)
     for sent in (b'X-Request-Id: a', line, line):
         data = (
             b'GET / HTTP/1.1\r\nHost: a\r\n' + sent + b'\r\nContent-Length: 0\r\n\r\n'
         )
-        fresh = internals.Exchanges(settings)
+        fresh = heads.Exchanges(settings)
         assert requests(exchanges, data) == requests(fresh, data)
 
 
 def test_head_is_known_with_another_request_id(settings):
     """A head is parsed once, also if each request has its own id."""
-    exchanges = internals.Exchanges(settings)
+    exchanges = heads.Exchanges(settings)
     lines = (
         b'POST / HTTP/1.1\r\nHost: a\r\nX-Request-Id: %d\r\nContent-Length: 0\r\n\r\n'
     )
@@ -143,7 +143,7 @@ def test_head_is_known_with_another_request_id(settings):
 
 def test_version_of_gunicorn_is_the_one_that_was_checked():
     """For another version, review each use of an internal: all are in one module."""
-    assert metadata.version('gunicorn') == internals.CHECKED_VERSION, (
-        'gunicorn has another version: read serving/internals.py, see whether what it '
-        'touches is as it was, and then change CHECKED_VERSION'
+    assert metadata.version('gunicorn') == heads.CHECKED_VERSION, (
+        'gunicorn has another version: read serving/heads.py and worker.py, see '
+        'whether what they use is as it was, and then change CHECKED_VERSION'
     )

@@ -264,7 +264,7 @@ def test_pre_request_may_change_each_request(tmp_path):
 
 def test_fault_of_the_worker_ends_only_its_connection(tmp_path):
     """An unexpected error of a connection is logged, and other clients are served."""
-    lines = 'PlantsWorker.handle_error = None'
+    lines = 'PlantsWorker._answer_error = None'
     with Server(tmp_path, *configured(tmp_path, lines)) as server:
         assert server.ask(raw_head('GET / HTTP/9.9')) is None
         assert server.ask(request(body=fern())).status == 200

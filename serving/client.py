@@ -1,0 +1,196 @@
+"""A client's connection: time limits, bounded buffers, and an orderly end.
+
+gunicorn limits only the time between two requests: a client that sends a byte a minute
+would keep its connection forever, and one that reads no answer would fill the memory.
+A connection that is closed with unread bytes is reset, and the client may lose the last
+answer (RFC 9112, section 9.6).
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+import gevent
+from gevent.socket import socket as GeventSocket
+
+from serving.heads import LimitRequestHeaders
+from serving.scheduler import Turns
+
+# ---- time limits, in seconds
+
+# For one request, from its first byte to the end of its body.
+REQUEST_TIMEOUT = 30
+# For a client to take its last answer, and for one that is idle when the worker stops.
+LINGER = 2
+# Bytes a second that a client must send to be listened to for longer than LINGER.
+LINGER_RATE = 256 * 1024
+
+# ---- sizes, in bytes
+
+# The longest head of a request. An unfinished head is held in memory.
+MAX_HEAD = 32 * 1024
+# Answers that are buffered before they are sent: a client may send many requests and
+# read none of the answers.
+MAX_BUFFERED = 64 * 1024
+
+
+class ClientGone(OSError):
+    """A connection has failed, and not a file, for example, of the application."""
+
+
+class Client:
+    """A client's socket, with a time limit for everything that waits for the client.
+
+    Answers are buffered until the worker waits for the client.
+
+    Args:
+        sock: The connection.
+        turns: How this greenlet waits for the client's next request.
+
+    Attributes:
+        deadline: When the client is expired, in seconds on the monotonic clock.
+        is_idle: Whether the next byte begins a request.
+        has_ended: Whether the client has sent its last byte, or is expired.
+    """
+
+    def __init__(self, sock: GeventSocket, turns: Turns) -> None:
+        self._sock = sock
+        self._turns = turns
+        self._readable = gevent.get_hub().loop.io(sock.fileno(), 1)
+        self._waits_before_read = True
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        self._reads_head = True
+        self._head_size = 0
+        self._is_sending = False
+        self.has_ended = False
+        self.expect_request(REQUEST_TIMEOUT)
+
+    def start_tls(self, context: Any) -> None:
+        """Make the handshake, if there is one to make.
+
+        Raises:
+            OSError: It failed.
+        """
+        # NOTE: in two steps, so that expire() finds the socket during the handshake.
+        self._sock = context.wrap_socket(
+            self._sock, server_side=True, do_handshake_on_connect=False
+        )
+        self._waits_before_read = False  # the rest of a record may be in the socket
+        self._sock.do_handshake()
+
+    def expect_request(self, seconds: float) -> None:
+        """Give the client time to begin a request."""
+        self.begin_request()
+        self.is_idle = True
+        self.deadline = time.monotonic() + seconds
+
+    def begin_request(self) -> None:
+        """Give the client time to send the rest of a request."""
+        self.is_idle = False
+        self._reads_head = True
+        self._head_size = 0
+        self.deadline = time.monotonic() + REQUEST_TIMEOUT
+
+    def begin_body(self) -> None:
+        """Let the client send a body, which has limits of its own."""
+        self._reads_head = False
+
+    def recv(self, size: int) -> bytes:
+        """Receive bytes; none at the end of the stream and after the time limit.
+
+        Raises:
+            ClientGone: The connection has failed.
+            LimitRequestHeaders: The head of a request becomes too long.
+        """
+        if self._buffer:
+            self.flush()
+        if self._reads_head and self._head_size >= MAX_HEAD:
+            raise LimitRequestHeaders('the head is too long')
+        if self.is_idle and self._waits_before_read:
+            self._turns.wait_for_data(self._readable)  # a read would find nothing
+        try:
+            data: bytes = b'' if self.has_ended else self._sock.recv(size)
+        except OSError as ex:
+            raise ClientGone from ex
+        self.has_ended = not data
+        if self.is_idle and data:
+            self.begin_request()
+        self._head_size += len(data)
+        return data
+
+    def sendall(self, data: bytes) -> None:
+        self._buffer.append(data)
+        self._buffered += len(data)
+        if self._buffered > MAX_BUFFERED:
+            self.flush()
+
+    send = sendall
+
+    def flush(self) -> None:
+        """Send the buffered answers.
+
+        Raises:
+            ClientGone: The connection has failed.
+        """
+        buffer, self._buffer = self._buffer, []
+        if self._buffered <= MAX_BUFFERED:
+            buffer = [b''.join(buffer)]  # else without a copy: large data is shared
+        self._buffered = 0
+        deadline, self._is_sending = self.deadline, True
+        try:
+            for data in buffer:
+                rest = memoryview(data)
+                while rest:
+                    self.deadline = time.monotonic() + REQUEST_TIMEOUT
+                    rest = rest[self._sock.send(rest) :]
+        except OSError as ex:
+            raise ClientGone from ex
+        finally:
+            self._is_sending = False
+            self.deadline = deadline
+
+    def linger(self) -> None:
+        """Let the client receive its last answer, and read the rest of what it sends.
+
+        A client that sends a whole request before it reads must not be reset.
+        """
+        self.flush()
+        self._raw_socket.shutdown(socket.SHUT_WR)
+        self.is_idle = False
+        self.begin_body()
+        began = time.monotonic()
+        self.deadline = began + LINGER
+        received = 0
+        while data := self.recv(65_536):
+            received += len(data)
+            more = min(LINGER + received / LINGER_RATE, REQUEST_TIMEOUT)
+            self.deadline = began + more
+            gevent.sleep(0)
+
+    def expire(self) -> None:
+        """End all waits for the client: a read finds the end, a send fails."""
+        self.has_ended = True
+        self.deadline = math.inf
+        with suppress(OSError):  # the connection has ended already
+            self._raw_socket.shutdown(
+                socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
+            )
+
+    def shutdown(self, how: int) -> None:
+        """End the connection: gunicorn has begun an answer that it cannot finish."""
+        self.flush()
+        self._raw_socket.shutdown(how)
+
+    def close(self) -> None:
+        self._readable.close()
+        self._sock.close()
+
+    @property
+    def _raw_socket(self) -> Any:
+        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
+        return self._sock._sock
