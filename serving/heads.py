@@ -13,7 +13,8 @@ for it by now.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from io import BytesIO, RawIOBase
 from itertools import count
@@ -42,8 +43,9 @@ STATUSES = {
     errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
     errors.ExpectationFailed: HTTPStatus.EXPECTATION_FAILED,
     errors.LimitRequestHeaders: HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-    # Errors in our own response or configuration.
-    errors.ConfigurationProblem: HTTPStatus.INTERNAL_SERVER_ERROR,
+    # Raised for a path outside of SCRIPT_NAME, and for nothing else.
+    errors.ConfigurationProblem: HTTPStatus.NOT_FOUND,
+    # Raised for errors in our own response.
     errors.InvalidResponseHeader: HTTPStatus.INTERNAL_SERVER_ERROR,
     errors.InvalidResponseHeaderName: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
@@ -138,6 +140,26 @@ class StrictRequest(Request):  # type: ignore[misc]
         return reader.parser is not None
 
 
+class Response(wsgi.Response):  # type: ignore[misc]
+    """gunicorn's response, which may be the last one of its connection.
+
+    This is decided when its head is written: the worker may be stopped while the
+    application reads the body.
+
+    Args:
+        is_last: Returns whether the connection is to end.
+    """
+
+    def __init__(self, *args: Any, is_last: Callable[[], bool]) -> None:
+        super().__init__(*args)
+        self._is_last = is_last
+
+    def send_headers(self) -> None:
+        if not self.headers_sent and self._is_last():
+            self.force_close()
+        super().send_headers()
+
+
 class Exchanges:
     """The requests of all connections of a worker, and their WSGI environments.
 
@@ -146,10 +168,12 @@ class Exchanges:
 
     Args:
         cfg: gunicorn's settings.
+        is_last: Returns whether a response that begins now ends its connection.
     """
 
-    def __init__(self, cfg: Config) -> None:
+    def __init__(self, cfg: Config, is_last: Callable[[], bool]) -> None:
         self._cfg = cfg
+        self._make_response = partial(Response, is_last=is_last)
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
         self._keeps = (
             # An operator's hook may change each request.
@@ -235,11 +259,15 @@ class Exchanges:
 
     def respond(
         self, request: StrictRequest, listener: Any
-    ) -> tuple[wsgi.Response, dict[str, Any]]:
-        """Return the response to a request, empty yet, and the WSGI environment."""
+    ) -> tuple[Response, dict[str, Any]]:
+        """Return the response to a request, empty yet, and the WSGI environment.
+
+        Raises:
+            Exception: What ``status_of`` knows: the path is outside of SCRIPT_NAME.
+        """
         client, address = request.unreader.sock, request.peer_addr
         if request.environ:
-            response = wsgi.Response(request, client, self._cfg)
+            response = self._make_response(request, client, self._cfg)
             environ = request.environ.copy()
             environ['wsgi.input'] = request.body
             environ['gunicorn.socket'] = client
@@ -248,7 +276,12 @@ class Exchanges:
             if isinstance(address, tuple):
                 environ['REMOTE_PORT'] = str(address[1])
             return response, environ
-        response, environ = wsgi.create(request, client, address, listener, self._cfg)
+        response, environ = wsgi.create(
+            request, client, address, listener, self._cfg, self._make_response
+        )
+        # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
+        if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
+            raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
         del environ['wsgi.early_hints']  # they would wait in the response buffer
         environ['wsgi.errors'] = ErrorLog(self._cfg)
         environ['wsgi.multithread'] = True

@@ -111,7 +111,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # In seconds. A thread that comes back from a sync waits so long for the GIL.
         sys.setswitchinterval(0.0002)
         self.cfg = FixedSettings(self.cfg)
-        self._exchanges = Exchanges(self.cfg)
+        self._exchanges = Exchanges(
+            self.cfg, lambda: not self.alive or not self.cfg.keepalive
+        )
         self._turns = Turns(gevent.get_hub().loop)
         if self.cfg.is_ssl:
             self._tls = ssl_context(self.cfg)
@@ -178,6 +180,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
         Raises:
             ClientGone: The connection has failed.
+            Exception: What ``status_of`` knows, before the application is called.
         """
         began = time.monotonic()
         self.cfg.pre_request(self, request)
@@ -186,8 +189,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.nr >= self.max_requests and self.alive:
             self.log.info('max_requests is reached: the worker stops')
             self.alive = False
-        if not self.alive or not self.cfg.keepalive:
-            response.force_close()
         try:
             try:
                 self._call_application(request, response, environ, began)

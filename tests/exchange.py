@@ -1,23 +1,28 @@
 """Requests to a real server, checks of its answers, and servers as fixtures."""
 
+import fcntl
 import itertools
 import json
+import os
 import shutil
+import signal
 import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
-from server import REPOSITORY, ROOMS, TOKEN, Server, request
+from server import REPOSITORY, ROOMS, TOKEN, Server, configured, request, wait_until
 
 MAX_BODY = 65_536  # bytes
 SECRET = 'a-token-that-nobody-knows'
 STORED_PLANT = {'id': 0, 'name': 'Taken'}
-MAX_ANSWER_SECONDS = 1.0  # on a busy machine; a healthy server needs a millisecond
+MAX_ANSWER_SECONDS = 5  # on a busy machine; a healthy server needs a millisecond
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
-# Configuration lines: a connection may idle for longer than a request may take.
+# Configuration lines: a connection may idle for longer than a test waits.
 SHORT_LIMITS = [
     'from serving import client',
     'client.REQUEST_TIMEOUT = 1',
-    'keepalive = 3',
+    'keepalive = 60',
 ]
 
 ids = itertools.count(1)
@@ -88,6 +93,42 @@ def assert_quick(server, rounds=10, between=lambda: None):
         assert time.monotonic() - began < MAX_ANSWER_SECONDS
 
 
+def only_worker(server):
+    """Return the process id of the only worker."""
+    (pid,) = server.worker_pids()
+    return pid
+
+
+def count_sockets(server):
+    """Return how many sockets the only worker has open."""
+    names = []
+    for entry in Path(f'/proc/{only_worker(server)}/fd').iterdir():
+        with suppress(FileNotFoundError):  # it was closed in between
+            names.append(os.readlink(entry))
+    return sum(name.startswith('socket:') for name in names)
+
+
+def stop(server):
+    """Stop a server, and return when its worker accepts no more connections."""
+    server.signal(signal.SIGTERM)
+
+    def refuses():
+        try:
+            server.connect().close()
+        except ConnectionError:
+            return True
+
+    wait_until(refuses, 'it accepts no more connections')
+
+
+@contextmanager
+def locked(path):
+    """Hold the lock of a plant file, like a process that recovers it."""
+    with path.open('rb') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def edit(path, old, new):
     """Replace the only occurrence of a text in a file."""
     text = path.read_text()
@@ -112,6 +153,14 @@ def service(tmp_path_factory):
     assert TOKEN not in server.log
     assert SECRET not in server.log
     assert 'Traceback' not in server.log
+
+
+@pytest.fixture(scope='session')
+def impatient(tmp_path_factory):
+    """A server with 1 s for a request and 60 s for an idle connection."""
+    directory = tmp_path_factory.mktemp('impatient')
+    with Server(directory, *configured(directory, *SHORT_LIMITS)) as server:
+        yield server
 
 
 @pytest.fixture

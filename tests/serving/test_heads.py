@@ -1,14 +1,13 @@
 """Request heads that are invalid or ambiguous are refused, never guessed."""
 
-import socket
 import ssl
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from email.utils import format_datetime, parsedate_to_datetime
 
 import pytest
 from exchange import SECRET, ask_in_step, assert_error, chunked, fern, raw_head, table
-from server import PATIENCE, RawClient, Server, request, wait_until
+from server import PATIENCE, RawClient, Server, request, socket_to, wait_until
 
 
 def client_hello():
@@ -186,18 +185,39 @@ def test_http_1_0_connection_is_kept_on_request(connection):
 def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path, where):
     """SCRIPT_NAME and the like are dropped, also from a proxy on this machine."""
     bound = ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s')
-    with Server(tmp_path, *bound) as server:
-        connected = socket.socket(socket.AF_UNIX)
-        with closing(connected):
-            if where == 'loopback':
-                client = server.connect()
-            else:
-                connected.connect(f'{tmp_path}/s')
-                connected.settimeout(PATIENCE)
-                client = RawClient(over=connected)
-            with client:
-                for name in ('SCRIPT_NAME', 'PATH_INFO', 'CONTENT_LENGTH'):
-                    data = request(body=fern())
-                    head, rest = data.split(b'\r\n', 1)
-                    line = f'\r\n{name}: /x\r\n'.encode()
-                    assert ask_in_step(client, head + line + rest).status == 200
+    with Server(tmp_path, *bound) as server, ExitStack() as opened:
+        client = server.connect()
+        if where == 'unix socket':
+            client.close()
+            client = RawClient(over=opened.enter_context(socket_to(tmp_path / 's')))
+        opened.enter_context(client)
+        for name in ('SCRIPT_NAME', 'PATH_INFO', 'CONTENT_LENGTH'):
+            head, rest = request(body=fern()).split(b'\r\n', 1)
+            line = f'\r\n{name}: /x\r\n'.encode()
+            assert ask_in_step(client, head + line + rest).status == 200
+
+
+@pytest.mark.parametrize('source', ['environment', 'header'])
+def test_path_outside_of_script_name_is_404(tmp_path, source):
+    """With SCRIPT_NAME set, a path below it is served, and another one is 40400."""
+    if source == 'environment':
+        server = Server(tmp_path, workers=None, SCRIPT_NAME='/api')
+        prefixed = request
+    else:
+        server = Server(tmp_path, '--forwarder-headers=SCRIPT_NAME', workers=None)
+
+        def prefixed(*arguments, **headers):
+            data = request(*arguments, **headers)
+            return data.replace(b'\r\n', b'\r\nSCRIPT_NAME: /api\r\n', 1)
+
+    with server:
+        for _ in range(2):
+            plant = fern()
+            assert server.ask(prefixed('POST', '/api/plants', plant)).status == 200
+            for path in ('/plants', '/apiplants', '/apiplants/plants', '/', '//api'):
+                answer = server.ask(prefixed('POST', path, fern()))
+                assert_error(answer, 40400)
+                assert answer.announces_close
+        assert server.plants()[-1] == plant
+        assert len(server.plants()) == 2
+        assert 'Traceback' not in server.log

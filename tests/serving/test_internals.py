@@ -93,11 +93,11 @@ def random_head(choose):
 def test_known_head_is_read_like_a_new_one(settings, seed):
     """A request means the same whatever the worker has read before it."""
     choose = random.Random(seed)
-    warm = heads.Exchanges(settings)
+    warm = heads.Exchanges(settings, lambda: False)
     accepted = known = 0
     for _ in range(3000):
         data = random_head(choose) + BODY
-        fresh = heads.Exchanges(settings)
+        fresh = heads.Exchanges(settings, lambda: False)
         expected = requests(fresh, data)
         size = len(warm._known)
         assert requests(warm, data) == expected, data
@@ -118,18 +118,18 @@ def test_request_id_is_read_as_the_settings_say(settings, name, value, line):
     """A request id is read like any header, also one that an operator limits."""
     settings.set('limit_request_fields', 9)
     settings.set(name, value)
-    exchanges = heads.Exchanges(settings)
+    exchanges = heads.Exchanges(settings, lambda: False)
     for sent in (b'X-Request-Id: a', line, line):
         data = (
             b'GET / HTTP/1.1\r\nHost: a\r\n' + sent + b'\r\nContent-Length: 0\r\n\r\n'
         )
-        fresh = heads.Exchanges(settings)
+        fresh = heads.Exchanges(settings, lambda: False)
         assert requests(exchanges, data) == requests(fresh, data)
 
 
 def test_head_is_known_with_another_request_id(settings):
     """A head is parsed once, also if each request has its own id."""
-    exchanges = heads.Exchanges(settings)
+    exchanges = heads.Exchanges(settings, lambda: False)
     lines = (
         b'POST / HTTP/1.1\r\nHost: a\r\nX-Request-Id: %d\r\nContent-Length: 0\r\n\r\n'
     )

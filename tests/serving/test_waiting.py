@@ -1,6 +1,5 @@
 """Requests that wait for the store: they do not block the worker's event loop."""
 
-import fcntl
 import os
 import random
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from exchange import locked
 from proxy import Proxy
 from server import Server, hurried, request, wait_until
 
@@ -59,14 +59,6 @@ def count_threads(server):
     """Return how many threads the only worker has."""
     (pid,) = server.worker_pids()
     return len(list(Path(f'/proc/{pid}/task').iterdir()))
-
-
-@contextmanager
-def locked(path):
-    """Hold the lock of a plant file, like a process that builds its index."""
-    with path.open('rb') as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

@@ -1,0 +1,128 @@
+"""The end of a connection: answers announce it, and no client loses its last one."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import pytest
+from exchange import (
+    MAX_ANSWER_SECONDS,
+    STORED_PLANT,
+    assert_error,
+    assert_quick,
+    chunked,
+    count_sockets,
+    fern,
+    locked,
+    stop,
+    table,
+)
+from server import PATIENCE, Server, request, wait_until
+
+
+@pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
+def test_client_that_sends_all_of_a_large_body_is_answered(service, frame):
+    """A client that reads only after its whole body was sent gets its 40003."""
+    body = b' ' * (20 * 2**20)
+    data = chunked(body, content_type='application/json')
+    with service.connect() as client:
+        client._socket.sendall(request(body=body) if frame is request else data)
+        answer = client.receive()
+        assert_error(answer, 40003)
+        assert answer.announces_close
+        assert client.receive() is None
+
+
+ENDLESS = {
+    'length': (request(body=b' ', content_length=str(10**12)), b' ' * 65_536),
+    'chunks': (
+        request(content_type='application/json', transfer_encoding='chunked'),
+        b'10000\r\n' + b' ' * 65_536 + b'\r\n',
+    ),
+}
+
+
+@table('head, piece', ENDLESS)
+def test_endless_body_is_refused_at_once_and_cut_off(impatient, head, piece):
+    """An endless body is refused at the limit, cut off in time, and delays nobody."""
+    with impatient.connect() as client:
+        client.send(head + piece + piece)
+        assert client.is_readable(MAX_ANSWER_SECONDS)
+        answer = client.receive()
+        assert_error(answer, 40003)
+        assert answer.announces_close
+        done = threading.Event()
+
+        def pour():
+            with suppress(OSError):
+                while not done.is_set():
+                    client._socket.sendall(piece)
+
+        with ThreadPoolExecutor(1) as pool:
+            poured = pool.submit(pour)
+            try:
+                assert_quick(impatient, rounds=5)
+                poured.result(PATIENCE)
+            finally:
+                done.set()
+
+
+LINGERING = {
+    'connection: close': request(body=STORED_PLANT, connection='close'),
+    'not HTTP': b'\r\n\r\n\r\n',
+    'refused body': request(body=b'a' * 70_000, authorization=None),
+}
+
+
+@pytest.mark.parametrize('data', LINGERING.values(), ids=LINGERING)
+def test_connection_that_the_client_leaves_open_is_closed(impatient, data):
+    """After an announced close the server closes what the client leaves open."""
+    before = count_sockets(impatient)
+    with ExitStack() as opened:
+        for _ in range(8):
+            client = opened.enter_context(impatient.connect())
+            assert client.ask(data).announces_close
+        assert_quick(impatient, rounds=1)
+        wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
+
+
+# ---- the server stops
+
+
+@pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
+def test_body_that_is_read_as_the_server_stops_is_answered(tmp_path, frame):
+    """A stop while a body is read: the answer announces the end."""
+    plant = fern()
+    body = json.dumps(plant).encode()
+    how = {'expect': '100-continue', 'content_type': 'application/json'}
+    data = chunked(body, **how) if frame is chunked else request(body=body, **how)
+    head, _, rest = data.partition(b'\r\n\r\n')
+    with Server(tmp_path) as server, server.connect() as client:
+        assert client.ask(head + b'\r\n\r\n').status == 100
+        client.send(rest[:10])
+        stop(server)
+        client.send(rest[10:])
+        answer = client.receive()
+        assert answer.status == 200
+        assert answer.announces_close
+        assert client.receive() is None
+        assert server.wait() == 0
+        assert server.plants() == [plant]
+
+
+def test_pipeline_ends_with_an_announcement_as_the_server_stops(tmp_path):
+    """A stop in the middle of a pipeline: one more answer, and no other is stored."""
+    plants = tmp_path / 'plants.jsonl'
+    pipeline = [fern() for _ in range(5)]
+    with Server(tmp_path) as server, server.connect() as client:
+        assert client.ask(request('GET', '/livez')).status == 200  # it is accepted
+        with locked(plants):
+            client.send(b''.join(request(body=plant) for plant in pipeline))
+            stop(server)
+        answer = client.receive()
+        assert answer.status == 200
+        assert answer.announces_close
+        assert client.receive() is None
+        assert server.wait() == 0
+        assert server.plants() == pipeline[:1]
