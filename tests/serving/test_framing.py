@@ -155,12 +155,3 @@ def test_refusal_after_the_token_leaves_the_connection_in_step(small_limit, valu
     """Whatever is refused, and however much of the body is read, it does no harm."""
     with small_limit.connect() as client:
         assert_error(ask_in_step(client, chunked(b'a' * 100_000, **how)), value)
-
-
-def test_length_with_leading_zeros_is_a_length(connection):
-    """Leading zeros do not change a Content-Length."""
-    body = b'a' * 100_000
-    data = request(body=body, content_length=f'{len(body):030}', authorization=None)
-    answer = ask_in_step(connection, data)
-    assert_error(answer, 40100)
-    assert answer.announces_close

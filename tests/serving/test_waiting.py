@@ -4,19 +4,17 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from exchange import locked
+from exchange import MAX_ANSWER_SECONDS, locked
 from proxy import Proxy
 from server import Server, hurried, request, wait_until
 
 CROWD = 40  # requests; more than the worker's pool has threads
-MAX_ANSWER_SECONDS = 2  # on a busy machine, for a request that needs no store
 
 
 @pytest.fixture(params=['adds first', 'probes first'])
@@ -127,7 +125,7 @@ def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
             client.send(add_request(1))
             assert_prompt(server)
             server.interrupt()
-            assert server.wait(5) == 0
+            assert server.wait() == 0
         assert 'ERROR' not in server.log
 
 
@@ -153,25 +151,3 @@ def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url, send_
         proxy.go_on()
         wait_until(lambda: server.ask(ready_request()).status == 200, 'it is ready')
         assert server.ask(add_request(1)).status == 200
-
-
-def test_concurrent_adds_are_stored_once(tmp_path):
-    """Plants of many connections are stored once each, and each client is answered."""
-    with Server(tmp_path) as server, ExitStack() as opened:
-        clients = [opened.enter_context(server.connect()) for _ in range(CROWD)]
-        failed = []
-
-        def add(place, client):
-            for number in range(10):
-                answer = client.ask(add_request(place + CROWD * number))
-                if answer.status != 200:
-                    failed.append(answer)
-
-        crowd = [threading.Thread(target=add, args=pair) for pair in enumerate(clients)]
-        for thread in crowd:
-            thread.start()
-        for thread in crowd:
-            thread.join()
-        assert not failed
-        ids = [plant['id'] for plant in server.plants()]
-        assert sorted(ids) == list(range(10 * CROWD))
