@@ -79,8 +79,9 @@ class GroupCommit(Generic[Item, Written]):
             size, so that a small record is not made slow by a crowd of large ones.
         slow_syncs_in_flight: How many syncs may overlap where they are slow.
         scheduler: How the callers wait.
-        observe: Called after each sync with the number of records in the batch and the
-            time that the sync took, in seconds; it must not raise.
+        observe: Called after each sync, before the callers return, with the number of
+            records in the batch and the time that the sync took, in seconds; it must
+            not raise.
     """
 
     def __init__(
@@ -173,11 +174,11 @@ class GroupCommit(Generic[Item, Written]):
                 self._sync_limit = self._slow_syncs_in_flight if took > SLOW_SYNC else 1
                 successor = self._choose_leader()
             _wake(successor)
+            if self._observe is not None:
+                self._observe(len(batch), took)
         for entry in batch:
             if not entry._leads:
                 _wake(entry)
-        if written and self._observe is not None:
-            self._observe(len(batch), took)
 
     def _gather(self) -> None:
         """Let callers submit that are about to, so that they share this batch."""

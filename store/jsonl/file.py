@@ -31,7 +31,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from logging import INFO, WARNING
@@ -94,6 +94,7 @@ class PlantFile:
         self._flusher: threading.Thread | None = None
         self._appended = threading.Event()  # since the latest flush
         self._hurry = threading.Event()  # do not wait FLUSH_WITHIN
+        self._closing = False
         self._commit = GroupCommit(
             self._append,
             self._sync,
@@ -146,7 +147,7 @@ class PlantFile:
 
     def ping(self) -> None:
         with unavailable(self._path), self._locked():
-            end, _ = self._catch_up([], THREADS.call)
+            end, _ = self._catch_up(set(), THREADS.call)
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._failed_write:
@@ -156,17 +157,22 @@ class PlantFile:
                 os.ftruncate(self._fd, end)
 
     def close(self) -> None:
+        if self._flusher is not None:
+            self._closing = True
+            self._hurry.set()
+            self._appended.set()
+            self._flusher.join()
         # On timeout a sync, or the holder of the lock, is stuck. Leave the files open:
         # the end of the process closes them.
         with suppress(StoreUnavailable, Empty):
             with self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
-                self._hurry.set()
-                self._appended.set()
                 with suppress(OSError, StoreUnavailable, StoreCorrupt, IndexDamaged):
-                    self._leave_index()
-            if self._flusher is not None:
-                self._flusher.join()
+                    end, _ = self._catch_up(set(), THREADS.call)
+                    if end > self._index.synced:
+                        os.fsync(self._fd)
+                        self._notes.note_end(end)
+                    self._index.leave(end)
             # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get(timeout=CLOSE_WITHIN)
@@ -207,12 +213,7 @@ class PlantFile:
         ids = {entry.item[0].id for entry in batch}
         with unavailable(self._path), self._locked(sleep=sleep):
             end, stored = self._catch_up(ids, self._call)
-            try:
-                plants = self._read_all(stored)
-            except IndexDamaged as ex:
-                end, stored = self._reopen(ids, self._call, ex)
-                plants = self._read_all(stored)
-            return self._append_locked(batch, end, plants)
+            return self._append_locked(batch, end, stored)
 
     def _append_locked(self, batch: Batch, end: int, stored: dict[int, Plant]) -> int:
         # Buffered. A repeat is an acknowledgement too: the first write of the plant,
@@ -262,7 +263,6 @@ class PlantFile:
             if fd < 0:
                 raise StoreClosed
             os.fdatasync(fd)
-            self._synced_end = max(self._synced_end, end)
         except OSError as ex:
             # Refuse plants from now on: the kernel may have dropped unsynced pages.
             self._failed_sync = ex
@@ -279,6 +279,7 @@ class PlantFile:
         # failed meanwhile: it may have covered the same bytes.
         if self._failed_sync is not None:
             raise self._latched()
+        self._synced_end = max(self._synced_end, end)
 
     def _report_sync(self, plants: int, seconds: float) -> None:
         self._note_synced()
@@ -335,69 +336,74 @@ class PlantFile:
             raise self._replaced()
         return status
 
-    def _catch_up(self, ids: Iterable[int], call: Call) -> tuple[int, dict[int, int]]:
-        """Return the end of the file, and the offsets of those ids that are in it.
+    def _catch_up(self, ids: set[int], call: Call) -> tuple[int, dict[int, Plant]]:
+        """Return the end of the file, and the plants in it that have these ids.
 
         Other processes may have appended, or died in the middle of a line. So this runs
         before each append, not only when a store opens. ``call`` calls a function that
         takes a while.
         """
+        for rebuild in False, True:
+            try:
+                return self._find(ids, call)
+            except IndexDamaged as ex:
+                self._say(WARNING, '%s: the index is opened again: %s', self._path, ex)
+                old = self._index
+                old.close()
+                # Opening it again helps if it was replaced, not if it is wrong.
+                open_index = partial(self._open_index, known=old.end, rebuild=rebuild)
+                self._index = call(open_index)
+        return self._find(ids, call)
+
+    def _find(self, ids: set[int], call: Call) -> tuple[int, dict[int, Plant]]:
         size = self._check_file().st_size
         index = self._index
         synced, failed = self._notes.read()
         self._failed_write = max(self._failed_write, failed)
-        recovery.check_length(self._path, size, max(synced, index.end))
-        try:
-            found = index.find_old(ids)
-            if not index.is_at_end():
-                raise IndexDamaged('the plant file was changed in place')
-        except IndexDamaged as ex:
-            return self._reopen(ids, call, ex)
-        recovery.check_length(self._path, size, index.end)
+        recovery.check_length(self._path, self._fd, size, max(synced, index.end))
+        offsets = index.find_old(ids)
+        recovery.check_length(self._path, self._fd, size, index.end)
+        if not index.is_at_end():
+            raise IndexDamaged('the plant file was changed in place')
         if size > index.end:
             learn = partial(self._learn, index, index.learn, crashed=False)
-            try:
-                call(learn) if size - index.end > CATCH_UP_BYTES else learn()
-            except IndexDamaged as ex:
-                return self._reopen(ids, call, ex)
-        return index.end, found | index.find_recent(ids)
+            call(learn) if size - index.end > CATCH_UP_BYTES else learn()
+        plants = {}
+        for id, offset in (offsets | index.find_recent(ids)).items():
+            with suppress(StoreCorrupt, OSError):
+                plants[id] = recovery.read_plant(self._path, self._fd, offset)
+            if id not in plants or plants[id].id != id:
+                # The index or the file is damaged: building the index again tells.
+                raise IndexDamaged('an entry is not of this file')
+        return index.end, plants
 
-    def _reopen(
-        self, ids: Iterable[int], call: Call, damage: IndexDamaged
-    ) -> tuple[int, dict[int, int]]:
-        """Open the index again, because it cannot be believed."""
-        self._say(WARNING, '%s: the index is opened again: %s', self._path, damage)
-        old = self._index
-        old.close()
-        open_index = partial(self._open_index, crashed=False, known=old.end)
-        self._index = index = call(open_index)
-        return index.end, index.find_old(ids) | index.find_recent(ids)
-
-    def _open_index(self, *, crashed: bool, known: int = 0) -> Index:
+    def _open_index(
+        self, *, crashed: bool = False, known: int = 0, rebuild: bool = False
+    ) -> Index:
         """Return the index, which knows all ids of the file; the file is synced.
 
         Args:
             crashed: Whether the machine may have crashed since the latest sync.
             known: An end that the file has had.
+            rebuild: Whether the present table is wrong.
         """
-        index = Index(self._path, self._fd)
+        index = Index(self._path, self._fd, new=rebuild)
         try:
             index.synced = max(index.synced, self._notes.read()[0])
             size = os.fstat(self._fd).st_size
-            recovery.check_length(self._path, size, max(known, index.synced))
+            known = max(known, index.synced)
+            recovery.check_length(self._path, self._fd, size, known)
             if index.reason is None:
                 try:
                     self._learn(index, index.learn, crashed=crashed)
                 except IndexDamaged as ex:
-                    index.close()
-                    index.reason, index.end = str(ex), 0
+                    index.forget(str(ex))
             if index.reason is not None:
                 if size:
-                    self._say(
-                        INFO, '%s: building the index: %s', self._path, index.reason
-                    )
+                    text = '%s: building the index: %s'
+                    self._say(INFO, text, self._path, index.reason)
                 self._learn(index, index.build, crashed=crashed)
-            if index.synced < index.end or index.reason is not None:
+            if index.synced < index.end:
                 self._write_again(max(0, index.synced))
                 index.synced = index.end
             if index.reason is not None:
@@ -452,25 +458,6 @@ class PlantFile:
         # NOTE: not fdatasync, which leaves out the mtime: the index remembers it.
         os.fsync(self._fd)
 
-    def _read_all(self, offsets: dict[int, int]) -> dict[int, Plant]:
-        """Return the plants with these ids, read from the file."""
-        plants = {}
-        for id, offset in offsets.items():
-            with suppress(StoreCorrupt, OSError):
-                plants[id] = recovery.read_plant(self._path, self._fd, offset)
-            if id not in plants or plants[id].id != id:
-                # The index or the file is damaged: building the index again tells.
-                raise IndexDamaged('an entry is not of this file')
-        return plants
-
-    def _leave_index(self) -> None:
-        """Close the index, with all that is in the file entered and synced."""
-        end, _ = self._catch_up([], THREADS.call)
-        if end > self._index.synced:
-            os.fsync(self._fd)
-            self._notes.note_end(end)
-        self._index.leave(end)
-
     # ---- entering recent ids into the table, in a thread of its own
 
     def _start_flush(self) -> None:
@@ -484,20 +471,23 @@ class PlantFile:
             self._hurry.set()
 
     def _run_flushes(self) -> None:
+        failure = ''
         while self._appended.wait():
             self._hurry.wait(FLUSH_WITHIN)
+            if self._closing:
+                break
             self._appended.clear()
             self._hurry.clear()
-            if self._lock.closed:
-                break
             try:
-                flushed = self._index.flush()
+                is_done = self._index.flush()
+                failure = ''
             except OSError as ex:
-                log.info('%s: the index is not flushed now: %s', self._path, ex)
-                flushed = False
-            if not flushed:
+                if failure != (failure := str(ex)):
+                    log.info('%s: the index is not flushed: %s', self._path, ex)
+                is_done = False
+            if not is_done:
                 time.sleep(FLUSH_AGAIN)
-            if not flushed or self._index.synced < self._written_end:
+            if not is_done or self._index.synced < self._written_end:
                 self._appended.set()
 
 
@@ -508,7 +498,23 @@ def unavailable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as ex:
         raise StoreUnavailable('the file is gone', store=str(path)) from ex
+    except PermissionError as ex:
+        raise StoreUnavailable(
+            str(ex.strerror), store=str(path), detail=_owner(path)
+        ) from ex
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
-    except IndexDamaged as ex:  # twice in a row
+    except IndexDamaged as ex:  # also when it was built again
         raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
+
+
+def _owner(path: Path) -> str:
+    """Say who owns a file, or the directory of one that is missing, and who we are."""
+    for place in path, path.parent:
+        with suppress(OSError):
+            status = place.stat()
+            return (
+                f'{place} has mode {status.st_mode & 0o777:o} and belongs to user '
+                f'{status.st_uid}; this process is of user {os.geteuid()}'
+            )
+    return ''

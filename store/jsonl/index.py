@@ -119,6 +119,13 @@ class Index:
         self.know(state.mark)
         self.reason = None
 
+    def forget(self, reason: str) -> None:
+        """Forget the table, because it must be built."""
+        self.close()
+        self._recent = {}
+        self.mark = self.end = 0
+        self.reason = reason
+
     # ---- finding ids
 
     def find_old(self, ids: Iterable[int]) -> dict[int, int]:
@@ -243,22 +250,11 @@ class Index:
             finally:
                 os.close(fd)
             remove_index(self._plants_path)
+            # NOTE: or a power cut could leave an old -wal beside the new table.
+            sync_directory(self._path)
             os.rename(self._new_path, self._path)
             sync_directory(self._path)
         self._load()
-
-    def count_wrong(self, end: int) -> int:
-        """Return how many ids before an end the table on disk lacks.
-
-        It is compared with the temporary table that ``build`` has just made.
-        """
-        with suppress(IndexDamaged), reading():
-            assert self._new is not None
-            with closing(table.connect(self._path)) as connection:
-                is_ours = table.read_state(connection).inode == self._inode
-            if is_ours:
-                return table.count_wrong(self._new, self._path, end)
-        return 0
 
     # ---- flushing
 

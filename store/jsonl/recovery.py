@@ -98,7 +98,7 @@ def read_plants(path: Path) -> Iterator[Plant]:
         fd = open_file(path, os.O_RDONLY)
         try:
             synced = known_end(path, fd)
-            check_length(path, whole_size(path, fd), synced)
+            check_length(path, fd, whole_size(path, fd), synced)
             yield from _read_plants(path, fd, 0, synced)
         finally:
             os.close(fd)
@@ -220,20 +220,31 @@ def known_end(path: Path, fd: int) -> int:
         return max(index.synced, read_synced(path, fd))
 
 
-def check_length(path: Path, size: int, known: int) -> None:
+def check_length(path: Path, fd: int, size: int, known: int) -> None:
     """Refuse a plant file that is shorter than an end that it has had.
 
     Raises:
         StoreUnavailable: It is; the message says what an operator can do.
     """
-    if size < known:
-        raise StoreUnavailable(
-            f'the file was cut short: {known - size} bytes at its end are missing',
-            store=str(path),
-            detail='plants were acknowledged in them: put the whole file back; or '
-            'accept the loss with the command: '
-            f'python -m store check --repair jsonl:{path}, and reload the server',
-        )
+    missing = known - size
+    if missing <= 0 or (missing == 1 and _lacks_line_feed(fd, size)):
+        return
+    raise StoreUnavailable(
+        f'the file was cut short: bytes missing at its end: {missing}',
+        store=str(path),
+        detail='plants were acknowledged in them: put the whole file back; or accept '
+        f'the loss: python -m store check --repair jsonl:{path}, then reload the '
+        'server',
+    )
+
+
+def _lacks_line_feed(fd: int, size: int) -> bool:
+    """Whether the last line is a record but for its line feed."""
+    start = size
+    while start and os.pread(fd, 1, start - 1) != b'\n':
+        start -= 1
+    lines = list(read_lines(fd, start, size))
+    return len(lines) == 1 and lines[0].plant is not None
 
 
 def read_plant(path: Path, fd: int, offset: int) -> Plant:

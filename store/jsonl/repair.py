@@ -24,6 +24,8 @@ from store.jsonl.lock import take_flock
 from store.jsonl.synced import read_synced
 from store.jsonl.table import IndexDamaged
 
+COMPARED = 10_000  # ids that are compared with the index at a time
+
 # Shows how far a file is read; yields the items that it is given.
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -66,7 +68,7 @@ def check_opening(path: Path) -> None:
         try:
             end = recovery.whole_size(path, fd)
             synced = max(index.synced, read_synced(path, fd))
-            recovery.check_length(path, end, synced)
+            recovery.check_length(path, fd, end, synced)
             lines = recovery.scan_ids(path, fd, index.end, end, synced, crashed=True)
             repeat = partial(recovery.check_repeat, path, fd)
             # An open cuts off a torn tail, and builds an index that it cannot read.
@@ -165,28 +167,36 @@ def _find_damage(
 ) -> tuple[int, list[Damage], int]:
     """Return the number of lines, the damaged ones, and that of wrong ids in the index.
 
-    An index on disk finds repeated ids without holding all ids in memory.
+    A table on disk finds repeated ids without holding all ids in memory.
     """
-    count = 0
+    count = wrong = 0
     damaged: list[Damage] = []
     repeated: list[tuple[int, int]] = []
+    entries: dict[int, int] = {}
 
     def sound() -> Iterator[tuple[int, int]]:
-        nonlocal count
+        nonlocal count, wrong
         lines = progress(recovery.read_lines(fd, 0, end))
         for count, line in enumerate(lines, 1):
             if line.plant is None:
                 damaged.append(Damage(count, line.offset, line.text, line.reason))
             else:
+                entries.setdefault(line.plant.id, line.offset)
+                if len(entries) == COMPARED:
+                    wrong += _count_wrong(present, entries)
+                    entries.clear()
                 yield line.plant.id, line.offset
+        wrong += _count_wrong(present, entries)
 
-    with closing(Index(path, fd, new=True)) as index:
-        index.build(
+    with (
+        closing(Index(path, fd)) as present,
+        closing(Index(path, fd, new=True)) as new,
+    ):
+        new.build(
             sound(),
             lambda first, again: repeated.append((again, first)),
             temporary=True,
         )
-        wrong = 0 if damaged or repeated else index.count_wrong(end)
     number, counted = 1, 0
     for again, first in sorted(repeated):
         plant = record.decode(recovery.read_line(fd, first))
@@ -197,6 +207,18 @@ def _find_damage(
             reason = recovery.repeated(plant.id)
             damaged.append(Damage(number, again, line, reason))
     return count, sorted(damaged), wrong
+
+
+def _count_wrong(index: Index, entries: dict[int, int]) -> int:
+    """Return how many ids an index does not find at their offset, or before it."""
+    try:
+        found = index.find_old(entries)
+    except IndexDamaged:  # an open will build it again
+        return 0
+    return sum(
+        offset < index.mark and found.get(id, offset + 1) > offset
+        for id, offset in entries.items()
+    )
 
 
 def _write_file(path: Path, like: os.stat_result, lines: Iterable[bytes]) -> None:

@@ -45,11 +45,6 @@ INSERT = (
     'SELECT CAST(key AS INTEGER), value FROM json_each(?) ORDER BY 1'
 )
 UPDATE = 'UPDATE state SET inode = ?, mark = ?, tail = ?, mtime = ?'
-COUNT_WRONG = (
-    'SELECT count(*) FROM ('
-    'SELECT * FROM (SELECT * FROM main.plants WHERE offset < ?) EXCEPT '
-    'SELECT * FROM (SELECT * FROM disk.plants WHERE offset < ?))'
-)
 
 
 class State(NamedTuple):
@@ -199,18 +194,3 @@ def leave_wal(connection: sqlite3.Connection) -> bool:
     except sqlite3.OperationalError:
         return False
     return bool(mode == ('delete',))
-
-
-def count_wrong(connection: sqlite3.Connection, path: Path, end: int) -> int:
-    """Return how many entries of a table, before an end, another table lacks.
-
-    Args:
-        connection: A new table, in its transaction.
-        path: The other table.
-        end: An end of the plant file.
-    """
-    connection.execute('COMMIT')
-    connection.execute('ATTACH ? AS disk', [f'{path.as_uri()}?mode=ro'])
-    (mark,) = connection.execute('SELECT mark FROM disk.state').fetchone()
-    wrong = connection.execute(COUNT_WRONG, [min(mark, end)] * 2).fetchone()
-    return int(wrong[0])
