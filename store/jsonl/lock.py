@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from store.errors import StoreClosed, StoreUnavailable
@@ -29,10 +30,10 @@ class _Descriptor:
     """A descriptor that is closed when nobody refers to it."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._close = partial(os.close, fd)
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        self._close()
 
 
 # Open descriptors that a lock belongs to. A forked child closes them at once: the lock
