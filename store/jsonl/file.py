@@ -29,7 +29,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -44,6 +43,7 @@ from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
 from store.jsonl.disk import index_path, make_file, open_file, write
+from store.jsonl.flusher import Flusher
 from store.jsonl.index import Index, Repeat
 from store.jsonl.lock import FileLock
 from store.jsonl.synced import Synced
@@ -56,10 +56,6 @@ Batch = Sequence[Entry[tuple[Plant, bytes]]]
 Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
-# Seconds from an add to the flush of its id. The stretch behind the mark must be short:
-# there damage by a person cannot always be told from what a crash leaves.
-FLUSH_WITHIN = 1.0
-FLUSH_AGAIN = 0.05  # seconds after a flush that failed, or that found another one
 # Bytes of other processes that are read in the event loop of a server. More are read in
 # scheduler.call().
 CATCH_UP_BYTES = 128 * 1024
@@ -91,10 +87,7 @@ class PlantFile:
         self._failed_write = 0  # the length of the latest write, if it failed
         self._written_end = self._synced_end = 0
         self._messages: list[tuple[Any, ...]] = []
-        self._flusher: threading.Thread | None = None
-        self._appended = threading.Event()  # since the latest flush
-        self._hurry = threading.Event()  # do not wait FLUSH_WITHIN
-        self._closing = False
+        self._flusher = Flusher(self._flush, path)
         self._commit = GroupCommit(
             self._append,
             self._sync,
@@ -157,11 +150,7 @@ class PlantFile:
                 os.ftruncate(self._fd, end)
 
     def close(self) -> None:
-        if self._flusher is not None:
-            self._closing = True
-            self._hurry.set()
-            self._appended.set()
-            self._flusher.join()
+        self._flusher.stop()
         # On timeout a sync, or the holder of the lock, is stuck. Leave the files open:
         # the end of the process closes them.
         with suppress(StoreUnavailable, Empty):
@@ -294,7 +283,7 @@ class PlantFile:
         if end > self._index.synced:
             self._index.synced = end
             self._notes.note_end(end)
-        self._start_flush()
+        self._flusher.want(at_once=self._index.is_full())
 
     def _unavailable(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
@@ -458,37 +447,9 @@ class PlantFile:
         # NOTE: not fdatasync, which leaves out the mtime: the index remembers it.
         os.fsync(self._fd)
 
-    # ---- entering recent ids into the table, in a thread of its own
-
-    def _start_flush(self) -> None:
-        """Have the recent ids flushed; it needs no lock."""
-        if self._flusher is None:
-            self._flusher = threading.Thread(target=self._run_flushes, daemon=True)
-            self._flusher.start()
-        if not self._appended.is_set():
-            self._appended.set()
-        if self._index.is_full():
-            self._hurry.set()
-
-    def _run_flushes(self) -> None:
-        failure = ''
-        while self._appended.wait():
-            self._hurry.wait(FLUSH_WITHIN)
-            if self._closing:
-                break
-            self._appended.clear()
-            self._hurry.clear()
-            try:
-                is_done = self._index.flush()
-                failure = ''
-            except OSError as ex:
-                if failure != (failure := str(ex)):
-                    log.info('%s: the index is not flushed: %s', self._path, ex)
-                is_done = False
-            if not is_done:
-                time.sleep(FLUSH_AGAIN)
-            if not is_done or self._index.synced < self._written_end:
-                self._appended.set()
+    def _flush(self) -> bool:
+        """Flush the index; return whether all that this process has added is in it."""
+        return self._index.flush() and self._index.synced >= self._written_end
 
 
 @contextmanager
