@@ -133,8 +133,8 @@ def create_app(
         ValueError: There is no token, a token cannot be sent in a header, no browser
             sends such an origin, or a schema file is wrong.
     """
-    if not isinstance(store, PlantStore):
-        # Without its text: a URL may have a password in it.
+    if not hasattr(store, 'ping'):  # not isinstance(): a reload makes classes anew
+        # Its text is not shown: a URL may have a password in it.
         kind = type(store).__name__
         raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
     if not isinstance(tokens, Tokens):

@@ -95,8 +95,8 @@ class Tokens:
                     token = Token(name, metrics_only=True)
                 case _:
                     raise ValueError(
-                        f'line {number}: it is not TOKEN, NAME TOKEN or NAME TOKEN '
-                        f'metrics'
+                        f'line {number}: it is not TOKEN or NAME TOKEN, and not '
+                        f'NAME TOKEN metrics'
                     )
             tokens[_digest(text, f'line {number}')] = token
         return cls(tokens)
