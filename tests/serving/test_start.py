@@ -1,5 +1,6 @@
 """Startup: commands, refusals, checks, tokens, users and the startup message."""
 
+import json
 import os
 import re
 import signal
@@ -50,8 +51,9 @@ def test_printed_curl_line_works(tmp_path):
         for _ in range(4):
             command = ['bash', '-c', line]
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
-            assert (done.returncode, done.stdout) == (0, b'{"name": "Fern"}')
-        assert server.plants() == [{'id': 1, 'name': 'Fern'}]
+            assert done.returncode == 0
+            assert json.loads(done.stdout) == {'name': 'Fern', 'tag': 'shade'}
+        assert server.plants() == [{'id': 1, 'name': 'Fern', 'tag': 'shade'}]
         assert_error(server.ask(request(body=fern(), authorization=None)), 40100)
         assert_error(server.ask(request(body=fern())), 40101)
 
@@ -106,7 +108,7 @@ def test_damaged_file_stops_the_start(tmp_path):
         'no object': ('true', ['Plant.json', 'true is not an object']),
         'reference to no file': (
             '{"properties": {"tag": {"$ref": "Tag.json"}}}',
-            ['Plant.json', '"Tag.json" leads nowhere'],
+            ['Plant.json', "'Tag.json' is not present"],
         ),
     },
 )
@@ -317,7 +319,7 @@ def test_reuse_port_serves_with_a_generated_token(tmp_path):
         assert f'127.0.0.1:{port}/' in line
         retrying = ['bash', '-c', f'{line} --retry 9 --retry-connrefused']
         done = subprocess.run(retrying, capture_output=True, timeout=PATIENCE)
-        assert done.stdout == b'{"name": "Fern"}'
+        assert done.stdout == b'{"name": "Fern", "tag": "shade"}'
         assert server.worker_pids()
     finally:
         server.stop()
