@@ -84,21 +84,16 @@ class Tokens:
         """
         tokens = {}
         for number, line in enumerate(lines, 1):
-            match re.split(r'(?:^|\s)#', line)[0].split():
-                case []:
-                    continue
-                case [text]:
-                    token = Token(f'token-{number}')
-                case [name, text]:
-                    token = Token(name)
-                case [name, text, 'metrics']:
-                    token = Token(name, metrics_only=True)
-                case _:
-                    raise ValueError(
-                        f'line {number}: it is not TOKEN or NAME TOKEN, and not '
-                        f'NAME TOKEN metrics'
-                    )
-            tokens[_digest(text, f'line {number}')] = token
+            words = re.split(r'(?:^|\s)#', line)[0].split()
+            if words[2:] not in ([], ['metrics']):
+                raise ValueError(
+                    f'line {number}: it is not TOKEN or NAME TOKEN, and not '
+                    f'NAME TOKEN metrics'
+                )
+            if words:
+                name = words[0] if len(words) > 1 else f'token-{number}'
+                digest = _digest(words[:2][-1], f'line {number}')
+                tokens[digest] = Token(name, metrics_only=len(words) == 3)
         return cls(tokens)
 
     def find(self, text: str) -> Token | None:
