@@ -139,8 +139,9 @@ class Connection(psycopg.Connection[Any]):
         return self.info.transaction_status == TransactionStatus.IDLE
 
     def hangs(self) -> bool:
-        """Whether the server still owes an answer."""
-        return self.info.transaction_status == TransactionStatus.ACTIVE
+        """Whether the server still owes an answer at the deadline, or just before."""
+        is_active = self.info.transaction_status == TransactionStatus.ACTIVE
+        return is_active and time.monotonic() > self._deadline - 0.1
 
     def configure(self, statement_within: float, lock_within: float) -> None:
         """Set what must hold in the session; time limits in seconds, 0 for none."""

@@ -259,6 +259,8 @@ class Database:
                     with suppress(psycopg.Error):
                         connection.cancel_safe(timeout=limits.CANCEL_WITHIN)
                     raise refusal(ex, self._shown) from ex
+                if not connection.is_idle():  # lost, also if libpq has not noticed
+                    connection.close()
                 if new or not connection.closed:
                     if isinstance(ex, errors.ReadOnlySqlTransaction):
                         # A standby now; another host may be the primary.
