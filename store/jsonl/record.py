@@ -11,7 +11,8 @@ A plant file is a sequence of records and nothing else. A record is one line::
   object has no line feed: a string can only hold it escaped.
 
 **A record is valid if and only if it ends in a line feed and the rest of the line is
-such an object.** Other members, other white space and another order of members are
+such an object.** (An open adds the line feed that an editor has left out at the end of
+the file.) Other members, other white space and another order of members are
 allowed and mean nothing, so a line that was written by hand is as good as ours.
 
 Our own lines have no white space, the members in the order above, and only the escapes
@@ -25,10 +26,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from store.base import Plant
-
-ID_MIN = -(2**63)
-ID_MAX = 2**63 - 1
+from store.base import ID_MAX, ID_MIN, Plant, check_plant
 
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
@@ -47,10 +45,10 @@ class DamagedRecord(ValueError):
     """A line is not a record; the message says why."""
 
 
-def _int(literal: str) -> int | None:
-    # No id is longer. A longer number is in a member that means nothing here, and its
-    # conversion would take time with the square of its length.
-    return int(literal) if len(literal) <= 20 else None
+def _int(literal: str) -> int:
+    # No id is longer. The conversion of a long number takes time with the square of its
+    # length, and it may be in a member that means nothing here.
+    return int(literal) if len(literal) <= 20 else 2 * ID_MAX
 
 
 def _constant(literal: str) -> NoReturn:
@@ -61,14 +59,8 @@ _decode = json.JSONDecoder(parse_int=_int, parse_constant=_constant).decode
 
 
 def encode(plant: Plant) -> bytes:
-    """Return the record of a plant, its line feed included.
-
-    Raises:
-        ValueError: The id or a text is not allowed: the line could not be read again.
-    """
+    """Return the record of a plant that was checked, its line feed included."""
     id, name, tag = plant
-    if not ID_MIN <= id <= ID_MAX or '\0' in name or '\0' in (tag or ''):
-        raise ValueError(f'{id} is not a 64-bit integer, or a text holds U+0000')
     if tag is None:
         return f'{{"id":{id},"name":{_quote(name)}}}\n'.encode()
     return f'{{"id":{id},"name":{_quote(name)},"tag":{_quote(tag)}}}\n'.encode()
@@ -93,25 +85,15 @@ def decode(line: bytes) -> Plant:
         raise DamagedRecord('it is not JSON') from ex
     if not isinstance(value, dict):
         raise DamagedRecord('it is not a JSON object')
-    id = value.get('id')
-    if type(id) is not int or not ID_MIN <= id <= ID_MAX:
-        raise DamagedRecord('its id is not a 64-bit integer')
-    tag = value.get('tag')
-    _check_text('name', value.get('name'))
-    if 'tag' in value:
-        _check_text('tag', tag)
-    return Plant(id, value['name'], tag)
-
-
-def _check_text(member: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise DamagedRecord(f'its {member} is not a string')
-    if '\0' in text:
-        raise DamagedRecord(f'its {member} holds U+0000')
+    get: Any = value.get
+    plant = Plant(get('id'), get('name'), get('tag'))
     try:
-        text.encode()
-    except UnicodeEncodeError as ex:
-        raise DamagedRecord(f'its {member} holds a lone surrogate') from ex
+        check_plant(plant)
+    except ValueError as ex:
+        raise DamagedRecord(str(ex)) from ex
+    if plant.tag is None and 'tag' in value:
+        raise DamagedRecord('tag: null is not a string')
+    return plant
 
 
 def scan_ids(chunk: bytes, start: int) -> Iterator[tuple[int, int]]:
