@@ -23,7 +23,6 @@ from store import (
     Plant,
     PlantStore,
     StoreError,
-    StoreUnavailable,
     __version__,
     masked,
     open_store,
@@ -165,15 +164,10 @@ def _url(text: str) -> str:
 
 def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
     try:
-        store = open_store(url, create=create)
+        return open_store(url, create=create)
     except ValueError as ex:
         parser: _Parser = options.parser
         parser.refuse(str(ex))
-    if isinstance(store, JSONLinesStore):
-        path = str(store.path)
-        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-            raise StoreUnavailable('it is not a regular file', store=path)
-    return store
 
 
 @contextmanager

@@ -82,6 +82,7 @@ class Index:
         self._plants_path = path
         self._path = index_path(path)
         self._new_path = index_path(path, '-new')
+        self._lock_path = index_path(path, '-synced')
         self._plants = plants
         self._inode = os.fstat(plants).st_ino
         self._table: sqlite3.Connection | None = None
@@ -311,7 +312,10 @@ class Index:
 
         A descriptor of its own: threads of a process exclude each other, too.
         """
-        fd = os.open(index_path(self._plants_path, '-synced'), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as ex:  # the next look at the plant file makes it
+            raise OSError(errno.ESTALE, 'a file of the index was removed') from ex
         try:
             yield fd
         finally:
