@@ -89,9 +89,8 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     lines. A server that has the old one open refuses plants until it is reloaded.
 
     Raises:
-        StoreUnavailable: A file cannot be read or written, or no line is a plant. The
-            plant file is unchanged; or it is repaired, but a power cut may still undo
-            the repair.
+        StoreUnavailable: A file cannot be read or written. The plant file is unchanged;
+            or it is repaired, but a power cut may still undo the repair.
     """
     side: Path | None = None
     try:
@@ -107,9 +106,6 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
             missing = max(0, recovery.known_end(path, fd) - end)
             lines, damaged, wrong = _find_damage(path, fd, end, progress)
             if repair and (damaged or missing or wrong):
-                if damaged and len(damaged) == lines:
-                    reason = 'no line of it is a plant: it is not repaired'
-                    raise StoreUnavailable(reason, store=str(path))
                 side = _replace(path, fd, end, damaged)
         finally:
             os.close(fd)

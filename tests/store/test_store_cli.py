@@ -386,7 +386,7 @@ USAGE = {
     'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
     'password': (['copy', 'x', 'password=x'], "'password=***' is not a store"),
     'libpq': (['list', 'postgresql://[h/d'], 'it is not a URL that libpq accepts'),
-    'at': (['list', 'postgres://u:hu@sh@h/d'], "'postgres://***@h/d': in this URL"),
+    'at': (['list', 'postgres://u:hu@sh@h/d'], "'postgres://***@h/d': percent-encode"),
 }
 
 
