@@ -4,10 +4,9 @@ Kept heads bring speed. A client sends the same head with each request, byte for
 unless the length of the body changes. Side by side (two workers, 16 and 64 connections)
 an add takes 269 and 247 us of CPU with them, and 367 and 364 without.
 
-This module and ``worker.py`` use parts of gunicorn that are not documented. They were
-checked against ``CHECKED_VERSION``, and a test fails when another version is installed.
-Then check that each part works as it did, and whether gunicorn has a setting or a hook
-for it by now.
+This module and ``worker.py`` use parts of gunicorn that are not documented, as they are
+in ``CHECKED_VERSION``. A test fails when another version is installed. Then check that
+each part works as it did, and whether gunicorn has a setting or a hook for it by now.
 """
 
 from __future__ import annotations
@@ -187,8 +186,8 @@ class Exchanges:
         """Yield the requests of a connection, one after another.
 
         Args:
-            client: Has ``recv``.
-            address: Of the client.
+            client: The connection, a ``Client``.
+            address: The address of the client.
             listener: The address that the client has connected to.
 
         Raises:
@@ -292,7 +291,7 @@ class Exchanges:
 
 
 class ErrorLog(RawIOBase):
-    """``wsgi.errors``: gunicorn's, made for each write since log files are rotated."""
+    """``wsgi.errors``: gunicorn's, made at each write since log files are rotated."""
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg

@@ -7,17 +7,15 @@ makes its context, and would make a blocking one.) The additions:
 *Limits.* A ``Client`` has time limits, bounded buffers and an orderly end.
 
 *Spreading.* All workers wait at one socket, and the first to wake accepts: a few kept
-connections often end up at one worker while another idles. (4 clients that keep their
-connections: 2,880 adds a second in the worst case, 7,080 if they are spread.) Here a
-worker that has more connections than another leaves a new one to the others for a
-moment. Not ``reuse_port``: it spreads by a hash, which is even only for many, no longer
-refuses a second server on the port, and resets what waits for a worker that stops.
+connections often end up at one worker while another idles (4 clients: 2,880 adds a
+second in the worst case, 7,080 if they are spread). Here a worker with more connections
+than another leaves a new one to the others for a moment. ``reuse_port`` spreads many
+connections, not few, and resets those that wait for a worker that stops.
 
-*Errors* that gunicorn answers itself are JSON, with a request id, and have a line in
-the log.
+*Errors* that gunicorn answers itself are JSON, have a request id, and are logged.
 
-This module and ``heads.py`` use parts of gunicorn that are not documented: here they
-are a worker's methods, sockets and signal pipe, and how it keeps its settings.
+Like ``heads.py`` this module uses parts of gunicorn that are not documented, checked
+against the same version: a worker's methods, sockets, signal pipe and settings.
 """
 
 from __future__ import annotations
@@ -49,27 +47,24 @@ from serving.heads import Exchanges, status_of
 from serving.scheduler import Turns, poll_sockets
 from web import errors, middleware
 
-# ---- in seconds
+# ---- times, in seconds
 
 # How often the worker looks for clients whose time is up, and how often as it stops.
 EXPIRE_EVERY = 1.0
 EXPIRE_AT_END = 0.1
-# How long a worker with more connections leaves a new one to the others.
-STAND_BACK = 0.003
+# How long a worker with more connections leaves a new one to the others, and how often
+# it does so before it accepts: the others may be in the middle of a turn.
+STAND_BACK = 0.001
+STAND_BACKS = 5
 
-# The number of connections of each worker plus one, or 0 where there is no worker, in
-# memory that the master shares with its workers. A worker's slot follows from its age,
-# which is one more than the age of the worker that was made before.
+# The number of connections of each worker plus one, and 0 where there is no worker, in
+# memory that the master and its workers share. A worker's age gives its slot.
 SLOTS = 256
 connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
 
 class FixedSettings(Config):  # type: ignore[misc]
-    """A copy of gunicorn's settings that is fast to read.
-
-    gunicorn finds a setting by a search and two calls: side by side, an add takes 5 to
-    10 % more CPU.
-    """
+    """A copy of gunicorn's settings: with its own, an add takes 5 to 10 % more CPU."""
 
     def __init__(self, cfg: Config) -> None:
         self.__dict__.update(cfg.__dict__)
@@ -249,7 +244,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         Few connections are spread evenly; many may differ by a sixteenth.
         """
         mine = self._connections
-        fewest = min(filter(None, connection_counts)) - 1
+        fewest = min(filter(None, connection_counts), default=1) - 1
         return mine > fewest + mine // 16
 
     def count_connection(self, change: int) -> None:
@@ -280,7 +275,7 @@ class Acceptor(StreamServer):  # type: ignore[misc]
 
     def __init__(self, worker: PlantsWorker, listener: GeventSocket, pool: Pool):
         self._worker = worker
-        self._stood_back = False
+        self._stood_back = 0
         name = listener.getsockname()
         super().__init__(
             listener,
@@ -289,11 +284,14 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         )
 
     def do_read(self) -> Any:
-        if not self._stood_back and self._worker.must_stand_back():
-            self._stood_back = True  # once: the others may be stuck
+        if not self._worker.must_stand_back():
+            self._stood_back = 0
+        elif self._stood_back < STAND_BACKS:
+            self._stood_back += 1
             self._pause()
             return None
-        self._stood_back = False
+        else:
+            self._stood_back -= 1  # the others may be stuck: wait less next time
         try:
             accepted = super().do_read()
         except OSError:
