@@ -13,7 +13,7 @@ STATEMENT_WITHIN = 4
 ANSWER_WITHIN = 5
 CANCEL_WITHIN = 1
 # For a lock that another session holds: other plants wait in the same batch.
-LOCK_WITHIN = 0.1
+LOCK_WITHIN = 0.3
 # A plant that was found locked is refused at once for so long.
 LOCKED_FOR = 0.5
 # For the plants of a refused batch, each by itself, until the last one begins.
