@@ -8,21 +8,18 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).absolute().parent))  # for -c from elsewhere
+# For -c from elsewhere. A reload reads this file again.
+if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
+    sys.path.insert(0, directory)
 
-import serving
-
-# A reload reads this file again. So it must import all code of the service again.
-serving.forget_modules()
-
-from serving import internals, lifecycle
+from serving import lifecycle, master
 from serving.log import PlantsLogger
 from serving.worker import PlantsWorker
 
 # ---- what to run
 
 wsgi_app = 'app:app'
-internals.run_with(lifecycle.before_run)
+master.install(lifecycle.before_run)
 
 # ---- processes
 
@@ -66,7 +63,6 @@ logger_class = PlantsLogger
 
 on_starting = lifecycle.on_starting
 when_ready = lifecycle.when_ready
-pre_fork = lifecycle.pre_fork
 post_fork = lifecycle.post_fork
 worker_exit = lifecycle.worker_exit
 child_exit = lifecycle.child_exit

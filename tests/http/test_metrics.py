@@ -1,6 +1,5 @@
 """``/metrics``: what it reports of one process and of several."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from store import Plant, StoreUnavailable, __version__, open_store
 from store.memory import MemoryStore
-from web.metrics import Processes
 from web.tokens import TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
@@ -184,44 +182,8 @@ def test_every_metric_has_help(client):
         assert family.documentation.endswith('.'), family.name
 
 
-OTHER_PROCESS = """
-import sys
-from webtest import TestApp
-from app import create_app
-from store import open_store
-from web.metrics import Processes
-metrics = Processes(sys.argv[1], dict)
-app = TestApp(create_app(open_store('memory:'), tokens=['t'], metrics=metrics))
-for path in ('/livez', '/livez', '/readyz'):
-    app.get(path)
-"""
-
-
-def test_processes_that_share_a_directory_report_the_sum(serve, tmp_path):
-    """Each of several processes reports what all of them have counted."""
-    for _ in range(2):
-        subprocess.run(
-            [sys.executable, '-c', OTHER_PROCESS, str(tmp_path)],
-            env=os.environ | {'PROMETHEUS_MULTIPROC_DIR': str(tmp_path)},
-            timeout=60,
-            check=True,
-        )
-    pids = {'master': os.getpid(), 'worker-1': os.getppid(), 'worker-2': 2**22 + 1}
-    processes = Processes(str(tmp_path), lambda: pids)
-    samples = read_samples(serve(MemoryStore(), metrics=processes))
-    assert request_sample(samples, '/livez', method='GET') == 4
-    assert request_sample(samples, '/readyz', method='GET') == 2
-    assert samples['plants_store_ready',] == 1
-    # The third process has ended.
-    for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
-        labels = [dict(rest) for found, *rest in samples if found == f'process_{name}']
-        assert {label['process'] for label in labels} == {'master', 'worker-1'}
-
-
 FORKED = """
 import os, sys
-from prometheus_client import values
-from prometheus_client.multiprocess import mark_process_dead
 from webtest import TestApp
 from app import create_app
 from store.memory import MemoryStore
@@ -231,45 +193,48 @@ class DeadlyStore(MemoryStore):
     def add(self, plant):
         os._exit(7)
 
-directory = os.environ['PROMETHEUS_MULTIPROC_DIR']
-name = 'master'
-values.ValueClass = values.MultiProcessValue(lambda: name)
-metrics = Processes(directory, lambda: {name: os.getpid()})
-app = TestApp(create_app(DeadlyStore(), tokens=['t'], metrics=metrics))
+processes = Processes(sys.argv[1])
+app = TestApp(create_app(DeadlyStore(), tokens=['t'], metrics=processes))
 headers = {'Authorization': 'Bearer t'}
-for turn in (1, 2):  # the second worker continues what the first has counted
+
+def fork(*paths):
     pid = os.fork()
     if not pid:
-        name = 'worker-1'
-        app.get('/livez')
+        for path in paths:
+            answer = app.get(path, headers=headers)
+        if path == '/metrics':
+            os.write(1, answer.body)
+            os._exit(0)
         app.post_json('/plants', {'id': 1, 'name': 'Fern'}, headers=headers)
-    assert os.waitpid(pid, 0)[1] == 7 << 8
-    mark_process_dead('worker-1', directory)
-if not os.fork():
-    name = 'worker-1'
-    os.write(1, app.get('/metrics', headers=headers).body)
-    os._exit(0)
-os.wait()
+    os.waitpid(pid, 0)
+
+fork('/livez', '/livez', '/readyz')
+fork('/livez')
+fork('/metrics')
 """
 
 
-def test_application_made_before_a_fork_measures_in_each_process(tmp_path):
-    """A worker counts for itself, under its name, from where its predecessor ended.
+def test_processes_that_share_a_directory_report_the_sum(tmp_path):
+    """Each process reports what all have counted, also those that have ended.
 
-    Of the counts of a dead worker only the requests in progress are dropped.
+    A new process goes on with the counters of one that has ended, and drops its
+    requests in progress.
     """
     done = subprocess.run(
-        [sys.executable, '-c', FORKED],
-        env=os.environ | {'PROMETHEUS_MULTIPROC_DIR': str(tmp_path)},
+        [sys.executable, '-c', FORKED, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         timeout=60,
         check=True,
     )
     samples = samples_of(text_string_to_metric_families(done.stdout))
-    assert request_sample(samples, '/livez', method='GET') == 2
+    assert request_sample(samples, '/livez', method='GET') == 3
+    assert request_sample(samples, '/readyz', method='GET') == 1
     assert samples['plants_requests_in_progress',] == 1
-    assert samples['process_open_fds', ('process', 'worker-1')] > 0
+    assert samples['plants_store_ready',] == 1
+    for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
+        labels = [dict(rest) for found, *rest in samples if found == f'process_{name}']
+        assert [label['process'] for label in labels] == ['0']
 
 
 def test_two_applications_count_separately(client, serve):

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,15 +36,26 @@ def start_new_master(server):
 SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
-def read_metric(server, name='plants_request_seconds_count', **labels):
-    """Return the sum of the samples that have a name and labels."""
+def read_samples(server, name):
+    """Return the samples that have a name."""
     answer = server.ask(request('GET', '/metrics'))
     assert answer.status == 200
+    families = list(text_string_to_metric_families(answer.body.decode()))
+    assert len({family.name for family in families}) == len(families)
+    return [
+        sample
+        for family in families
+        for sample in family.samples
+        if sample.name == name
+    ]
+
+
+def read_metric(server, name='plants_request_seconds_count', **labels):
+    """Return the sum of the samples that have a name and labels."""
     return sum(
         sample.value
-        for family in text_string_to_metric_families(answer.body.decode())
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
+        for sample in read_samples(server, name)
+        if labels.items() <= sample.labels.items()
     )
 
 
@@ -77,7 +87,7 @@ def test_each_worker_reports_the_sum_of_all(tmp_path):
 
 
 def test_counts_survive_killed_and_reloaded_workers(tmp_path):
-    """A killed worker and a reload lose no count and leave no file."""
+    """A killed worker and reloads lose no count, and add no file and no series."""
     with Server(tmp_path, workers=2, PLANTS_METRICS='1') as server:
         add_plants(server, 1, 10)
         directory = counters_directory(next(iter(server.worker_pids())))
@@ -86,14 +96,31 @@ def test_counts_survive_killed_and_reloaded_workers(tmp_path):
         wait_until(lambda: len(server.worker_pids() - {victim}) == 2, 'another starts')
         add_plants(server, 11, 10)
         assert read_metric(server, route='/plants') == 20
-        for _ in range(3):
+        sizes = set()
+        for _ in range(4):
             old = server.worker_pids()
             server.signal(signal.SIGHUP)
             wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
+            wait_until(lambda: len(server.worker_pids()) == 2, 'there are no more')
+            processes = read_samples(server, 'process_start_time_seconds')
+            assert {sample.labels['process'] for sample in processes} < set('0123')
+            sizes.add(len(list(directory.glob('*_[0-9].db'))))
         add_plants(server, 21, 10)
         assert read_metric(server, route='/plants') == 30
-        assert len(list(directory.glob('*.db'))) <= 15
+        assert len(sizes) <= 2
     assert not directory.exists()
+
+
+def test_requests_in_progress_of_a_killed_worker_are_forgotten(tmp_path):
+    """After a worker is killed in the middle of a request, none is in progress."""
+    with Server(tmp_path, PLANTS_METRICS='1') as server, server.connect() as client:
+        client.send(request(body=b'{"id"', content_length='100'))
+        name = 'plants_requests_in_progress'
+        wait_until(lambda: read_metric(server, name) == 2, 'it has begun')
+        [worker] = server.worker_pids()
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: not is_alive(worker), 'it has ended')
+        assert read_metric(server, name) == 1  # this very request
 
 
 def test_counts_survive_an_upgrade(tmp_path):
@@ -150,23 +177,3 @@ def test_server_with_one_process_reports_its_counts(tmp_path):
     with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
         add_plants(server, 1, 3)
         assert read_metric(server, route='/plants') == 3
-
-
-def test_reload_leaves_the_pid_files_of_new_workers(tmp_path):
-    """After a reload there is a pid file for each new worker, and no other."""
-    with Server(tmp_path, workers=2, PLANTS_METRICS='1') as server:
-        add_plants(server, 1, 1)
-        directory = counters_directory(next(iter(server.worker_pids())))
-
-        def are_known():
-            pids = set()
-            for path in directory.glob('*.pid'):
-                with suppress(FileNotFoundError):  # its worker has just ended
-                    pids.add(int(path.read_text()))
-            return pids == server.worker_pids() and len(pids) == 2
-
-        for _ in range(3):
-            old = server.worker_pids()
-            server.signal(signal.SIGHUP)
-            wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
-            wait_until(are_known, 'only those have pid files', 5)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -239,7 +240,7 @@ def upgraded(server):
     new = int(re.findall(r'Listening at: \S+ \((\d+)\)', server.log)[1])
     try:
         wait_until(lambda: len(server.worker_pids()) == 4, 'both have workers')
-        yield
+        yield new
     finally:
         with suppress(ProcessLookupError):
             os.kill(new, signal.SIGTERM)
@@ -361,3 +362,53 @@ def test_upgrade_keeps_the_generated_token(tmp_path):
             assert server.ask(data).status == 200
             assert_error(server.ask(request(body=fern())), 40101)
         assert server.log.count('No token is configured') == 1
+
+
+def test_reload_during_an_upgrade_is_refused(tmp_path):
+    """While two masters run, neither reloads; the one that stays does so again."""
+    with Server(tmp_path, workers=2) as server:
+        with upgraded(server) as new:
+            for master in (server.pid, new):
+                os.kill(master, signal.SIGHUP)
+            refused = 'Not reloaded, the server goes on as before: two masters'
+            wait_until(lambda: server.log.count(refused) == 2, 'both refuse')
+            assert server.ask(request(body=fern())).status == 200
+        wait_until(lambda: len(server.worker_pids()) == 2, 'its workers end, too')
+        old = server.worker_pids()
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not old & server.worker_pids(), 'all are replaced')
+        assert server.ask(request(body=fern())).status == 200
+
+
+PAUSES = (0.001, 0.02, 0.1, 0.3, 0.6)  # seconds
+
+
+def test_no_signal_is_lost_however_quickly_they_come(tmp_path):
+    """Signals during a reload are heard, and the server goes on."""
+    with Server(tmp_path) as server:
+        for number, pause in enumerate(PAUSES, 1):
+            old = server.worker_pids()
+            reloads = server.log.count('Reloaded: ')
+            server.signal(signal.SIGHUP)
+            for other in (signal.SIGUSR1, signal.SIGTTIN, signal.SIGHUP):
+                time.sleep(pause)
+                server.signal(other)
+            wait_until(
+                lambda n=reloads + 2: server.log.count('Reloaded: ') == n, 'twice'
+            )
+            wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
+            wait_until(lambda: len(server.worker_pids()) == 1, 'there are no more')
+            for name in ('usr1', 'ttin'):
+                assert server.log.count(f'Handling signal: {name}') == number
+            assert server.ask(request(body=fern())).status == 200
+        assert 'ERROR' not in server.log
+
+
+@pytest.mark.parametrize('pause', PAUSES)
+def test_server_ends_in_the_middle_of_a_reload(tmp_path, pause):
+    """SIGTERM ends the server, whatever a reload is doing."""
+    with Server(tmp_path) as server:
+        server.signal(signal.SIGHUP)
+        time.sleep(pause)
+        server.signal(signal.SIGTERM)
+        assert_clean_end(server, seconds=10)

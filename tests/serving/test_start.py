@@ -13,12 +13,12 @@ from pwd import getpwnam
 import pytest
 from exchange import SECRET, assert_error, fern, parse_json_log, table
 from server import (
-    GUNICORN,
     PATIENCE,
     SCRIPTS,
     TOKEN,
     RawClient,
     Server,
+    configured,
     free_port,
     is_alive,
     request,
@@ -67,6 +67,11 @@ def assert_start_refused(server, *words):
     assert SECRET not in sentence
 
 
+def options(text, *words):
+    """Return an environment with options for gunicorn, and words of its refusal."""
+    return {'GUNICORN_CMD_ARGS': f'--bind 127.0.0.1:0 {text}'}, words
+
+
 # One bad setting of each kind; tests/http tries all values.
 BAD_STARTS = {
     'memory: and two workers': (
@@ -79,9 +84,22 @@ BAD_STARTS = {
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
     'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
-    'statsd': (
-        {'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0 --statsd-host localhost:8125'},
-        ['statsd_host', 'logger-class'],
+    'no worker': ({'WEB_CONCURRENCY': '0'}, ['workers: 0']),
+    'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger-class'),
+    'port': options('-b :80800', 'bind: 80800 is not a port'),
+    'port that is no number': options('-b :http', 'bind: ', 'http'),
+    'socket in no directory': options('-b unix:no/s', 'bind: ', 'no'),
+    'pid file in no directory': options('-p no/pid', 'pidfile: no'),
+    'heartbeat in no directory': options('--worker-tmp-dir no', 'worker_tmp_dir: no'),
+    'log in no directory': options('--error-logfile no/log', 'errorlog: ', 'no'),
+    'log that is a directory': options(
+        '--access-logfile .', 'accesslog: ', 'directory'
+    ),
+    'no certificate': options('--certfile no.pem', 'certfile', 'No such file'),
+    'no worker class': options('-k no.Worker', 'worker_class: ', 'no.Worker'),
+    'token of nobody': (
+        {'GUNICORN_CMD_ARGS': '--preload', 'PLANTS_TOKENS': None},
+        ['nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE'],
     ),
 }
 
@@ -89,7 +107,7 @@ BAD_STARTS = {
 @table('environment, words', BAD_STARTS)
 def test_bad_setting_stops_a_start_and_a_check(tmp_path, environment, words):
     """A start and a check end with a sentence that names the setting, and no file."""
-    for arguments in (['-p', 'pid'], ['--check-config']):
+    for arguments in ([], ['--check-config']):
         assert_start_refused(Server(tmp_path, *arguments, **environment), *words)
         assert [path.name for path in tmp_path.iterdir()] == ['server.log']
 
@@ -130,14 +148,24 @@ def test_memory_store_has_one_worker(tmp_path):
         assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
 
 
+FAILING_RELOAD = "if '--check-config' not in sys.argv: on_reload = lambda server: 1 / 0"
+
+
 def test_memory_store_keeps_one_worker(tmp_path):
-    """SIGTTIN adds no worker: a second worker would have plants of its own."""
-    with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
+    """SIGTTIN adds no worker, which would have plants of its own; a reload neither."""
+    arguments = configured(tmp_path, FAILING_RELOAD)
+    with Server(
+        tmp_path, *arguments, workers=None, PLANTS_STORE='memory:', PLANTS_METRICS='1'
+    ) as server:
+        plant = fern()
+        assert server.ask(request(body=plant)).status == 200
         before = server.worker_pids()
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: 'ZeroDivisionError' in server.log, 'it is undone')
         server.signal(signal.SIGTTIN)
         refusal = 'memory: needs one worker, not 2'
         wait_until(lambda: refusal in server.log, refusal)
-        assert server.ask(request(body=fern())).status == 200
+        assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
         assert server.worker_pids() == before
 
 
@@ -271,15 +299,6 @@ def test_check_of_addresses_accepts_ipv6_and_host_names(tmp_path, address):
         assert server.ask(request(body=fern())).status == 200
 
 
-@pytest.mark.parametrize('option', ['--daemon', '--preload'])
-def test_daemon_and_preload_need_a_configured_token(tmp_path, option):
-    """With --daemon or --preload no token is generated: nobody would see it."""
-    server = Server(tmp_path, option, PLANTS_TOKENS=None)
-    words = ('nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE')
-    assert_start_refused(server, *words)
-    assert not (tmp_path / 'plants.jsonl').exists()
-
-
 def test_preload_serves(tmp_path):
     """--preload with a token serves like any other start."""
     with Server(tmp_path, '--preload', workers=2) as server:
@@ -389,12 +408,3 @@ def test_server_at_a_unix_socket_names_no_page(tmp_path):
         assert '/docs' not in server.log
     finally:
         server.stop()
-
-
-def test_environment_is_not_changed(tmp_path):
-    """Master and workers share state by the fork, not by environment variables."""
-    command = [SCRIPTS / 'gunicorn', *GUNICORN[3:]]
-    with Server(tmp_path, command=command, workers=2) as server:
-        for pid in {server.pid, *server.worker_pids()}:
-            environment = Path(f'/proc/{pid}/environ').read_bytes().split(b'\0')
-            assert not [text for text in environment if text.startswith(b'_PLANTS')]

@@ -1,0 +1,188 @@
+"""The check: everything that a start does, short of listening and of any change.
+
+A start, ``gunicorn --check-config`` and a reload use it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gunicorn.config import Config
+
+import app
+from serving.log import PlantsLogger
+from serving.master import Pidfile, ssl_context
+from serving.scheduler import GeventScheduler
+from serving.worker import PlantsWorker
+from store import PlantStore, open_store
+from store.scheduler import THREADS
+from web.metrics import Processes
+from web.settings import Settings, is_in_memory
+from web.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Served:
+    """What every worker serves until the next reload.
+
+    Attributes:
+        settings: The settings that the application was built with.
+        store: The store of the application; only workers open it.
+        application: The WSGI application.
+    """
+
+    settings: Settings
+    store: PlantStore
+    application: app.PlantsApp
+
+
+def build(
+    cfg: Config,
+    settings: Settings,
+    tokens: Tokens | str,
+    metrics: bool | Processes = False,
+) -> Served:
+    """Build what workers serve; open nothing.
+
+    Raises:
+        ValueError: A schema is not valid, for example.
+    """
+    is_gevent = issubclass(cfg.worker_class, PlantsWorker)
+    scheduler = GeventScheduler() if is_gevent else THREADS
+    store = open_store(settings.store, create='never', scheduler=scheduler)
+    application = app.create_app(
+        store,
+        tokens=tokens,
+        max_body_bytes=settings.max_body_bytes,
+        metrics=metrics,
+        cors_origins=settings.cors_origins,
+    )
+    return Served(settings, store, application)
+
+
+def check(cfg: Config, *, is_bound: bool) -> Served:
+    """Try what a start does; whether the store would open is another question.
+
+    Args:
+        cfg: gunicorn's settings.
+        is_bound: Whether a server has these addresses already: this is its reload, or
+            its upgrade.
+
+    Raises:
+        ValueError: A start would fail; the message is a sentence.
+    """
+    with about('raw_env'):
+        environ = os.environ | cfg.env
+    settings = Settings.from_environ(environ)
+    if cfg.workers < 1:
+        raise ValueError('workers: 0 is too few: nobody would answer a request')
+    if is_in_memory(environ) and cfg.workers > 1:
+        raise ValueError(
+            f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
+            f'each would hold its own plants'
+        )
+    if settings.tokens is None and (cfg.daemon or cfg.preload_app):
+        raise ValueError(
+            'daemon, preload_app: nobody would see the token that is made when '
+            'none is configured: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
+        )
+    with about('logger_class'):
+        logger_class = cfg.logger_class
+    # gunicorn would ignore the setting without a message.
+    if cfg.statsd_host and logger_class is PlantsLogger:
+        raise ValueError(
+            'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
+        )
+    for name in ('errorlog', 'accesslog'):
+        with about(name):
+            if (path := getattr(cfg, name)) not in (None, '-'):
+                _check_file(path)
+    with about('pidfile'):
+        if cfg.pidfile:
+            _check_directory(os.path.dirname(cfg.pidfile))
+            if not is_bound and (pid := Pidfile(cfg.pidfile).validate()):
+                raise ValueError(f'{cfg.pidfile}: process {pid} runs')
+    with about('worker_tmp_dir'):
+        _check_directory(cfg.worker_tmp_dir or tempfile.gettempdir())
+    with about('user, group'), as_user(cfg):
+        pass
+    with about('certfile, keyfile'), as_user(cfg):
+        if cfg.is_ssl:
+            ssl_context(cfg)
+    with about('bind'):
+        for address in cfg.address:
+            _check_address(address, cfg.reuse_port, is_bound)
+    with about('worker_class'):
+        cfg.worker_class  # noqa: B018 - the class is imported
+    return build(cfg, settings, settings.tokens or secrets.token_urlsafe())
+
+
+def _check_file(path: str) -> None:
+    """Check that a file could be appended to, or made."""
+    path = os.path.realpath(path)
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+    except FileNotFoundError:
+        _check_directory(os.path.dirname(path))
+
+
+def _check_directory(path: str) -> None:
+    if not os.path.isdir(path or '.') or not os.access(path or '.', os.W_OK | os.X_OK):
+        raise ValueError(f'{path}: there is no such directory that can be written to')
+
+
+def _check_address(
+    address: int | str | tuple[str, int], reuse_port: bool, is_bound: bool
+) -> None:
+    """Check that a server could listen at an address.
+
+    gunicorn itself tries an address five times, with many log lines.
+    """
+    if isinstance(address, tuple) and not 0 <= address[1] < 2**16:
+        raise ValueError(f'{address[1]} is not a port')
+    if is_bound or 'LISTEN_FDS' in os.environ:
+        return
+    if isinstance(address, int):  # fd://3
+        os.fstat(address)
+    elif isinstance(address, str):
+        _check_directory(os.path.dirname(address))
+        if os.path.exists(address) and not stat.S_ISSOCK(os.stat(address).st_mode):
+            raise ValueError(f'{address} is there, and is not a socket')
+    else:
+        family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
+        with about(f'{address[0]}:{address[1]}'), socket.socket(family) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
+            sock.bind(address)
+
+
+@contextmanager
+def about(setting: str) -> Iterator[None]:
+    """Make any exception a ``ValueError`` that begins with the name of a setting."""
+    try:
+        yield
+    except Exception as ex:
+        reason = str(ex).partition('\n')[0]
+        if isinstance(ex, OSError) and ex.strerror:
+            reason = ': '.join(filter(None, (ex.filename, ex.strerror)))
+        raise ValueError(f'{setting}: {reason}') from ex
+
+
+@contextmanager
+def as_user(cfg: Config) -> Iterator[None]:
+    """Act as the user that serves (``--user``)."""
+    user, group = os.geteuid(), os.getegid()
+    try:
+        os.setegid(cfg.gid)
+        os.seteuid(cfg.uid)
+        yield
+    finally:
+        os.seteuid(user)
+        os.setegid(group)

@@ -1,0 +1,316 @@
+"""The master: gunicorn's, with a reload that happens whole or not at all.
+
+At a SIGHUP:
+
+1. ``gunicorn --check-config`` runs in a process of its own, with the arguments and the
+   environment of this server. It may take long or hang: the master goes on.
+2. If it passes, the configuration is read, the code imported, the application built,
+   and new workers are started. If anything fails before all of them serve, the new
+   workers are killed, and everything is put back.
+3. The old workers stop when they have answered the requests that they have begun.
+
+**Importing twice.** Step 2 imports every module of the service again, except this one.
+So this module imports none of them, and all that outlives a reload is an attribute of
+``Master``. The old modules are freed unless something that stays refers to them: do not
+register their classes and functions with a library (``atexit``, ``copyreg``).
+
+gunicorn documents little of its master. What is used here was checked against
+``CHECKED_VERSION``, and a test fails when another version is installed: then compare
+``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gunicorn.app import base
+from gunicorn.app.wsgiapp import WSGIApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
+from gunicorn.pidfile import Pidfile
+from gunicorn.sock import ssl_context
+
+__all__ = ['Pidfile', 'ssl_context']
+
+CHECKED_VERSION = '27.0.1'
+
+# What is imported again; __config__ is gunicorn.conf.py.
+MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
+# Settings that a reload cannot change.
+FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
+# What a check prints at its end, if a start would work.
+PASSED = 'the plant store would start'
+TWINS = 'two masters run since SIGUSR2: end one of them first'
+# How long a check may take, and then new workers until they serve, in seconds.
+CHECK_SECONDS = 300
+BOOT_SECONDS = 60
+
+
+def install(before: Callable[[WSGIApplication], None]) -> None:
+    """Have gunicorn run ``Master``, and call a function before it does anything.
+
+    gunicorn's own check only imports the application and calls no hook, and what is
+    refused after ``--daemon`` took effect has no terminal to be told on.
+    """
+    run = WSGIApplication.run
+
+    def run_after(application: WSGIApplication) -> None:
+        before(application)
+        run(application)
+
+    if base.Arbiter is not Master:  # a reload reads the configuration again
+        base.Arbiter = Master
+        WSGIApplication.run = run_after
+
+
+class Master(Arbiter):  # type: ignore[misc]
+    """gunicorn's master.
+
+    Attributes:
+        made_token: The token that was made because none was configured.
+        counters: The directory in which workers share their metrics, if they do.
+        served: What new workers serve; ``None`` for an application of somebody else.
+    """
+
+    app: Any
+    cfg: Any
+    log: Any
+    made_token: str | None = None
+    counters: Path | None = None
+    served: Any = None
+    _check: subprocess.Popen[bytes] | None = None
+    _check_again = False
+
+    def __init__(self, application: WSGIApplication) -> None:
+        super().__init__(application)
+        # gunicorn makes it up from sys.argv: `python -m gunicorn` becomes a path in its
+        # package, where `import http` finds gunicorn's own, and nothing starts.
+        self.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
+
+    def serve(self, served: Any, application: Any) -> None:
+        """Have all workers that are forked from now on serve an application."""
+        self.served = served
+        self.app.callable = application
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it listens, with ports that the system has chosen."""
+        return [str(listener) for listener in self.LISTENERS]
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether the other master of an upgrade (SIGUSR2) runs, too."""
+        return bool(self.reexec_pid or self.master_pid)
+
+    # ---- step 1: the check
+
+    def handle_hup(self) -> None:
+        if self.served is None:
+            super().handle_hup()
+        elif self.has_twin:
+            self._refuse(TWINS)
+        elif self._check is not None:
+            self._check_again = True  # this one may have read older files
+        else:
+            self._start_check()
+
+    def _start_check(self) -> None:
+        try:
+            self._printed = open(os.memfd_create('check'), 'w+', errors='replace')  # noqa: SIM115
+            self._check = subprocess.Popen(
+                [*self.START_CTX['args'], '--check-config'],
+                cwd=self.START_CTX['cwd'],
+                # GUNICORN_FD means, as in an upgrade: the addresses are ours already.
+                env=self._environ() | {'GUNICORN_FD': ''},
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(signal.alarm, CHECK_SECONDS),
+            )
+        except OSError as ex:
+            self._refuse(str(ex))
+
+    def handle_chld(self) -> None:
+        super().handle_chld()
+        if self._check is None or self._check.poll() is None:
+            return
+        self._check = None
+        with self._printed:
+            self._printed.seek(0)
+            printed = self._printed.read()
+        # NOTE: not the exit code, which is lost if gunicorn has reaped the process.
+        if self.has_twin:
+            self._refuse(TWINS)
+        elif PASSED in printed:
+            self._replace()
+        else:
+            late = f'the check was killed, or took longer than {CHECK_SECONDS} s'
+            self._refuse(_sentence(printed) or late)
+        _free_modules()
+        if self._check_again:
+            self._check_again = False
+            self.handle_hup()
+
+    handle_cld = handle_chld
+
+    def stop(self, graceful: bool = True) -> None:
+        if self._check is not None:
+            self._check.kill()
+        super().stop(graceful)
+
+    def _refuse(self, reason: str) -> None:
+        self.log.error('Not reloaded, the server goes on as before: %s', reason)
+
+    # ---- steps 2 and 3
+
+    def _replace(self) -> None:
+        """Replace configuration, code and workers; if anything fails, none of them."""
+        state, environ = vars(self).copy(), dict(os.environ)
+        modules = _take_modules()
+        workers: list[int] = []
+        try:
+            self._load()
+            self._start_workers(workers)
+        except BaseException as ex:  # also SystemExit, and gunicorn's HaltServer
+            if os.getpid() != self.pid:
+                raise  # this is a new worker, and it has ended
+            while alive := self.WORKERS.keys() & workers:
+                for pid in alive:
+                    self.kill_worker(pid, signal.SIGKILL)
+                time.sleep(0.01)
+                with suppress(HaltServer):
+                    self.reap_workers()
+            _take_modules()
+            sys.modules.update(modules)
+            self.__dict__.update(state)
+            _set_environ(environ)
+            with suppress(Exception):
+                os.chdir(self.cfg.chdir)
+                self.log.setup(self.cfg)
+            self._refuse(_reason(ex))
+        else:
+            self._stats['reloads'] += 1
+            self.log.info('Reloaded: the new workers serve')
+            self.manage_workers()  # stops the old ones
+
+    def _load(self) -> None:
+        """Read the configuration, import the code and build the application."""
+        importlib.invalidate_caches()
+        _set_environ(self._environ())
+        printed = io.StringIO()
+        try:
+            with redirect_stderr(printed):
+                app = WSGIApplication(self.app.usage, self.app.prog)
+        except SystemExit as ex:
+            raise ValueError(_sentence(printed.getvalue() or str(ex))) from ex
+        for name in FIXED:
+            if getattr(app.cfg, name) != getattr(self.cfg, name):
+                raise ValueError(f'{name}: a change of it takes a restart')
+        self.app, self.cfg = app, app.cfg
+        self.cfg.on_reload(self)
+        self.log = None  # setup() makes one, from the new code
+        self.setup(app)
+
+    def _start_workers(self, started: list[int]) -> None:
+        """Start new workers; return when all of them serve.
+
+        Raises:
+            RuntimeError: One of them does not.
+            HaltServer: One of them could not start.
+        """
+        deadline = time.monotonic() + BOOT_SECONDS
+        while len(started) < self.num_workers:
+            started.append(self.spawn_worker())
+        # The file of a worker is made with the time of day; the first heartbeat sets it
+        # to that of the monotonic clock.
+        while not all(
+            pid in self.WORKERS
+            and self.WORKERS[pid].tmp.last_update() <= time.monotonic()
+            for pid in started
+        ):
+            if not self.WORKERS.keys() >= set(started) or time.monotonic() > deadline:
+                raise RuntimeError('a new worker does not serve; the log has more')
+            time.sleep(0.01)
+            self.reap_workers()
+
+    def _environ(self) -> dict[str, str]:
+        """Return the environment without what the configuration has added."""
+        added, original = self.cfg.env, self.cfg.env_orig
+        environ = {name: text for name, text in os.environ.items() if name not in added}
+        return environ | {name: original[name] for name in added if name in original}
+
+    # ---- workers
+
+    def spawn_worker(self) -> int:
+        # Without this the garbage collector of a worker writes to every object that the
+        # master has made, and the memory of these objects is no longer shared.
+        gc.freeze()
+        pid: int = super().spawn_worker()
+        gc.unfreeze()
+        return pid
+
+    def reset_signals(self) -> None:
+        """Let a worker that has just been forked be stopped.
+
+        A stop that reaches a worker before it has its own signal handlers would find
+        those of the master, which only queue it: the worker would go on until it is
+        killed.
+        """
+        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+        for number in stops:
+            signal.signal(number, signal.SIG_DFL)
+        while not self.SIG_QUEUE.empty():  # what was queued since the fork
+            if self.SIG_QUEUE.get() in stops:
+                sys.exit()
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Forget the modules of the service, and return them by their names."""
+    names = [name for name in sys.modules if MODULES.match(name) and name != __name__]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _free_modules() -> None:
+    """Free the modules that are not used any more."""
+    for clear in getattr(typing, '_cleanups', ()):  # caches of generic types
+        clear()
+    gc.collect()
+
+
+def _set_environ(environ: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def _reason(ex: BaseException) -> str:
+    """Return what an exception says, for the log."""
+    if isinstance(ex, HaltServer):
+        return f'{ex.reason} The log has more.'
+    if isinstance(ex, ValueError | OSError | RuntimeError):
+        return str(ex)
+    return f'{type(ex).__name__}: {ex}'
+
+
+def _sentence(printed: str) -> str:
+    """Return the last line of what was printed, and which place or setting it means."""
+    last = printed.rstrip().rpartition('\n')[2].removeprefix('Error: ')
+    if places := re.findall(r'  File "(.+)", line (\d+)', printed):
+        return '{}, line {}: {}'.format(*places[-1], last)
+    if settings := re.findall('Invalid value for .+', printed):
+        return f'{settings[-1]}: {last}'
+    return last
