@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
+from contextlib import suppress
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 from gunicorn.config import Config
-from gunicorn.glogging import Logger
+from gunicorn.glogging import Logger, loggers
 
 from web.settings import is_json_log
 
@@ -77,10 +78,40 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     """
 
     def setup(self, cfg: Config) -> None:
-        # Called at the start, before any hook, and at each reload.
         super().setup(cfg)
-        # NOTE: import the new module: gunicorn keeps this old object over a reload.
-        import_module('serving.log').configure(self, cfg)
+        configure(self, cfg)
+
+    def reopen_files(self) -> None:
+        """Open the log files again; go on with an old one where that fails.
+
+        gunicorn's own method would end the server if the disk is full.
+        """
+        captures = self.cfg.capture_output and self.cfg.errorlog != '-'
+        for logger in loggers():
+            for handler in logger.handlers:
+                if isinstance(handler, logging.FileHandler) and handler.stream:
+                    try:
+                        _reopen(handler, handler.stream)
+                    except OSError as ex:
+                        logger.error(
+                            '%s: not opened again: %s', handler.baseFilename, ex
+                        )
+                    if captures and logger is self.error_log:
+                        os.dup2(handler.stream.fileno(), sys.stdout.fileno())
+                        os.dup2(handler.stream.fileno(), sys.stderr.fileno())
+
+
+def _reopen(handler: logging.FileHandler, old: TextIO) -> None:
+    """Open the file of a handler again.
+
+    Raises:
+        OSError: It cannot be opened; the handler goes on with the one it has.
+    """
+    new = open(handler.baseFilename, 'a', encoding=handler.encoding)  # noqa: SIM115
+    with handler.lock:  # type: ignore[union-attr]
+        handler.stream = new
+        with suppress(OSError):  # lines for which the disk had no space
+            old.close()
 
 
 def configure(log: Logger, cfg: Config) -> None:

@@ -1,10 +1,12 @@
 """The log: its two formats, its fields, and the secrets that it never shows."""
 
 import re
+import shutil
 import signal
 import socket
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from exchange import parse_json_log
@@ -148,20 +150,29 @@ def test_log_file_is_rotated(tmp_path, log):
             parse_json_log(moved.read_text() + path.read_text())
 
 
-def test_full_disk_of_the_log_stops_no_request(tmp_path):
-    """With the disk of the log full, requests are answered as usual."""
-    arguments = ('--error-logfile', '/dev/full', '--bind', f'unix:{tmp_path}/s')
-    server = Server(tmp_path, *arguments)
+@pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
+def test_rotation_that_fails_costs_only_lines(tmp_path, place):
+    """With the disk of the log full, or its directory gone, the server goes on."""
+    (tmp_path / 'logs').mkdir()
+    address = f'unix:{tmp_path}/s'
+    server = Server(tmp_path, '--error-logfile', place, '--bind', address)
     server.start()
+
+    def connected():
+        with suppress(FileNotFoundError, ConnectionError):
+            return RawClient(over=socket_to(tmp_path / 's'))
+
+    def children():
+        return Path(f'/proc/{server.pid}/task/{server.pid}/children').read_text()
+
     try:
-
-        def connected():
-            with suppress(OSError):
-                return RawClient(over=socket_to(tmp_path / 's'))
-
         with wait_until(connected, 'it listens') as client:
-            for _ in range(3):
-                assert client.ask(request(body=FERN)).status == 200
+            assert client.ask(request(body=FERN)).status == 200
+            shutil.rmtree(tmp_path / 'logs')
+            server.signal(signal.SIGUSR1)
+            server.signal(signal.SIGTTIN)
+            wait_until(lambda: len(children().split()) == 2, 'it has heard both')
+            assert client.ask(request(body=FERN)).status == 200
     finally:
         server.stop()
 
