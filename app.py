@@ -45,8 +45,7 @@ from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
 from web.tokens import BearerAuth, Tokens, new_token_notice
 
-# NOTE: quoted, or a cache of typing would keep the class and its module after a reload.
-PlantsApp: TypeAlias = 'falcon.App[PlantsRequest, Response]'
+PlantsApp: TypeAlias = falcon.App[PlantsRequest, Response]
 
 
 class PlantsResource:
