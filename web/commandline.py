@@ -24,6 +24,9 @@ def main() -> None:
         from store import __version__
 
         print(f'plant store {__version__}')
+    elif not os.environ.get('WEB_CONCURRENCY', '1').isdigit():
+        # gunicorn itself ends with a traceback.
+        sys.exit(f'WEB_CONCURRENCY: {os.environ["WEB_CONCURRENCY"]!r} is not a number')
     else:
         command = [sys.executable, '-m', 'gunicorn', '--pythonpath', DIRECTORY]
         command += ['-c', os.path.join(DIRECTORY, 'gunicorn.conf.py')]
