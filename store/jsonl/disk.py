@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -28,14 +29,15 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 def make_file(path: Path) -> int:
     """Make a missing plant file, durably; return its descriptor, as ``open_file``."""
+    # Of an earlier file, whose inode number the new one may have.
+    leftover = any(index_path(path, suffix).exists() for suffix in ('', '-synced'))
     try:
         fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if leftover:
+            remove_index(path)
+            index_path(path, '-synced').unlink(missing_ok=True)
     except FileExistsError:
         fd = open_file(path)
-    else:
-        # What is left of an earlier file, whose inode number this one may have.
-        remove_index(path)
-        index_path(path, '-synced').unlink(missing_ok=True)
     try:
         # Also if it was there: the process that made it may have died before this.
         if not os.fstat(fd).st_size:
@@ -89,14 +91,9 @@ def index_path(path: Path, suffix: str = '') -> Path:
 
 def remove_index(path: Path) -> None:
     """Remove the table of a plant file, and the index of version 1.1."""
-    hexadecimal = '[0-9a-f]' * 16
-    old = path.parent.glob(f'{_escaped(path.name)}.index-{hexadecimal}*')
+    generation = re.compile(re.escape(f'{path.name}.index-') + '[0-9a-f]{16}.*')
+    old = [name for name in os.listdir(path.parent) if generation.fullmatch(name)]
     # NOTE: SQLite would take what is left in -wal for changes of the next index.
     ours = [index_path(path, suffix) for suffix in ('-wal', '-shm', '')]
-    for file in [*ours, *old]:
-        with suppress(FileNotFoundError):
-            os.unlink(file)
-
-
-def _escaped(name: str) -> str:
-    return ''.join(f'[{letter}]' if letter in '*?[' else letter for letter in name)
+    for file in [*ours, *map(path.with_name, old)]:
+        file.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from logging import INFO, WARNING
@@ -44,7 +44,7 @@ from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcome
 from store.jsonl import record, recovery
 from store.jsonl.disk import index_path, make_file, open_file, write
 from store.jsonl.flusher import Flusher
-from store.jsonl.index import Index, Repeat
+from store.jsonl.index import Index
 from store.jsonl.lock import FileLock
 from store.jsonl.synced import Synced
 from store.jsonl.table import IndexDamaged
@@ -222,10 +222,11 @@ class PlantFile:
                 lines.append(line)
                 position += len(line)
         if lines:
-            self._write(b''.join(lines), end)
+            data = b''.join(lines)
+            self._write(data, end)
             # Written. A process that dies from here on leaves lines that the next
             # holder of the lock reads.
-            self._index.enter(offsets, position)
+            self._index.enter(offsets, data)
             self._written_end = position
         return position if needs_sync else 0
 
@@ -350,13 +351,16 @@ class PlantFile:
         synced, failed = self._notes.read()
         self._failed_write = max(self._failed_write, failed)
         recovery.check_length(self._path, self._fd, size, max(synced, index.end))
-        offsets = index.find_old(ids)
-        recovery.check_length(self._path, self._fd, size, index.end)
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
-        if size > index.end:
-            learn = partial(self._learn, index, index.learn, crashed=False)
-            call(learn) if size - index.end > CATCH_UP_BYTES else learn()
+        if size - index.end > CATCH_UP_BYTES:
+            index.find_old([])  # perhaps another process has entered most of it
+            recovery.check_length(self._path, self._fd, size, index.end)
+        learn = partial(self._learn, index, ids)
+        if size == index.end:
+            offsets = index.find_old(ids)
+        else:
+            offsets = call(learn) if size - index.end > CATCH_UP_BYTES else learn()
         plants = {}
         for id, offset in (offsets | index.find_recent(ids)).items():
             with suppress(StoreCorrupt, OSError):
@@ -382,34 +386,33 @@ class PlantFile:
             size = os.fstat(self._fd).st_size
             known = max(known, index.synced)
             recovery.check_length(self._path, self._fd, size, known)
-            if index.reason is None:
-                try:
-                    self._learn(index, index.learn, crashed=crashed)
-                except IndexDamaged as ex:
-                    index.forget(str(ex))
-            if index.reason is not None:
-                if size:
-                    text = '%s: building the index: %s'
-                    self._say(INFO, text, self._path, index.reason)
-                self._learn(index, index.build, crashed=crashed)
+            if index.reason and size:
+                text = '%s: building the index: %s'
+                self._say(INFO, text, self._path, index.reason)
+            self._learn(index, crashed=crashed)
             if index.synced < index.end:
                 self._write_again(max(0, index.synced))
                 index.synced = index.end
-            if index.reason is not None:
+            if index.reason:
                 index.install(index.end)
+        except IndexDamaged:
+            index.close()
+            if rebuild:
+                raise
+            return self._open_index(crashed=crashed, known=known, rebuild=True)
         except BaseException:
             index.close()
             raise
         return index
 
     def _learn(
-        self,
-        index: Index,
-        enter: Callable[[Iterator[tuple[int, int]], Repeat], None],
-        *,
-        crashed: bool,
-    ) -> None:
-        """Enter the lines that an index does not know, and mend the end of the file."""
+        self, index: Index, ids: Iterable[int] = (), *, crashed: bool = False
+    ) -> dict[int, int]:
+        """Enter the lines that an index does not know, and mend the end of the file.
+
+        Returns:
+            The offsets of those ids that are in the table.
+        """
         end = os.fstat(self._fd).st_size
         torn: list[recovery.TornTail] = []
 
@@ -421,7 +424,12 @@ class PlantFile:
             except recovery.TornTail as ex:
                 torn.append(ex)
 
-        enter(sound(), partial(recovery.check_repeat, self._path, self._fd))
+        repeat = partial(recovery.check_repeat, self._path, self._fd)
+        found: dict[int, int] = {}
+        if index.reason:
+            index.build(sound(), repeat)
+        else:
+            found = index.learn(sound(), repeat, ids)
         if torn:
             offset = torn[0].offset
             side = recovery.cut_tail(self._path, self._fd, offset)
@@ -434,6 +442,7 @@ class PlantFile:
         elif end and os.pread(self._fd, 1, end - 1) != b'\n':
             self._write(b'\n', end)  # the last line is a record without its line feed
         index.know(os.fstat(self._fd).st_size)
+        return found
 
     def _write_again(self, start: int) -> None:
         """Make the file durable, also if earlier syncs have failed.

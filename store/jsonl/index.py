@@ -51,8 +51,8 @@ FLUSH_AT = 16_384
 FLUSH_BYTES = 32 * 1024 * 1024
 # A process that adds many plants flushes before it goes on when it has more recent ids.
 MOST_RECENT = 100_000
-# If more lines are behind the mark, building the table anew takes less memory.
-MOST_BEHIND = 1_000_000
+# If more bytes are behind the mark, building the table anew takes less memory.
+MOST_BEHIND = 64 * 1024 * 1024
 CHUNK = 250_000  # ids in memory while a table is built
 TAIL = 256  # bytes before the mark that are compared
 
@@ -89,7 +89,8 @@ class Index:
         self._files: list[int | None] = []  # the inodes of the table, -wal and -shm
         self._new: sqlite3.Connection | None = None  # the table that is being built
         self._recent: dict[int, int] = {}
-        self._tail = 0
+        self._tail = b''  # the last bytes before the end
+        self._paths = [f'{self._path}{suffix}' for suffix in ('', '-wal', '-shm')]
         self.mark = self.end = 0
         self.synced = UNKNOWN
         self.reason: str | None = 'a new one is wanted'
@@ -114,18 +115,13 @@ class Index:
         found = status.st_size, status.st_mtime_ns
         if state.mtime is not None and (state.mark, state.mtime) != found:
             raise IndexDamaged('the plant file was changed while nobody had it open')
-        if state.tail != tail_of(self._plants, state.mark):
-            raise IndexDamaged('the plant file was changed in place')
-        self.mark = state.mark
         self.know(state.mark)
+        if state.tail != zlib.crc32(self._tail):
+            raise IndexDamaged('the plant file was changed in place')
+        if status.st_size - state.mark > MOST_BEHIND:
+            raise IndexDamaged('it is far behind the plant file')
+        self.mark = state.mark
         self.reason = None
-
-    def forget(self, reason: str) -> None:
-        """Forget the table, because it must be built."""
-        self.close()
-        self._recent = {}
-        self.mark = self.end = 0
-        self.reason = reason
 
     # ---- finding ids
 
@@ -159,9 +155,9 @@ class Index:
 
     def _inodes(self) -> list[int | None]:
         inodes: list[int | None] = []
-        for suffix in '', '-wal', '-shm':
+        for path in self._paths:
             try:
-                inodes.append(os.stat(f'{self._path}{suffix}').st_ino)
+                inodes.append(os.stat(path).st_ino)
             except FileNotFoundError:
                 inodes.append(None)
         return inodes
@@ -171,22 +167,33 @@ class Index:
     def know(self, end: int) -> None:
         """Note that all ids up to an end are known."""
         self.end = end
-        self._tail = tail_of(self._plants, end)
+        self._tail = read_tail(self._plants, end)
 
     def is_at_end(self) -> bool:
         """Whether the bytes before ``end`` are still those that were there."""
-        return self._tail == tail_of(self._plants, self.end)
+        return self._tail == read_tail(self._plants, self.end)
 
-    def enter(self, offsets: dict[int, int], end: int) -> None:
-        """Enter the ids of an append, which ends at an offset."""
+    def enter(self, offsets: dict[int, int], lines: bytes) -> None:
+        """Enter the ids of lines that have just been appended."""
         self._recent.update(offsets)
-        self.know(end)
+        self.end += len(lines)
+        self._tail = (self._tail + lines)[-TAIL:]
 
-    def learn(self, records: Iterable[tuple[int, int]], repeat: Repeat) -> None:
+    def learn(
+        self,
+        records: Iterable[tuple[int, int]],
+        repeat: Repeat,
+        ids: Iterable[int] = (),
+    ) -> dict[int, int]:
         """Enter the ids of the lines from ``end`` on, as recent ids.
 
-        Raises:
-            IndexDamaged: There are too many of them.
+        Args:
+            records: Ids and offsets, in the order of the file.
+            repeat: See ``Repeat``.
+            ids: What to find in the table; one query finds them and repeated ids.
+
+        Returns:
+            The offsets of those ids that are in the table.
         """
         new: dict[int, int] = {}
         for id, offset in records:
@@ -195,10 +202,10 @@ class Index:
                 first = new.setdefault(id, offset)
             if first != offset:
                 repeat(first, offset)
-            if len(new) > MOST_BEHIND:
-                raise IndexDamaged('it is far behind the plant file')
-        _report_repeats(self.find_old(new), new, repeat)
+        found = self.find_old({*ids, *new})
+        _report_repeats(found, new, repeat)
         self._recent.update(new)
+        return found
 
     def build(
         self,
@@ -322,7 +329,8 @@ class Index:
             os.close(fd)
 
     def _state(self, mark: int, mtime: int | None = None) -> State:
-        return State(self._inode, mark, tail_of(self._plants, mark), mtime)
+        tail = zlib.crc32(read_tail(self._plants, mark))
+        return State(self._inode, mark, tail, mtime)
 
     # ---- the end
 
@@ -364,11 +372,11 @@ def _report_repeats(
     earlier: dict[int, int], entries: dict[int, int], repeat: Repeat
 ) -> None:
     for id, first in earlier.items():
-        if first != entries[id]:
+        if entries.get(id, first) != first:
             repeat(first, entries[id])
 
 
-def tail_of(fd: int, end: int) -> int:
-    """Return the CRC-32 of the last bytes of a file before an offset."""
+def read_tail(fd: int, end: int) -> bytes:
+    """Return the last bytes of a file before an offset."""
     start = max(0, end - TAIL)
-    return zlib.crc32(os.pread(fd, end - start, start))
+    return os.pread(fd, end - start, start)

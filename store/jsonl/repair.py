@@ -73,10 +73,10 @@ def check_opening(path: Path) -> None:
             repeat = partial(recovery.check_repeat, path, fd)
             # An open cuts off a torn tail, and builds an index that it cannot read.
             with suppress(recovery.TornTail, IndexDamaged):
-                if index.reason is None:
-                    index.learn(lines, repeat)
-                else:
+                if index.reason:
                     index.build(lines, repeat, temporary=True)
+                else:
+                    index.learn(lines, repeat)
         finally:
             os.close(fd)
 

@@ -1,6 +1,6 @@
 """What every process knows of a plant file at once: ``plants.jsonl.index-synced``.
 
-The file has two lines of 64 bytes, each with a CRC-32 and the inode of the plant file:
+The file has two records, each with the inode of the plant file and a CRC-32:
 
 * the *synced end*: a sync has covered all bytes before it. A process notes it before
   it acknowledges a plant. So a plant file that is shorter has lost acknowledged plants,
@@ -10,13 +10,14 @@ The file has two lines of 64 bytes, each with a CRC-32 and the inode of the plan
 * the length of the latest write, if it failed, or 0: any process may be asked whether
   an add would work.
 
-No line is synced. After a power cut it may be an older one, which is true too: a sync
-of the plant file comes before each note. A line that cannot be believed says nothing.
+No record is synced. After a power cut it may be an older one, which is true too: a sync
+of the plant file comes before each note. A record that is not believed says nothing.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,8 @@ from pathlib import Path
 from store.jsonl.disk import index_path, new_file, write
 
 UNKNOWN = -1
-LINE = 64  # bytes
+SIZE = 64  # bytes of a record
+RECORD = struct.Struct('<QqL')  # inode, value, CRC-32 of both
 
 
 class Synced:
@@ -47,7 +49,7 @@ class Synced:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             self._fd = new_file(self._path, self._like)
-            write(self._fd, bytes(2 * LINE), 0)  # not later, when the disk may be full
+            write(self._fd, bytes(2 * SIZE), 0)  # not later, when the disk may be full
 
     def read(self) -> tuple[int, int]:
         """Return the synced end, or ``UNKNOWN``, and the length of a failed write."""
@@ -55,7 +57,7 @@ class Synced:
             os.close(self._fd)
             self._open()
             self.note_end(self._end)
-        return _parse(os.pread(self._fd, 2 * LINE, 0), self._like.st_ino)
+        return _parse(os.pread(self._fd, 2 * SIZE, 0), self._like.st_ino)
 
     def note_end(self, end: int) -> None:
         """Note a synced end. Of two processes the slower may note a lower end."""
@@ -64,13 +66,13 @@ class Synced:
 
     def note_failure(self, length: int) -> None:
         """Note the length of a write that failed; 0 after one that did not."""
-        self._note(LINE, length)
+        self._note(SIZE, length)
 
     def _note(self, offset: int, value: int) -> None:
-        text = b'%d %d' % (self._like.st_ino, value)
-        line = b'%08x %s' % (zlib.crc32(text), text)
+        data = RECORD.pack(self._like.st_ino, value, 0)
+        data = RECORD.pack(self._like.st_ino, value, zlib.crc32(data))
         with suppress(OSError):  # a full disk: it says less, and nothing wrong
-            write(self._fd, line.ljust(LINE - 1) + b'\n', offset)
+            write(self._fd, data, offset)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -85,10 +87,10 @@ def read_synced(path: Path, plants: int) -> int:
 
 
 def _parse(data: bytes, inode: int) -> tuple[int, int]:
-    values = []
-    for line in data[:LINE], data[LINE:]:
-        crc, _, text = line.rstrip().partition(b' ')
-        owner, _, value = text.partition(b' ')
-        sound = crc == b'%08x' % zlib.crc32(text) and owner == b'%d' % inode
-        values.append(int(value) if sound else UNKNOWN)
+    values = [UNKNOWN, UNKNOWN]
+    for number, offset in enumerate((0, SIZE)):
+        with suppress(struct.error):
+            owner, value, crc = RECORD.unpack_from(data, offset)
+            if owner == inode and crc == zlib.crc32(RECORD.pack(owner, value, 0)):
+                values[number] = value
     return values[0], max(values[1], 0)

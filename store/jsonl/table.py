@@ -158,7 +158,7 @@ def find(
     connection: sqlite3.Connection, ids: Iterable[int]
 ) -> tuple[int, dict[int, int]]:
     """Return the mark, and the offsets of those ids that are in the table."""
-    found = dict(connection.execute(FIND, [json.dumps(list(ids))]).fetchall())
+    found = dict(connection.execute(FIND, [str(list(ids))]).fetchall())
     return int(found.pop(None)), found
 
 
