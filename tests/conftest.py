@@ -10,6 +10,7 @@ import warnings
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 from jsonschema import Draft202012Validator
 
 import schemas
@@ -22,7 +23,11 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore', DeprecationWarning)
     from webtest import TestApp
 
-pytest.register_assert_rewrite('errors')
+pytest.register_assert_rewrite('errors', 'disk')
+
+# A deadline would fail on a busy machine, and a database would make runs differ.
+settings.register_profile('tests', deadline=None, database=None, max_examples=60)
+settings.load_profile('tests')
 
 # Fixtures with real servers.
 pytest_plugins = ['exchange']
