@@ -3,26 +3,26 @@
 import contextlib
 import errno
 import itertools
-import json
 import os
-import stat
-import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
+from disk import (
+    Disk,
+    Fault,
+    Gate,
+    failing,
+    failure,
+    index_of,
+    installed,
+    lines,
+    raw_plants,
+    side_files,
+    try_add,
 )
 
 from store import IdTaken, Plant, StoreUnavailable, group_commit
-from store.jsonl import JSONLinesStore, record
+from store.jsonl import JSONLinesStore
 from store.testing import PATIENCE, wait_until
 
 FERN, MOSS, IVY, REED, OAK, ASH = (
@@ -32,208 +32,11 @@ FERN, MOSS, IVY, REED, OAK, ASH = (
 TORN = b'{"id":7,"na'
 
 
-class Killed(BaseException):
-    """The process is killed here; as a BaseException it passes every handler.
-
-    Attributes:
-        written: How many bytes of a write were written before.
-    """
-
-    def __init__(self, written=0):
-        super().__init__()
-        self.written = written
-
-
-class Disk:
-    """System calls on a disk that can fail, and that loses unsynced writes.
-
-    It models one plant file. A write is durable when a sync that began after it has
-    succeeded. The writes that a failed sync covers are lost for good, though they can
-    still be read: a later sync finds nothing to do. As on Linux, the failure is
-    reported once on each descriptor that was open.
-
-    Attributes:
-        path: The path of the plant file.
-        durable: The content of the plant file on the disk.
-        named: Whether the file's directory entry is on the disk.
-        calls: The name of each call, its descriptor or path, and its further arguments.
-        before: Called with the same before each call. It may block or raise; after a
-            ``Killed`` every call only raises it again. If it returns a number, a
-            pwrite writes no more bytes than that.
-    """
-
-    def __init__(self, path):
-        self.path = path
-        self.durable = b''
-        self.named = False
-        self.calls = []
-        self.before = no_fault
-        self._changes = []  # offset and bytes of each write, None for a truncation
-        self._settled = 0  # the changes before this index are durable, or lost
-        self._failures = 0
-        self._reported = {}  # from each descriptor to the failures reported on it
-        self._lock = threading.Lock()
-        self._killed = False
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    def open(self, path, flags, mode=0o777):
-        self._enter('open', path, flags)
-        fd = os.open(path, flags, mode)
-        self._reported[fd] = self._failures
-        return fd
-
-    def pwrite(self, fd, data, offset):
-        try:
-            limit = self._enter('pwrite', fd, data, offset)
-        except Killed as ex:
-            self._write(fd, data[: ex.written], offset)
-            raise
-        return self._write(fd, data[:limit], offset)
-
-    def ftruncate(self, fd, size):
-        self._enter('ftruncate', fd, size)
-        os.ftruncate(fd, size)
-        self._changes.append((size, None))
-
-    def rename(self, path, target):
-        self._enter('rename', path, target)
-        os.rename(path, target)
-
-    def unlink(self, path):
-        self._enter('unlink', path)
-        os.unlink(path)
-
-    def fdatasync(self, fd):
-        self._sync('fdatasync', fd)
-
-    def fsync(self, fd):
-        self._sync('fsync', fd)
-
-    def skip_failures(self, fd):
-        """Do not report the failures so far on this descriptor."""
-        self._reported[fd] = self._failures
-
-    def unsynced(self):
-        """Return how many written bytes are not durable."""
-        return sum(len(data or b'') for _, data in self._changes[self._settled :])
-
-    def image(self, keep=0, zeroed=False):
-        """Return what a power cut would leave of the file.
-
-        Args:
-            keep: How many of the unsynced bytes reached the disk nevertheless.
-            zeroed: Whether the other unsynced bytes are zeros, not missing.
-        """
-        content = self.durable
-        for offset, data in self._changes[self._settled :]:
-            if data is not None:
-                kept = data[:keep]
-                keep -= len(kept)
-                content = changed(content, offset, kept)
-                if zeroed:
-                    content = content.ljust(offset + len(data), b'\0')
-            elif keep:
-                content = content[:offset]
-        return content
-
-    def images(self):
-        """Return every content that a power cut could leave."""
-        lengths = range(self.unsynced() + 1)
-        return {
-            self.image(keep, zeroed) for keep in lengths for zeroed in (False, True)
-        }
-
-    def restart(self, content):
-        """Continue after a power cut.
-
-        Args:
-            content: The content of the file; ``None`` if its name was not durable.
-        """
-        if content is None:
-            self.path.unlink(missing_ok=True)
-            self.named = False
-        else:
-            self.path.write_bytes(content)
-        self.durable = content or b''
-        self.resume()
-        self._changes.clear()
-        self._settled = 0
-
-    def resume(self):
-        """Continue with the disk as it is, without further faults."""
-        self._killed = False
-        self.before = no_fault
-
-    def _enter(self, name, target, *arguments):
-        if self._killed:
-            raise Killed
-        self.calls.append((name, target, *arguments))
-        try:
-            return self.before(name, target, *arguments)
-        except Killed:
-            self._killed = True
-            raise
-
-    def _is_plant_file(self, fd):
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(fd), os.stat(self.path))
-
-    def _write(self, fd, data, offset):
-        with self._lock:
-            if self._is_plant_file(fd):
-                self._changes.append((offset, data))
-            return os.pwrite(fd, data, offset)
-
-    def _sync(self, name, fd):
-        began = len(self._changes)
-        of_plants = self._is_plant_file(fd)
-        try:
-            self._enter(name, fd)
-            if of_plants and self._reported[fd] < self._failures:
-                raise failure(errno.EIO)
-        except OSError:
-            if of_plants:
-                with self._lock:
-                    self._settle(began, durable=False)
-                self._failures += self._reported[fd] == self._failures
-                self._reported[fd] = self._failures
-            raise
-        if of_plants:
-            with self._lock:
-                self._settle(began, durable=True)
-        elif stat.S_ISDIR(os.fstat(fd).st_mode):
-            self.named = True
-
-    def _settle(self, end, durable):
-        for offset, data in self._changes[self._settled : end]:
-            if data is None:
-                self.durable = self.durable[:offset]
-            elif durable:
-                self.durable = changed(self.durable, offset, data)
-        self._settled = max(self._settled, end)
-
-
-def changed(content, offset, data):
-    """Return bytes after a write into them; a gap before it is filled with zeros."""
-    before = content[:offset].ljust(offset, b'\0') if data else content[:offset]
-    return before + data + content[offset + len(data) :]
-
-
-def no_fault(name, *arguments):
-    """Let every call succeed."""
-
-
-def failure(number):
-    """Return the error that a failing system call raises."""
-    return OSError(number, os.strerror(number))
-
-
 @pytest.fixture
 def disk(path):
-    """Return a disk without faults, on which there is no plant file yet."""
-    return Disk(path)
+    """Install a disk without faults, on which there is no plant file yet."""
+    with installed(Disk(path)) as disk:
+        yield disk
 
 
 @pytest.fixture
@@ -243,297 +46,11 @@ def slow_syncs(monkeypatch):
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
 
 
-def index_of(path):
-    """Return the path of the index of a plant file."""
-    return path.with_name(path.name + '.index')
-
-
-def side_files(path):
-    """Return the kept torn tails: the content of each side file, by its path."""
-    return {side: side.read_bytes() for side in path.parent.glob('*.torn-*')}
-
-
-def raw_plants(content):
-    """Return the plants of a sound file, read without the store's code."""
-    assert not content or content.endswith(b'\n')
-    return [Plant(**json.loads(line)) for line in content.split(b'\n')[:-1]]
-
-
-def lines(*plants):
-    """Return the records of plants."""
-    return b''.join(map(record.encode, plants))
-
-
-def try_add(store, plant, times=1):
-    """Add a plant with retries, as a client does; return whether it was stored."""
-    for _ in range(times):
-        try:
-            store.add(plant)
-        except StoreUnavailable:
-            continue
-        return True
-    return False
-
-
-class Gate:
-    """Blocks every fdatasync, and fails those that the test selects.
-
-    Attributes:
-        held: The descriptors of the blocked syncs, in order of arrival.
-        failing: The descriptors whose sync fails.
-        then: The value of ``disk.before`` once the gate is open.
-    """
-
-    def __init__(self, disk):
-        self.held = []
-        self.failing = set()
-        self.then = no_fault
-        self._disk = disk
-        self._change = threading.Condition()
-        self._released = set()
-        self._open = False
-
-    def __enter__(self):
-        self._disk.before = self._hold
-        return self
-
-    def __exit__(self, *exc_info):
-        self._disk.before = self.then
-        with self._change:
-            self._open = True
-            self._change.notify_all()
-
-    def release(self, fd):
-        with self._change:
-            self._released.add(fd)
-            self._change.notify_all()
-
-    def add_each(self, pool, store, *plants):
-        """Add plants, each in its own thread and with its own blocked sync."""
-        adds = []
-        for plant in plants:
-            adds.append(pool.submit(store.add, plant))
-            self.wait_for(len(adds))
-        return adds
-
-    def wait_for(self, count):
-        """Wait until so many syncs are blocked."""
-        wait_until(lambda: len(self.held) >= count)
-
-    def _hold(self, name, fd, *arguments):
-        if name == 'fdatasync':
-            with self._change:
-                self.held.append(fd)
-                passes = lambda: self._open or fd in self._released  # noqa: E731
-                assert self._change.wait_for(passes, PATIENCE)
-            if fd in self.failing:
-                raise failure(errno.EIO)
-
-
 @pytest.fixture
 def pool():
     """Return an executor of threads."""
     with ThreadPoolExecutor(32) as pool:
         yield pool
-
-
-class CrashingStore(RuleBasedStateMachine):
-    """A store whose process is killed and whose machine loses power, and its model.
-
-    Attributes:
-        plants: The plants that the file certainly holds, by id.
-        pending: The plant whose add was interrupted, or ``None``.
-    """
-
-    directory = None  # set by the test
-
-    @initialize()
-    def begin(self):
-        directory = Path(tempfile.mkdtemp(dir=self.directory))
-        self.disk = Disk(directory / 'plants.jsonl')
-        self.plants = {}
-        self.pending = None
-        self.open()
-
-    def open(self):
-        self.store = JSONLinesStore(self.disk.path, system=self.disk)
-
-    @rule(
-        id=st.integers(-3, 3),
-        name=st.sampled_from(['Fern', 'Gräser 🌱', '\n"']),
-        tag=st.sampled_from([None, '', 'shade']),
-    )
-    def add(self, id, name, tag):
-        plant = Plant(id, name, tag)
-        self.settle()
-        if self.plants.setdefault(id, plant) == plant:
-            self.store.add(plant)
-        else:
-            with pytest.raises(IdTaken):
-                self.store.add(plant)
-        self.check()
-
-    @rule(id=st.integers(-3, 3))
-    def repeat(self, id):
-        self.settle()
-        if id in self.plants:
-            self.store.add(self.plants[id])
-            self.check()
-
-    @rule()
-    def close(self):
-        self.store.close()
-        self.open()
-
-    @rule(
-        id=st.integers(-3, 3),
-        name=st.sampled_from(['Fern', 'Moss']),
-        calls=st.integers(0, 3) | st.integers(4, 14),
-        written=st.integers(0, 30),
-    )
-    def kill(self, id, name, calls, written):
-        """Kill the process at one of its calls, perhaps in the middle of a write."""
-        plant = Plant(id, name)
-        if self.pending:
-            self.settle()
-        remaining = itertools.count(calls, -1)
-
-        def kill(name, *arguments):
-            if not next(remaining):
-                raise Killed(written)
-
-        self.disk.before = kill
-        try:
-            self.store.add(plant)
-        except Killed:
-            self.pending = plant
-        except IdTaken:
-            assert self.plants[plant.id] != plant
-        else:
-            assert self.plants.setdefault(plant.id, plant) == plant
-        self.store.close()
-        self.disk.resume()
-        self.open()
-
-    @rule(
-        keep=st.integers(0, 40),
-        zeroed=st.booleans(),
-        with_index=st.booleans(),
-        with_name=st.booleans(),
-    )
-    def cut_power(self, keep, zeroed, with_index, with_name):
-        self.store.close()
-        with_name |= self.disk.named
-        image = self.disk.image(keep, zeroed) if with_name else None
-        self.disk.restart(image)
-        if not (with_index and with_name):
-            index_of(self.disk.path).unlink(missing_ok=True)
-        self.open()
-
-    def settle(self):
-        """Open the store, and find out whether the pending plant is stored."""
-        self.store.ping()
-        pending, self.pending = self.pending, None
-        if pending in raw_plants(self.disk.path.read_bytes()):
-            assert self.plants.setdefault(pending.id, pending) == pending
-        self.check()
-
-    def check(self):
-        content = self.disk.path.read_bytes()
-        assert sorted(raw_plants(content)) == sorted(self.plants.values())
-        assert self.disk.durable == content
-        assert self.disk.named
-
-    def teardown(self):
-        self.store.close()
-
-
-class TestPowerCut:
-    def test_random_crashes_lose_no_acknowledged_plant(self, tmp_path):
-        """Random adds, kills and power cuts agree with a model in a dict."""
-        CrashingStore.directory = tmp_path
-        run_state_machine_as_test(
-            CrashingStore,
-            settings=settings(max_examples=40, stateful_step_count=20, deadline=None),
-        )
-
-    def test_cut_is_synced_before_the_next_write(self, path, disk):
-        """A power cut must not mix bytes of a torn tail with those of a new line."""
-        torn_line(disk)
-        with JSONLinesStore(path, system=disk) as store:
-            store.add(IVY)
-        names = [name for name, *_ in disk.calls]
-        cut = names.index('ftruncate')
-        assert disk.calls[cut + 1] == ('fdatasync', disk.calls[cut][1])
-        assert 'pwrite' in names[cut + 1 :]
-
-    @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
-    def test_every_content_that_a_power_cut_leaves(
-        self, path, disk, slow_syncs, pool, with_index
-    ):
-        """Whole lines of unsynced plants survive, in order; a torn tail is kept."""
-        waiting = [IVY, REED, OAK]
-        with JSONLinesStore(path, system=disk) as store:
-            for plant in (FERN, MOSS):
-                store.add(plant)
-            with Gate(disk) as gate:
-                adds = gate.add_each(pool, store, *waiting)
-                plants = raw_plants(path.read_bytes())
-                index = index_of(path).read_bytes()
-                images = disk.images()
-            assert all(add.result(PATIENCE) for add in adds)
-        assert len(images) > len(lines(*waiting))
-        for image in images:
-            disk.restart(image)
-            index_of(path).write_bytes(index)
-            if not with_index:
-                index_of(path).unlink()
-            survivors = plants[: image.count(b'\n')]
-            torn = image.removeprefix(lines(*survivors))
-            with JSONLinesStore(path, system=disk) as store:
-                store.add(ASH)
-                assert list(store) == [*survivors, ASH]
-            assert list(side_files(path).values()) == [torn] * bool(torn)
-            for side in side_files(path):
-                side.unlink()
-
-
-class Fault:
-    """Makes the n-th call of one function fail, or all from the n-th on.
-
-    Args:
-        call: The name of the function.
-        nth: The number of the call, from 1.
-        effect: Called with the call's arguments; it raises, or returns a limit.
-        lasting: Whether the calls after it fail too.
-    """
-
-    def __init__(self, call, nth, effect, lasting=False):
-        self._call = call
-        self._nth = nth
-        self._effect = effect
-        self._lasting = lasting
-        self._count = 0
-
-    @property
-    def reached(self):
-        return self._count >= self._nth
-
-    def __call__(self, name, *arguments):
-        if name != self._call:
-            return None
-        self._count += 1
-        due = self.reached if self._lasting else self._count == self._nth
-        return self._effect(*arguments) if due else None
-
-
-def failing(number):
-    """Return an effect: the call fails with an error number."""
-
-    def effect(*arguments):
-        raise failure(number)
-
-    return effect
 
 
 def short(fd, data, offset):
@@ -553,16 +70,9 @@ def failing_at_open(path):
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EINTR]
 CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
-# The store does not tell errors apart: each call fails with one, the writes with all.
-FAILURES = [
-    *((call, errno.EIO) for call in CALLS),
-    *((call, errno.ENOSPC) for call in ('open', 'pwrite')),
-    *((call, errno.EINTR) for call in ('pwrite', 'fdatasync')),
-]
-EFFECTS = {
-    f'{call}-{errno.errorcode[number]}': (call, failing(number))
-    for call, number in FAILURES
-} | {'pwrite-short': ('pwrite', short)}
+# The store does not tell errors apart.
+EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
+EFFECTS['pwrite-short'] = 'pwrite', short
 
 
 def no_file(disk):
@@ -572,13 +82,13 @@ def no_file(disk):
 
 def unsynced_line(disk, torn=b'', with_index=False):
     """Start with the file of a process that was killed before its sync."""
-    store = JSONLinesStore(disk.path, system=disk)
+    store = JSONLinesStore(disk.plants)
     store.add(FERN)
     store.close()
     if not with_index:
-        index_of(disk.path).unlink()
-    fd = disk.open(disk.path, os.O_WRONLY)
-    disk.pwrite(fd, lines(MOSS) + torn, disk.path.stat().st_size)
+        index_of(disk.plants).unlink()
+    fd = disk.open(disk.plants, os.O_WRONLY)
+    disk.pwrite(fd, lines(MOSS) + torn, disk.plants.stat().st_size)
     os.close(fd)
     return {FERN}
 
@@ -604,38 +114,40 @@ class TestEveryCall:
         plants = [FERN, MOSS, IVY, REED, OAK, ASH]
         for nth in itertools.count(1):
             disk = Disk(tmp_path / str(nth) / 'plants.jsonl')
-            disk.path.parent.mkdir()
-            acknowledged = prepare(disk)
-            disk.before = fault = Fault(call, nth, effect, lasting)
-            for _ in range(2):
-                with JSONLinesStore(disk.path, system=disk) as store:
-                    acknowledged.update(
-                        plant for plant in plants if try_add(store, plant, times=2)
-                    )
-            disk.resume()
-            self.check(disk, acknowledged, set(plants))
+            disk.plants.parent.mkdir()
+            with installed(disk):
+                acknowledged = prepare(disk)
+                disk.before = fault = Fault(call, nth, effect, lasting)
+                for _ in range(2):
+                    with JSONLinesStore(disk.plants) as store:
+                        added = (plant for plant in plants if try_add(store, plant, 2))
+                        acknowledged.update(added)
+                disk.resume()
+                self.check(disk, acknowledged, set(plants))
             if not fault.reached:
                 break
         assert acknowledged == set(plants)
 
     def check(self, disk, acknowledged, offered):
         """Check the file as it is, and some contents that a power cut could leave."""
-        unsynced = disk.unsynced()
-        contents = {disk.image(), disk.image(unsynced // 2), disk.image(zeroed=True)}
-        if disk.path.exists():
-            contents.add(disk.path.read_bytes())
-        if not disk.named:
-            assert not acknowledged
-        index = index_of(disk.path)
-        manifest = index.read_bytes() if index.exists() else None
+        path = disk.plants
+        assert disk.named or not acknowledged
+        contents = {
+            disk.image(),
+            disk.image(disk.unsynced() // 2),
+            disk.image(zeroed=True),
+            path.read_bytes() if path.exists() else b'',
+        }
+        index = {file: file.read_bytes() for file in path.parent.glob('*.index*')}
         for content in contents:
+            for file in path.parent.glob('*.index*'):
+                file.unlink()
+            for file, data in index.items():
+                file.write_bytes(data)
             disk.restart(content)
-            index.unlink(missing_ok=True)
-            if manifest is not None:
-                index.write_bytes(manifest)
-            with JSONLinesStore(disk.path, system=disk) as store:
+            with JSONLinesStore(path) as store:
                 store.ping()
-            stored = raw_plants(disk.path.read_bytes())
+            stored = raw_plants(path.read_bytes())
             assert acknowledged <= set(stored) <= offered
             assert len(stored) == len(set(stored))
 
@@ -644,32 +156,14 @@ class TestFullDisk:
     @pytest.fixture
     def store(self, path, disk):
         """Return an open store with one plant."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             yield store
 
-    @pytest.mark.parametrize(
-        'number', [*ERRORS, errno.EDQUOT, errno.EROFS, errno.EACCES]
-    )
-    def test_failed_write_leaves_no_byte(self, path, disk, store, number):
-        """A failed write is rolled back; adds work again once writes do."""
-        disk.before = Fault('pwrite', 1, failing(number), lasting=True)
-        for plant in (MOSS, IVY, MOSS):
-            with pytest.raises(StoreUnavailable) as caught:
-                store.add(plant)
-            assert caught.value.reason == os.strerror(number)
-            assert path.read_bytes() == lines(FERN)
-        store.add(FERN)
-        with pytest.raises(IdTaken):
-            store.add(FERN._replace(name='Moss'))
-        disk.resume()
-        store.add(MOSS)
-        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
-
-    @pytest.mark.parametrize('number', [errno.EIO, errno.EDQUOT])
+    @pytest.mark.parametrize('number', [*ERRORS, errno.EDQUOT, errno.EROFS])
     @pytest.mark.parametrize('written', [0, 5])
-    def test_not_ready_until_a_write_works(self, path, disk, store, number, written):
-        """After a failed write the store is not ready until writes succeed."""
+    def test_failed_write_leaves_no_byte(self, path, disk, store, number, written):
+        """A failed write is rolled back; the store is not ready until writes work."""
 
         def effect(fd, data, offset):
             if offset > len(lines(FERN)) or not written:
@@ -677,35 +171,19 @@ class TestFullDisk:
             return written
 
         disk.before = Fault('pwrite', 1, effect, lasting=True)
-        with pytest.raises(StoreUnavailable):
-            store.add(MOSS)
-        for _ in range(2):
-            with pytest.raises(StoreUnavailable):
-                store.ping()
+        for use in (lambda: store.add(MOSS)), (lambda: store.add(IVY)), store.ping:
+            with pytest.raises(StoreUnavailable) as caught:
+                use()
+            assert caught.value.reason == os.strerror(number)
             assert path.read_bytes() == lines(FERN)
+        store.add(FERN)
+        with pytest.raises(IdTaken):
+            store.add(FERN._replace(name='Moss'))
         disk.resume()
-        for _ in range(2):
-            store.ping()
-            assert path.read_bytes() == lines(FERN)
-        store.add(MOSS)
-        assert disk.durable == lines(FERN, MOSS)
-
-    def test_partial_write_is_rolled_back(self, path, disk, store):
-        """A short write that then fails is rolled back completely."""
-        limits = iter([5, 1])
-
-        def effect(*arguments):
-            for limit in limits:
-                return limit
-            raise failure(errno.ENOSPC)
-
-        disk.before = Fault('pwrite', 1, effect, lasting=True)
-        with pytest.raises(StoreUnavailable):
-            store.add(MOSS)
+        store.ping()
         assert path.read_bytes() == lines(FERN)
-        disk.resume()
-        store.add(IVY)
-        assert disk.durable == lines(FERN, IVY)
+        store.add(MOSS)
+        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
 
     def test_short_writes_are_completed(self, disk, store):
         """Short writes of one byte each are continued to the end."""
@@ -760,7 +238,7 @@ class TestFullDisk:
     def test_failed_open_is_unavailable(self, path, disk, number):
         """A store whose file cannot be opened is unavailable until it can."""
         disk.before = Fault('open', 1, failing(number), lasting=True)
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             for attempt in (store.ping, lambda: store.add(FERN)):
                 with pytest.raises(StoreUnavailable, match=os.strerror(number)):
                     attempt()
@@ -770,16 +248,11 @@ class TestFullDisk:
         assert disk.durable == lines(FERN)
 
 
-def spoil(index):
-    """Overwrite every byte of an index."""
-    index.write_bytes(b'?' * index.stat().st_size)
-
-
 class TestFailedSync:
     @pytest.fixture
     def doubtful(self, path, disk):
         """Return an open store whose second plant is in doubt: its sync failed."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             disk.before = Fault('fdatasync', 1, failing(errno.EIO))
             with pytest.raises(StoreUnavailable):
@@ -801,16 +274,21 @@ class TestFailedSync:
     @pytest.mark.parametrize('number', ERRORS)
     def test_failed_sync_is_never_retried(self, path, disk, number):
         """A failed sync is not just repeated, whatever its error is."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.ping()
             disk.before = Fault('fdatasync', 1, failing(number))
             assert not try_add(store, FERN, times=3)
 
-    def test_next_open_writes_doubtful_lines_again(self, path, disk, doubtful):
+    @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
+    def test_next_open_writes_doubtful_lines_again(
+        self, path, disk, doubtful, with_index
+    ):
         """A store that opens after a failed sync writes the lines in doubt again."""
         doubtful.close()
+        if not with_index:
+            index_of(path).unlink()
         del disk.calls[:]
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(MOSS)
             (fd, data, offset), *others = (
                 arguments
@@ -827,7 +305,7 @@ class TestFailedSync:
     def test_lines_stay_in_doubt_while_syncs_fail(self, path, disk, doubtful):
         """Lines in doubt stay so while the syncs of each open fail."""
         doubtful.close()
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             disk.before = failing_at_open(path)
             for _ in range(3):
                 assert not try_add(store, MOSS)
@@ -835,28 +313,19 @@ class TestFailedSync:
             disk.before = Fault('fdatasync', 1, failing(errno.EIO))
             assert not try_add(store, MOSS)
             disk.resume()
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
     def test_another_store_writes_doubtful_lines_again(self, path, disk, doubtful):
         """Another store writes lines in doubt again, also while the first is open."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(MOSS)
             assert disk.durable == lines(FERN, MOSS)
 
-    @pytest.mark.parametrize('lose', [Path.unlink, spoil])
-    def test_lines_stay_in_doubt_without_the_index(self, path, disk, doubtful, lose):
-        """Lines in doubt are known without the index, which is disposable."""
-        doubtful.close()
-        lose(index_of(path))
-        with JSONLinesStore(path, system=disk) as store:
-            store.add(MOSS)
-        assert disk.durable == lines(FERN, MOSS)
-
     def test_lines_in_doubt_are_known_beside_a_new_index(self, path, disk):
         """Lines in doubt are known to stores that already use a new index."""
-        store, other, third = (JSONLinesStore(path, system=disk) for _ in range(3))
+        store, other, third = (JSONLinesStore(path) for _ in range(3))
         with store, other, third:
             store.add(FERN)
             index_of(path).unlink()
@@ -866,38 +335,6 @@ class TestFailedSync:
             disk.resume()
             third.add(MOSS)
             assert disk.durable == lines(FERN, MOSS)
-
-    @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
-    @pytest.mark.parametrize('torn', [b'', TORN], ids=['whole', 'torn'])
-    @pytest.mark.parametrize('reuse', [True, False], ids=['same-store', 'another'])
-    def test_failed_sync_of_an_open(self, path, disk, torn, with_index, reuse):
-        """A failed sync of an open leaves the lines of other processes in doubt."""
-        unsynced_line(disk, torn, with_index)
-        disk.before = failing_at_open(path)
-        with JSONLinesStore(path, system=disk) as store:
-            with pytest.raises(StoreUnavailable):
-                store.ping()
-            disk.resume()
-            if reuse:
-                try_add(store, MOSS)
-        with JSONLinesStore(path, system=disk) as store:
-            store.add(MOSS)
-        assert disk.durable == lines(FERN, MOSS)
-
-    def test_failed_sync_of_a_cut(self, path, disk):
-        """A failed sync after a torn tail was cut off leaves the rest in doubt."""
-        with JSONLinesStore(path, system=disk) as store:
-            store.add(FERN)
-            fd = disk.open(path, os.O_WRONLY)
-            disk.pwrite(fd, lines(MOSS) + TORN, len(lines(FERN)))
-            os.close(fd)
-            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            assert not try_add(store, IVY)
-            if try_add(store, MOSS):
-                assert lines(FERN, MOSS) in disk.durable
-        with JSONLinesStore(path, system=disk) as store:
-            store.add(MOSS)
-        assert lines(FERN, MOSS) in disk.durable
 
     def test_file_exchanged_during_open(self, path, disk):
         """A store whose file was exchanged while it opened syncs the file it writes."""
@@ -916,13 +353,13 @@ class TestFailedSync:
                     path.with_name('third').rename(other)
 
         disk.before = exchange
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             assert not try_add(store, FERN) or disk.durable == lines(FERN)
         assert opened.count(True) > 1
 
     def test_failed_sync_during_close(self, path, disk, pool):
         """A sync that fails during a close leaves its line in doubt, too."""
-        store = JSONLinesStore(path, system=disk)
+        store = JSONLinesStore(path)
         store.add(FERN)
         with Gate(disk) as gate:
             add = pool.submit(store.add, MOSS)
@@ -934,13 +371,13 @@ class TestFailedSync:
         with pytest.raises(StoreUnavailable):
             add.result(PATIENCE)
         close.result(PATIENCE)
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
     def test_failure_reaches_every_sync_in_flight(self, path, disk, pool, slow_syncs):
         """Each sync in flight has its own descriptor, so each learns of a failure."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             with Gate(disk) as gate:
                 adds = gate.add_each(pool, store, MOSS, IVY)
@@ -957,7 +394,7 @@ class TestFailedSync:
         """At the most syncs in flight, each still has its own descriptor."""
         plants = [Plant(number, 'Fern') for number in range(10, 30)]
         most = group_commit.SLOW_SYNCS_IN_FLIGHT
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             with Gate(disk) as gate:
                 adds = gate.add_each(pool, store, *plants[:most])
@@ -970,7 +407,7 @@ class TestFailedSync:
         self, path, disk, pool, slow_syncs
     ):
         """After a failed sync another one in flight counts as failed, too."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             with Gate(disk) as gate:
                 adds = gate.add_each(pool, store, MOSS, IVY)
@@ -992,10 +429,10 @@ class TestRepeat:
         if slow:
             request.getfixturevalue('slow_syncs')
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(JSONLinesStore(path, system=disk))
+            store = stack.enter_context(JSONLinesStore(path))
             other = store
             if not shared:
-                other = stack.enter_context(JSONLinesStore(path, system=disk))
+                other = stack.enter_context(JSONLinesStore(path))
             store.add(FERN)
             other.add(FERN)
             with Gate(disk) as gate:
@@ -1018,7 +455,7 @@ class TestRepeat:
 
     def test_repeats_in_one_batch_are_written_once(self, path, disk, pool):
         """Of equal plants in one batch one is written, and all are acknowledged."""
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             with Gate(disk) as gate:
                 first = pool.submit(store.add, IVY)
@@ -1035,7 +472,7 @@ class TestRepeat:
         """A plant is not refused for a rival in its batch that was never written."""
         # One sync in flight, so that the rivals wait for it together.
         monkeypatch.setattr(group_commit, 'SLOW_SYNC', float('inf'))
-        with JSONLinesStore(path, system=disk) as store:
+        with JSONLinesStore(path) as store:
             store.add(FERN)
             with Gate(disk) as gate:
                 first = pool.submit(store.add, IVY)

@@ -1,0 +1,419 @@
+"""A disk that fails, and that loses unsynced writes: every fault of the file store.
+
+The modules of ``store.jsonl`` call the system by their global ``os``. ``installed``
+gives them another object there, for example a ``Disk``. Where one store of several has
+a fault, ``another_process`` loads the modules once more, with an ``os`` of their own.
+"""
+
+import contextlib
+import errno
+import importlib
+import json
+import os
+import stat
+import sys
+import threading
+from unittest import mock
+
+import store
+from store import IdTaken, Plant, StoreUnavailable
+from store.jsonl import JSONLinesStore, record
+from store.testing import PATIENCE, wait_until
+
+PACKAGE = 'store.jsonl'
+PARTS = 'disk', 'file', 'index', 'lock', 'recovery', 'repair', 'synced', 'table'
+
+
+@contextlib.contextmanager
+def installed(system):
+    """Give the file store other system calls than those of ``os``; yield them."""
+    with contextlib.ExitStack() as stack:
+        for module in modules():
+            stack.enter_context(mock.patch.object(module, 'os', system))
+        yield system
+
+
+def another_process(system):
+    """Return the class of the file store of a process with its own system calls.
+
+    It flushes only when it is closed: a thread cannot be killed.
+    """
+    package = store.jsonl
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if PACKAGE in name}
+    try:
+        for module in modules():
+            module.os = system
+        importlib.import_module(f'{PACKAGE}.flusher').FLUSH_WITHIN = None
+        return store.jsonl.JSONLinesStore
+    finally:
+        sys.modules.update(ours)
+        store.jsonl = package
+
+
+def modules():
+    """Return the modules of the file store that use ``os``; import them."""
+    names = PACKAGE, *(f'{PACKAGE}.{part}' for part in PARTS)
+    return [importlib.import_module(name) for name in names]
+
+
+class Killed(BaseException):
+    """The process is killed here; as a BaseException it passes every handler.
+
+    Attributes:
+        written: How many bytes of a write were written before.
+    """
+
+    def __init__(self, written=0):
+        super().__init__()
+        self.written = written
+
+
+class Disk:
+    """System calls on a disk that can fail, and that loses unsynced writes.
+
+    It models one plant file. A write is durable when a sync that began after it has
+    succeeded. The writes that a failed sync covers are lost for good, though they can
+    still be read: a later sync finds nothing to do. As on Linux, the failure is
+    reported once on each descriptor that was open.
+
+    Attributes:
+        plants: The path of the plant file.
+        durable: The content of the plant file on the disk.
+        named: Whether the file's directory entry is on the disk.
+        calls: The name of each call, its descriptor or path, and its further arguments.
+        before: Called with the same before each call. It may block or raise; after a
+            ``Killed`` every call only raises it again. If it returns a number, a
+            pwrite writes no more bytes than that.
+    """
+
+    def __init__(self, path):
+        self.plants = path
+        self.durable = b''
+        self.named = False
+        self.calls = []
+        self.before = no_fault
+        self._changes = []  # offset and bytes of each write, None for a truncation
+        self._settled = 0  # the changes before this index are durable, or lost
+        self._failures = 0
+        self._reported = {}  # from each descriptor to the failures reported on it
+        self._lock = threading.Lock()
+        self._killed = False
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, flags, mode=0o777):
+        self._enter('open', path, flags)
+        fd = os.open(path, flags, mode)
+        self._reported[fd] = self._failures
+        return fd
+
+    def pwrite(self, fd, data, offset):
+        try:
+            limit = self._enter('pwrite', fd, data, offset)
+        except Killed as ex:
+            self._write(fd, data[: ex.written], offset)
+            raise
+        return self._write(fd, data[:limit], offset)
+
+    def ftruncate(self, fd, size):
+        self._enter('ftruncate', fd, size)
+        os.ftruncate(fd, size)
+        if self._is_plant_file(fd):
+            self._changes.append((size, None))
+
+    def rename(self, path, target):
+        self._enter('rename', path, target)
+        os.rename(path, target)
+
+    def unlink(self, path):
+        self._enter('unlink', path)
+        os.unlink(path)
+
+    def fdatasync(self, fd):
+        self._sync('fdatasync', fd)
+
+    def fsync(self, fd):
+        self._sync('fsync', fd)
+
+    def skip_failures(self, fd):
+        """Do not report the failures so far on this descriptor."""
+        self._reported[fd] = self._failures
+
+    def calls_on(self, path):
+        """Return the names of the calls on a file so far, and forget all calls."""
+        calls, self.calls = self.calls, []
+        return [name for name, target, *_ in calls if path_of(target) == str(path)]
+
+    def unsynced(self):
+        """Return how many written bytes are not durable."""
+        return sum(len(data or b'') for _, data in self._changes[self._settled :])
+
+    def image(self, keep=0, zeroed=False):
+        """Return what a power cut would leave of the file.
+
+        Args:
+            keep: How many of the unsynced bytes reached the disk nevertheless.
+            zeroed: Whether the other unsynced bytes are zeros, not missing.
+        """
+        content = self.durable
+        for offset, data in self._changes[self._settled :]:
+            if data is not None:
+                kept = data[:keep]
+                keep -= len(kept)
+                content = changed(content, offset, kept)
+                if zeroed:
+                    content = content.ljust(offset + len(data), b'\0')
+            elif keep:
+                content = content[:offset]
+        return content
+
+    def restart(self, content):
+        """Continue after a power cut that left this content of the file."""
+        self.plants.write_bytes(content)
+        self.durable = content
+        self.resume()
+        self._changes.clear()
+        self._settled = 0
+
+    def resume(self):
+        """Continue with the disk as it is, without further faults."""
+        self._killed = False
+        self.before = no_fault
+
+    def _enter(self, name, target, *arguments):
+        if self._killed:
+            raise Killed
+        self.calls.append((name, target, *arguments))
+        try:
+            return self.before(name, target, *arguments)
+        except Killed:
+            self._killed = True
+            raise
+
+    def _is_plant_file(self, fd):
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(fd), os.stat(self.plants))
+
+    def _write(self, fd, data, offset):
+        with self._lock:
+            if self._is_plant_file(fd):
+                self._changes.append((offset, data))
+            return os.pwrite(fd, data, offset)
+
+    def _sync(self, name, fd):
+        began = len(self._changes)
+        of_plants = self._is_plant_file(fd)
+        try:
+            self._enter(name, fd)
+            if of_plants and self._reported[fd] < self._failures:
+                raise failure(errno.EIO)
+        except OSError:
+            if of_plants:
+                with self._lock:
+                    self._settle(began, durable=False)
+                self._failures += self._reported[fd] == self._failures
+                self._reported[fd] = self._failures
+            raise
+        # The real one too: a recorder may wait for it.
+        getattr(os, name)(fd)
+        if of_plants:
+            with self._lock:
+                self._settle(began, durable=True)
+        elif stat.S_ISDIR(os.fstat(fd).st_mode):
+            self.named = True
+
+    def _settle(self, end, durable):
+        for offset, data in self._changes[self._settled : end]:
+            if data is None:
+                self.durable = self.durable[:offset]
+            elif durable:
+                self.durable = changed(self.durable, offset, data)
+        self._settled = max(self._settled, end)
+
+
+def changed(content, offset, data):
+    """Return bytes after a write into them; a gap before it is filled with zeros."""
+    before = content[:offset].ljust(offset, b'\0') if data else content[:offset]
+    return before + data + content[offset + len(data) :]
+
+
+def path_of(target):
+    """Return the path of a descriptor, or a path as text."""
+    if isinstance(target, int):
+        with contextlib.suppress(FileNotFoundError):
+            return os.readlink(f'/proc/self/fd/{target}')
+    return str(target)
+
+
+def no_fault(name, *arguments):
+    """Let every call succeed."""
+
+
+def failure(number):
+    """Return the error that a failing system call raises."""
+    return OSError(number, os.strerror(number))
+
+
+class Fault:
+    """Makes the n-th call of one function fail, or all from the n-th on.
+
+    Args:
+        call: The name of the function.
+        nth: The number of the call, from 1.
+        effect: Called with the call's arguments; it raises, or returns a limit.
+        lasting: Whether the calls after it fail too.
+    """
+
+    def __init__(self, call, nth, effect, lasting=False):
+        self._call = call
+        self._nth = nth
+        self._effect = effect
+        self._lasting = lasting
+        self._count = 0
+
+    @property
+    def reached(self):
+        return self._count >= self._nth
+
+    def __call__(self, name, *arguments):
+        if name != self._call:
+            return None
+        self._count += 1
+        due = self.reached if self._lasting else self._count == self._nth
+        return self._effect(*arguments) if due else None
+
+
+def failing(number):
+    """Return an effect: the call fails with an error number."""
+
+    def effect(*arguments):
+        raise failure(number)
+
+    return effect
+
+
+class Gate:
+    """Blocks every fdatasync of a disk, and fails those that the test selects.
+
+    Attributes:
+        held: The descriptors of the blocked syncs, in order of arrival.
+        failing: The descriptors whose sync fails.
+        then: The value of ``disk.before`` once the gate is open.
+    """
+
+    def __init__(self, disk):
+        self.held = []
+        self.failing = set()
+        self.then = no_fault
+        self._disk = disk
+        self._change = threading.Condition()
+        self._released = set()
+        self._open = False
+
+    def __enter__(self):
+        self._disk.before = self._hold
+        return self
+
+    def __exit__(self, *exc_info):
+        self._disk.before = self.then
+        with self._change:
+            self._open = True
+            self._change.notify_all()
+
+    def release(self, fd):
+        with self._change:
+            self._released.add(fd)
+            self._change.notify_all()
+
+    def add_each(self, pool, store, *plants):
+        """Add plants, each in its own thread and with its own blocked sync."""
+        adds = []
+        for plant in plants:
+            adds.append(pool.submit(store.add, plant))
+            self.wait_for(len(adds))
+        return adds
+
+    def wait_for(self, count):
+        """Wait until so many syncs are blocked."""
+        wait_until(lambda: len(self.held) >= count)
+
+    def _hold(self, name, fd, *arguments):
+        if name == 'fdatasync':
+            with self._change:
+                self.held.append(fd)
+                passes = lambda: self._open or fd in self._released  # noqa: E731
+                assert self._change.wait_for(passes, PATIENCE)
+            if fd in self.failing:
+                raise failure(errno.EIO)
+
+
+# ---- what tests of the file store read and write without it
+
+
+def index_of(path, suffix=''):
+    """Return the path of the index of a plant file, or of a file beside the index."""
+    return path.with_name(f'{path.name}.index{suffix}')
+
+
+def files(path):
+    """Return the files in the directory of the plant file: content by name."""
+    return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
+
+
+def side_files(path):
+    """Return the kept torn tails: the content of each side file, by its path."""
+    return {side: side.read_bytes() for side in path.parent.glob('*.torn-*')}
+
+
+def take_side_files(path):
+    """Return the kept torn tails, and remove their side files."""
+    kept = side_files(path)
+    for side in kept:
+        side.unlink()
+    return list(kept.values())
+
+
+def append(path, data):
+    """Append to a file, as another process that is killed after the write."""
+    with path.open('ab') as file:
+        file.write(data)
+
+
+def lines(*plants):
+    """Return the records of plants."""
+    return b''.join(map(record.encode, plants))
+
+
+def raw_plants(content):
+    """Return the plants of a sound file, read without the store's code."""
+    assert not content or content.endswith(b'\n')
+    return [Plant(**json.loads(line)) for line in content.split(b'\n')[:-1]]
+
+
+def fill(path, *plants):
+    """Add plants to a plant file by a store, and close it."""
+    with JSONLinesStore(path) as opened:
+        opened.add_many(plants)
+
+
+def try_add(store, plant, times=1):
+    """Add a plant with retries, as a client does; return whether it was stored."""
+    for _ in range(times):
+        with contextlib.suppress(StoreUnavailable):
+            store.add(plant)
+            return True
+    return False
+
+
+def assert_stored(store, plants, free=()):
+    """Check that a store has these plants, and that other ids are free."""
+    store.ping()  # which may cut a torn tail off
+    before = store.path.read_bytes()
+    assert store.add_many(plants) == [False] * len(plants)
+    others = store.add_many([plant._replace(name='Another') for plant in plants])
+    assert all(isinstance(other, IdTaken) for other in others)
+    assert store.path.read_bytes() == before
+    added = [Plant(id, 'Free') for id in free]
+    assert store.add_many(added) == [True] * len(added)
+    assert store.path.read_bytes() == before + lines(*added)
