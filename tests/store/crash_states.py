@@ -1,8 +1,7 @@
 """Generate every disk state that a crash may leave during a short scenario.
 
 A recorder replaces the functions of ``os`` that change files. After each call it notes
-the content of each file of one directory. So it also sees writes that bypass these
-functions: through a memory map or by SQLite. Four rules say what a crash may leave:
+the content of each file of one directory. Four rules say what a crash may leave:
 
 * A block of a file is as it was when the last sync of the file began, or as it was at
   any moment since. If the file was shorter at such a moment, the block may be zeros.
@@ -10,11 +9,12 @@ functions: through a memory map or by SQLite. Four rules say what a crash may le
   between them, whatever its blocks hold.
 * Of the changes to the directory since its last sync, any may be lost. A rename is one
   change.
-* The times of a file are as they were at the last sync that covered them, or later.
-  ``fdatasync`` covers them if the size has changed.
+* The table of the index is as of any commit since the last checkpoint, as SQLite
+  documents it for WAL and ``synchronous=NORMAL`` (sqlite.org/pragma.html). Another
+  table that was put in its place is there when the directory is synced.
 
-So a state is one *choice* for each *question*: each block, each size, the times of each
-file, and each change to the directory. Choice 0 is what the processes saw.
+So a state is one *choice* for each *question*: each block, each size, the mtime of each
+file, each change to the directory, and the table. Choice 0 is what the processes saw.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import sqlite3
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -36,13 +37,16 @@ BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
 BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
 UNSEEN = 'a write that bypassed os'
-INDEX = '.index'  # follows the plant file's name in the names of the index files
+# What follows the plant file's name in the names of the index files, and of the table.
+INDEX = '.index'
+TABLE = '', '-journal', '-new', '-shm', '-wal'
+CHECKPOINTS = 'PRAGMA wal_checkpoint', 'PRAGMA journal_mode = DELETE'
 
 Question = tuple[str | int, ...]
 Choices = dict[Question, int]
 
 # The real functions, also while a recorder replaces them.
-_link, _open = os.link, os.open
+_link, _open, _connect = os.link, os.open, sqlite3.connect
 
 
 class Change(NamedTuple):
@@ -58,72 +62,63 @@ class Change(NamedTuple):
 
 
 class Version(NamedTuple):
-    """The content and the times of a file from some moment on.
-
-    Attributes:
-        moment: When the file was changed.
-        content: Its bytes.
-        times: Its ``st_mtime_ns`` and ``st_ctime_ns``.
-    """
+    """The content and the mtime of a file from some moment on."""
 
     moment: int
-    content: bytes
-    times: tuple[int, int]
+    content: bytes | None  # None if there is no such file
+    mtime: int = 0  # in nanoseconds
 
 
-class File:
-    """The history of a file: its versions and its syncs.
+class History:
+    """The versions of a file, or of the table, and which of them are durable.
 
     Attributes:
         versions: The version after each change.
-        synced: For each sync the moment of its end, the number of the version that it
-            covers, and whether it covers the times.
-        link: The second name of the file.
+        synced: For each sync the moment of its end, and the number of the version that
+            it covers.
     """
 
-    def __init__(self, path: Path, link: Path) -> None:
-        self.versions = [Version(0, b'', (0, 0))]
-        self.synced = [(0, 0, True)]
+    def __init__(self, first: Version) -> None:
+        self.versions = [first]
+        self.synced = [(0, 0)]
+
+    @property
+    def last(self) -> int:
+        """The number of the latest version."""
+        return len(self.versions) - 1
+
+    def possible(self, moment: int) -> list[Version]:
+        """Return the versions of which a crash may leave parts, the newest first."""
+        until = [version for version in self.versions if version.moment <= moment]
+        return until[max(at for ended, at in self.synced if ended <= moment) :][::-1]
+
+
+class File(History):
+    """The history of a file.
+
+    Args:
+        path: The path of the file.
+        link: A second name, or ``None``. With it the file of a state has the same
+            inode: the index names the inode of its plant file.
+    """
+
+    def __init__(self, path: Path, link: Path | None) -> None:
+        super().__init__(Version(0, b''))
         self.link = link
-        _link(path, link)
+        if link is not None:
+            _link(path, link)
         # Keep it open, so that the inode number is not used again.
-        self.fd = _open(link, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = _open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def note_version(self, moment: int) -> bool:
         """Note the file as it is now; return whether it has changed."""
         status = os.fstat(self.fd)
         content = os.pread(self.fd, status.st_size, 0)
-        version = Version(moment, content, (status.st_mtime_ns, status.st_ctime_ns))
+        version = Version(moment, content, status.st_mtime_ns)
         if version[1:] == self.versions[-1][1:]:
             return False
         self.versions.append(version)
         return True
-
-    def note_sync(self, ended: int, covered: int, only_data: bool) -> None:
-        """Note that the writes up to a version are synced."""
-        size = len(self.versions[self._covered(ended, of_times=False)].content)
-        same = len(self.versions[covered].content) == size
-        self.synced.append((ended, covered, not (only_data and same)))
-
-    def contents(self, moment: int) -> list[bytes]:
-        """Return the contents whose parts a crash may leave, the newest first."""
-        return [version.content for version in self._since(moment, of_times=False)]
-
-    def times(self, moment: int) -> list[tuple[int, int]]:
-        """Return the times that a crash may leave, the newest first."""
-        return [version.times for version in self._since(moment, of_times=True)]
-
-    def _since(self, moment: int, of_times: bool) -> list[Version]:
-        until = [version for version in self.versions if version.moment <= moment]
-        return until[self._covered(moment, of_times) :][::-1]
-
-    def _covered(self, moment: int, of_times: bool) -> int:
-        """Return the number of the version that the last sync covers."""
-        return max(
-            covered
-            for ended, covered, times in self.synced
-            if ended <= moment and (times or not of_times)
-        )
 
 
 class Recorder:
@@ -131,8 +126,7 @@ class Recorder:
 
     Args:
         directory: The directory of the plant file and the files beside it.
-        links: An empty directory, for a second name of each file. So the files of a
-            state keep their inodes: an index names the inode of its plant file.
+        links: An empty directory, for a second name of each file.
 
     Attributes:
         calls: What happened at each moment, in words.
@@ -143,13 +137,14 @@ class Recorder:
         acknowledged: The moment when each plant was acknowledged.
         damage: The bytes with which a person has damaged the plant file, if any.
         kept: A moment, and bytes that some file must hold from that moment on.
-        continued: Called with a store that has opened a state.
+        table: The history of the table of the index.
         before_sync: Called when a sync has begun, before the real call.
     """
 
     def __init__(self, directory: Path, links: Path) -> None:
         self.directory = directory
         self.path = directory / 'plants.jsonl'
+        self.index = directory / f'plants.jsonl{INDEX}'
         self.files: list[File] = []
         self.changes: list[Change] = []
         self.directory_syncs: list[tuple[int, set[int]]] = []
@@ -158,10 +153,14 @@ class Recorder:
         self.acknowledged: dict[Plant, int] = {}
         self.damage = b''
         self.kept = 0, b''
-        self.continued: Callable[[PlantStore], object] = lambda store: None
+        self.table = History(Version(0, None))
         self.before_sync: Callable[[], object] | None = None
         self._links = links
         self._begun = 0
+        self._table_names = [f'{self.index.name}{suffix}' for suffix in TABLE]
+        self._table_inode: int | None = None
+        self._installed = 0  # the version of the table that was last put in place
+        self._draft_is_synced = True
         self._mutex = threading.RLock()
         self._numbers: dict[int, int] = {}  # from an inode to the number of its file
         self._names: dict[str, int] = {}
@@ -184,7 +183,10 @@ class Recorder:
         functions = {name: self._change(name) for name in BY_PATH + BY_DESCRIPTOR}
         functions |= {name: self._sync(name) for name in SYNCS}
         try:
-            with mock.patch.multiple(os, **functions), _statuses(self._numbers):
+            with (
+                mock.patch.multiple(os, **functions),
+                mock.patch.object(sqlite3, 'connect', self._connect),
+            ):
                 yield
         finally:
             for file in self.files:
@@ -218,19 +220,48 @@ class Recorder:
     def settle(self) -> None:
         """Make everything durable, as the kernel does after some time."""
         self.note('everything is durable')
-        for file in self.files:
-            file.note_sync(self.now, len(file.versions) - 1, only_data=False)
+        for history in *self.files, self.table:
+            history.synced.append((self.now, history.last))
         self.directory_syncs.append((self.now, set(range(len(self.changes)))))
 
     def is_index(self, *names: str) -> bool:
         """Return whether all these names are of index files."""
         return all(name.startswith(self.path.name + INDEX) for name in names)
 
+    def note_statement(self, connection: sqlite3.Connection, sql: str) -> None:
+        """Note what a statement of SQLite has made durable, or may be undone."""
+        database = sqlite3.Connection.execute(connection, 'PRAGMA database_list')
+        path = Path(database.fetchone()[2])
+        with self._mutex:
+            if sql == 'COMMIT' and path.suffix == INDEX:
+                self.note('commit')
+                self.table.versions.append(Version(self.now, connection.serialize()))
+            elif sql == 'COMMIT':
+                self._draft_is_synced = False
+            elif sql.startswith(CHECKPOINTS):
+                wal = path.with_name(f'{path.name}-wal')
+                is_complete = not wal.exists() or not wal.stat().st_size
+                if is_complete and self.table.synced[-1][1] >= self._installed:
+                    self.note('checkpoint')
+                    self.table.synced.append((self.now, self.table.last))
+
     def note(self, call: str) -> None:
         """Note an event, whether or not it has changed a file."""
         with self._mutex:
             self._note_changes()
             self.calls.append(call)
+
+    def _connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
+        """Connect to a database, and note what is committed."""
+        recorder = self
+
+        class Connection(sqlite3.Connection):
+            def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+                cursor = super().execute(sql, *parameters)
+                recorder.note_statement(self, sql)
+                return cursor
+
+        return _connect(*arguments, factory=Connection, **options)
 
     def _change(self, name: str) -> Callable[..., Any]:
         """Return a function of ``os`` that changes files, and notes the changes."""
@@ -252,17 +283,19 @@ class Recorder:
         def sync(fd: int) -> None:
             self.note(f'{name} {self._name(fd)} begins')
             number = self._numbers.get(os.fstat(fd).st_ino)
-            version = len(self.files[number].versions) - 1 if number is not None else 0
-            changes = set(range(len(self.changes)))
+            version = self.files[number].last if number is not None else 0
+            changes, installed = set(range(len(self.changes))), self._installed
             if self.before_sync is not None:
                 self.before_sync()
             function(fd)
             self.note(f'{name} {self._name(fd)} has ended')
             if number is not None:
-                only_data = name == 'fdatasync'
-                self.files[number].note_sync(self.now, version, only_data)
+                self.files[number].synced.append((self.now, version))
             elif os.path.samestat(os.fstat(fd), self.directory.stat()):
                 self.directory_syncs.append((self.now, changes))
+                self.table.synced.append((self.now, installed))
+            else:
+                self._draft_is_synced = True
 
         return sync
 
@@ -272,7 +305,7 @@ class Recorder:
             return os.path.basename(target)
         number = self._numbers.get(os.fstat(target).st_ino)
         names = [name for name, of in self._names.items() if of == number]
-        return names[0] if names else 'the directory' if number is None else 'gone'
+        return names[0] if names else 'another' if number is None else 'gone'
 
     def _note_changes(self, call: str = UNSEEN) -> None:
         """Note what has changed since the last time, if anything has."""
@@ -282,19 +315,33 @@ class Recorder:
     def _note_changes_locked(self, call: str) -> None:
         moment = len(self.calls)
         before, self._names = self._names, {}
+        table = None
         with os.scandir(self.directory) as entries:
             for entry in entries:
-                number = self._numbers.get(entry.inode())
-                if number is None:
-                    number = self._numbers[entry.inode()] = len(self.files)
-                    file = File(Path(entry.path), self._links / f'{number}')
-                    self.files.append(file)
-                self._names[entry.name] = number
+                if entry.name == self._table_names[0]:
+                    table = entry.inode()
+                if entry.name not in self._table_names:
+                    self._names[entry.name] = self._number(entry)
         changes = list(_changes(moment, before, self._names))
-        changed = {file for file in self.files if file.note_version(moment)}
-        if changes or changed:
+        changed = [file for file in self.files if file.note_version(moment)]
+        if table != self._table_inode:
+            assert self._draft_is_synced, 'a table was put in place without a sync'
+            self._table_inode = table
+            content = None if table is None else self.index.read_bytes()
+            self.table.versions.append(Version(moment, content))
+            self._installed = self.table.last
+        if changes or changed or self.table.versions[-1].moment == moment:
             self.changes += changes
             self.calls.append(call)
+
+    def _number(self, entry: os.DirEntry[str]) -> int:
+        """Return the number of a file, which may be new."""
+        number = self._numbers.get(entry.inode())
+        if number is None:
+            number = self._numbers[entry.inode()] = len(self.files)
+            link = None if self.is_index(entry.name) else self._links / f'{number}'
+            self.files.append(File(Path(entry.path), link))
+        return number
 
 
 def _changes(
@@ -311,74 +358,31 @@ def _changes(
         yield Change(moment, {name: None})
 
 
-@contextmanager
-def _statuses(
-    linked: Container[int],
-    changed: Callable[[os.stat_result], dict[str, int]] = lambda status: {},
-) -> Iterator[None]:
-    """Hide from the status of files what the recorder has changed.
-
-    Args:
-        linked: The inodes of the files that have a second name.
-        changed: Returns further members of a status to replace.
-    """
-
-    def replaced(function: Callable[..., os.stat_result]) -> Callable[..., Any]:
-        def get_status(*arguments: Any, **options: Any) -> os.stat_result:
-            status = function(*arguments, **options)
-            if status.st_ino not in linked:
-                return status
-            # What it is pickled as: quicker than name by name.
-            make, (numbers, named) = status.__reduce__()
-            links = status.st_nlink - 1
-            return make((*numbers[:3], links, *numbers[4:]), named | changed(status))
-
-        return get_status
-
-    with mock.patch.multiple(os, stat=replaced(os.stat), fstat=replaced(os.fstat)):
-        yield
-
-
 class State(NamedTuple):
     """A state of the directory that a crash may leave.
 
     Attributes:
         crash: The crash.
         choices: The choices that are not 0.
-        files: From each name to the number, the content and the times of its file.
+        files: From each name to the second name, the content and the mtime of its file.
     """
 
     crash: Crash
     choices: Choices
-    files: dict[str, tuple[int, bytes, tuple[int, int]]]
+    files: dict[str, tuple[Path | None, bytes, int]]
 
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        """Replace the content of the directory by this state.
-
-        A ``ctime`` cannot be set. So within the block ``os.stat`` and ``os.fstat``
-        return the one of the state, until the file is changed.
-        """
+    def place(self) -> None:
+        """Replace the content of the directory by this state."""
         recorder = self.crash.recorder
         for entry in os.scandir(recorder.directory):
             os.unlink(entry.path)
-        ctimes = {}
-        for name, (number, content, (mtime, ctime)) in self.files.items():
+        for name, (link, content, mtime) in self.files.items():
             path = f'{recorder.directory}/{name}'
-            os.link(recorder.files[number].link, path)
-            fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
-            os.write(fd, content)
-            os.utime(fd, ns=(mtime, mtime))
-            status = os.fstat(fd)
-            os.close(fd)
-            ctimes[status.st_ino] = status.st_ctime_ns, ctime
-
-        def changed(status: os.stat_result) -> dict[str, int]:
-            now, then = ctimes.get(status.st_ino, (0, 0))
-            return {'st_ctime_ns': then} if status.st_ctime_ns == now else {}
-
-        with _statuses(ctimes, changed):
-            yield
+            if link is not None:
+                os.link(link, path)
+            with open(path, 'wb') as file:
+                file.write(content)
+            os.utime(path, ns=(mtime, mtime))
 
     def smallest(self, fails: Callable[[State], object]) -> State:
         """Return a failing state with as few choices as this failure needs."""
@@ -422,7 +426,7 @@ class Crash:
         self.questions: Choices = {}
         self._changes = [item for item in recorder.changes if item.moment <= moment]
         self._names: dict[int, set[str]] = {}  # that each file may have after it
-        self._times: dict[int, list[tuple[int, int]]] = {}
+        self._times: dict[int, list[int]] = {}
         self._sizes: dict[int, list[int]] = {}
         self._blocks: dict[int, list[list[bytes]]] = {}
         syncs = recorder.directory_syncs
@@ -438,18 +442,21 @@ class Crash:
                     self._names.setdefault(number, set()).add(name)
         self._names = {number: names for number, names in self._names.items() if names}
         for number in self._names:
-            file = recorder.files[number]
-            contents = file.contents(moment)
+            versions = recorder.files[number].possible(moment)
+            contents = [version.content or b'' for version in versions]
             sizes = dict.fromkeys(map(len, contents))
             offsets = range(0, max(sizes), block)
             blocks = [_versions(contents, offset, block) for offset in offsets]
             sizes |= dict.fromkeys(at for at in offsets if at > min(sizes))
-            self._times[number] = list(dict.fromkeys(file.times(moment)))
+            self._times[number] = list(dict.fromkeys(one.mtime for one in versions))
             self._sizes[number], self._blocks[number] = list(sizes), blocks
-            self.questions['times', number] = len(self._times[number])
+            self.questions['mtime', number] = len(self._times[number])
             self.questions['size', number] = len(sizes)
-            for at, versions in enumerate(blocks):
-                self.questions['block', number, at] = len(versions)
+            for at, kinds in enumerate(blocks):
+                self.questions['block', number, at] = len(kinds)
+        tables = recorder.table.possible(moment)
+        self._tables = list(dict.fromkeys(table.content for table in tables))
+        self.questions['table',] = len(self._tables)
         self.questions = {key: n for key, n in self.questions.items() if n > 1}
         self._of_index = list(filter(self._is_about_index, self.questions))
         self._of_plants = [key for key in self.questions if key not in self._of_index]
@@ -469,8 +476,11 @@ class Crash:
                     versions[choices.get(('block', number, at), 0)]
                     for at, versions in enumerate(self._blocks[number])
                 )
-                times = self._times[number][choices.get(('times', number), 0)]
-                files[name] = number, content[:size], times
+                mtime = self._times[number][choices.get(('mtime', number), 0)]
+                files[name] = self.recorder.files[number].link, content[:size], mtime
+        table = self._tables[choices.get(('table',), 0)]
+        if table is not None:
+            files[self.recorder.index.name] = None, table, 0
         return State(self, choices, files)
 
     def all_states(self, chance: Random, mixtures: int) -> Iterator[State]:
@@ -497,24 +507,28 @@ class Crash:
 
     def describe(self, question: Question, choice: int) -> str:
         """Say in words what a choice means."""
+        if question == ('table',):
+            return f'the table is as it was {choice} commits ago'
         kind, number, *at = question
         if kind == 'directory':
             return f'not in the directory: {self._changes[number].names}'
         names = ' or '.join(sorted(self._names[number]))
         if kind == 'size':
             return f'{names} has {self._sizes[number][choice]} bytes'
-        if kind == 'times':
-            return f'{names} has its times of {choice} versions ago'
+        if kind == 'mtime':
+            return f'{names} has its mtime of {choice} versions ago'
         content = self._blocks[number][at[0]][choice]
         which = f'as it was {choice} versions ago' if any(content) else 'zeros'
         return f'block {at[0]} of {names} is {which}'
 
     def _is_about_index(self, question: Question) -> bool:
-        kind, number, *_ = question
+        kind, *number = question
         if kind == 'directory':
-            return self.recorder.is_index(*self._changes[number].names)
+            return self.recorder.is_index(*self._changes[number[0]].names)
         # Only the index depends on times, also on those of the plant file.
-        return kind == 'times' or self.recorder.is_index(*self._names[number])
+        return kind in ('table', 'mtime') or self.recorder.is_index(
+            *self._names[number[0]]
+        )
 
     def _mixture(self, questions: Iterable[Question], chance: Random) -> Choices:
         # All new, mostly new, half old, mostly old, all old: with equal chance.

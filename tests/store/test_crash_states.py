@@ -2,22 +2,29 @@
 
 import errno
 import itertools
-import json
 import logging
 import os
 import tempfile
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random, SystemRandom
 from unittest import mock
 
 import pytest
 from crash_states import Crash, Recorder
+from disk import (
+    Disk,
+    Killed,
+    another_process,
+    failure,
+    installed,
+    lines,
+    path_of,
+    raw_plants,
+)
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
-from store.jsonl import JSONLinesStore, file, index
-from store.jsonl.record import encode
+from store.jsonl import JSONLinesStore, index, table
 from store.jsonl.repair import verify
 
 # How many states of each scenario are tried, or "all".
@@ -36,58 +43,30 @@ LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
 OTHERS = [Plant(number, 'Yew' * 80) for number in range(31, 35)]
 
 
-class Killed(BaseException):
-    """The process is killed here; as a BaseException it passes every handler."""
+def killing_after(disk, call):
+    """Return a fault: the process is killed after such a call on the plant file."""
+    reached = []
+
+    def fault(name, target, *arguments):
+        if reached:
+            raise Killed
+        if name == call and path_of(target) == str(disk.plants):
+            reached.append(name)
+            if name == 'pwrite':
+                raise Killed(written=len(arguments[0]))
+
+    return fault
 
 
-class Process:
-    """The system calls of a process that may be killed, or whose disk may be full.
+def killing_at(calls, written):
+    """Return a fault: the process is killed at a call, perhaps in the middle of it."""
+    remaining = itertools.count(calls, -1)
 
-    Args:
-        path: The path of the plant file.
+    def fault(name, *arguments):
+        if not next(remaining):
+            raise Killed(written)
 
-    Attributes:
-        last: The name of the call on the plant file after which it is killed.
-        full_after: How many appended bytes fit on the disk, or ``None`` for all.
-    """
-
-    def __init__(self, path):
-        self.last = self.full_after = None
-        self._path = path
-        self._killed = False
-
-    def __getattr__(self, name):
-        function = getattr(os, name)
-
-        def call(target, *arguments, **options):
-            if self._killed:
-                raise Killed
-            result = function(target, *arguments, **options)
-            if name == self.last and os.path.sameopenfile(target, self._fd):
-                self._killed = True
-                raise Killed
-            return result
-
-        return call if callable(function) else function
-
-    def open(self, path, *arguments, **options):
-        fd = self.__getattr__('open')(path, *arguments, **options)
-        if path == self._path:
-            self._fd = fd
-        return fd
-
-    def pwrite(self, fd, data, offset):
-        if self.full_after is None or offset + len(data) <= os.fstat(fd).st_size:
-            return self.__getattr__('pwrite')(fd, data, offset)
-        room, self.full_after = self.full_after, 0
-        if not room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return os.pwrite(fd, data[:room], offset)
-
-
-def lines(*plants):
-    """Return the records of plants."""
-    return b''.join(map(encode, plants))
+    return fault
 
 
 def first_add(disk, opened):
@@ -122,12 +101,12 @@ def large_batch(disk, opened):
 def killed_process(disk, opened):
     """A process is killed after a write or a sync; another adds the same plants."""
     for last, plants in ('pwrite', LONG), ('fdatasync', OTHERS):
-        process = Process(disk.path)
+        process = Disk(disk.path)
         killed = opened(process)
         with opened() as store:
             disk.add(killed, FERN)
             disk.add(store, MOSS)
-            process.last = last
+            process.before = killing_after(process, last)
             with suppress(Killed):
                 disk.add(killed, *plants)
             disk.add(store, plants[1])
@@ -136,16 +115,33 @@ def killed_process(disk, opened):
 
 def killed_last_process(disk, opened):
     """A process is killed after a write, and the next one opens the file."""
-    process = Process(disk.path)
+    process = Disk(disk.path)
     killed = opened(process)
     disk.add(killed, FERN)
-    process.last = 'pwrite'
+    process.before = killing_after(process, 'pwrite')
     with suppress(Killed):
         disk.add(killed, *LONG, LONGER[0])
     with opened() as store:
         store.ping()
         disk.add(store, LONG[1])
         disk.add(store, IVY)
+
+
+def random_kills(disk, opened):
+    """Random processes, which are killed at random calls, add random plants."""
+    chance = Random(SEED)
+    plants = [FERN, MOSS, IVY, *LONG, *OTHERS, *LONGER]
+    for _ in range(5):
+        process = Disk(disk.path)
+        process.before = killing_at(chance.randrange(40), chance.randrange(900))
+        store = opened(process)
+        with suppress(Killed):
+            for _ in range(2):
+                disk.add(store, *chance.sample(plants, 2))
+            if chance.random() < 0.5:
+                store.close()
+    with opened() as store:
+        disk.add(store, OTHERS[0])
 
 
 def torn_tail(disk, opened):
@@ -189,14 +185,23 @@ def torn_tail_while_open(disk, opened):
 
 def full_disk(disk, opened):
     """A write that fails in the middle, and another write in its place."""
-    process = Process(disk.path)
+    process = Disk(disk.path)
+    room = [3000]
+
+    def fill(name, target, *arguments):
+        if name == 'pwrite' and path_of(target) == str(disk.path):
+            if not room:
+                raise failure(errno.ENOSPC)
+            return room.pop()
+        return None
+
     with opened(process) as store:
         disk.add(store, FERN, *LONG)
-        process.full_after = 3000
+        process.before = fill
         disk.send(*LONGER)
         with pytest.raises(StoreUnavailable):
             disk.add(store, *LONGER)
-        process.full_after = None
+        process.resume()
         disk.add(store, *OTHERS)
         disk.add(store, IVY)
 
@@ -213,44 +218,23 @@ def index_built(disk, opened):
         disk.add(store, MOSS)
 
 
-@contextmanager
-def merging():
-    """Merge after three recent ids; yield a function that waits for the merges.
-
-    Two generations are kept, so that the third merge copies one.
-    """
-    threads = set(threading.enumerate())
-
-    def wait_for_merges():
-        if threading.current_thread() in threads:
-            for merge in set(threading.enumerate()) - threads:
-                merge.join()
-
-    with (
-        mock.patch.multiple(index, MERGE_AT=3, GENERATIONS=2),
-        mock.patch.multiple(file, MERGE_EVERY=0),
-    ):
-        yield wait_for_merges
-
-
-def merges(disk, opened):
-    """Recent ids of two processes are merged into the index before each sync.
-
-    Each merge makes a file, and removes those whose ids it has taken over.
-    """
+def flushes(disk, opened):
+    """Two processes flush their recent ids; checkpoints come now and then."""
     numbers = itertools.count(41)
-    with merging() as wait_for_merges, opened() as store, opened() as other:
-        disk.before_sync = wait_for_merges
+
+    def flush_during_a_sync():
+        assert store._backend()._index.flush()
+
+    frequent = mock.patch.object(index, 'MOST_RECENT', 3)
+    with frequent, opened() as store, opened() as other:
+        for process in store, other:
+            process.ping()
+        disk.before_sync = flush_during_a_sync
         for process in store, other, store, store, other:
-            disk.add(process, *(Plant(next(numbers), 'Fir' * 99) for _ in range(3)))
-    disk.continued = merge_again
-
-
-def merge_again(store):
-    """Continue with the index files that the merges have left: make one more."""
-    with merging() as wait_for_merges, mock.patch.multiple(index, TICK=0):
-        store.add_many([Plant(number, 'Elm') for number in range(91, 94)])
-        wait_for_merges()
+            limit = 2**22 if process is store else 1
+            with mock.patch.object(table, 'CHECKPOINT_BYTES', limit):
+                disk.add(process, *(Plant(next(numbers), 'Fir' * 99) for _ in range(3)))
+        disk.before_sync = None
 
 
 def repaired(disk, opened):
@@ -272,12 +256,13 @@ SCENARIOS = [
     large_batch,
     killed_process,
     killed_last_process,
+    random_kills,
     torn_tail,
     lost_block,
     full_disk,
     torn_tail_while_open,
     index_built,
-    merges,
+    flushes,
     repaired,
 ]
 
@@ -297,26 +282,30 @@ def directory():
     logging.disable(logging.NOTSET)
 
 
-def record(directory, scenario, system=os):
+def record(directory, scenario):
     """Run a scenario; return its recorder."""
     (directory / 'store').mkdir()
     recorder = Recorder(directory / 'store', Path(tempfile.mkdtemp(dir=directory)))
 
-    def opened(system=system):
-        return JSONLinesStore(recorder.path, system=system)
+    with ExitStack() as afterwards:
 
-    with recorder.recording():
-        scenario(recorder, opened)
+        def opened(process=None):
+            if process is None:
+                return JSONLinesStore(recorder.path)
+            store = another_process(process)(recorder.path)
+            afterwards.callback(store.close)
+            afterwards.callback(process.resume)
+            return store
+
+        with recorder.recording():
+            scenario(recorder, opened)
     return recorder
 
 
-def raw_plants(path):
-    """Return the plants of a sound file, read without the store's code."""
-    content = path.read_bytes()
-    assert not content or content.endswith(b'\n')
-    plants = [Plant(**json.loads(line)) for line in content.split(b'\n')[:-1]]
-    by_id = {plant.id: plant for plant in plants}
-    assert [by_id[plant.id] for plant in plants] == plants, 'an id is there twice'
+def stored_in(path):
+    """Return the plants of a sound file; a plant may be there twice, but no id."""
+    plants = raw_plants(path.read_bytes())
+    assert len({plant.id for plant in plants}) == len(set(plants)), 'an id is twice'
     return set(plants)
 
 
@@ -336,14 +325,13 @@ def check(crash):
     left = path.read_bytes() if path.exists() else b''
     with JSONLinesStore(path) as store:
         store.add_many([])  # it opens
-        found = raw_plants(path)
+        found = stored_in(path)
         whole = path.read_bytes()
         sides = [side.read_bytes() for side in path.parent.glob('plants.jsonl.*-[0-9]')]
         assert whole == left or left.removeprefix(whole) in sides, 'bytes are gone'
         moment, kept = recorder.kept
         if crash.moment >= moment:
             assert any(kept in data for data in [whole, *sides]), 'bytes are gone'
-        recorder.continued(store)
         acknowledged = by_then(recorder.acknowledged, crash)
         assert found >= acknowledged, f'lost: {acknowledged - found}'
         unknown = found - by_then(recorder.sent, crash)
@@ -356,7 +344,7 @@ def check(crash):
         assert taken == [True] * len(plants), 'an id is given twice'
         assert outcomes[-1] is True
     assert path.read_bytes().startswith(whole)
-    assert NEW in raw_plants(path)
+    assert NEW in stored_in(path)
 
 
 def by_then(moments, crash):
@@ -367,8 +355,8 @@ def by_then(moments, crash):
 def fault(state):
     """Return what is wrong after opening a state, or ``None``."""
     try:
-        with state.placed():
-            check(state.crash)
+        state.place()
+        check(state.crash)
     except Exception as ex:
         return f'{type(ex).__name__}: {ex}'[:500]
     return None
@@ -428,10 +416,11 @@ def test_acknowledged_plants_survive_a_second_crash(directory, scenario, block):
         again = Recorder(first.directory, Path(tempfile.mkdtemp(dir=directory)))
         again.sent = dict.fromkeys(by_then(first.sent, state.crash), 0)
         again.acknowledged = dict.fromkeys(by_then(first.acknowledged, state.crash), 0)
-        again.damage, again.continued = first.damage, first.continued
+        again.damage = first.damage
         if state.crash.moment >= first.kept[0]:
             again.kept = 0, first.kept[1]
-        with state.placed(), again.recording():
+        state.place()
+        with again.recording():
             repair_damage(again)
             with JSONLinesStore(again.path) as store:
                 again.add(store, Plant(99, 'Elm'))
@@ -444,22 +433,25 @@ class Forgetful:
     """System calls that skip a sync, or make it too late.
 
     Args:
-        forgotten: The name of the call that is skipped.
+        forgotten: The name of the call that is skipped; an fsync only of a directory.
         late: Whether the skipped call is made up for at the next call.
     """
 
     def __init__(self, forgotten, late=False):
-        self._function = getattr(os, forgotten)
         self._late = [] if late else None
-        setattr(self, forgotten, self._forget)
+        self._forgotten = forgotten
 
     def __getattr__(self, name):
-        return getattr(os, name)
+        return self._forget if name == self._forgotten else getattr(os, name)
 
     def _forget(self, fd):
+        # Looked up at each call: a recorder may have replaced it.
+        sync = getattr(os, self._forgotten)
+        if self._forgotten == 'fsync' and not os.path.isdir(path_of(fd)):
+            sync(fd)
         if self._late is not None:
             for earlier in self._late:
-                self._function(earlier)
+                sync(earlier)
             self._late = [fd]
 
 
@@ -470,6 +462,7 @@ class Forgetful:
 )
 def test_missing_sync_is_detected(directory, system):
     """The generator finds a state that shows a missing or late sync."""
-    recorder = record(directory, first_add, system)
+    with installed(system):
+        recorder = record(directory, first_add)
     _, text = first_fault(recorder, 512, Random(SEED), 1000)
     assert text
