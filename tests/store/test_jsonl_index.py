@@ -1,30 +1,32 @@
-"""The index of a plant file: merges, and damage that never gives an id twice."""
+"""The index of a plant file: it is disposable, and never gives an id twice."""
 
+import fcntl
 import logging
 import os
-import random
 import shutil
 import sqlite3
-import threading
-from contextlib import closing
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
+from random import Random
 
 import pytest
+from disk import (
+    Disk,
+    append,
+    assert_stored,
+    failure,
+    fill,
+    index_of,
+    installed,
+    lines,
+)
 
-from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
-from store.jsonl import JSONLinesStore, record
-from store.jsonl import file as plant_file
-from store.jsonl import index as plant_index
-from store.testing import PATIENCE, in_child, in_threads, wait_until
+from store import Plant, StoreCorrupt, StoreUnavailable
+from store.jsonl import JSONLinesStore, file, flusher, index, table
+from store.jsonl.repair import verify
+from store.scheduler import ThreadScheduler
+from store.testing import in_child, in_threads, wait_until
 
-PAGE = 4096
-
-
-@pytest.fixture(autouse=True)
-def frequent_merges(monkeypatch):
-    """Merge after a few ids, and without a pause between merges."""
-    monkeypatch.setattr(plant_index, 'MERGE_AT', 40)
-    monkeypatch.setattr(plant_file, 'MERGE_EVERY', 0)
+TABLE = '', '-wal', '-shm'
 
 
 def ferns(*span):
@@ -32,580 +34,369 @@ def ferns(*span):
     return [Plant(hash((number, 7)) >> 1, f'Fern {number}') for number in range(*span)]
 
 
-def index_files(path):
-    """Return the paths of the index files, sorted; the manifest is the first."""
-    return sorted(path.parent.glob(f'{path.name}.index*'))
+def mark_of(path):
+    """Return the mark of an index: the end of the lines whose ids are in the table."""
+    with closing(sqlite3.connect(f'{index_of(path).as_uri()}?mode=ro', uri=True)) as db:
+        return db.execute('SELECT mark FROM state').fetchone()[0]
 
 
-def generations(path):
-    """Return the SQLite files of the index."""
-    return [file for file in index_files(path) if '.index-' in file.name]
+def wait_for_flush(path):
+    """Wait until the table has the ids of all lines."""
+    wait_until(lambda: mark_of(path) == path.stat().st_size)
 
 
-def wait_for_merge(store):
-    """Wait until the running merge, if any, has ended."""
-    merging = store._backend()._merging
-    if merging is not None:
-        merging.join()
+@pytest.fixture
+def frequent(monkeypatch):
+    """Flush soon after each add, with a checkpoint after some flushes."""
+    monkeypatch.setattr(flusher, 'FLUSH_WITHIN', 0.01)
+    monkeypatch.setattr(table, 'CHECKPOINT_BYTES', 100_000)
 
 
-def fill(store, plants, at_once=20):
-    """Add plants in batches; wait for the merge after each."""
-    for start in range(0, len(plants), at_once):
-        assert all(store.add_many(plants[start : start + at_once]))
-        wait_for_merge(store)
+@pytest.fixture(params=['running', 'stopped', 'killed'])
+def state(request):
+    """What a store does while its index is spoiled."""
+    return request.param
 
 
-def assert_knows(store, plants):
-    """Check that a store has these plants, and refuses others with their ids."""
-    outcomes = store.add_many([plant._replace(tag='another') for plant in plants])
-    assert all(isinstance(outcome, IdTaken) for outcome in outcomes)
-    assert store.add_many(plants) == [False] * len(plants)
+@contextmanager
+def stopped(path, plants, state='stopped'):
+    """Yield a store that has plants, or has had them before it stopped or was killed.
+
+    Their ids are in the table, but for the last two.
+    """
+
+    def add():
+        store.add_many(plants[:-2])
+        wait_for_flush(path)
+        for plant in plants[-2:]:
+            store.add(plant)
+
+    with JSONLinesStore(path) as store:
+        if state == 'killed':
+            in_child(add)
+        else:
+            add()
+            if state == 'stopped':
+                store.close()
+        yield JSONLinesStore(path) if state == 'stopped' else store
 
 
-class TestMerge:
-    def test_recent_ids_are_merged_into_generations(self, path):
-        """Recent ids become a generation; small generations become a larger one."""
-        plants = ferns(300)
+def table_files(path):
+    """Return the files of the table of an index that exist."""
+    paths = (index_of(path, suffix) for suffix in TABLE)
+    return [path for path in paths if path.exists()]
+
+
+def removed(path, chance):
+    """Remove the table."""
+    for part in table_files(path):
+        part.unlink()
+
+
+def some_removed(path, chance):
+    """Remove some files of the index."""
+    for part in chance.sample(list(path.parent.glob('*.index*')), 2):
+        part.unlink()
+
+
+def of_another_file(path, chance):
+    """Replace the index by that of another plant file."""
+    removed(path, chance)
+    fill(path.with_name('other'), Plant(5, 'Other'))
+    index_of(path.with_name('other')).replace(index_of(path))
+
+
+def random_bytes(path, chance):
+    """Replace the index by random bytes."""
+    removed(path, chance)
+    index_of(path).write_bytes(chance.randbytes(9000))
+
+
+def emptied(path, chance):
+    """Make the files of the table empty."""
+    for part in table_files(path):
+        part.write_bytes(b'')
+
+
+def zeroed_pages(path, chance):
+    """Zero each page of the table but the first."""
+    for part in table_files(path):
+        content = part.read_bytes()
+        part.write_bytes(content[:4096] + bytes(len(content[4096:])))
+
+
+def cut(path, chance):
+    """Cut the files of the table in the middle of a page."""
+    for part in table_files(path):
+        os.truncate(part, part.stat().st_size // 2 + 100)
+
+
+class TestSpoiled:
+    @pytest.mark.usefixtures('frequent')
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    @pytest.mark.parametrize(
+        'spoil',
+        [removed, some_removed, of_another_file, random_bytes],
+        ids=lambda spoil: spoil.__name__,
+    )
+    def test_lost_index_gives_no_id_twice(self, path, state, spoil):
+        """An index may be removed or replaced at any time."""
+        plants = ferns(500)
+        for seed in range(3):
+            with stopped(path, plants, state) as store, store:
+                spoil(path, Random(seed))
+                assert_stored(store, plants, free=[seed])
+            with JSONLinesStore(path) as store:
+                plants.append(Plant(seed, 'Free'))
+                assert_stored(store, plants)
+
+    @pytest.mark.usefixtures('frequent')
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    @pytest.mark.parametrize('state', ['stopped', 'killed'])
+    @pytest.mark.parametrize('spoil', [emptied, zeroed_pages, cut])
+    def test_damaged_index_is_built_again(self, path, state, spoil):
+        """An index that was damaged while nobody used it gives no id twice."""
+        plants = ferns(2000)
+        with stopped(path, plants, state) as store, store:
+            spoil(path, None)
+            assert_stored(store, plants, free=[1])
+
+    @pytest.mark.usefixtures('frequent')
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_older_index_is_not_believed(self, path, state, tmp_path):
+        """An older index that is put back, whole, gives no id twice."""
+        plants = ferns(500)
+        with stopped(path, plants[:300], state) as store, store:
+            old = [shutil.copy2(part, f'{part}.old') for part in table_files(path)]
+        with stopped(path, plants, state) as store, store:
+            removed(path, None)
+            for part in old:
+                os.rename(part, part.removesuffix('.old'))
+            assert_stored(store, plants, free=[1])
+
+    def test_index_of_version_1_1_is_replaced(self, path, rebuilt):
+        """The index of version 1.1 is removed, and a new one is built."""
+        path = path.with_name('[a]*.jsonl')
+        plants = ferns(50)
+        path.write_bytes(lines(*plants))
+        index_of(path).write_text('plants.jsonl index 3\n')
+        old = [index_of(path, f'-{number:016x}') for number in (1, 2**60)]
+        other = path.with_name('a.jsonl.index-0000000000000001')
+        for part in *old, other:
+            part.touch()
         with JSONLinesStore(path) as store:
-            fill(store, plants)
-            index = store._backend()._index
-            assert len(index._recent) < 40
-            counts = []
-            for generation in index._stamps():
-                file = plant_index.generation_path(index._path, generation.name)
-                with closing(sqlite3.connect(file)) as connection:
-                    query = 'SELECT count(*) FROM plants'
-                    counts += connection.execute(query).fetchone()
-            assert sum(counts) + len(index._recent) == 300
-            assert_knows(store, plants)
-        assert len(generations(path)) == len(counts)
+            assert_stored(store, plants, free=[1])
+        assert rebuilt()
+        assert [part.exists() for part in (*old, other)] == [False, False, True]
 
-    @pytest.mark.parametrize('most', [2, 4])
-    def test_number_of_generations_is_limited(self, path, monkeypatch, most):
-        """There are at most GENERATIONS, however many ids there are."""
-        monkeypatch.setattr(plant_index, 'FACTOR', 1)
-        monkeypatch.setattr(plant_index, 'GENERATIONS', most)
-        plants = ferns(1000)
-        seen = set()
+    def test_build_that_fails_is_tried_again(self, path):
+        """After a failed build of the index the next add tries again."""
+        disk = Disk(path)
+
+        def refuse(name, target, *arguments):
+            if name == 'open' and str(target).endswith('.index-new'):
+                raise failure(24)
+
+        with installed(disk), JSONLinesStore(path) as store:
+            store.add_many(ferns(50))
+            removed(path, None)
+            disk.before = refuse
+            with pytest.raises(StoreUnavailable, match='Too many open files'):
+                store.ping()
+            disk.resume()
+            assert_stored(store, ferns(50), free=[1])
+
+
+class TestBuilt:
+    def test_open_reads_only_lines_behind_the_mark(self, path, rebuilt):
+        """A clean close leaves the mark at the end: the next open builds nothing."""
+        fill(path, *ferns(300))
+        assert not rebuilt()
+        assert mark_of(path) == path.stat().st_size
+        assert table_files(path) == [index_of(path)]
         with JSONLinesStore(path) as store:
-            for start in range(0, 1000, 40):
-                fill(store, plants[start : start + 40])
-                seen.add(len(generations(path)))
-            assert_knows(store, plants)
-        assert max(seen) == most
-
-    def test_ids_are_seldom_copied(self, path, monkeypatch):
-        """A merge copies few ids of earlier ones."""
-        copied = []
-        absorb = plant_index.Draft.absorb
-
-        def counted(draft, generation):
-            before = draft._connection.total_changes
-            absorb(draft, generation)
-            copied.append(draft._connection.total_changes - before)
-
-        monkeypatch.setattr(plant_index.Draft, 'absorb', counted)
-        with JSONLinesStore(path) as store:
-            fill(store, ferns(1600), 40)
-        assert 1600 < sum(copied) < 2.5 * 1600
-
-    def test_copies_know_the_smallest_and_the_largest_id(self, path):
-        """Every id is known after its generation was copied, also at both ends."""
-        ends = [Plant(-(2**63), 'Fern'), Plant(2**63 - 1, 'Moss')]
-        with JSONLinesStore(path) as store:
-            fill(store, [*ends, *ferns(300)])
-            assert_knows(store, ends)
-
-    @pytest.mark.parametrize('behind', [False, True])
-    def test_merge_works_during_syncs_unless_it_is_behind(
-        self, path, monkeypatch, behind
-    ):
-        """A merge waits for syncs, so that requests go on; not if ids come quickly."""
-        monkeypatch.setattr(plant_index, 'PAUSE_AFTER', 200)
-        monkeypatch.setattr(plant_file, 'MERGE_PAUSE', 2 * PATIENCE)
-        with JSONLinesStore(path) as store:
-            store.add_many(ferns(80 if behind else 40))
-            merging = store._backend()._merging
-            merging.join(PATIENCE if behind else 0.1)
-            assert merging.is_alive() != behind
-
-            def ends_during_syncs():
-                store.add_many(ferns(1))
-                return not merging.is_alive()
-
-            wait_until(ends_during_syncs)
-
-    def test_open_reads_only_the_rest(self, path, rebuilt):
-        """A store that opens reads only the lines that are in no generation."""
-        plants = ferns(300)
-        with JSONLinesStore(path) as store:
-            fill(store, plants)
-        rebuilt()
-        with JSONLinesStore(path) as store:
-            store.ping()
-            assert len(store._backend()._index._recent) < 80
-            assert_knows(store, plants)
+            assert_stored(store, ferns(300), free=[1])
         assert not rebuilt()
 
-    def test_missing_index_is_built(self, path, rebuilt):
-        """The index of a file without one is built at open, of all its ids."""
-        plants = ferns(300)
-        path.write_bytes(b''.join(map(record.encode, plants)))
-        with JSONLinesStore(path) as store:
-            assert_knows(store, plants)
-            assert not store._backend()._index._recent
-        assert rebuilt()
-
     @pytest.mark.parametrize('first', [0, 30, 250])
-    def test_build_refuses_two_plants_with_one_id(self, path, first):
+    def test_build_refuses_two_plants_with_one_id(self, path, monkeypatch, first):
         """A build accepts a repeated line, and refuses another plant with its id."""
+        monkeypatch.setattr(index, 'CHUNK', 100)
         plants = ferns(300)
-        plants.append(plants[first])
-        path.write_bytes(b''.join(map(record.encode, plants)))
+        text = lines(*plants, plants[first])
+        path.write_bytes(text)
         with JSONLinesStore(path) as store:
-            assert_knows(store, plants[:300])
-        with path.open('ab') as file:
-            file.write(record.encode(plants[first]._replace(tag='another')))
-        for file in index_files(path):
-            file.unlink()
+            assert_stored(store, plants)
+        append(path, lines(plants[first]._replace(tag='another')))
+        removed(path, None)
         with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt) as caught:
             store.ping()
-        assert caught.value.line == 302
-        assert not generations(path)
+        assert (caught.value.line, caught.value.offset) == (302, len(text))
 
-    def test_stores_share_an_index(self, path):
-        """Stores that share an index know each other's ids, whichever one merges."""
-        plants = ferns(400)
-        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
-            for start in range(0, 400, 20):
-                fill(one if start % 60 else other, plants[start : start + 20])
-            assert_knows(one, plants)
-            assert_knows(other, plants)
-
-    @pytest.mark.parametrize('scattered', [True, False])
-    def test_new_ids_are_seldom_looked_up(self, path, monkeypatch, scattered):
-        """Look-ups of new ids in generations are rare, also after many merges."""
-        plants = [Plant(number, 'Fern') for number in range(5000)]
-        plants = ferns(5000) if scattered else plants
-        looked_up = []
-        check = plant_index.Generation.check
+    def test_smallest_and_largest_id(self, path):
+        """The ids at the limits of 64 bits are found, in the table and before."""
+        ends = [Plant(-(2**63), 'Fern'), Plant(0, 'Ivy'), Plant(2**63 - 1, 'Moss')]
         with JSONLinesStore(path) as store:
-            fill(store, plants[:4000], 250)
-            monkeypatch.setattr(
-                plant_index.Generation,
-                'check',
-                lambda generation: looked_up.append(1) or check(generation),
-            )
-            store._backend()._index.find([plant.id for plant in plants[4000:]])
-            assert not looked_up[len(generations(path)) :]
-            for plant in plants[4000:]:
-                store._backend()._index.find([plant.id])
-        assert len(looked_up) < 100
-
-    def test_lines_of_another_process_are_not_sealed_again(self, path):
-        """A store reads the lines of another process, and writes no seal for them."""
-        calls = []
-
-        class Counted:
-            """System calls; those that write are counted."""
-
-            def __getattr__(self, name):
-                return getattr(os, name)
-
-            def pwrite(self, *arguments):
-                calls.append(arguments)
-                return os.pwrite(*arguments)
-
-        with JSONLinesStore(path, system=Counted()) as one, JSONLinesStore(path) as two:
-            one.ping()
-            for number in range(0, 10, 2):
-                two.add(Plant(number, 'Fern'))
-                del calls[:]
-                assert one.add(Plant(number + 1, 'Fern'))
-                assert len(calls) == 3  # the plant, the seal, the synced end
-
-    def test_cut_of_a_torn_tail_keeps_the_index(self, path, caplog):
-        """After a torn tail was cut off while in use, the index is still used."""
-        fern, moss = Plant(1, 'Fern'), Plant(2, 'Moss')
+            assert store.add_many(ends) == [True] * 3
+            assert_stored(store, ends)
         with JSONLinesStore(path) as store:
-            store.add(fern)
-            with path.open('ab') as file:
-                file.write(b'{"id":3,')
-            assert not store.add(fern)
-            assert store.add(moss)
-        assert 'is cut off' in caplog.text
-        assert 'not used any more' not in caplog.text
-
-    def test_many_lines_of_another_process_are_read_in_a_thread(
-        self, path, monkeypatch
-    ):
-        """Many lines of another process are indexed in the scheduler's thread."""
-        monkeypatch.setattr(plant_file, 'CATCH_UP_BYTES', 100)
-        plants = ferns(300)
-        calls = []
-        with JSONLinesStore(path) as store:
-            store.ping()
-            backend = store._backend()
-            call = backend._call
-            backend._call = lambda function: calls.append(function) or call(function)
-            for start, stop, expected in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
-                with path.open('ab') as file:
-                    file.write(b''.join(map(record.encode, plants[start:stop])))
-                del calls[:]
-                with pytest.raises(IdTaken):
-                    store.add(plants[stop - 1]._replace(tag='another'))
-                assert len(calls) == expected
-            assert_knows(store, plants)
-
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    @pytest.mark.parametrize('call', ['open', 'fsync', 'pwrite'])
-    def test_killed_merge_leaves_a_sound_index(self, path, call):
-        """A process that is killed during a merge leaves a correct index."""
-        plants = ferns(200)
-        with JSONLinesStore(path) as store:
-            fill(store, plants)
-
-        class Mortal:
-            """System calls that end the process at the first such call of a merge."""
-
-            def __getattr__(self, name):
-                def end(*arguments):
-                    if threading.current_thread() is not threading.main_thread():
-                        os._exit(0)
-                    return getattr(os, name)(*arguments)
-
-                return end if name == call else getattr(os, name)
-
-        more = ferns(200, 250)
-
-        def add():
-            with JSONLinesStore(path, system=Mortal()) as mortal:
-                fill(mortal, more)
-
-        in_child(add)
-        with JSONLinesStore(path) as store:
-            store.add_many(more)
-            wait_for_merge(store)
-            assert_knows(store, [*plants, *more])
-            fill(store, ferns(250, 350))
-            stamps = store._backend()._index._stamps()
-        assert len(generations(path)) == len(stamps)
-
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork_waits_for_a_thread_in_sqlite(self, path):
-        """A child inherits no lock of SQLite that a thread of the parent holds."""
-        path.touch()
-        writing, forked = threading.Event(), threading.Event()
-
-        def write(first, again):
-            writing.set()
-            # A fork that did not wait would end long before this timeout.
-            assert not forked.wait(0.2)
-
-        def merge():
-            with plant_index.Draft(path, path.stat(), 1) as draft:
-                draft.extend([(1, 0), (1, 9)], write)
-
-        def fork():
-            assert writing.wait(PATIENCE)
-            in_child(merge_in_child)
-            forked.set()
-
-        def merge_in_child():
-            with plant_index.Draft(path, path.stat(), 1) as draft:
-                draft.extend([(1, 0)], write)
-
-        in_threads(merge, fork)
-
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_fork_does_not_wait_for_a_pause_of_a_merge(self, path, monkeypatch):
-        """A child is forked while a merge pauses in a statement, and can use SQLite."""
-        monkeypatch.setattr(plant_index, 'PAUSE_AFTER', 50)
-        path.touch()
-        paused, forked = threading.Event(), threading.Event()
-
-        def pause():
-            paused.set()
-            assert forked.wait(PATIENCE)
-            return False
-
-        def merge(pause=pause):
-            with plant_index.Draft(path, path.stat(), 1, pause=pause) as draft:
-                draft.extend(((number, number) for number in range(100)), pytest.fail)
-
-        def fork():
-            assert paused.wait(PATIENCE)
-            in_child(lambda: merge(None))
-            forked.set()
-
-        in_threads(merge, fork)
-
-    def test_merge_does_not_undo_another(self, path):
-        """A merge that began before another one ended is refused at its end."""
-        with JSONLinesStore(path) as store:
-            fill(store, ferns(20))
-            index = store._backend()._index
-            merge = index.begin_merge()
-            fill(store, ferns(20, 60))
-            (stamp,) = index._stamps()
-            with pytest.raises(plant_index.IndexDamaged, match='meanwhile'):
-                index.end_merge(merge, stamp)
-
-    def test_merge_stops_at_close(self, path):
-        """A long merge ends soon after a close, and leaves no file."""
-        path.touch()
-        status = path.stat()
-        with plant_index.Draft(path, status, 1) as draft, path.open('rb') as plants:
-            draft.extend(((number, 0) for number in range(100_000)), pytest.fail)
-            stamp = draft.finish(plants.fileno(), 0)
-        old = plant_index.Generation(path, stamp)
-        with (
-            closing(old),
-            pytest.raises(OSError, match='interrupted'),
-            plant_index.Draft(path, status, 1, pause=lambda: True) as draft,
-        ):
-            draft.absorb(old)
-        assert len(list(path.parent.iterdir())) == 2
-
-    def test_failed_merge_is_tried_again(self, path, caplog):
-        """Adds work while merges fail, and a later merge is tried."""
-        caplog.set_level(logging.INFO)
-
-        class Full:
-            """System calls of a disk that has no room for another generation."""
-
-            full = True
-
-            def __getattr__(self, name):
-                return getattr(os, name)
-
-            def open(self, name, *arguments):
-                if self.full and '.index-' in str(name):
-                    raise OSError(28, os.strerror(28))
-                return os.open(name, *arguments)
-
-        plants = ferns(200)
-        system = Full()
-        system.full = False
-        with JSONLinesStore(path, system=system) as store:
-            store.ping()
-            system.full = True
-            fill(store, plants)
-            assert not generations(path)
-            assert 'the index is not merged now' in caplog.text
-            system.full = False
-            fill(store, ferns(200, 220))
-            assert generations(path)
-            assert_knows(store, plants)
+            assert_stored(store, ends, free=[2**63 - 2, -(2**63) + 1])
 
     def test_index_files_have_mode_and_owner(self, path):
-        """The index files have the mode and the owner of the plant file."""
+        """The files beside the plant file have its mode and its owner."""
         path.touch()
         path.chmod(0o640)
         if not os.geteuid():
             os.chown(path, 12, 34)
         with JSONLinesStore(path) as store:
-            fill(store, ferns(200))
-        of_plants = path.stat()
-        for file in index_files(path):
-            status = file.stat()
-            assert status.st_mode == of_plants.st_mode
-            assert (status.st_uid, status.st_gid) == (
-                of_plants.st_uid,
-                of_plants.st_gid,
-            )
+            store.add_many(ferns(20))
+            found = [part.stat() for part in path.parent.iterdir()]
+        assert len(found) == 5
+        ours = {(status.st_mode, status.st_uid, status.st_gid) for status in found}
+        assert len(ours) == 1
 
-
-RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
-
-
-class Spoiled:
-    """A store with several generations whose files tests damage.
-
-    Attributes:
-        plants: The plants of the store.
-        old: Earlier bytes of each index file, by inode.
-    """
-
-    def __init__(self, path, running, count=500):
-        self.path = path
-        self.plants = ferns(count)
-        self.store = JSONLinesStore(path)
-        last = count // 10
-        fill(self.store, self.plants[:-last], 3 * last)
-        self.old = {file.stat().st_ino: file.read_bytes() for file in index_files(path)}
-        fill(self.store, self.plants[-last:], last // 2)
-        self.store.close()
-        if running:
-            # Opened again, so that few pages are in its cache.
-            self.store = JSONLinesStore(path)
-            self.store.ping()
-
-    def check(self):
-        """Check that no id is given twice; open the store if it is closed."""
-        if self.store._closed:
-            self.store = JSONLinesStore(self.path)
-        with self.store as store:
-            assert_knows(store, self.plants)
-            fill(store, ferns(9000, 9100))
-            assert_knows(store, [*self.plants, *ferns(9000, 9100)])
-
-
-class TestSpoiled:
-    @RUNNING
-    @pytest.mark.parametrize('seed', range(6))
-    def test_old_pages_are_not_believed(self, path, running, seed):
-        """Index files with random pages from an earlier state give no id twice."""
-        choose = random.Random(seed)
-        case = Spoiled(path, running, count=1200)  # in some six pages
-        for file in index_files(path):
-            old = case.old.get(file.stat().st_ino)
-            if old is None or (file.suffix == '.index' and seed % 2):
-                continue
-            share = choose.choice([0.1, 0.5, 0.9, 1])
-            size = 512 if file.suffix == '.index' else PAGE
-            with file.open('r+b') as spoiled:
-                for offset in range(0, len(old), size):
-                    if choose.random() < share:
-                        spoiled.seek(offset)
-                        spoiled.write(old[offset : offset + size])
-        case.check()
-
-    @RUNNING
-    @pytest.mark.parametrize('which', [0, 1, slice(None)], ids=str)
-    @pytest.mark.parametrize(
-        'spoil',
-        [
-            lambda file: file.write_bytes(b''),
-            lambda file: os.truncate(file, file.stat().st_size // 2),
-            lambda file: file.write_bytes(b'plants' * 20_000),
-            lambda file: file.write_bytes(bytes(file.stat().st_size)),
-            Path.unlink,
-            lambda file: shutil.copy(__file__, file),
-            lambda file: file.unlink() or file.touch(),
-        ],
-        ids=['emptied', 'cut', 'overwritten', 'zeroed', 'removed', 'copied', 'other'],
-    )
-    def test_spoiled_file_gives_no_id_twice(self, path, running, which, spoil):
-        """A damaged index file kills no process, and no id is given twice."""
-        case = Spoiled(path, running)
-        files = index_files(path)[which]
-        for file in files if isinstance(files, list) else [files]:
-            spoil(file)
-        case.check()
-
-    @RUNNING
-    def test_restored_index_is_not_believed(self, path, running, tmp_path):
-        """Index files restored from an old copy give no id twice."""
-        case = Spoiled(path, running)
-        copies = tmp_path / 'copies'
-        copies.mkdir()
-        for file in index_files(path):
-            shutil.copy2(file, copies)
-        if not running:
-            case.store = JSONLinesStore(path)
-        fill(case.store, ferns(500, 700), 100)
-        case.plants = ferns(700)
-        for file in copies.iterdir():
-            shutil.copy2(file, path.parent)
-        case.check()
-
-    def test_restored_manifest_is_not_believed(self, path, monkeypatch):
-        """An old manifest is not believed while in use, even if its files exist."""
-        monkeypatch.setattr(plant_index, 'FACTOR', 1)
-        with JSONLinesStore(path) as store:
-            fill(store, ferns(200), 200)
-            manifest = index_files(path)[0]
-            old = manifest.read_bytes()
-            files = set(generations(path))
-            fill(store, ferns(200, 300), 50)
-            assert files < set(generations(path))
-            with manifest.open('r+b') as file:
-                file.write(old)
-            assert_knows(store, ferns(300))
-
-    @RUNNING
-    @pytest.mark.parametrize('seed', range(4))
-    def test_changed_bytes_of_the_manifest(self, path, running, seed):
-        """Changed bytes in the manifest give no id twice."""
-        choose = random.Random(seed)
-        case = Spoiled(path, running)
-        manifest = index_files(path)[0]
-        content = bytearray(manifest.read_bytes())
-        for sector in range(3):
-            place = 512 * sector + choose.randrange(12)
-            content[place] ^= choose.randrange(1, 256)
-        manifest.write_bytes(content)
-        case.check()
-
-    @RUNNING
-    def test_wrong_offsets_are_noticed(self, path, running):
-        """An offset is only a hint: the line there is read, and its id compared."""
-        case = Spoiled(path, running)
-        if not running:
-            case.store = JSONLinesStore(path)
-            case.store.ping()
-        recent = case.store._backend()._index._recent
-        recent[case.plants[0].id] = 1
-        recent[case.plants[1].id] = 0
-        case.check()
-
-    def test_removed_index_is_made_again(self, path):
-        """The next add makes a removed index again; all open stores use it."""
-        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
-            fill(one, ferns(100))
-            other.ping()
-            index_files(path)[0].unlink()
-            fill(one, ferns(100, 120))
-            assert index_files(path)[0].suffix == '.index'
-            fill(other, ferns(120, 140))
-            files = index_files(path)
-            assert len(files) > 1
-            fill(one, ferns(140, 150))
-            assert index_files(path) == files
-            assert_knows(one, ferns(150))
-            assert_knows(other, ferns(150))
-
-    def test_edited_plant_file_is_indexed_again(self, path):
-        """A plant file that was edited in place while in use is indexed again."""
+    def test_edited_file_is_indexed_again(self, path):
+        """An old line that was edited while stopped is found, also if others follow."""
         plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
-        with JSONLinesStore(path) as store:
-            fill(store, plants)
+        for more in [], [Plant(7, 'Moss')]:
+            path.unlink(missing_ok=True)
+            with JSONLinesStore(path, create='always') as store:
+                store.add_many(plants)
+            text = path.read_bytes().replace(b'"id":100,', b'"id":999,', 1)
+            path.write_bytes(text + lines(*more))
+            os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
+            with JSONLinesStore(path) as store:
+                edited = [Plant(999, 'Fern', 'x' * 40), *plants[1:], *more]
+                assert_stored(store, edited, free=[100])
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_check_names_a_wrong_index(self, path):
+        """A check finds that an index is not that of the file; a repair heals it."""
+        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
+        with stopped(path, plants, 'killed'):
             text = path.read_bytes()
-            with path.open('r+b') as file:
-                file.write(text.replace(b'"id":100,', b'"id":999,', 1))
-            os.utime(path, ns=(1, -1))  # the clock may be too coarse to differ
-            assert_knows(store, [Plant(999, 'Fern', 'x' * 40), *plants[1:]])
-            assert store.add(plants[0])
-
-    def test_rebuild_that_does_not_help_is_unavailable(self, path):
-        """An index that is damaged even after a rebuild makes the store unavailable."""
+            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
+        (sentence,) = verify(path).damaged
+        assert sentence == f'{index_of(path)}: 1 ids differ from the file'
+        assert verify(path, repair=True).repaired
         with JSONLinesStore(path) as store:
-            fill(store, ferns(100))
-            store._backend()._find = lambda ids: next(damaged())
-            with pytest.raises(StoreUnavailable, match='the index: it is damaged'):
-                store.add(Plant(1, 'Moss'))
+            assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
+
+    def test_cut_of_a_torn_tail_keeps_the_index(self, path, caplog):
+        """After a torn tail was cut off while in use, the index is still used."""
+        with JSONLinesStore(path) as store:
+            store.add_many(ferns(9))
+            append(path, b'{"id":3,')
+            assert_stored(store, ferns(9), free=[3])
+        assert 'unfinished write' in caplog.text
+        assert 'opened again' not in caplog.text
 
 
-def damaged():
-    """Raise the error of a damaged index at the first ``next``."""
-    raise plant_index.IndexDamaged('it is damaged')
-    yield
+class TestFlush:
+    def test_mark_follows_the_file(self, path):
+        """The mark follows an add by itself, soon, also that of another process."""
+        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
+            for number, store in enumerate([one, other, one]):
+                store.add(Plant(number, 'Fern'))
+                wait_for_flush(path)
 
+    @pytest.mark.usefixtures('frequent')
+    def test_processes_flush_at_once(self, path):
+        """Stores that add and flush at once share one index, and know all ids."""
+        path.touch()
+        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
 
-def test_only_one_process_merges(path):
-    """While one process merges, no other does."""
-    with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
-        fill(one, ferns(200))
-        other.ping()
-        manifest = os.open(index_files(path)[0], os.O_RDONLY)
-        assert plant_index.try_flock(manifest)
-        fill_later = threading.Thread(target=fill, args=[one, ferns(200, 300)])
-        fill_later.start()
-        fill_later.join()
-        wait_until(lambda: len(one._backend()._index._recent) >= 100)
-        os.close(manifest)
-        fill(one, ferns(300, 320))
-        assert len(one._backend()._index._recent) < 40
-        assert_knows(other, ferns(320))
+            def add(store, first):
+                for number in range(first, 2000, 40):
+                    store.add_many(ferns(number, number + 20))
+
+            in_threads(lambda: add(one, 0), lambda: add(other, 20))
+            wait_for_flush(path)
+            for store in one, other:
+                assert_stored(store, ferns(2000))
+
+    def test_add_many_is_bounded(self, path, monkeypatch):
+        """A process that adds many plants waits for the flush of their ids."""
+        monkeypatch.setattr(index, 'MOST_RECENT', 100)
+        monkeypatch.setattr(flusher, 'FLUSH_WITHIN', 100)
+        with JSONLinesStore(path) as store:
+            for number in range(0, 1000, 50):
+                store.add_many(ferns(number, number + 50))
+                assert path.stat().st_size - mark_of(path) < len(lines(*ferns(150)))
+            assert_stored(store, ferns(1000))
+
+    @pytest.mark.usefixtures('frequent')
+    def test_stopped_flush_stops_no_add(self, path, monkeypatch):
+        """While another process flushes, or is stopped in it, adds go on."""
+        monkeypatch.setattr(index, 'MOST_RECENT', 100)
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            wait_for_flush(path)
+            with index_of(path, '-synced').open() as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                mark = mark_of(path)
+                store.add_many(ferns(200))
+                assert_stored(store, ferns(200))
+                assert mark_of(path) == mark
+            wait_for_flush(path)
+
+    @pytest.mark.usefixtures('frequent')
+    def test_failed_flush_is_tried_again(self, path, caplog):
+        """Adds work while flushes fail, and a later flush is tried."""
+        caplog.set_level(logging.INFO)
+        disk = Disk(path)
+
+        def refuse(name, target, *arguments):
+            if name == 'open' and str(target).endswith('-synced'):
+                raise failure(28)
+
+        with installed(disk), JSONLinesStore(path) as store:
+            store.ping()
+            disk.before = refuse
+            store.add_many(ferns(200))
+            wait_until(lambda: 'the index is not flushed' in caplog.text)
+            assert_stored(store, ferns(200))
+            disk.resume()
+            wait_for_flush(path)
+
+    @pytest.mark.usefixtures('frequent')
+    def test_commits_need_the_flush_lock(self, path, monkeypatch):
+        """A connection that can write exists only under the flush lock."""
+        made = []
+
+        def connect(name, **options):
+            if name.endswith('?mode=rw'):
+                lock = index_of(path, '-synced').open()
+                with lock, suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    made.append('without the lock')
+            made.append(name.rpartition('.index')[2])
+            return real(name, **options)
+
+        real = sqlite3.connect
+        monkeypatch.setattr(sqlite3, 'connect', connect)
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            for number in range(10):
+                (store if number % 2 else other).add_many(ferns(number, number + 1))
+                wait_for_flush(path)
+        assert set(made) == {'-new', '?mode=ro', '?mode=rw'}
+
+    def test_many_lines_of_another_process_are_read_in_a_call(self, path, monkeypatch):
+        """A server's own thread reads few lines of another process, and not many."""
+        monkeypatch.setattr(file, 'CATCH_UP_BYTES', 100)
+        plants = ferns(300)
+        calls = []
+
+        class Scheduler(ThreadScheduler):
+            def call(self, function):
+                calls.append(function)
+                return function()
+
+        with JSONLinesStore(path, scheduler=Scheduler()) as store:
+            store.add(Plant(1, 'Fern'))
+            for start, stop, expected in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
+                append(path, lines(*plants[start:stop]))
+                calls.clear()
+                assert store.add(plants[stop - 1]) is False
+                assert len(calls) == expected + 1  # one is that of the sync
+            assert_stored(store, plants)
