@@ -1,0 +1,297 @@
+"""The file store in forked processes: nothing that was opened before is used after."""
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import sqlite3
+import threading
+
+import pytest
+from disk import Disk, append, assert_stored, installed, lines
+
+from store import IdTaken, Plant
+from store.jsonl import JSONLinesStore, flusher
+from store.testing import PATIENCE, in_child, in_threads, wait_until
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+
+PLANTS = [Plant(number, 'Fern') for number in range(1, 13)]
+
+
+def test_parent_and_child_add_at_once(path):
+    """Parent and child may add to one store at once: each id has one winner."""
+    store = JSONLinesStore(path)
+    winners = {name: path.with_name(name) for name in ('parent', 'child')}
+
+    def add_all(name):
+        with winners[name].open('w') as file:
+            for id in random.Random(name).sample(range(300), 250):
+                with contextlib.suppress(IdTaken):
+                    store.add(Plant(id, name))
+                    print(id, file=file)
+
+    with store:
+        store.ping()
+        in_threads(
+            lambda: in_child(lambda: add_all('child')), lambda: add_all('parent')
+        )
+        won = [
+            Plant(int(line), name)
+            for name, file in winners.items()
+            for line in file.read_text().split()
+        ]
+        assert_stored(store, won)
+        assert sorted(store) == sorted(won)
+        assert len({plant.id for plant in won}) == len(won)
+
+
+def test_parent_child_and_grandchild_add_in_turn(path):
+    """Parent, child and grandchild add to one store in turn, and agree."""
+    with JSONLinesStore(path) as store:
+        for number in range(0, 12, 4):
+
+            def use(number=number):
+                store.add(PLANTS[number + 1])
+                in_child(lambda: store.add(PLANTS[number + 2]))
+                assert_stored(store, PLANTS[: number + 3])
+
+            store.add(PLANTS[number])
+            in_child(use)
+            store.add(PLANTS[number + 3])
+    assert path.read_bytes() == lines(*PLANTS)
+
+
+@pytest.mark.parametrize('leave', [JSONLinesStore.close, lambda store: None])
+def test_parent_goes_on_after_its_child_ends(path, leave):
+    """A child that ends, with a close or without, does not affect its parent."""
+    with JSONLinesStore(path) as store:
+        store.add(PLANTS[0])
+        in_child(lambda: leave(store))
+        store.add(PLANTS[1])
+
+        def use_and_leave():
+            store.add(PLANTS[2])
+            leave(store)
+
+        in_child(use_and_leave)
+        assert_stored(store, PLANTS[:3], free=[100])
+
+
+def test_child_closes_inherited_descriptors(path):
+    """A child that opens a store closes its copies of the parent's descriptors."""
+
+    def opened():
+        links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
+        names = [os.readlink(link) for link in links if os.path.lexists(link)]
+        # SQLite itself may keep one of the table for its next connection.
+        ours = (name for name in names if name.startswith(str(path)))
+        return sorted(name for name in ours if not name.endswith('.index'))
+
+    with JSONLinesStore(path) as store:
+        store.add(PLANTS[0])
+        before = opened()
+
+        def look():
+            store.ping()
+            assert opened() == before
+
+        in_child(look)
+        assert_stored(store, PLANTS[:1])
+
+
+def test_killed_child_leaves_no_lock(path):
+    """A child that is killed while it holds the lock blocks nobody."""
+    disk = Disk(path)
+
+    def die(name, *arguments):
+        if os.getpid() != parent and name == 'pwrite' and lines(PLANTS[1]) in arguments:
+            os._exit(0)
+
+    parent = os.getpid()
+    with installed(disk), JSONLinesStore(path) as store:
+        store.add(PLANTS[0])
+        disk.before = die
+        in_child(lambda: store.add(PLANTS[1]))
+        assert_stored(store, PLANTS[:1], free=[100])
+
+
+def test_killed_parent_leaves_no_lock(path):
+    """A parent that is killed leaves no lock to a child that does nothing."""
+    JSONLinesStore(path, create='always').close()
+    for attempt in range(8):
+        reader, writer = os.pipe()
+        parent = os.fork()
+        if not parent:
+            try:
+                work_and_fork(path, attempt, writer)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        with open(reader) as pipe:
+            idle = int(pipe.readline())
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        try:
+            with JSONLinesStore(path) as store:
+                store.add(Plant(-1 - attempt, 'Fern'))
+        finally:
+            os.kill(idle, signal.SIGKILL)
+
+
+def work_and_fork(path, attempt, writer):
+    """Add plants in three threads; fork a child that does nothing, and tell its pid."""
+    store = JSONLinesStore(path)
+
+    def work(first):
+        for number in range(first, first + 10**6):
+            store.add(Plant(number, 'Fern'))
+
+    for number in range(3):
+        first = (3 * attempt + number) * 10**6
+        threading.Thread(target=work, args=[first], daemon=True).start()
+    wait_until(lambda: path.stat().st_size > 10_000 * attempt + 1000)
+    idle = os.fork()
+    if not idle:
+        signal.pause()
+    os.write(writer, b'%d\n' % idle)
+    signal.pause()
+
+
+def test_fork_while_threads_add_and_flush(path, monkeypatch):
+    """A child of a parent whose threads add, flush and log can use the store."""
+    monkeypatch.setattr(flusher, 'FLUSH_WITHIN', 0)
+    done = threading.Event()
+    with JSONLinesStore(path) as store:
+
+        def work(first):
+            number = first
+            while not done.is_set():
+                store.add(Plant(number, 'Fern'))
+                number += 1
+
+        def fork():
+            try:
+                for number in range(25):
+                    in_child(lambda number=number: store.add(Plant(number, 'Moss')))
+            finally:
+                done.set()
+
+        in_threads(fork, lambda: work(10**6), lambda: work(10**7))
+        assert_stored(store, [Plant(number, 'Moss') for number in range(25)])
+
+
+def test_log_that_blocks_holds_no_lock(path):
+    """While a log blocks in a thread of the parent, parent and child can add plants."""
+    blocked, go = threading.Event(), threading.Event()
+
+    class SlowHandler(logging.Handler):
+        def emit(self, record):
+            blocked.set()
+            assert go.wait(PATIENCE)
+
+    def add():
+        assert blocked.wait(PATIENCE)
+        in_child(lambda: store.add(PLANTS[2]))
+        with JSONLinesStore(path) as other:
+            other.add(PLANTS[3])
+        go.set()
+
+    handler = SlowHandler()
+    with JSONLinesStore(path) as store:
+        store.add(PLANTS[0])
+        append(path, b'torn')
+        logging.getLogger('store').addHandler(handler)
+        try:
+            in_threads(lambda: store.add(PLANTS[1]), add)
+        finally:
+            logging.getLogger('store').removeHandler(handler)
+        assert_stored(store, PLANTS[:4])
+
+
+def test_fork_during_a_sync(path):
+    """After a fork while a thread syncs, the store works in both processes."""
+    syncing, go = threading.Event(), threading.Event()
+    disk = Disk(path)
+
+    def hold(name, *arguments):
+        if name == 'fdatasync':
+            syncing.set()
+            assert go.wait(PATIENCE)
+
+    def use():
+        disk.resume()
+        store.add(PLANTS[1])
+        with pytest.raises(IdTaken):
+            store.add(PLANTS[0]._replace(name='Reed'))
+
+    def fork():
+        assert syncing.wait(PATIENCE)
+        try:
+            in_child(use)
+        finally:
+            go.set()
+
+    with installed(disk), JSONLinesStore(path) as store:
+        store.ping()
+        disk.before = hold
+        in_threads(lambda: store.add(PLANTS[0]), fork)
+        disk.resume()
+        assert_stored(store, PLANTS[:2], free=[100])
+
+
+@pytest.mark.parametrize('use', ['reads', 'writes'])
+def test_fork_waits_for_a_thread_in_sqlite(path, monkeypatch, use):
+    """A child inherits no lock of SQLite that a thread of the parent holds."""
+    inside, forked = threading.Event(), threading.Event()
+    statement = 'SELECT NULL' if use == 'reads' else 'INSERT'
+
+    class Slow(sqlite3.Connection):
+        def execute(self, sql, *parameters):
+            if sql.startswith(statement) and not inside.is_set():
+                inside.set()
+                # A fork that did not wait would end long before this timeout.
+                assert not forked.wait(0.2)
+            return super().execute(sql, *parameters)
+
+    connect = sqlite3.connect
+    with JSONLinesStore(path) as store:
+        monkeypatch.setattr(
+            sqlite3, 'connect', lambda *args, **kw: connect(*args, factory=Slow, **kw)
+        )
+
+        def fork():
+            assert inside.wait(PATIENCE)
+            in_child(lambda: store.add(PLANTS[1]))
+            forked.set()
+
+        in_threads(lambda: store.add(PLANTS[0]), fork)
+        assert_stored(store, PLANTS[:2])
+
+
+def test_failed_write_of_a_process_is_known_to_all(path):
+    """No worker is ready while writes of another one fail, also if that ended."""
+    quota = path.with_name('quota')
+    disk = Disk(path)
+
+    def refuse(name, fd, *arguments):
+        if name == 'pwrite' and quota.exists() and disk._is_plant_file(fd):
+            raise OSError(122, os.strerror(122))
+
+    disk.before = refuse
+    with installed(disk), JSONLinesStore(path) as store:
+
+        def fail():
+            with pytest.raises(Exception, match='quota'):
+                store.add(PLANTS[1])
+
+        store.add(PLANTS[0])
+        quota.touch()
+        in_child(fail)
+        with pytest.raises(Exception, match='quota'):
+            store.ping()
+        quota.unlink()
+        in_child(store.ping)
+        store.ping()
+        assert path.read_bytes() == lines(PLANTS[0])
