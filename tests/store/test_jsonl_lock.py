@@ -3,15 +3,17 @@
 import fcntl
 import os
 import threading
+from contextlib import closing
 
 import pytest
+from disk import assert_stored, fill, lines
 
-from store import IdTaken, Plant, StoreClosed, StoreUnavailable
+from store import Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
 from store.scheduler import ThreadScheduler
-from store.testing import in_child, wait_until
+from store.testing import in_child, in_threads, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 FERN_LINE = b'{"id":1,"name":"Fern"}\n'
@@ -24,13 +26,15 @@ def impatient(monkeypatch):
 
 
 class Scheduler(ThreadScheduler):
-    """A scheduler of threads that counts its calls."""
+    """A scheduler of threads that counts its calls, and can interrupt them."""
 
-    def __init__(self):
-        self.calls = 0
+    calls = 0
+    interrupts = False
 
     def call(self, function):
         self.calls += 1
+        if self.interrupts:
+            raise KeyboardInterrupt
         return function()
 
 
@@ -88,7 +92,7 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
     clock = [0.0]
     monkeypatch.setattr(plant_lock.time, 'monotonic', lambda: clock[0])
     path.touch()
-    with path.open('rb') as ours, path.open('rb') as other:
+    with path.open('rb') as other, closing(plant_lock.FileLock(path)) as lock:
         fcntl.flock(other, fcntl.LOCK_EX)
 
         def sleep(seconds):
@@ -96,7 +100,7 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
             if clock[0] >= held_for:
                 fcntl.flock(other, fcntl.LOCK_UN)
 
-        with plant_lock.FileLock(ours.fileno(), path).held(sleep=sleep):
+        with lock.held(sleep=sleep):
             assert clock[0] <= held_for + max(0.000_05, held_for / 8)
 
 
@@ -124,67 +128,50 @@ def test_lock_of_a_closed_file_raises(path):
 
 def test_interrupted_wait_leaves_no_lock(path):
     """A caller that is interrupted while it waits leaves nothing locked."""
-
-    class Interrupted(Scheduler):
-        armed = False
-
-        def call(self, function):
-            if self.armed:
-                raise KeyboardInterrupt
-            return function()
-
-    scheduler = Interrupted()
+    scheduler = Scheduler()
     with JSONLinesStore(path, scheduler=scheduler) as store:
         store.add(FERN)
         with path.open('rb') as other:
             fcntl.flock(other, fcntl.LOCK_EX)
-            scheduler.armed = True
+            scheduler.interrupts = True
             with pytest.raises(KeyboardInterrupt):
                 store.add(MOSS)
-            scheduler.armed = False
+            scheduler.interrupts = False
         assert store.add(MOSS)
+
+
+def descriptors_of(path):
+    """Return how many descriptors of a file this process has."""
+    links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
+    return sum(os.path.exists(fd) and os.path.samefile(fd, path) for fd in links)
 
 
 @pytest.mark.parametrize('opened_before', [True, False], ids=['opened', 'not-yet'])
 def test_file_replaced_while_waiting(path, opened_before):
     """A store that waited for the lock of a replaced file leaves the new one alone."""
-    path.write_bytes(FERN_LINE)
-    new = path.with_name('new')
-    new.write_bytes(b''.join(b'{"id":%d,"name":"Moss"}\n' % id for id in range(9)))
-    raised = []
-
-    def add():
-        try:
-            waiting.add(MOSS)
-        except StoreUnavailable as ex:
-            raised.append(ex)
-
+    fill(path, FERN)
+    others = [Plant(id, 'Moss') for id in range(9)]
     with JSONLinesStore(path) as waiting, path.open('rb') as other:
         if opened_before:
             waiting.ping()
         fcntl.flock(other, fcntl.LOCK_EX)
-        thread = threading.Thread(target=add)
-        thread.start()
-        fds = '/proc/self/fd'
 
-        def has_opened():
-            paths = (os.path.join(fds, fd) for fd in os.listdir(fds))
-            same = (os.path.exists(fd) and os.path.samefile(fd, path) for fd in paths)
-            return sum(same) > 2
+        def add():
+            with pytest.raises(StoreUnavailable, match='replaced by another'):
+                waiting.add(MOSS)
 
-        wait_until(has_opened)
-        new.replace(path)
-        with JSONLinesStore(path, create='always') as current:
-            current.ping()
-            manifest = path.with_name('plants.jsonl.index').read_bytes()
-            fcntl.flock(other, fcntl.LOCK_UN)
-            thread.join()
-            (error,) = raised
-            assert 'replaced by another' in error.reason
-            assert path.with_name('plants.jsonl.index').read_bytes() == manifest
-            for id in range(9):
-                with pytest.raises(IdTaken):
-                    current.add(Plant(id, 'Oak'))
+        def replace():
+            wait_until(lambda: descriptors_of(path) > 2)
+            path.with_name('new').write_bytes(lines(*others))
+            path.with_name('new').replace(path)
+            with JSONLinesStore(path) as current:
+                current.ping()
+                fcntl.flock(other, fcntl.LOCK_UN)
+                wait_until(refused.is_set)
+                assert_stored(current, others, free=[100])
+
+        refused = threading.Event()
+        in_threads(lambda: add() or refused.set(), replace)
 
 
 class TestPin:
