@@ -83,7 +83,7 @@ VALID = {
 NOT_JSON = 'it is not JSON'
 NOT_UTF8 = 'it is not UTF-8'
 NOT_AN_OBJECT = 'it is not a JSON object'
-BAD_ID = 'its id is not a 64-bit integer'
+NO_INT64 = 'id: it is not a 64-bit integer'
 NO_LINE_FEED = 'it has no line feed at its end'
 
 # Lines that are not records, and the reasons.
@@ -128,30 +128,30 @@ INVALID = {
     'number': (b'1\n', NOT_AN_OBJECT),
     'array': (b'[{"id":1,"name":"a"}]\n', NOT_AN_OBJECT),
     'string': (b'"{\\"id\\":1}"\n', NOT_AN_OBJECT),
-    'no-members': (b'{}\n', BAD_ID),
-    'no-id': (b'{"name":"a"}\n', BAD_ID),
-    'null-id': (b'{"id":null,"name":"a"}\n', BAD_ID),
-    'true-id': (b'{"id":true,"name":"a"}\n', BAD_ID),
-    'string-id': (b'{"id":"1","name":"a"}\n', BAD_ID),
-    'float-id': (b'{"id":1.0,"name":"a"}\n', BAD_ID),
-    'exponent-id': (b'{"id":1e3,"name":"a"}\n', BAD_ID),
-    'too-large': (b'{"id":9223372036854775808,"name":"a"}\n', BAD_ID),
-    'too-small': (b'{"id":-9223372036854775809,"name":"a"}\n', BAD_ID),
-    'far-too-large': (b'{"id":' + b'9' * 400 + b',"name":"a"}\n', BAD_ID),
-    'no-name': (b'{"id":1}\n', 'its name is not a string'),
-    'null-name': (b'{"id":1,"name":null}\n', 'its name is not a string'),
-    'number-name': (b'{"id":1,"name":1}\n', 'its name is not a string'),
-    'null-tag': (b'{"id":1,"name":"a","tag":null}\n', 'its tag is not a string'),
-    'array-tag': (b'{"id":1,"name":"a","tag":["b"]}\n', 'its tag is not a string'),
-    'nul-name': (b'{"id":1,"name":"a\\u0000"}\n', 'its name holds U+0000'),
-    'nul-tag': (b'{"id":1,"name":"a","tag":"\\u0000"}\n', 'its tag holds U+0000'),
+    'no-members': (b'{}\n', 'id: None is not an integer'),
+    'no-id': (b'{"name":"a"}\n', 'id: None is not an integer'),
+    'null-id': (b'{"id":null,"name":"a"}\n', 'id: None is not an integer'),
+    'true-id': (b'{"id":true,"name":"a"}\n', 'id: True is not an integer'),
+    'string-id': (b'{"id":"1","name":"a"}\n', "id: '1' is not an integer"),
+    'float-id': (b'{"id":1.0,"name":"a"}\n', 'id: 1.0 is not an integer'),
+    'exponent-id': (b'{"id":1e3,"name":"a"}\n', 'id: 1000.0 is not an integer'),
+    'too-large': (b'{"id":9223372036854775808,"name":"a"}\n', NO_INT64),
+    'too-small': (b'{"id":-9223372036854775809,"name":"a"}\n', NO_INT64),
+    'far-too-large': (b'{"id":' + b'9' * 400 + b',"name":"a"}\n', NO_INT64),
+    'no-name': (b'{"id":1}\n', 'name: None is not a string'),
+    'null-name': (b'{"id":1,"name":null}\n', 'name: None is not a string'),
+    'number-name': (b'{"id":1,"name":1}\n', 'name: 1 is not a string'),
+    'null-tag': (b'{"id":1,"name":"a","tag":null}\n', 'tag: null is not a string'),
+    'array-tag': (b'{"id":1,"name":"a","tag":["b"]}\n', "tag: ['b'] is not a string"),
+    'nul-name': (b'{"id":1,"name":"a\\u0000"}\n', 'name: it holds U+0000'),
+    'nul-tag': (b'{"id":1,"name":"a","tag":"\\u0000"}\n', 'tag: it holds U+0000'),
     'surrogate-name': (
         b'{"id":1,"name":"\\ud800"}\n',
-        'its name holds a lone surrogate',
+        'name: it holds a lone surrogate',
     ),
     'surrogate-tag': (
         b'{"id":1,"name":"a","tag":"\\udc00\\ud800"}\n',
-        'its tag holds a lone surrogate',
+        'tag: it holds a lone surrogate',
     ),
 }
 
@@ -248,20 +248,3 @@ def test_scan_equals_decode_when_damaged(plant, data):
 def test_scan_of_no_lines():
     """A scan of no bytes yields no ids."""
     assert list(scan_ids(b'', 0)) == []
-
-
-@pytest.mark.parametrize(
-    'plant',
-    [
-        Plant(2**63, 'Fern'),
-        Plant(-(2**63) - 1, 'Fern'),
-        Plant(1, 'Fe\0rn'),
-        Plant(1, 'Fern', 'sha\0de'),
-        Plant(1, '\ud800'),
-    ],
-    ids=ascii,
-)
-def test_encode_refuses(plant):
-    """A plant that could not be decoded is not encoded, whatever the schemas accept."""
-    with pytest.raises(ValueError):  # noqa: PT011 - the kind is all that is promised
-        encode(plant)
