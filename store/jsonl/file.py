@@ -115,10 +115,10 @@ class PlantFile:
                 if not os.path.sameopenfile(fd, self._fd):
                     raise self._replaced()
                 self._sync_fds.put(fd)
-            self._notes = Synced(path, self._fd)
-            opened.callback(self._notes.close)
             with self._locked():
                 self._check_file()
+                self._notes = Synced(path, self._fd)
+                opened.callback(self._notes.close)
                 self._index = self._open_index(crashed=True)
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use

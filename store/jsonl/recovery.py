@@ -230,12 +230,17 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
     if missing <= 0 or (missing == 1 and _lacks_line_feed(fd, size)):
         return
     raise StoreUnavailable(
-        f'the file was cut short: bytes missing at its end: {missing}',
+        cut_short(missing),
         store=str(path),
         detail='plants were acknowledged in them: put the whole file back; or accept '
         f'the loss: python -m store check --repair jsonl:{path}, then reload the '
         'server',
     )
+
+
+def cut_short(missing: int) -> str:
+    """Return what is wrong with a file that lacks bytes which were synced."""
+    return f'the file was cut short: bytes missing at its end: {missing}'
 
 
 def _lacks_line_feed(fd: int, size: int) -> bool:

@@ -116,10 +116,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
         for damage in damaged
     ]
     if missing:
-        sentences.append(
-            f'{path}: {missing} bytes at its end are missing: the file was cut short '
-            f'after plants were acknowledged'
-        )
+        sentences.append(f'{path}: {recovery.cut_short(missing)}')
     if wrong:
         sentences.append(f'{index_path(path)}: {wrong} ids differ from the file')
     return Verified(

@@ -32,6 +32,8 @@ RECORD = struct.Struct('<QqL')  # inode, value, CRC-32 of both
 class Synced:
     """The file ``plants.jsonl.index-synced``, open.
 
+    Making it and ``read`` REQUIRE the lock of the plant file.
+
     Args:
         path: The path of the plant file.
         plants: A descriptor of the plant file.
