@@ -240,7 +240,7 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
 
 def cut_short(missing: int) -> str:
     """Return what is wrong with a file that lacks bytes which were synced."""
-    return f'the file was cut short: bytes missing at its end: {missing}'
+    return f'the file was cut short: {missing} bytes at its end are missing'
 
 
 def _lacks_line_feed(fd: int, size: int) -> bool:

@@ -586,7 +586,7 @@ def test_file_cut_short_while_stopped_is_refused(path, serve):
     refused = serve()
     refused.start()
     assert refused.wait() == 1
-    assert f'bytes missing at its end: {lost}' in refused.log
+    assert f'{lost} bytes at its end are missing' in refused.log
     assert f'python -m store check --repair jsonl:{path}' in refused.log
     assert_accepted_with_repair(path, [fern(1)])
     with serve() as server, client_of_each_worker(server) as clients:

@@ -278,7 +278,7 @@ class TestShortened:
         text = path.read_bytes()
         index_of(path, lost).unlink()
         os.truncate(path, end)
-        reason = f'cut short: bytes missing at its end: {len(text) - end}'
+        reason = f'cut short: {len(text) - end} bytes at its end are missing'
         for create in 'always', 'first', 'never':
             with JSONLinesStore(path, create=create) as store:
                 for use in self.USES:
