@@ -45,7 +45,7 @@ from store.jsonl import record, recovery
 from store.jsonl.disk import index_path, make_file, open_file, write
 from store.jsonl.flusher import Flusher
 from store.jsonl.index import Index
-from store.jsonl.lock import FileLock
+from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, FileLock
 from store.jsonl.synced import Synced
 from store.jsonl.table import IndexDamaged
 from store.scheduler import THREADS, Scheduler
@@ -133,9 +133,13 @@ class PlantFile:
         if end := self._append(batch):
             self._sync(end)
             self._note_synced()
-        if self._index.is_overfull():
-            with suppress(OSError):
-                self._index.flush()
+        # Bounds the memory of this process. Another one may be stopped in its flush.
+        give_up = time.monotonic() + LOCK_WITHIN
+        with suppress(OSError):
+            while self._index.is_overfull() and time.monotonic() < give_up:
+                if self._index.flush():
+                    break
+                time.sleep(LONGEST_PAUSE)
         return outcomes(batch)
 
     def ping(self) -> None:
