@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from store.testing import TOP
+from server import REPOSITORY
 
 
 @contextlib.contextmanager
@@ -16,7 +16,7 @@ def command(*arguments, **options):
     }
     with subprocess.Popen(
         [sys.executable, '-m', 'store', *map(str, arguments)],
-        cwd=TOP,
+        cwd=REPOSITORY,
         env=environment,
         **{'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, **options},
     ) as process:

@@ -12,13 +12,14 @@ import pytest
 from cli import command, pipe_without_reader
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server import REPOSITORY
 
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
 from store.jsonl import record
 from store.jsonl.repair import Verified, verify
-from store.testing import PATIENCE, TOP
+from store.testing import PATIENCE
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -513,7 +514,7 @@ class TestOutput:
         )
         done = subprocess.run(
             ['sh', '-c', '"$@" <&- >&- 2>&-', '', sys.executable, '-c', script],
-            cwd=TOP,
+            cwd=REPOSITORY,
             timeout=PATIENCE,
             check=False,
         )
@@ -532,6 +533,10 @@ def in_shell(*words):
     """Run a command as a shell would, redirections included."""
     line = ' '.join([sys.executable, '-m', 'store', *words])
     done = subprocess.run(
-        ['sh', '-c', line], cwd=TOP, capture_output=True, timeout=PATIENCE, check=False
+        ['sh', '-c', line],
+        cwd=REPOSITORY,
+        capture_output=True,
+        timeout=PATIENCE,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr.decode()
