@@ -241,8 +241,7 @@ class StoreContract:
         assert sorted(self.raw_plants(store)) == sorted(plants)
         assert sorted(store) == sorted(plants)
 
-    # 1. When ``add`` returns, the plant is durable to the degree that the class
-    # documents. This also holds when the very same plant was there before.
+    # ---- promise 1: what ``add`` acknowledges
 
     def test_any_plant_is_stored(self, store: PlantStore) -> None:
         """When ``add`` returns, the plant is durable: any id, name and tag."""
@@ -299,8 +298,7 @@ class StoreContract:
         assert store.add_many([]) == []
         self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Fern'), *new)
 
-    # 2. When ``add`` raises ``IdTaken``, a different plant holds that id and the store
-    # is unchanged.
+    # ---- promise 2: ``IdTaken``
 
     def test_taken_id_is_refused(self, store: PlantStore) -> None:
         """When ``add`` raises ``IdTaken``, the store is unchanged."""
@@ -314,8 +312,7 @@ class StoreContract:
         self.assert_holds(store, *stored)
         assert not any(store.add(plant) for plant in stored)
 
-    # 3. When ``add`` raises ``StoreUnavailable``, the plant may or may not be there
-    # afterwards, never half of it: repeat the call.
+    # ---- promise 3: ``StoreUnavailable``
 
     def test_unavailable_store_recovers(self, store: PlantStore) -> None:
         """When ``add`` raises ``StoreUnavailable``: repeat the call."""
@@ -331,8 +328,7 @@ class StoreContract:
         store.add(Plant(2, 'Moss'))
         self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Moss'))
 
-    # 4. ``add`` may be called from many threads at once, and, for every store but the
-    # one in memory, from many processes.
+    # ---- promise 4: threads and processes
 
     def test_threads_share_a_store(self, store: PlantStore) -> None:
         """``add`` may be called from many threads: each id has exactly one winner."""
@@ -381,8 +377,7 @@ class StoreContract:
             store.add(plant)
         self.assert_holds(store, *won)
 
-    # 5. Iteration yields every plant that was added before it began, each once, in no
-    # promised order, exactly as it was given.
+    # ---- promise 5: iteration
 
     def test_iterate_over_nothing(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added: none from an empty store."""
@@ -409,8 +404,7 @@ class StoreContract:
         pairs = list(zip(iter(store), iter(store), strict=True))
         assert sorted(pairs) == [(plant, plant) for plant in plants]
 
-    # 6. ``ping`` returns if an ``add`` would work now; otherwise it raises what the
-    # ``add`` would raise.
+    # ---- promise 6: ``ping``
 
     def test_ping_adds_nothing(self, store: PlantStore) -> None:
         """``ping`` returns if an ``add`` would work now, and adds nothing."""
@@ -428,8 +422,7 @@ class StoreContract:
         store.check_opening()
         self.assert_holds(store, Plant(1, 'Fern'))
 
-    # 7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
-    # be called again.
+    # ---- promise 7: ``close``
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_closed_store_refuses(self, store: PlantStore, used: bool) -> None:
@@ -478,8 +471,7 @@ class StoreContract:
         )
         assert set(added) <= set(self.raw_plants(store))
 
-    # 8. A store is opened by the process that first uses it. So a store that was made
-    # before a fork works after it.
+    # ---- promise 8: forks
 
     def test_store_works_after_a_fork(self, store: PlantStore) -> None:
         """A store that was made before a fork works after it, in both processes."""
@@ -508,8 +500,7 @@ class StoreContract:
                 fresh.add(Plant(1, 'Moss'))
             self.assert_holds(store, Plant(1, 'Fern'))
 
-    # 9. ``add`` and ``add_many`` raise ``ValueError`` for a plant that is none, before
-    # anything is stored: they call ``check_plant`` first.
+    # ---- promise 9: what is no plant
 
     def test_plant_that_is_none_is_refused(self, store: PlantStore) -> None:
         """``add`` and ``add_many`` raise ``ValueError``, before anything is stored."""
