@@ -35,22 +35,14 @@ BackendT = TypeVar('BackendT', bound=Backend)
 
 
 class _Process(Generic[BackendT]):
-    """The state of a store in one process.
-
-    Attributes:
-        backend: Open, or ``None`` before the first use and after ``close``.
-        opening: Lock, held while ``backend`` changes.
-        pinging: Lock, held while a ping runs, so that one runs at a time.
-        pings: How many pings have begun.
-        error: The exception of the last ping, if it failed.
-    """
+    """The state of a store in one process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.backend: BackendT | None = None
-        self.opening = scheduler.lock()
-        self.pinging = scheduler.lock()
-        self.pings = 0
-        self.error: Exception | None = None
+        self.opening = scheduler.lock()  # held while backend changes
+        self.pinging = scheduler.lock()  # held while the one ping runs
+        self.pings = 0  # that have begun
+        self.error: Exception | None = None  # of the last ping
 
 
 class LazyStore(PlantStore, Generic[BackendT]):
@@ -134,8 +126,8 @@ class LazyStore(PlantStore, Generic[BackendT]):
             # NOTE: setdefault() and pop() are atomic. A lock would not do: it may have
             # been held at the fork.
             process = self._processes.setdefault(pid, _Process(self._scheduler))
-            for other in list(self._processes):
-                inherited = self._processes.pop(other, None) if other != pid else None
+            for other in self._processes.keys() - {pid}:
+                inherited = self._processes.pop(other, None)
                 if inherited is not None and inherited.backend is not None:
                     inherited.backend.abandon()
         return process

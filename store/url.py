@@ -14,8 +14,6 @@ from store.errors import StoreError
 from store.scheduler import THREADS, Scheduler
 
 DEFAULT_URL = 'jsonl:plants.jsonl'
-POSTGRESQL = ('postgresql', 'postgres')  # libpq takes both
-BUILT_IN = ('memory', 'jsonl', *POSTGRESQL)
 
 # jsonl: is left out where its path may have the same characters.
 SECRETS = [
@@ -77,7 +75,7 @@ def open_store(
         from store.jsonl import JSONLinesStore
 
         return JSONLinesStore(rest, create=create, scheduler=scheduler)
-    if scheme in POSTGRESQL and rest.startswith('//'):
+    if scheme in ('postgresql', 'postgres') and rest.startswith('//'):  # as libpq
         try:
             from store.postgresql import PostgreSQLStore
 
@@ -96,23 +94,16 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
     # no package.
     from importlib.metadata import entry_points
 
-    scheme, colon, _ = url.partition(':')
-    installed = [
-        plugin
-        for plugin in entry_points(group='plant_store.stores')
-        if plugin.name not in BUILT_IN
-    ]
-    found = [plugin for plugin in installed if colon and plugin.name == scheme]
+    installed = entry_points(group='plant_store.stores')
+    found = [plugin for plugin in installed if url.startswith(f'{plugin.name}:')]
     if not found:
         names = ', '.join(f'{plugin.name}:' for plugin in installed)
         raise ValueError(
             f'{masked(url)!r} is not a store: use memory:, jsonl:PATH, or '
             f'postgresql://...; installed packages offer {names or "no other"}'
         )
-    packages = [
-        f'package {p.dist.name if p.dist else "of unknown name"}' for p in found
-    ]
-    where = f'{masked(url)!r}: {" and ".join(sorted(packages))}'
+    packages = sorted(f'package {plugin.dist.name}' for plugin in found if plugin.dist)
+    where = f'{masked(url)!r}: {" and ".join(packages)}'
     if len(found) > 1:
         raise ValueError(f'{where} offer this scheme: remove one')
     name = found[0].value
@@ -122,7 +113,7 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
         reason = f'{type(ex).__name__}: {ex}'
         raise ValueError(f'{where}: {name} does not load: {reason}') from ex
     try:
-        store = make(url, create=create, scheduler=scheduler)
+        store: PlantStore = make(url, create=create, scheduler=scheduler)
     except StoreError:
         raise
     except Exception as ex:
@@ -133,7 +124,4 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
         if not isinstance(ex, ValueError) or any(word in reason for word in secrets):
             reason = f'{name} raised {type(ex).__name__}'
         raise ValueError(f'{where}: {reason}') from None
-    if not isinstance(store, PlantStore):
-        kind = type(store).__name__
-        raise ValueError(f'{where}: {name} returned a {kind}, not a PlantStore')
     return store
