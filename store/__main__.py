@@ -1,8 +1,7 @@
 """The command line: ``python -m store list|count|check|copy``.
 
-``web/settings.py`` reads the settings of the server, but ``store/`` may not import
-``web/``. So ``main`` is given the environment, and reads one variable of it:
-``PLANTS_STORE``, which names the same store here as there.
+It reads one variable of the environment, ``PLANTS_STORE``, which names the same store
+here as for the server. ``store/`` may not import ``web/settings.py``, which reads all.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -86,24 +85,17 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def main(
-    arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
-) -> int:
-    """Run a command.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, by default that of this process; return its exit code.
 
-    Args:
-        arguments: The command line without the program; by default that of this
-            process.
-        environ: The environment variables.
-
-    Returns:
-        The exit code, as the help explains it. A usage error exits with 2.
+    Raises:
+        SystemExit: The command is wrong, or asks for the help or the version.
     """
     replace_closed_streams()
     code = 1
     try:
         try:
-            options = _parser(environ).parse_args(arguments)
+            options = _parser().parse_args(arguments)
             code = options.run(options)
         except StoreError as ex:
             print(f'Error: {ex}', file=sys.stderr)
@@ -118,7 +110,7 @@ def main(
     return code
 
 
-def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='python -m store',
         description=DESCRIPTION,
@@ -129,7 +121,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=version)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
     where = 'which store: see python -m store --help'
-    default = environ.get('PLANTS_STORE', DEFAULT_URL)
+    default = os.environ.get('PLANTS_STORE', DEFAULT_URL)
     for run, text in (
         (_list, 'print the plants as JSON lines'),
         (_count, 'print the number of plants'),
@@ -146,11 +138,8 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
                 'url', metavar='URL', type=_url, nargs='?', default=default, help=where
             )
         if run is _check:
-            command.add_argument(
-                '--repair',
-                action='store_true',
-                help='move damaged lines to a side file',
-            )
+            text = 'move damaged lines to a side file'
+            command.add_argument('--repair', action='store_true', help=text)
     return parser
 
 
@@ -197,12 +186,11 @@ def _count(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     with _open(options, options.url, 'never') as store:
         progress = _progress(store)
-        is_file = isinstance(store, JSONLinesStore)
         if isinstance(store, JSONLinesStore):
             found = verify(store.path, repair=options.repair, progress=progress)
         elif options.repair:
             options.parser.refuse('--repair is for a file of JSON lines')
-        else:
+        else:  # where nothing can be damaged
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         print_line(damage)
@@ -216,13 +204,11 @@ def _check(options: argparse.Namespace) -> int:
         print_line(f'{summary}what is missing is accepted; reload the server')
     else:
         moves = '; --repair moves damaged lines to a side file, and accepts a loss'
-        print_line(f'{summary}damaged: {len(found.damaged)}{moves if is_file else ""}')
+        print_line(f'{summary}damaged: {len(found.damaged)}{moves}')
     return int(bool(found.damaged) and not found.repaired)
 
 
 def _copy(options: argparse.Namespace) -> int:
-    if options.target == PIPE:  # not in the help: list does it
-        return _list(options)
     if options.url == options.target != 'memory:':
         options.parser.refuse('SRC and DST are the same store')
     with (

@@ -71,10 +71,9 @@ def read_plants() -> Iterator[Plant]:
 def replace_closed_streams() -> None:  # pragma: no cover
     """Open a null device for each standard stream that is closed.
 
-    Otherwise the next file to be opened would get its number: libraries would write
-    their error messages into a plant file. The devices for input and output are opened
-    the wrong way round, so that their use fails (EBADF). Only error messages are lost
-    silently.
+    Otherwise a plant file might get its number, and the errors of libraries. The
+    devices for input and output are opened the wrong way round, so that their use fails
+    (EBADF). Only error messages are lost silently.
     """
     for fd, name, mode, flags in (
         (0, 'stdin', 'r', os.O_WRONLY),

@@ -24,10 +24,3 @@ def command(*arguments, **options):
             yield process
         finally:
             process.kill()
-
-
-def pipe_without_reader():
-    """Return the write end of a pipe whose read end is closed."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer

@@ -160,7 +160,7 @@ def test_commands_are_shown():
     """Each command of the store is shown, and the shown arguments are valid."""
     pages = '\n'.join(PAGES.values())
     shown = re.findall(r'(?<=python -m store )[a-z]+[^`|&>#\n]*', pages)
-    parser = _parser({})
+    parser = _parser()
     commands = {vars(parser.parse_args(line.split()))['run'] for line in shown}
     names = {run.__name__[1:] for run in commands}
     assert names == set(re.findall(r'^    ([a-z]+) ', parser.format_help(), re.M))

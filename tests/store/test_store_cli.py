@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from cli import command, pipe_without_reader
+from cli import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import REPOSITORY
@@ -94,13 +94,6 @@ class TestCount:
         assert run('count', 'memory:') == (0, b'0\n', [])
         assert files(path) == {path.name: FERN + MOSS + IVY}
 
-    def test_count_ends_at_damage(self, path, run):
-        """It prints no number if a line is damaged."""
-        path.write_bytes(FERN + b'?\n' + MOSS)
-        code, output, (error,) = run('count', url(path))
-        assert (code, output) == (1, b'')
-        assert 'line 2' in error
-
 
 class TestWhichStore:
     @pytest.fixture(autouse=True)
@@ -112,11 +105,9 @@ class TestWhichStore:
         ('name', 'argument'),
         [
             ('plants.jsonl', 'plants.jsonl'),
-            ('plants.jsonl', './plants.jsonl'),
             ('a:b', './a:b'),
             ('memory', 'memory'),
-            ('1@2 3', '1@2 3'),
-            ('café', 'café'),
+            ('1@2 3é', '1@2 3é'),
         ],
     )
     def test_plain_path_is_a_plant_file(self, path, run, name, argument):
@@ -137,11 +128,6 @@ class TestWhichStore:
         assert run('count') == (0, b'1\n', [])
         assert run('check', '--repair') == (0, b'1 plants verified, no damage\n', [])
         assert run('list', 'plants.jsonl') == (0, FERN, [])
-
-    def test_main_takes_the_environment(self, capfdbinary):
-        """PLANTS_STORE is read from the argument ``environ`` of main."""
-        assert main(['count'], environ={'PLANTS_STORE': 'memory:'}) == 0
-        assert capfdbinary.readouterr() == (b'0\n', b'')
 
     def test_malformed_default_shows_no_password(self, run, monkeypatch):
         """A malformed URL in PLANTS_STORE is refused, and its password not shown."""
@@ -380,14 +366,10 @@ USAGE = {
     'option': (['list', '--repair', 'memory:'], '--repair'),
     'empty': (['list', ''], "'' is not a store"),
     'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
-    'no-path': (['check', 'jsonl:'], "'jsonl:' is not a store"),
-    'memory-with-path': (['list', 'memory:plants'], "'memory:plants' is not a store"),
     'copy-nothing': (['copy'], 'SRC, DST'),
     'copy-to-nothing': (['copy', 'memory:'], 'DST'),
     'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
     'password': (['copy', 'x', 'password=x'], "'password=***' is not a store"),
-    'libpq': (['list', 'postgresql://[h/d'], 'it is not a URL that libpq accepts'),
-    'at': (['list', 'postgres://u:hu@sh@h/d'], "'postgres://***@h/d': percent-encode"),
 }
 
 
@@ -401,11 +383,12 @@ class TestUsage:
         assert message in errors[-1]
         assert errors[0].startswith('usage: python -m store')
 
-    @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
     @pytest.mark.parametrize(
-        'name',
-        ['missing.jsonl', 'missing/plants.jsonl', '.', 'file/plants.jsonl', 'x' * 300],
-        ids=['file', 'directory', 'is-directory', 'below-a-file', 'long-name'],
+        ('command', 'name'),
+        [
+            *(('list', name) for name in ('.', 'file/plants.jsonl', 'x' * 300)),
+            *((command, 'missing.jsonl') for command in ('list', 'check --repair')),
+        ],
     )
     def test_missing_store_is_not_made(self, tmp_path, run, command, name):
         """A store that does not exist is an error, and is not made."""
@@ -415,14 +398,11 @@ class TestUsage:
         assert errors[-1].startswith(f'Error: {tmp_path / name}: ')
         assert [entry.name for entry in tmp_path.iterdir()] == ['file']
 
-    @pytest.mark.parametrize(
-        'command', ['list', 'count', 'check', 'check --repair', 'copy']
-    )
+    @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
     def test_pipe_is_no_plant_file(self, tmp_path, run, command):
         """A named pipe is refused: no command waits for it, or takes it for empty."""
         os.mkfifo(tmp_path / 'pipe')
-        target = ['memory:'] if command == 'copy' else []
-        code, _, (error,) = run(*command.split(), tmp_path / 'pipe', *target)
+        code, _, (error,) = run(*command.split(), tmp_path / 'pipe')
         assert code == 1
         assert error == f'Error: {tmp_path}/pipe: it is not a regular file'
 
@@ -470,40 +450,33 @@ class TestOutput:
         assert first == b'{"id":0,"name":"Fern"}\n'
         assert errors == b''
 
-    @pytest.mark.parametrize('name', ['list', 'count', 'check'])
-    def test_output_without_a_reader(self, path, name):
-        """A closed pipe is no error, and does not hide damage from a check."""
-        assert run_into(pipe_without_reader(), name, url(path)) == (0, '')
+    def test_damage_is_not_hidden_without_a_reader(self, path):
+        """A closed pipe does not hide damage from a check."""
         path.write_bytes(b'?\n' * 1000 + FERN)
-        code, errors = run_into(pipe_without_reader(), name, url(path))
-        assert code == 1
-        assert ('Error: ' in errors) == (name != 'check')
-        assert 'Traceback' not in errors
+        reader, writer = os.pipe()
+        os.close(reader)
+        assert run_into(writer, 'check', url(path)) == (1, '')
 
-    @pytest.mark.parametrize('name', ['list', 'count', 'check', '--help'])
+    @pytest.mark.parametrize('name', ['list', 'check', '--help'])
     def test_output_on_a_full_disk(self, path, name):
         """An output that cannot be written is an error of one line."""
         full = os.open('/dev/full', os.O_WRONLY)
         error = f'Error: the output: {os.strerror(errno.ENOSPC)}\n'
         assert run_into(full, name, url(path)) == (1, error)
 
-    @pytest.mark.parametrize('name', ['list', 'count', 'check'])
-    def test_closed_output_is_an_error(self, path, name):
+    def test_closed_output_is_an_error(self, path):
         """A closed standard output is an error of one line."""
-        code, output, errors = in_shell(name, url(path), '>&-')
+        code, output, errors = in_shell('list', url(path), '>&-')
         reason = os.strerror(errno.EBADF)
         assert (code, output, errors) == (1, b'', f'Error: the output: {reason}\n')
 
     def test_closed_standard_error_is_ignored(self, tmp_path, path):
         """With a closed standard error a command works, and prints no errors."""
         target = tmp_path / 'target.jsonl'
-        code, output, _ = in_shell('copy', url(path), url(target), '2>&-')
-        counted = b'copied: 20000, already there: 0, conflicting: 0\n'
-        assert (code, output) == (0, counted)
+        assert in_shell('copy', url(path), url(target), '2>&-')[0] == 0
         assert target.read_bytes() == path.read_bytes()
         path.write_bytes(b'?\n' + FERN)
         assert in_shell('list', url(path), '2>&-')[:2] == (1, b'')
-        assert in_shell('grow', '2>&-')[:2] == (2, b'')
 
     def test_closed_streams_are_replaced(self):
         """Closed standard streams become /dev/null, not the next file that opens."""

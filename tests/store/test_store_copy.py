@@ -10,11 +10,10 @@ import subprocess
 import sys
 import termios
 from contextlib import contextmanager, redirect_stderr, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
-from cli import command, pipe_without_reader
+from cli import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from postgresql import PostgreSQL
@@ -109,26 +108,6 @@ class TestEveryPair:
         assert plants_in(source) == given
 
 
-def test_reader_that_stops_ends_the_query(server, make):
-    """When the reader of a list closes it early, the query ends too."""
-    url = make('postgresql', *many(20_000))
-    with command('list', url) as process:
-        first = process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b''
-        assert process.wait(PATIENCE) == 0
-    assert first == record.encode(Plant(0, 'Fern', 'shade'))
-    wait_until(
-        lambda: (
-            not server.execute(
-                "SELECT 1 FROM pg_stat_activity WHERE application_name = 'plants' "
-                "AND state = 'active' AND query LIKE '%FROM plants%'"
-            )
-        ),
-        'the query ends',
-    )
-
-
 def test_table_is_listed_and_checked(make, run):
     """Each plant of a table is printed as a record, and counted by a check."""
     url = make('postgresql', FERN, MOSS, IVY)
@@ -153,12 +132,11 @@ class TestPipe:
 
     @pytest.mark.parametrize('kind', DURABLE)
     def test_plants_come_through_a_pipe(self, make, run_with_input, kind):
-        """A copy reads plants from a pipe; copy SRC - does what list SRC does."""
+        """A copy reads plants from a pipe."""
         url = make(kind, FERN)
         code, output, errors = run_with_input(self.TEXT, 'copy', '-', url)
         assert (code, counts(output), errors) == (0, (2, 1, 0), [])
         assert plants_in(url) == [FERN, MOSS, IVY]
-        assert run_with_input(b'', 'copy', url, '-') == (0, self.TEXT, [])
 
     def test_lines_written_by_hand_are_accepted(self, make, run_with_input):
         """Any JSON object that is a plant is one; the last line feed may be missing."""
@@ -206,19 +184,13 @@ class TestMissing:
         if target == 'postgresql':
             assert plants_in(url) == []
 
-    @pytest.mark.parametrize('name', ['list', 'check', 'copy'])
-    def test_missing_table_of_the_source_is_not_made(
-        self, tmp_path, server, url, run, name
-    ):
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_missing_table_of_the_source_is_not_made(self, url, run, name):
         """A missing table is an error for a command that reads, and is not made."""
-        schema = url.rpartition('%3D')[2]
-        target = tmp_path / 'new.jsonl'
-        targets = [f'jsonl:{target}'] if name == 'copy' else []
-        code, _, (error,) = run(name, url, *targets)
-        assert code == 1
-        assert 'there is no table plants' in error
-        assert not target.exists()
-        assert server.execute(f"SELECT to_regclass('{schema}.plants')") == [(None,)]
+        for _ in range(2):
+            code, _, (error,) = run(name, url)
+            assert code == 1
+            assert 'there is no table plants' in error
 
     def test_missing_source_makes_no_target(self, tmp_path, url, run):
         """A missing source file is an error, and the target is not made."""
@@ -244,14 +216,6 @@ class TestMissing:
         assert 'put it back, or remove lost.jsonl.index' in error
         assert not target.exists()
 
-    def test_missing_directory_is_not_made(self, tmp_path, run):
-        """A target in a missing directory is an error, and nothing is made."""
-        target = tmp_path / 'missing' / 'plants.jsonl'
-        code, output, (error,) = run('copy', 'memory:', f'jsonl:{target}')
-        assert (code, counts(output)) == (1, (0, 0, 0))
-        assert error == f'Error: {target}: its directory does not exist'
-        assert not target.parent.exists()
-
 
 class TestInterrupted:
     """A copy that ends early keeps what it has copied, and may be repeated."""
@@ -259,10 +223,10 @@ class TestInterrupted:
     PLANTS = many(4500)
 
     @contextmanager
-    def copying(self, target, **options):
+    def copying(self, target):
         """Copy from a pipe to a store, until the copy waits for the fourth batch."""
         text = b''.join(map(record.encode, self.PLANTS[:3500]))
-        with command('copy', '-', target, stdin=subprocess.PIPE, **options) as process:
+        with command('copy', '-', target, stdin=subprocess.PIPE) as process:
             process.stdin.write(text)
             process.stdin.flush()
             wait_until(lambda: stored(target) == 3000, 'three batches are copied')
@@ -276,8 +240,11 @@ class TestInterrupted:
         assert (code, counts(output), errors) == (0, (1500, 3000, 0), '')
         assert plants_in(target) == self.PLANTS
 
-    @pytest.mark.parametrize('kind', DURABLE)
-    @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL], ids=str)
+    @pytest.mark.parametrize(
+        ('kind', 'number'),
+        [*((kind, signal.SIGINT) for kind in DURABLE), ('jsonl', signal.SIGKILL)],
+        ids=str,
+    )
     def test_by_a_signal(self, tmp_path, make, kind, number):
         """A single Ctrl-C ends a copy that waits for its input; so does a kill."""
         target = make(kind)
@@ -288,38 +255,8 @@ class TestInterrupted:
             assert (code, counts(output), errors) == (130, (3000, 0, 0), '')
         self.assert_repeatable(tmp_path, target)
 
-    def test_ignored_interrupt_is_ignored(self, make):
-        """A copy that a script runs in the background ignores Ctrl-C, as cp does."""
-        target = make('jsonl')
-        ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-        with self.copying(target, preexec_fn=ignore) as process:
-            process.send_signal(signal.SIGINT)
-            code, output, errors = finish(process)
-        assert (code, counts(output), errors) == (0, (3500, 0, 0), '')
-
-    def test_in_the_middle_of_a_batch(self, tmp_path, make, run, monkeypatch):
-        """Plants of a batch that Ctrl-C interrupts may be stored without being counted.
-
-        The store closes at once, and a repeat finds these plants.
-        """
-        add_many = JSONLinesStore.add_many
-        batches = iter(range(9))
-
-        def interrupted(store, plants):
-            outcomes = add_many(store, plants)
-            if next(batches) == 2:
-                signal.raise_signal(signal.SIGINT)
-            return outcomes
-
-        source, target = make('jsonl', *self.PLANTS), make('jsonl')
-        with monkeypatch.context() as patch:
-            patch.setattr(JSONLinesStore, 'add_many', interrupted)
-            code, output, errors = run('copy', source, target)
-        assert (code, counts(output), errors) == (130, (2000, 0, 0), [])
-        self.assert_repeatable(tmp_path, target)
-
     def test_by_a_killed_database(self, tmp_path):
-        """A database that is killed ends a copy to it, and a list of it."""
+        """A database that is killed ends a copy to it."""
         with PostgreSQL() as server:
             url = server.url()
             with self.copying(url) as process:
@@ -330,15 +267,6 @@ class TestInterrupted:
             assert re.fullmatch(r'Error: postgresql://.* the database.*\n', errors)
             server.start()
             self.assert_repeatable(tmp_path, url)
-            with open_store(url) as store:
-                # More bytes than the buffers between the two hold.
-                store.add_many([Plant(-id, 'Fern' * 5000) for id in range(1, 3000)])
-            with command('list', url) as process:
-                process.stdout.readline()
-                server.kill()
-                code, _, errors = finish(process)
-            assert code == 1
-            assert re.fullmatch(r'Error: postgresql://.* the database.*\n', errors)
 
 
 def stored(url):
@@ -403,23 +331,15 @@ class TestUsage:
             assert (code, output) == (2, b'')
             assert errors[-1].endswith('error: SRC and DST are the same store')
 
-    @pytest.mark.parametrize('other', ['dots', 'link', 'hard-link'])
-    def test_same_file_by_another_name_is_harmless(self, make, run, other):
+    def test_same_file_by_another_name_is_harmless(self, make, run):
         """A copy to the same file by another name finds all plants already there."""
         url = make('jsonl', *many(3000))
         path = Path(url.partition(':')[2])
         before = path.read_bytes()
-        name = path.with_name('other.jsonl')
-        match other:
-            case 'dots':
-                name = f'{path.parent}/../{path.parent.name}/{path.name}'
-            case 'link':
-                name.symlink_to(path)
-            case 'hard-link':
-                name.hardlink_to(path)
-        for pair in [(url, f'jsonl:{name}'), (f'jsonl:{name}', url)]:
-            code, output, errors = run('copy', *pair)
-            assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
+        other = path.with_name('other.jsonl')
+        other.hardlink_to(path)
+        code, output, errors = run('copy', url, f'jsonl:{other}')
+        assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
         assert path.read_bytes() == before
 
     @given(
@@ -442,14 +362,12 @@ class TestUsage:
         for arguments in (['list', url], ['check', url], ['copy', 'memory:', url]):
             assert 'hush' not in errors_of(arguments)
 
-    @pytest.mark.parametrize('before', ['', '--repair='])
-    @pytest.mark.parametrize('first', [[], ['list', 'memory:'], ['check', 'memory:']])
-    @pytest.mark.parametrize(
-        'url', ['postgresql://u:hush@h/d', 'postgresql://h/d?password=hush']
-    )
-    def test_misplaced_url_shows_no_password(self, first, before, url):
+    @pytest.mark.parametrize('before', [[], ['list', 'memory:'], ['list', '--repair']])
+    def test_misplaced_url_shows_no_password(self, before):
         """The error about a URL where none is expected shows no password."""
-        assert 'hush' not in errors_of([*first, before + url])
+        assert 'hush' not in errors_of(
+            [*before, 'postgresql://u:hush@h/d?password=hush']
+        )
 
 
 def errors_of(arguments):
@@ -470,54 +388,33 @@ class TestOutput:
 
     def test_copy_goes_on_without_a_reader(self, pair):
         """A closed pipe for the output does not end the copy."""
-        writer = pipe_without_reader()
+        reader, writer = os.pipe()
+        os.close(reader)
         with command('copy', *pair, stdout=writer) as process:
             os.close(writer)
             code, _, errors = finish(process)
         assert (code, errors) == (1, '')
         assert plants_in(pair[1])[:3000] == many(3000, -3000)
 
-    def test_output_on_a_full_disk(self, make):
-        """An output that cannot be written is an error of one line."""
-        target = make('jsonl')
-        with (
-            open('/dev/full', 'wb') as full,
-            command('copy', make('jsonl', FERN), target, stdout=full) as process,
-        ):
-            code, _, errors = finish(process)
-        reason = os.strerror(errno.ENOSPC)
-        assert (code, errors) == (1, f'Error: the output: {reason}\n')
-        assert plants_in(target) == [FERN]
-
     def test_progress_bar_on_a_terminal(self, make):
         """A progress bar on a terminal does not mix with the other output."""
         source = make('jsonl', REED, *many(3000, 2))
+        path = Path(source.partition(':')[2])
+        path.write_bytes(path.read_bytes() + b'?\n' + record.encode(MOSS))
         shown = on_terminal('copy', source, make('jsonl', FERN))
         assert re.search(rb'\d+%\|.*\| \d+/3\d\d\d \[', shown)
         assert b' plants/s' in shown
         lines = re.split(rb'[\r\n]+', shown)
         assert b'conflicting: {"id":1,"name":"Reed"}' in lines
-        assert b'copied: 3000, already there: 0, conflicting: 1' in lines
+        assert b'copied: 2999, already there: 0, conflicting: 1' in lines
+        assert any(line.startswith(b'Error: ') for line in lines)
 
     @pytest.mark.parametrize('name', ['check', 'count'])
-    @pytest.mark.parametrize(
-        ('kind', 'bar'),
-        [('jsonl', rb'\d+%\|.*\| \d+/\d+ \['), ('postgresql', rb'\d+ plants \[')],
-    )
-    def test_progress_bar_of_check_and_count(self, make, name, kind, bar):
-        """Other commands that read all plants show progress, too."""
-        shown = on_terminal(name, make(kind, *many(10_000)))
-        assert re.search(bar, shown)
+    def test_progress_bar_of_a_database(self, make, name):
+        """Other commands show progress, too; of a database without the total."""
+        shown = on_terminal(name, make('postgresql', *many(10_000)))
+        assert re.search(rb'\d+ plants \[', shown)
         assert b'10000' in re.split(rb'[\r\n]+', shown)[-2]
-
-    def test_progress_bar_ends_before_an_error(self, make):
-        """An error of the source begins on a new line."""
-        source = make('jsonl', *many(2000))
-        path = Path(source.partition(':')[2])
-        path.write_bytes(path.read_bytes() + b'?\n' + record.encode(FERN))
-        lines = re.split(rb'[\r\n]+', on_terminal('copy', source, make('jsonl')))
-        assert any(line.startswith(b'Error: ') for line in lines)
-        assert b'copied: 2000, already there: 0, conflicting: 0' in lines
 
     def test_no_progress_bar_without_tqdm(self, make, run, monkeypatch):
         """Without the package tqdm commands work, only without a progress bar."""
@@ -545,12 +442,11 @@ def on_terminal(*arguments):
     return shown
 
 
-@pytest.mark.parametrize('pair', [('jsonl', 'postgresql'), ('postgresql', 'jsonl')])
-def test_memory_of_a_copy_does_not_grow(make, pair):
+def test_memory_of_a_copy_does_not_grow(make):
     """A copy of ten times as many plants takes about the same memory."""
     plants = [plant._replace(tag='shade' * 100) for plant in many(20_000)]
-    sources = [make(pair[0], *plants[:count]) for count in (2_000, 20_000)]
-    few, several = (peak_memory('copy', source, make(pair[1])) for source in sources)
+    sources = [make('postgresql', *plants[:count]) for count in (2_000, 20_000)]
+    few, several = (peak_memory('copy', source, make('jsonl')) for source in sources)
     # All plants as objects would take 12 MiB more.
     assert several < few + 5
 
