@@ -85,23 +85,23 @@ def new_directory():
 
 
 @cache
-def programs(package=PACKAGE):
+def programs():
     """Return the directory of the server's programs, copied if need be.
 
     A checkout by root may be in a directory that the server's user may not enter.
     """
-    installed = package / 'pginstall18'
+    installed = PACKAGE / 'pginstall18'
     with suppress(PermissionError, subprocess.CalledProcessError):
         run(installed / 'bin' / 'initdb', '--version')
         return installed / 'bin'
     directory = new_directory()
     atexit.register(shutil.rmtree, directory)
     # The programs find their libraries by a path relative to their own path.
-    for source in (installed, package.with_name(f'{package.name}.libs')):
-        copy = directory / source.relative_to(package.parent)
+    for source in (installed, PACKAGE.with_name(f'{PACKAGE.name}.libs')):
+        copy = directory / source.relative_to(PACKAGE.parent)
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns('include', '*.a'))
     subprocess.run(['chmod', '-R', 'a+rX', directory], check=True)
-    return directory / package.name / 'pginstall18' / 'bin'
+    return directory / PACKAGE.name / 'pginstall18' / 'bin'
 
 
 @cache

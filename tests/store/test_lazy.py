@@ -1,30 +1,26 @@
 """A lazy store opens at its first use, once per process, and shares pings."""
 
-import os
 import threading
 
 import pytest
 
-from store import StoreClosed, StoreUnavailable
+from store import StoreUnavailable
 from store.lazy import LazyStore
 from store.scheduler import ThreadScheduler
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 
 class Backend:
-    """The backend of the stores in these tests; notes which methods are called.
+    """The backend of the stores in these tests; notes the pings.
 
     Attributes:
-        process: The id of the process that opened it.
         pings: How many pings have ended.
         now: How many pings run.
         most: The largest number of pings that ran at once.
     """
 
     def __init__(self):
-        self.process = os.getpid()
         self.pings = self.now = self.most = 0
-        self.abandoned = self.closed = False
         self.before_ping = lambda: None
 
     def ping(self):
@@ -36,11 +32,8 @@ class Backend:
             self.now -= 1
             self.pings += 1
 
-    def abandon(self):
-        self.abandoned = True
-
     def close(self):
-        self.closed = True
+        pass
 
 
 class Lock:
@@ -110,21 +103,6 @@ def test_opened_again_after_a_failure(store):
     assert store.add(None) is store.opened[0]
 
 
-def test_opened_again_in_a_child(store):
-    """A forked child opens its own backend, and abandons the inherited one."""
-    inherited = store.add(None)
-
-    def child():
-        assert store.add(None).process == os.getpid()
-        assert store.add(None) is store.add(None)
-        assert inherited.abandoned
-        assert not inherited.closed
-
-    in_child(child)
-    assert store.add(None) is inherited
-    assert not inherited.abandoned
-
-
 def test_child_forked_while_another_thread_opens(store):
     """A lock that is held at a fork does not block the child."""
     thread = threading.Thread(target=store.add, args=[None])
@@ -132,18 +110,6 @@ def test_child_forked_while_another_thread_opens(store):
         thread.start()
         in_child(lambda: store.add(None))
     thread.join(PATIENCE)
-
-
-def test_close_is_final(store):
-    """A closed store has closed its backend, and opens no other."""
-    backend = store.add(None)
-    store.close()
-    store.close()
-    assert backend.closed
-    with pytest.raises(StoreClosed):
-        store.add(None)
-    with pytest.raises(StoreClosed):
-        store.ping()
 
 
 @pytest.mark.parametrize(

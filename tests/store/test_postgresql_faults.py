@@ -335,7 +335,6 @@ def test_add_of_an_uncommitted_rival_is_refused(url, store, end):
 
 
 LOCKS = {
-    'delete': 'DELETE FROM plants WHERE id = 1',
     'update': "UPDATE plants SET tag = 'dry' WHERE id = 1",
     'insert': "INSERT INTO plants VALUES (1, 'Fern')",
 }

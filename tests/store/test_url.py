@@ -33,19 +33,6 @@ def test_masked_url_shows_no_secret(url, shown):
     assert masked(url) == shown
 
 
-@pytest.mark.parametrize('character', '@/?#%')
-def test_unescaped_password_is_refused(character):
-    """A password that breaks the URL is refused with the reason, and not shown."""
-    url = f'postgresql://gardener:topmost{character}secret@127.0.0.1/plants'
-    with pytest.raises(
-        ValueError, match=r'% is %25, @ is %40, / is %2F, \? is %3F'
-    ) as caught:
-        open_store(url)
-    shown = ''.join(traceback.format_exception(caught.value))
-    assert 'topmost' not in shown
-    assert 'secret' not in shown
-
-
 @pytest.mark.parametrize(
     'url',
     [
@@ -78,5 +65,5 @@ def test_at_in_a_parameter_is_escaped(scheme):
     url = f'{scheme}://gardener:%40secret@host/plants?application_name=me'
     with open_store(url + '%40here'):
         pass
-    with pytest.raises(ValueError, match='@ is %40'):
+    with pytest.raises(ValueError, match=r'% is %25, @ is %40, / is %2F, \? is %3F'):
         open_store(url + '@here')
