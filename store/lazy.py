@@ -81,10 +81,9 @@ class LazyStore(PlantStore, Generic[BackendT]):
         return self._backend().add_many(plants)
 
     def ping(self) -> None:
-        """Share one ping among all callers that wait together.
+        """Share one ping among all callers that wait, so that it takes one thread.
 
-        However many clients ask, one ping runs at a time, in one thread. A caller never
-        gets the result of a ping that began before its call.
+        A caller never gets the result of a ping that began before its call.
         """
         process = self._process()
         pings_before = process.pings

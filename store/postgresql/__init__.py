@@ -13,9 +13,6 @@ sequence, no lock of a table. What makes it safe:
 * When a connection is lost the batch is sent once more over a new one. What the first
   connection committed is found then and compared.
 * Every wait has a limit at the server, and another one here for a server that hangs.
-  While the database does not answer, one caller at a time asks it (``pool.py``).
-* A plant that is locked, or that breaks a rule of the table, is refused alone
-  (``database.py``).
 """
 
 from __future__ import annotations
