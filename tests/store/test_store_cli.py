@@ -366,6 +366,8 @@ USAGE = {
     'option': (['list', '--repair', 'memory:'], '--repair'),
     'empty': (['list', ''], "'' is not a store"),
     'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
+    'no-path': (['check', 'jsonl:'], "'jsonl:' is not a store"),
+    'memory-with-path': (['list', 'memory:plants'], "'memory:plants' is not a store"),
     'copy-nothing': (['copy'], 'SRC, DST'),
     'copy-to-nothing': (['copy', 'memory:'], 'DST'),
     'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),

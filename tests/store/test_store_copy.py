@@ -216,6 +216,14 @@ class TestMissing:
         assert 'put it back, or remove lost.jsonl.index' in error
         assert not target.exists()
 
+    def test_missing_directory_is_not_made(self, tmp_path, run):
+        """A target in a missing directory is an error, and nothing is made."""
+        target = tmp_path / 'missing' / 'plants.jsonl'
+        code, output, (error,) = run('copy', 'memory:', f'jsonl:{target}')
+        assert (code, counts(output)) == (1, (0, 0, 0))
+        assert error == f'Error: {target}: its directory does not exist'
+        assert not target.parent.exists()
+
 
 class TestInterrupted:
     """A copy that ends early keeps what it has copied, and may be repeated."""
