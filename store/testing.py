@@ -162,7 +162,7 @@ def in_child(*jobs: Callable[[], object]) -> None:
     assert exit_codes == [0] * len(jobs)
 
 
-MODEL = settings(max_examples=20, stateful_step_count=25, deadline=None)
+MODEL = settings(max_examples=10, stateful_step_count=25, deadline=None)
 
 
 class Model(RuleBasedStateMachine):
