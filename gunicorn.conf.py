@@ -61,7 +61,6 @@ logger_class = PlantsLogger
 
 # ---- hooks
 
-on_starting = lifecycle.on_starting
 when_ready = lifecycle.when_ready
 post_fork = lifecycle.post_fork
 worker_exit = lifecycle.worker_exit

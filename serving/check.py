@@ -12,13 +12,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from gunicorn.config import Config
+from gunicorn.pidfile import Pidfile
+from gunicorn.sock import ssl_context
 
 import app
 from serving.log import PlantsLogger
-from serving.master import Pidfile, ssl_context
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import PlantStore, open_store
@@ -28,28 +28,13 @@ from web.settings import Settings, is_in_memory
 from web.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class Served:
-    """What every worker serves until the next reload.
-
-    Attributes:
-        settings: The settings that the application was built with.
-        store: The store of the application; only workers open it.
-        application: The WSGI application.
-    """
-
-    settings: Settings
-    store: PlantStore
-    application: app.PlantsApp
-
-
 def build(
     cfg: Config,
     settings: Settings,
     tokens: Tokens | str,
     metrics: bool | Processes = False,
-) -> Served:
-    """Build what workers serve; open nothing.
+) -> tuple[PlantStore, app.PlantsApp]:
+    """Build what workers serve; the store is opened by them.
 
     Raises:
         ValueError: A schema is not valid, for example.
@@ -64,11 +49,11 @@ def build(
         metrics=metrics,
         cors_origins=settings.cors_origins,
     )
-    return Served(settings, store, application)
+    return store, application
 
 
-def check(cfg: Config, *, is_bound: bool) -> Served:
-    """Try what a start does; whether the store would open is another question.
+def check(cfg: Config, *, is_bound: bool) -> Settings:
+    """Try what a start does, but for opening the store; return the settings.
 
     Args:
         cfg: gunicorn's settings.
@@ -121,7 +106,8 @@ def check(cfg: Config, *, is_bound: bool) -> Served:
             _check_address(address, cfg.reuse_port, is_bound)
     with about('worker_class'):
         cfg.worker_class  # noqa: B018 - the class is imported
-    return build(cfg, settings, settings.tokens or secrets.token_urlsafe())
+    build(cfg, settings, settings.tokens or secrets.token_urlsafe())
+    return settings
 
 
 def _check_file(path: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import gevent
 from gevent.socket import socket as GeventSocket
+from gunicorn.http.errors import LimitRequestHeaders
 
-from serving.heads import LimitRequestHeaders
 from serving.scheduler import Turns
 
 # ---- time limits, in seconds

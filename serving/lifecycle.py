@@ -27,7 +27,7 @@ from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
 from gunicorn.workers.base import Worker
 
-from serving.check import as_user, build, check
+from serving.check import about, as_user, build, check
 from serving.master import PASSED, Master
 from serving.worker import PlantsWorker
 from store import StoreError, masked, open_store
@@ -64,16 +64,13 @@ def before_run(application: WSGIApplication) -> None:
     cfg = application.cfg
     checks_only = cfg.check_config or cfg.print_config
     try:
-        served = check(cfg, is_bound='GUNICORN_FD' in os.environ)
+        settings = check(cfg, is_bound='GUNICORN_FD' in os.environ)
         if checks_only:
             with as_user(cfg):
-                served.store.check_opening()
+                open_store(settings.store).check_opening()
         else:
             cfg.logger_class(cfg)  # the store may log its progress
-            with (
-                as_user(cfg),
-                open_store(served.settings.store, create='always') as store,
-            ):
+            with as_user(cfg), open_store(settings.store, create='always') as store:
                 store.ping()
     except (ValueError, StoreError, OSError) as ex:
         if not checks_only:
@@ -85,7 +82,7 @@ def before_run(application: WSGIApplication) -> None:
     if cfg.print_config:
         print(cfg)
     if checks_only:
-        members = _summary(cfg, served.settings)
+        members = _summary(cfg, settings)
         print(_template(members) % {'message': PASSED, **members})
         sys.exit()
 
@@ -93,23 +90,18 @@ def before_run(application: WSGIApplication) -> None:
 # ---- hooks, in the order of a server's life
 
 
-def on_starting(server: Master) -> None:
-    """Build what is served.
+def when_ready(server: Master) -> None:
+    """Build what workers serve; say once what it is, and where.
 
     With no token configured a random one is made: the service never runs open.
     """
-    if _is_ours(server.app):
-        settings = Settings.from_environ(os.environ)
-        if settings.tokens is None:
-            server.made_token = secrets.token_urlsafe()
-        _serve(server, settings)
-
-
-def when_ready(server: Master) -> None:
-    """Say once what is served, and where, now that the address is known."""
-    if server.served is None:
+    if not _is_ours(server.app):
         return
-    addresses = server.addresses
+    settings = Settings.from_environ(os.environ)
+    if settings.tokens is None:
+        server.made_token = secrets.token_urlsafe()
+    _serve(server, settings)
+    addresses = [str(listener) for listener in server.LISTENERS]
     if not addresses:  # each worker binds its own (reuse_port)
         addresses = [f'http://{host}:{port}' for host, port in server.cfg.address]
     urls = [
@@ -117,8 +109,7 @@ def when_ready(server: Master) -> None:
         for address in addresses
         if address.startswith('http')  # not unix:
     ]
-    summary = _summary(server.cfg, server.served.settings)
-    members = {'address': ', '.join(addresses), **summary}
+    members = {'address': ', '.join(addresses), **_summary(server.cfg, settings)}
     if urls:
         members['page'] = f'{urls[0]}/docs'
     log.info(_template(members), {'message': 'the plant store is ready', **members})
@@ -136,8 +127,8 @@ def post_fork(server: Master, worker: Worker) -> None:
 
 def worker_exit(server: Master, worker: Worker) -> None:
     """Close the store in a worker that ends."""
-    if server.served is not None and os.getpid() == worker.pid:
-        server.served.store.close()
+    if server.store is not None and os.getpid() == worker.pid:
+        server.store.close()
 
 
 def child_exit(server: Master, worker: Worker) -> None:
@@ -148,7 +139,7 @@ def child_exit(server: Master, worker: Worker) -> None:
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:
     """Keep to one worker with a store in memory, also on SIGTTIN."""
-    if server.served is not None and is_in_memory(os.environ) and new > 1:
+    if server.store is not None and is_in_memory(os.environ) and new > 1:
         server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
         server.num_workers = 1
 
@@ -159,14 +150,11 @@ def on_reload(server: Master) -> None:
     Raises:
         ValueError: It is not possible: the master goes on as before.
     """
-    if server.served is None:
+    if server.store is None:
         return
-    settings = check(server.cfg, is_bound=True).settings
-    try:
-        with as_user(server.cfg):
-            open_store(settings.store, create='always').close()
-    except StoreError as ex:
-        raise ValueError(str(ex)) from ex
+    settings = check(server.cfg, is_bound=True)
+    with about('PLANTS_STORE'), as_user(server.cfg):
+        open_store(settings.store, create='always').close()
     if not (settings.tokens or server.made_token):
         raise ValueError('no token is configured any more')
     _serve(server, settings)
@@ -196,8 +184,7 @@ def _serve(server: Master, settings: Settings) -> None:
         server.counters = server.counters or _counters(server.cfg)
         metrics = Processes(server.counters)
     tokens = settings.tokens or server.made_token or ''
-    served = build(server.cfg, settings, tokens, metrics)
-    server.serve(served, served.application)
+    server.store, server.app.callable = build(server.cfg, settings, tokens, metrics)
 
 
 def _counters(cfg: Config) -> Path:

@@ -14,9 +14,9 @@ So this module imports none of them, and all that outlives a reload is an attrib
 ``Master``. The old modules are freed unless something that stays refers to them: do not
 register their classes and functions with a library (``atexit``, ``copyreg``).
 
-gunicorn documents little of its master. What is used here was checked against
-``CHECKED_VERSION``, and a test fails when another version is installed: then compare
-``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
+gunicorn documents little of its master. A test fails when another version is installed
+than the one that this was checked against: then compare ``gunicorn/arbiter.py``, above
+all ``reload``, ``setup`` and ``reap_workers``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,6 @@ from gunicorn.app import base
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
-from gunicorn.pidfile import Pidfile
-from gunicorn.sock import ssl_context
-
-__all__ = ['Pidfile', 'ssl_context']
-
-CHECKED_VERSION = '27.0.1'
 
 # What is imported again; __config__ is gunicorn.conf.py.
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
@@ -84,7 +78,8 @@ class Master(Arbiter):  # type: ignore[misc]
     Attributes:
         made_token: The token that was made because none was configured.
         counters: The directory in which workers share their metrics, if they do.
-        served: What new workers serve; ``None`` for an application of somebody else.
+        store: The store of the application that new workers serve, which the master
+            does not open; ``None`` for an application of somebody else.
     """
 
     app: Any
@@ -92,7 +87,7 @@ class Master(Arbiter):  # type: ignore[misc]
     log: Any
     made_token: str | None = None
     counters: Path | None = None
-    served: Any = None
+    store: Any = None
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
 
@@ -102,16 +97,6 @@ class Master(Arbiter):  # type: ignore[misc]
         # package, where `import http` finds gunicorn's own, and nothing starts.
         self.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
 
-    def serve(self, served: Any, application: Any) -> None:
-        """Have all workers that are forked from now on serve an application."""
-        self.served = served
-        self.app.callable = application
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where it listens, with ports that the system has chosen."""
-        return [str(listener) for listener in self.LISTENERS]
-
     @property
     def has_twin(self) -> bool:
         """Whether the other master of an upgrade (SIGUSR2) runs, too."""
@@ -120,7 +105,7 @@ class Master(Arbiter):  # type: ignore[misc]
     # ---- step 1: the check
 
     def handle_hup(self) -> None:
-        if self.served is None:
+        if self.store is None:
             super().handle_hup()
         elif self.has_twin:
             self._refuse(TWINS)

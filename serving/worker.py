@@ -14,8 +14,8 @@ connections, not few, and resets those that wait for a worker that stops.
 
 *Errors* that gunicorn answers itself are JSON, have a request id, and are logged.
 
-Like ``heads.py`` this module uses parts of gunicorn that are not documented, checked
-against the same version: a worker's methods, sockets, signal pipe and settings.
+What gunicorn does not document is used here, too: a worker's methods, sockets, signal
+pipe and settings.
 """
 
 from __future__ import annotations
