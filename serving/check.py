@@ -146,7 +146,11 @@ def _check_address(
         with about(f'{address[0]}:{address[1]}'), socket.socket(family) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
-            sock.bind(address)
+            try:
+                sock.bind(address)
+            except OSError as ex:
+                advice = 'to listen at another one: gunicorn -b 127.0.0.1:PORT'
+                raise ValueError(f'{ex.strerror}; {advice}') from ex
 
 
 @contextmanager

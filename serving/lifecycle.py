@@ -205,7 +205,10 @@ def _summary(cfg: Config, settings: Settings) -> dict[str, object]:
     tokens: object = 'none configured, one will be made'
     if settings.tokens is not None:
         tokens = len(settings.tokens)
-    return {'store': masked(settings.store), 'tokens': tokens, 'workers': cfg.workers}
+    store = masked(settings.store)
+    if store.startswith('jsonl:'):
+        store = f'jsonl:{Path(store[6:]).absolute()}'
+    return {'store': store, 'tokens': tokens, 'workers': cfg.workers}
 
 
 def _template(members: Mapping[str, object]) -> str:
