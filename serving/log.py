@@ -79,7 +79,24 @@ class PlantsLogger(Logger):  # type: ignore[misc]
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
-        configure(self, cfg)
+        # Python documents these switches for speed. Otherwise it finds out the source
+        # line, the thread and the process for every record, and we show none of them.
+        logging._srcfile = None
+        logging.logThreads = False
+        logging.logMultiprocessing = False
+        error_format: logging.Formatter = TextFormatter(self.error_fmt, self.datefmt)
+        if is_json_log(os.environ | cfg.env):  # --env is set later
+            error_format = JSONFormatter()
+            for handler in self.access_log.handlers:
+                handler.setFormatter(error_format)
+        for handler in self.error_log.handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setFormatter(error_format)
+        for name in LOGGERS:
+            logger = logging.getLogger(name)
+            logger.handlers = list(self.error_log.handlers)
+            logger.setLevel(self.error_log.level)
+            logger.propagate = False
 
     def reopen_files(self) -> None:
         """Open the log files again; go on with an old one where that fails.
@@ -112,30 +129,3 @@ def _reopen(handler: logging.FileHandler, old: TextIO) -> None:
         handler.stream = new
         with suppress(OSError):  # lines for which the disk had no space
             old.close()
-
-
-def configure(log: Logger, cfg: Config) -> None:
-    """Set our formats for gunicorn's handlers, and have our loggers use these handlers.
-
-    Args:
-        log: gunicorn's log.
-        cfg: gunicorn's settings; its ``--env`` is not in ``os.environ`` yet.
-    """
-    # Python documents these switches for speed. Otherwise it finds out the source line,
-    # the thread and the process name for every record, and we show none of them.
-    logging._srcfile = None
-    logging.logThreads = False
-    logging.logMultiprocessing = False
-    error_format: logging.Formatter = TextFormatter(log.error_fmt, log.datefmt)
-    if is_json_log(os.environ | cfg.env):
-        error_format = JSONFormatter()
-        for handler in log.access_log.handlers:
-            handler.setFormatter(error_format)
-    for handler in log.error_log.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setFormatter(error_format)
-    for name in LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers = list(log.error_log.handlers)
-        logger.setLevel(log.error_log.level)
-        logger.propagate = False

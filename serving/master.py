@@ -167,15 +167,15 @@ class Master(Arbiter):  # type: ignore[misc]
         """Replace configuration, code and workers; if anything fails, none of them."""
         state, environ = vars(self).copy(), dict(os.environ)
         modules = _take_modules()
-        workers: list[int] = []
+        old = set(self.WORKERS)
         try:
             self._load()
-            self._start_workers(workers)
+            self._start_workers(old)
         except BaseException as ex:  # also SystemExit, and gunicorn's HaltServer
             if os.getpid() != self.pid:
                 raise  # this is a new worker, and it has ended
-            while alive := self.WORKERS.keys() & workers:
-                for pid in alive:
+            while new := self.WORKERS.keys() - old:
+                for pid in new:
                     self.kill_worker(pid, signal.SIGKILL)
                 time.sleep(0.01)
                 with suppress(HaltServer):
@@ -211,25 +211,24 @@ class Master(Arbiter):  # type: ignore[misc]
         self.log = None  # setup() makes one, from the new code
         self.setup(app)
 
-    def _start_workers(self, started: list[int]) -> None:
-        """Start new workers; return when all of them serve.
+    def _start_workers(self, old: set[int]) -> None:
+        """Start new workers beside the old ones; return when all of them serve.
 
         Raises:
             RuntimeError: One of them does not.
             HaltServer: One of them could not start.
         """
         deadline = time.monotonic() + BOOT_SECONDS
-        while len(started) < self.num_workers:
-            started.append(self.spawn_worker())
-        # The file of a worker is made with the time of day; the first heartbeat sets it
-        # to that of the monotonic clock.
-        while not all(
-            pid in self.WORKERS
-            and self.WORKERS[pid].tmp.last_update() <= time.monotonic()
-            for pid in started
-        ):
-            if not self.WORKERS.keys() >= set(started) or time.monotonic() > deadline:
+        for _ in range(self.num_workers):
+            self.spawn_worker()
+        while True:
+            new = [worker for pid, worker in self.WORKERS.items() if pid not in old]
+            if len(new) < self.num_workers or time.monotonic() > deadline:
                 raise RuntimeError('a new worker does not serve; the log has more')
+            # The file of a worker is made with the time of day; the first heartbeat
+            # sets it to that of the monotonic clock.
+            if all(worker.tmp.last_update() <= time.monotonic() for worker in new):
+                return
             time.sleep(0.01)
             self.reap_workers()
 
