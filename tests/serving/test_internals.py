@@ -127,20 +127,6 @@ def test_request_id_is_read_as_the_settings_say(settings, name, value, line):
         assert requests(exchanges, data) == requests(fresh, data)
 
 
-def test_head_is_known_with_another_request_id(settings):
-    """A head is parsed once, also if each request has its own id."""
-    exchanges = heads.Exchanges(settings, lambda: False)
-    lines = (
-        b'POST / HTTP/1.1\r\nHost: a\r\nX-Request-Id: %d\r\nContent-Length: 0\r\n\r\n'
-    )
-    for number in range(3):
-        environ, *_ = requests(exchanges, lines % number)
-        assert environ['HTTP_X_REQUEST_ID'] == str(number)
-    environ, *_ = requests(exchanges, lines.replace(b'X-Request-Id: %d\r\n', b''))
-    assert 'HTTP_X_REQUEST_ID' not in environ
-    assert len(exchanges._known) == 1
-
-
 def test_version_of_gunicorn_is_the_one_that_was_checked():
     """For another version, review each use of an internal."""
     assert metadata.version('gunicorn') == '27.0.1', (

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import pytest
 from exchange import MAX_ANSWER_SECONDS, locked
 from proxy import Proxy
 from server import Server, hurried, request, wait_until
@@ -17,21 +16,12 @@ from server import Server, hurried, request, wait_until
 CROWD = 40  # requests; more than the worker's pool has threads
 
 
-@pytest.fixture(params=['adds first', 'probes first'])
-def send_crowd(request):
-    """Return a function that sends 40 adds and 40 probes, and returns the clients."""
-
-    def ask(server, opened):
-        kinds = [[add_request(id) for id in range(CROWD)], [ready_request()] * CROWD]
-        if request.param == 'probes first':
-            kinds.reverse()
-        clients = []
-        for data in kinds[0] + kinds[1]:
-            clients.append(opened.enter_context(server.connect()))
-            clients[-1].send(data)
-        return clients
-
-    return ask
+def send_crowd(server, opened):
+    """Send 40 adds and 40 probes; return the clients."""
+    clients = [opened.enter_context(server.connect()) for _ in range(2 * CROWD)]
+    for id, client in enumerate(clients):
+        client.send(add_request(id) if id % 2 else ready_request())
+    return clients
 
 
 def add_request(id):
@@ -70,7 +60,7 @@ def paused(server):
     os.kill(pid, signal.SIGCONT)
 
 
-def test_locked_file_delays_only_requests_to_the_store(tmp_path, send_crowd):
+def test_locked_file_delays_only_requests_to_the_store(tmp_path):
     """While another process has the lock, requests without the store are answered."""
     with ExitStack() as opened, Server(tmp_path) as server:
         assert server.ask(add_request(-1)).status == 200
@@ -129,7 +119,7 @@ def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
         assert 'ERROR' not in server.log
 
 
-def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url, send_crowd):
+def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
     """While the database hangs, other requests are answered, and adds end with 503."""
     port = urlsplit(url).port
     with (
