@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,7 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from server import REPOSITORY, ROOMS, TOKEN, Server, configured, request, wait_until
+from server import (
+    REPOSITORY,
+    ROOMS,
+    TOKEN,
+    Server,
+    configured,
+    is_alive,
+    request,
+    wait_until,
+)
 
 MAX_BODY = 65_536  # bytes
 SECRET = 'a-token-that-nobody-knows'
@@ -119,6 +129,24 @@ def stop(server):
             return True
 
     wait_until(refuses, 'it accepts no more connections')
+
+
+@contextmanager
+def upgraded(server):
+    """Send SIGUSR2: a second master runs beside the first, with its own workers."""
+    old, masters = len(server.worker_pids()), server.log.count('Listening at')
+    server.signal(signal.SIGUSR2)
+    wait_until(lambda: server.log.count('Listening at') > masters, 'a new master runs')
+    new = int(re.findall(r'Listening at: \S+ \((\d+)\)', server.log)[-1])
+    try:
+        wait_until(lambda: len(server.worker_pids()) == 2 * old, 'both have workers')
+        yield new
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(new, signal.SIGTERM)
+        wait_until(lambda: not is_alive(new), 'the new one ends')
+        if is_alive(server.pid):  # it hears the next signal alone
+            wait_until(lambda: not Path(f'/proc/{new}').exists(), 'it is reaped')
 
 
 @contextmanager

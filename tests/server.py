@@ -223,7 +223,7 @@ class Server:
     """A server in a process group of its own, with its files in a directory.
 
     It listens on a port that the system chooses. As a context manager it waits at the
-    beginning until every worker answers, and at the end it ends the process group.
+    beginning until every worker answers, and at the end it kills the process group.
 
     Args:
         directory: The working directory, with the log and the plant file.
@@ -241,6 +241,8 @@ class Server:
         # To measure the coverage of a process, Python must be started for it.
         is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
         self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not is_covered
+        # Counters and measurements are files, which a server that is killed leaves.
+        self._is_killed = not (is_covered or environment.get('PLANTS_METRICS'))
         self._workers = workers
         self._log_path = directory / 'server.log'
         self._environment = {
@@ -290,10 +292,11 @@ class Server:
             )
 
     def stop(self):
-        """End the server: SIGINT, and SIGKILL if it runs after 3 seconds."""
+        """Kill the server; one that has files to remove may end by itself before."""
         try:
-            self.interrupt()
-            self.wait(3)
+            if not self._is_killed:
+                self.interrupt()
+                self.wait(3)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -316,6 +319,17 @@ class Server:
     def signal(self, number):
         """Send a signal to the process that was started."""
         self._process.send_signal(number)
+
+    def reload(self):
+        """Reload, and wait until every worker is a new one."""
+        old = self.worker_pids()
+        self.signal(signal.SIGHUP)
+
+        def all_are_new():
+            new = self.worker_pids() - old
+            return new and new == self.worker_pids()
+
+        wait_until(all_are_new, 'all workers are new')
 
     def interrupt(self):
         """Do what Ctrl-C does: SIGINT to every process of the group."""

@@ -5,35 +5,14 @@ import re
 import signal
 from pathlib import Path
 
+from exchange import upgraded
 from prometheus_client.parser import text_string_to_metric_families
 from server import (
-    GUNICORN,
-    REPOSITORY,
-    ROOMS,
-    SCRIPTS,
     Server,
     is_alive,
     request,
     wait_until,
 )
-
-
-def start_new_master(server):
-    """Send SIGUSR2; return the process id of the new master beside the old one."""
-    children = Path(f'/proc/{server.pid}/task/{server.pid}/children')
-    before = set(children.read_text().split())
-    server.signal(signal.SIGUSR2)
-
-    def new():
-        found = set(children.read_text().split()) - before
-        return found and int(found.pop())
-
-    return wait_until(new, 'a new master starts')
-
-
-# A script: the new master of `python -m gunicorn` would import modules of gunicorn in
-# place of Python's.
-SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
 def read_samples(server, name):
@@ -98,9 +77,7 @@ def test_counts_survive_killed_and_reloaded_workers(tmp_path):
         assert read_metric(server, route='/plants') == 20
         sizes = set()
         for _ in range(4):
-            old = server.worker_pids()
-            server.signal(signal.SIGHUP)
-            wait_until(lambda old=old: not old & server.worker_pids(), 'all are new')
+            server.reload()
             wait_until(lambda: len(server.worker_pids()) == 2, 'there are no more')
             processes = read_samples(server, 'process_start_time_seconds')
             assert {sample.labels['process'] for sample in processes} < set('0123')
@@ -125,37 +102,21 @@ def test_requests_in_progress_of_a_killed_worker_are_forgotten(tmp_path):
 
 def test_counts_survive_an_upgrade(tmp_path):
     """Workers of both masters report all counts; the last master removes the files."""
-    with Server(tmp_path, command=SCRIPT, PLANTS_METRICS='1') as server:
+    with Server(tmp_path, PLANTS_METRICS='1') as server:
+        directory = counters_directory(*server.worker_pids())
         add_plants(server, 1, 10)
-        [worker] = server.worker_pids()
-        directory = counters_directory(worker)
-        new = start_new_master(server)
-        try:
-            wait_until(lambda: len(server.worker_pids()) == 2, 'a new worker starts')
+        with upgraded(server):
             add_plants(server, 11, 10)
             assert read_metric(server, route='/plants') == 20
+        # The new master has ended, and leaves the counters to the old one.
+        assert read_metric(server, route='/plants') == 20
+        with upgraded(server):
             server.signal(signal.SIGTERM)
             server.wait()
             wait_until(lambda: 'promoted' in server.log, 'the new master takes over')
             add_plants(server, 21, 10)
             assert read_metric(server, route='/plants') == 30
-        finally:
-            os.kill(new, signal.SIGTERM)
-            wait_until(lambda: not is_alive(new), 'it ends')
-    assert not directory.exists()
-
-
-def test_counts_survive_a_failed_upgrade(tmp_path):
-    """A new master that ends leaves the counters to the old one."""
-    with Server(tmp_path, command=SCRIPT, PLANTS_METRICS='1') as server:
-        add_plants(server, 1, 10)
-        new = start_new_master(server)
-        wait_until(lambda: len(server.worker_pids()) == 2, 'a new worker starts')
-        os.kill(new, signal.SIGTERM)
-        wait_until(lambda: not is_alive(new), 'it ends')
-        assert read_metric(server, route='/plants') == 10
-        directory = counters_directory(min(server.worker_pids()))
-    assert not directory.exists()
+        assert not directory.exists()
 
 
 def test_multiprocess_directory_of_the_environment_is_not_used(tmp_path):
@@ -167,13 +128,3 @@ def test_multiprocess_directory_of_the_environment_is_not_used(tmp_path):
         with Server(tmp_path, **settings) as server:
             add_plants(server, 1, 1)
         assert list(foreign.iterdir()) == []
-
-
-def test_server_with_one_process_reports_its_counts(tmp_path):
-    """A server with one process reports what that process has counted."""
-    for name in ROOMS:
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
-    with Server(tmp_path, command=command, workers=None, PLANTS_METRICS='1') as server:
-        add_plants(server, 1, 3)
-        assert read_metric(server, route='/plants') == 3
