@@ -153,11 +153,6 @@ class Master(Arbiter):  # type: ignore[misc]
 
     handle_cld = handle_chld
 
-    def stop(self, graceful: bool = True) -> None:
-        if self._check is not None:
-            self._check.kill()
-        super().stop(graceful)
-
     def _refuse(self, reason: str) -> None:
         self.log.error('Not reloaded, the server goes on as before: %s', reason)
 

@@ -221,21 +221,14 @@ def test_hanging_check_is_ended(tmp_path):
     """A check that hangs refuses the reload, and blocks nothing else."""
     hang = tmp_path / 'hang'
     with Server(tmp_path, *configured(tmp_path, *HANGING)) as server:
-        for ends in ('in time', 'with the server'):
-            workers = server.worker_pids()
-            hang.touch()
-            server.signal(signal.SIGHUP)
-            wait_until(lambda old=workers: child_pids(server.pid) > old, 'it hangs')
-            check = child_pids(server.pid) - workers
-            if ends == 'in time':
-                replace_worker(server)
-                wait_until(lambda: 'longer than 4 s' in server.log, 'it is given up')
-                hang.unlink()
-                server.reload()
-                assert add_plants(server) == {200}
-        server.signal(signal.SIGTERM)
-        assert server.wait(5) == 0
-        wait_until(lambda: not any(map(is_alive, check)), 'nothing is left')
+        hang.touch()
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: child_pids(server.pid) > server.worker_pids(), 'it hangs')
+        replace_worker(server)
+        wait_until(lambda: 'longer than 4 s' in server.log, 'it is given up')
+        hang.unlink()
+        server.reload()
+        assert add_plants(server) == {200}
 
 
 def test_many_signals_at_once_are_few_reloads(tmp_path):
