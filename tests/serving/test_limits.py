@@ -78,9 +78,9 @@ def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
 
 def test_idle_connection_is_closed_at_its_time_limit(tmp_path):
     """A kept connection without a request is closed at the idle limit, not before."""
-    with Server(tmp_path, '--keep-alive=5') as server, server.connect() as client:
+    with Server(tmp_path, '--keep-alive=2') as server, server.connect() as client:
         assert client.ask(PROBE).status == 200
-        assert not client.is_readable(2)
+        assert not client.is_readable(1)
         assert client.receive() is None
 
 
