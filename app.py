@@ -30,6 +30,7 @@ import atexit
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import falcon
@@ -39,7 +40,6 @@ from schemas import Invalid, NotJSON, Schema, encode
 from store import Plant, PlantStore, open_store
 from web.documents import document_resources
 from web.errors import ErrorValue, Fault, add_error_handlers
-from web.metrics import Metrics, Processes
 from web.middleware import CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
@@ -113,7 +113,7 @@ def create_app(
     *,
     tokens: Tokens | Mapping[str, str] | Iterable[str],
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    metrics: bool | Processes = False,
+    metrics: bool | Path = False,
     cors_origins: Iterable[str] = (),
 ) -> PlantsApp:
     """Build the WSGI application.
@@ -123,8 +123,8 @@ def create_app(
         tokens: The accepted tokens: one, several, a mapping from names to tokens, or a
             ``Tokens``. ``sha256:`` and a digest stand for the token with that digest.
         max_body_bytes: The longest body that is read.
-        metrics: ``True`` serves ``/metrics`` about this process, a ``Processes`` about
-            several. Both need the package ``prometheus_client``.
+        metrics: ``True`` serves ``/metrics`` about this process; a directory, empty at
+            first, about all processes that share it. Both need ``prometheus_client``.
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
@@ -147,8 +147,10 @@ def create_app(
     # Requests pass through these in this order, responses in reverse order.
     middleware: list[Any] = [RequestLog()]
     if metrics:
-        processes = metrics if isinstance(metrics, Processes) else None
-        routes['/metrics'] = measure = Metrics(store, tokens, processes)
+        from web.metrics import Metrics
+
+        directory = metrics if isinstance(metrics, Path) else None
+        routes['/metrics'] = measure = Metrics(store, tokens, directory)
         middleware.append(measure)
     if cors_origins:
         middleware.append(CrossOrigin(cors_origins))

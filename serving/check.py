@@ -12,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from gunicorn.config import Config
 from gunicorn.pidfile import Pidfile
@@ -23,7 +24,6 @@ from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import PlantStore, open_store
 from store.scheduler import THREADS
-from web.metrics import Processes
 from web.settings import Settings, is_in_memory
 from web.tokens import Tokens
 
@@ -32,7 +32,7 @@ def build(
     cfg: Config,
     settings: Settings,
     tokens: Tokens | str,
-    metrics: bool | Processes = False,
+    metrics: bool | Path = False,
 ) -> tuple[PlantStore, app.PlantsApp]:
     """Build what workers serve; the store is opened by them.
 

@@ -31,7 +31,6 @@ from serving.check import about, as_user, build, check
 from serving.master import PASSED, Master
 from serving.worker import PlantsWorker
 from store import StoreError, masked, open_store
-from web.metrics import Processes
 from web.settings import Settings, is_in_memory
 from web.tokens import new_token_notice
 
@@ -179,10 +178,9 @@ def on_exit(server: Master) -> None:
 
 def _serve(server: Master, settings: Settings) -> None:
     """Have all workers that are forked from now on serve a new application."""
-    metrics: bool | Processes = False
+    metrics: bool | Path = False
     if settings.metrics:
-        server.counters = server.counters or _counters(server.cfg)
-        metrics = Processes(server.counters)
+        metrics = server.counters = server.counters or _counters(server.cfg)
     tokens = settings.tokens or server.made_token or ''
     server.store, server.app.callable = build(server.cfg, settings, tokens, metrics)
 

@@ -1,4 +1,14 @@
-"""Metrics for Prometheus at ``/metrics``, of one process or of several."""
+"""Metrics for Prometheus at ``/metrics``, of one process or of several.
+
+Several processes use the multi-process mode of ``prometheus_client``: each keeps its
+values in files of a directory, and each answer adds them up. Usually the files are
+named after process ids, so that each new process adds files for good. Here they are
+named by the smallest number that no living process has: a new process goes on with the
+counters of one that has ended.
+
+NOTE: only ``create_app`` with metrics imports this module: it needs a package that is
+slow to import, and not everywhere installed.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +21,26 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from falcon import Response
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+    multiprocess,
+    values,
+)
+from prometheus_client.core import GaugeMetricFamily
 
 from store import PlantStore, __version__
 from web.request import PlantsRequest
 from web.tokens import Tokens
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Histogram, Metric
 
 # The values of the label ``method``; clients may send any number of other methods.
 _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
@@ -31,88 +51,40 @@ _SECONDS = (
 )
 
 
-class Processes:
-    """Several processes that serve one application and measure together.
-
-    This is the multi-process mode of ``prometheus_client``: each process keeps its
-    values in files of a directory, and each answer adds them up. Usually the files are
-    named after process ids, so that each new process adds files for good. Here they are
-    named by the smallest number that no living process has: a new process goes on with
-    the counters of one that has ended.
-
-    Args:
-        directory: For these files alone; empty at first.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = str(directory)
-
-    def join(self) -> None:
-        """Take a number, in the process that counts; a lock holds it until its end."""
-        from prometheus_client import multiprocess, values
-
-        for number in count():
-            self._file = Path(self.directory, f'{number}.pid').open('a+')  # noqa: SIM115
-            with suppress(BlockingIOError):  # a living process has this number
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            self._file.close()
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-        multiprocess.mark_process_dead(number, self.directory)  # type: ignore[no-untyped-call]
-        os.environ['PROMETHEUS_MULTIPROC_DIR'] = self.directory
-        values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
-
-    def living(self) -> Iterator[tuple[str, int]]:
-        """Yield number and process id of each process; forget gauges of the others."""
-        from prometheus_client import multiprocess
-
-        for path in Path(self.directory).glob('*.pid'):
-            with path.open() as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    yield path.stem, int(file.read() or 0)
-                else:
-                    multiprocess.mark_process_dead(path.stem, self.directory)  # type: ignore[no-untyped-call]
-
-
 class Metrics:
     """Middleware and resource: measure requests and answer ``/metrics``.
 
     Args:
         store: The store whose syncs and readiness are reported.
         tokens: The tokens whose failed reloads are counted.
-        processes: The processes that are reported; by default only this one.
+        directory: Shared by all processes that are reported, for their files alone; by
+            default only this process is reported.
     """
 
     def __init__(
-        self, store: PlantStore, tokens: Tokens, processes: Processes | None = None
+        self, store: PlantStore, tokens: Tokens, directory: Path | None = None
     ) -> None:
-        # NOTE: imported here, because it is slow and only metrics need it. Not later: a
-        # worker that runs as another user may not be able to read the packages.
-        import prometheus_client
-        import prometheus_client.core
-        from prometheus_client.multiprocess import MultiProcessCollector
-
-        self._prometheus = prometheus_client
         self._store = store
-        self._processes = processes
+        self._directory = directory
         self._meters: _Meters | None = None
         self._making = threading.Lock()
-        self._registry = prometheus_client.CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._registry.register(self)  # before the other: it forgets gauges
-        if processes:
-            MultiProcessCollector(self._registry, processes.directory)  # type: ignore[no-untyped-call]
+        if directory:
+            multiprocess.MultiProcessCollector(self._registry, directory)  # type: ignore[no-untyped-call]
+        else:
+            ProcessCollector(registry=self._registry)
+        version = 'Version of the plant store; the value is always 1.'
+        build = Info('plant_store_build', version, registry=self._registry)
+        build.info({'version': __version__})
         store.on_sync = self._observe_sync
-        tokens.observe_failed_reloads(lambda: self._measured().failed_reloads.inc())
+        tokens.on_failed_reload = lambda: self._measured().failed_reloads.inc()
 
     def _measured(self) -> _Meters:
         """Return what this process measures; made at its first use, so after a fork."""
         if self._meters is None:
             with self._making:
-                self._meters = self._meters or _Meters(self._registry, self._processes)
+                self._meters = self._meters or _Meters(self._registry, self._directory)
         return self._meters
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
@@ -136,8 +108,8 @@ class Metrics:
         series.observe(time.perf_counter() - req.context.began)
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.content_type = self._prometheus.CONTENT_TYPE_LATEST
-        resp.data = self._prometheus.generate_latest(self._registry)
+        resp.content_type = CONTENT_TYPE_LATEST
+        resp.data = generate_latest(self._registry)
 
     on_head = on_get
 
@@ -147,49 +119,58 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics whose values are looked up for each answer."""
-        gauge = self._prometheus.core.GaugeMetricFamily
-        build = gauge(
-            'plant_store_build_info',
-            'Version of the plant store; the value is always 1.',
-            labels=['version'],
-        )
-        build.add_metric([__version__], 1)
-        yield build
         ready = False
         with suppress(Exception):  # /readyz reports the reason
             self._store.ping()
             ready = True
         meaning = 'Whether the store can take plants now: 1 or 0.'
-        yield gauge('plants_store_ready', meaning, ready)
-        yield from self._process_metrics()
+        yield GaugeMetricFamily('plants_store_ready', meaning, ready)
+        if self._directory:
+            yield from _process_metrics(self._directory)
 
-    def _process_metrics(self) -> Iterator[Metric]:
-        """Yield CPU time, memory and open files of each process."""
-        collector = partial(self._prometheus.ProcessCollector, registry=None)
-        if self._processes is None:
-            yield from collector().collect()
-            return
-        families: dict[str, Metric] = {}
-        for number, pid in self._processes.living():
-            for one in collector(pid=partial(int, pid)).collect():
-                family = self._prometheus.Metric(one.name, one.documentation, one.type)
-                families.setdefault(one.name, family).samples += [
-                    sample._replace(labels={'process': number})
-                    for sample in one.samples
-                ]
-        yield from families.values()
+
+def _process_metrics(directory: Path) -> Iterator[Metric]:
+    """Yield CPU time and memory of each process; forget gauges of those that ended."""
+    families: dict[str, Metric] = {}
+    for path in directory.glob('*.pid'):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # it lives
+                pid = partial(int, file.read() or 0)
+            else:
+                multiprocess.mark_process_dead(path.stem, directory)  # type: ignore[no-untyped-call]
+                continue
+        for one in ProcessCollector(pid=pid, registry=None).collect():
+            metric = Metric(one.name, one.documentation, one.type)
+            metric = families.setdefault(one.name, metric)
+            for sample in one.samples:
+                metric.add_sample(sample.name, {'process': path.stem}, sample.value)
+    yield from families.values()
+
+
+def _join(directory: Path) -> None:
+    """Take a number, in the process that counts; a lock holds it until its end."""
+    for number in count():
+        file = os.open(directory / f'{number}.pid', os.O_WRONLY | os.O_CREAT)
+        with suppress(BlockingIOError):  # a living process has this number
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        os.close(file)
+    os.write(file, b'%-10d' % os.getpid())
+    multiprocess.mark_process_dead(number, directory)  # type: ignore[no-untyped-call]
+    os.environ['PROMETHEUS_MULTIPROC_DIR'] = str(directory)
+    values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
 
 
 class _Meters:
     """What one process counts."""
 
     def __init__(
-        self, registry: CollectorRegistry | None, processes: Processes | None
+        self, registry: CollectorRegistry | None, directory: Path | None
     ) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
-
-        if processes:
-            processes.join()
+        if directory:
+            _join(directory)
             registry = None  # the collector of their files reports them
         histogram = partial(Histogram, registry=registry)
         self.requests = histogram(

@@ -38,6 +38,9 @@ class Tokens:
     Args:
         tokens: The tokens, by the SHA-256 digest of their text.
 
+    Attributes:
+        on_failed_reload: Called when a changed file cannot be used; set by metrics.
+
     Raises:
         ValueError: There is no token, or a name could break a line of the log.
     """
@@ -48,7 +51,7 @@ class Tokens:
         if not all(token.name.isprintable() for token in tokens.values()):
             raise ValueError('the name of a token may have only printable characters')
         self._tokens = dict(tokens)
-        self._observers: list[Callable[[], None]] = []
+        self.on_failed_reload: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -119,10 +122,6 @@ class Tokens:
             other.metrics_only for other in self._tokens.values()
         )
 
-    def observe_failed_reloads(self, observer: Callable[[], None]) -> None:
-        """Call an observer after each failed reload, which only a file can have."""
-        self._observers.append(observer)
-
 
 def _digest(token: str, where: str) -> bytes:
     """Return the SHA-256 digest of a token, or the digest that ``sha256:`` gives."""
@@ -181,8 +180,8 @@ class TokensFile(Tokens):
             self._tokens = self._read()
         except (OSError, ValueError) as ex:
             log.error('%s: %s; the tokens stay as they were', self._path, ex)
-            for observer in self._observers:
-                observer()
+            if self.on_failed_reload:
+                self.on_failed_reload()
         else:
             log.info('%s: %d tokens are accepted now', self._path, len(self))
 

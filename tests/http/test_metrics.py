@@ -184,17 +184,16 @@ def test_every_metric_has_help(client):
 
 FORKED = """
 import os, sys
+from pathlib import Path
 from webtest import TestApp
 from app import create_app
 from store.memory import MemoryStore
-from web.metrics import Processes
 
 class DeadlyStore(MemoryStore):
     def add(self, plant):
         os._exit(7)
 
-processes = Processes(sys.argv[1])
-app = TestApp(create_app(DeadlyStore(), tokens=['t'], metrics=processes))
+app = TestApp(create_app(DeadlyStore(), tokens=['t'], metrics=Path(sys.argv[1])))
 headers = {'Authorization': 'Bearer t'}
 
 def fork(*paths):
