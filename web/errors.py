@@ -39,7 +39,7 @@ class ErrorValue(enum.IntEnum):
     INTERNAL = 500_00, 'an unexpected fault of the service'
     STORE_UNAVAILABLE = 503_00, 'the store cannot take plants now'
 
-    def __new__(cls, value: int, meaning: str) -> ErrorValue:
+    def __new__(cls, value: int, meaning: str = '') -> ErrorValue:
         member = int.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
@@ -55,20 +55,16 @@ class Fault(Exception):
 
     Attributes:
         value: The ``error`` of the response, which also gives the HTTP status.
-        message: The ``message`` of the response, for people.
+        message: The ``message`` of the response, for people; by default the meaning of
+            the value.
         headers: Further headers of the response, with ``_`` for ``-`` in their names.
     """
 
-    def __init__(self, value: int, message: str, **headers: str) -> None:
-        super().__init__(message)
+    def __init__(self, value: int, message: str = '', **headers: str) -> None:
         self.value = value
-        self.message = message
+        self.message = message or ErrorValue(value).meaning
         self.headers = headers
-
-    @classmethod
-    def plain(cls, value: ErrorValue) -> Fault:
-        """Return the fault whose message is the meaning of its value."""
-        return cls(value, value.meaning)
+        super().__init__(self.message)
 
 
 def error_body(value: int, message: str) -> bytes:
@@ -101,7 +97,7 @@ def _answer_http_error(
 ) -> None:
     """Answer an error of Falcon: an unknown path, a header that it cannot read."""
     if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
-        fault = Fault.plain(ErrorValue.NO_SUCH_PATH)
+        fault = Fault(ErrorValue.NO_SUCH_PATH)
     else:
         fault = Fault(100 * ex.status_code, ex.description or ex.title)
     _answer_fault(req, resp, fault, params)
@@ -114,13 +110,13 @@ def _answer_store_error(
         fault = Fault(ErrorValue.ID_TAKEN, str(ex))
     else:
         log.error('%s: %s', req.context.id, ex)
-        reason, retry_after = 'see the log of the server', 60
+        reason, retry_after = 'see the log of the server', '60'
         if isinstance(ex, StoreClosed):
             reason = str(ex)
         if isinstance(ex, StoreUnavailable):
-            reason, retry_after = ex.reason, 1
+            reason, retry_after = ex.reason, '1'
         value = ErrorValue.STORE_UNAVAILABLE
-        fault = Fault(value, f'{value.meaning}: {reason}', retry_after=str(retry_after))
+        fault = Fault(value, f'{value.meaning}: {reason}', retry_after=retry_after)
     _answer_fault(req, resp, fault, params)
 
 
@@ -128,4 +124,4 @@ def _answer_exception(
     req: Request, resp: Response, ex: Exception, params: dict[str, Any]
 ) -> None:
     log.exception('%s: unexpected exception', req.context.id, exc_info=ex)
-    _answer_fault(req, resp, Fault.plain(ErrorValue.INTERNAL), params)
+    _answer_fault(req, resp, Fault(ErrorValue.INTERNAL), params)

@@ -141,7 +141,7 @@ class StrictRouting:
         params: dict[str, Any],
     ) -> None:
         if req.path != req.uri_template:
-            raise Fault.plain(ErrorValue.NO_SUCH_PATH)
+            raise Fault(ErrorValue.NO_SUCH_PATH)
         method = req.method
         if not hasattr(resource, f'on_{method.lower()}') or not method.isupper():
             allowed = ', '.join(

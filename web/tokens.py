@@ -67,12 +67,11 @@ class Tokens:
             ValueError: There is no token, or one that cannot be sent in a header. The
                 message has the name of the token, never its text.
         """
-        if tokens is None:  # a variable that is not set, perhaps
-            raise ValueError('there is no token')
         if isinstance(tokens, str):
             tokens = [tokens]
         if not isinstance(tokens, Mapping):
-            tokens = {f'token-{number}': text for number, text in enumerate(tokens, 1)}
+            # It may be None: a variable that is not set.
+            tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         return cls({_digest(text, name): Token(name) for name, text in tokens.items()})
 
     @classmethod
@@ -90,8 +89,7 @@ class Tokens:
             words = re.split(r'(?:^|\s)#', line)[0].split()
             if words[2:] not in ([], ['metrics']):
                 raise ValueError(
-                    f'line {number}: it is not TOKEN or NAME TOKEN, and not '
-                    f'NAME TOKEN metrics'
+                    f'line {number}: it is not TOKEN, NAME TOKEN or NAME TOKEN metrics'
                 )
             if words:
                 name = words[0] if len(words) > 1 else f'token-{number}'
@@ -229,11 +227,8 @@ class BearerAuth:
             )
         token = self._tokens.find(text)
         if token is None:
-            raise Fault(
-                ErrorValue.INVALID_TOKEN,
-                'the token is not valid',
-                www_authenticate='Bearer error="invalid_token"',
-            )
+            challenge = 'Bearer error="invalid_token"'
+            raise Fault(ErrorValue.INVALID_TOKEN, www_authenticate=challenge)
         req.context.token_name = token.name
         if not self._tokens.may(token, req.path):
             scope = 'metrics' if req.path == '/metrics' else 'plants'

@@ -226,11 +226,11 @@ def test_line_of_a_tokens_file_is_read(lines, names):
 @pytest.mark.parametrize(
     ('line', 'words'),
     [
-        (f'one two {OTHER}', 'not TOKEN or NAME TOKEN, and not NAME TOKEN metrics'),
-        (f'one {OTHER} Metrics', 'not TOKEN or NAME TOKEN, and not NAME TOKEN metrics'),
+        (f'one two {OTHER}', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
+        (f'one {OTHER} Metrics', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
         (
             f'one {OTHER} metrics x',
-            'not TOKEN or NAME TOKEN, and not NAME TOKEN metrics',
+            'not TOKEN, NAME TOKEN or NAME TOKEN metrics',
         ),
         (f'garden {OTHER}" metrics', 'letters, digits'),
         (f'{OTHER},{TOKEN}', 'letters, digits'),
