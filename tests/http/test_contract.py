@@ -10,7 +10,6 @@ from errors import FaultyStore, assert_error
 from jsonschema import Draft202012Validator
 
 from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
-from web.errors import ErrorValue
 from web.tokens import Tokens
 
 PLANT_SCHEMA = Draft202012Validator(
@@ -54,13 +53,6 @@ def test_tag_is_optional(client, store):
     assert list(store) == [Plant(1, 'Fern', None)]
 
 
-@pytest.mark.parametrize('body', [[FERN], None, 'Fern', 1, {'id': 1, 'name': None}])
-def test_body_of_another_shape_is_refused(body, client, store):
-    """A body that is no NewPlant is 40005, and nothing is stored."""
-    assert_error(client.add(body), 40005)
-    assert list(store) == []
-
-
 # ---- what the specification leaves open
 
 
@@ -71,41 +63,24 @@ def test_unknown_members_are_accepted_and_dropped(client, store):
     assert list(store) == [Plant(1, 'Fern', 'shade')]
 
 
-@pytest.mark.parametrize('plant', [FERN, {'id': 1, 'name': 'Fern'}], ids=str)
-def test_repeat_is_answered_as_the_first(plant, client, store):
+def test_repeat_is_answered_as_the_first(client, store):
     """The same plant again is 200 and is stored once: a client may repeat."""
-    first = client.add(plant)
-    assert client.add({**plant, 'colour': 'green'}).json == first.json
-    assert_plant(client.add(dict(reversed(plant.items()))), first.json)
+    first = client.add(FERN)
+    assert client.add({**FERN, 'colour': 'green'}).json == first.json
+    assert_plant(client.add(dict(reversed(FERN.items()))), first.json)
     assert len(list(store)) == 1
 
 
-@pytest.mark.parametrize(
-    'other',
-    [
-        {'id': 1, 'name': 'Moss', 'tag': 'shade'},
-        {'id': 1, 'name': 'Fern', 'tag': 'sun'},
-        {'id': 1, 'name': 'Fern', 'tag': ''},
-        {'id': 1, 'name': 'Fern'},
-    ],
-    ids=str,
-)
-def test_taken_id_is_refused(other, client, store):
+def test_taken_id_is_refused(client, store):
     """A different plant with a taken id is 40006, and the stored one stays."""
     client.add(FERN)
-    assert '1' in assert_error(client.add(other), 40006)
+    for other in ({**FERN, 'name': 'Moss'}, {'id': 1, 'name': 'Fern'}):
+        assert '1' in assert_error(client.add(other), 40006)
     assert list(store) == [Plant(**FERN)]
     assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
 
 
-def test_names_need_not_be_unique(client, store):
-    """Only the id is unique: two plants may share name and tag."""
-    for id in (1, 2):
-        assert client.add({**FERN, 'id': id}).status_int == 200
-    assert len(list(store)) == 2
-
-
-@pytest.mark.parametrize('id', [-(2**63), -1, 0, 1, 2**53 + 1, 2**63 - 1], ids=str)
+@pytest.mark.parametrize('id', [-(2**63), 0, 2**53 + 1, 2**63 - 1], ids=str)
 def test_id_is_a_signed_64_bit_integer(id, client, store):
     """Every id of 64 bits is accepted and stored exactly."""
     assert client.add({'id': id, 'name': 'Fern'}).status_int == 200
@@ -115,8 +90,8 @@ def test_id_is_a_signed_64_bit_integer(id, client, store):
 @pytest.mark.parametrize(
     'id',
     [
-        *['9223372036854775808', '-9223372036854775809', '1' * 1000, '1.0', '-0.0'],
-        *['1e3', '1e999', 'true', 'null', '"1"', '[1]', '{"id":1}'],
+        *['9223372036854775808', '-9223372036854775809', '1' * 1000, '1.0', '1e3'],
+        *['1e999', 'true', 'null', '"1"'],
     ],
     ids=lambda literal: literal[:20],
 )
@@ -141,7 +116,7 @@ def test_text_may_have_any_length(text, client, store):
     assert list(store) == [Plant(1, **plant)]
 
 
-@pytest.mark.parametrize('text', ['\0', 'a\0', '\0\n', '\n\0'], ids=ascii)
+@pytest.mark.parametrize('text', ['\0', 'a\0\n'], ids=ascii)
 @pytest.mark.parametrize('member', ['name', 'tag'])
 def test_nul_is_refused(member, text, client, store):
     """U+0000 anywhere in ``name`` or ``tag`` is 40005: SQL text cannot hold it."""
@@ -154,7 +129,7 @@ def test_nul_is_refused(member, text, client, store):
 # ---- the body
 
 
-@pytest.mark.parametrize('limit', [None, 100, 70_000])
+@pytest.mark.parametrize('limit', [None, 100])
 def test_body_is_read_up_to_the_limit(limit, serve, store):
     """A body of exactly the limit (65,536 bytes by default) is read, no byte more."""
     client = serve(store, **({'max_body_bytes': limit} if limit else {}))
@@ -233,9 +208,7 @@ def test_body_that_cannot_be_read_is_40000(client):
 
 
 @pytest.mark.parametrize(
-    'length',
-    ['abc', '-1', '1.5', '0x10', '1 2', '1,1', '9' * 5_000],
-    ids=lambda length: length[:20],
+    'length', ['abc', '-1', '1,1', '9' * 5_000], ids=lambda length: length[:20]
 )
 def test_invalid_length_is_40000(length, client):
     """A Content-Length that is no number, and that a server lets through, is 40000."""
@@ -244,25 +217,15 @@ def test_invalid_length_is_40000(length, client):
     assert_error(response, 40000)
 
 
-@pytest.mark.parametrize('content_type', [None, 'application/json', 'text/plain'])
 @pytest.mark.parametrize('length', [None, '0'])
-def test_missing_body_is_40001(length, content_type, client):
-    """No body, with or without a length, of whatever type, is 40001."""
-    response = client.send(b'', content_type=content_type, content_length=length)
-    assert_error(response, 40001)
+def test_missing_body_is_40001(length, client):
+    """No body, with or without a length, is 40001."""
+    assert_error(client.send(b'', content_length=length), 40001)
 
 
 @pytest.mark.parametrize(
     'content_type',
-    [
-        'application/json',
-        'APPLICATION/Json',
-        'application/json;',
-        'application/json; charset=utf-8',
-        'application/json;charset=UTF-8',
-        'application/json; charset="utf-8"',
-        'application/json; indent=4',
-    ],
+    ['APPLICATION/Json;', 'application/json;charset="UTF-8"', 'application/json; a=4'],
 )
 def test_json_media_type_is_accepted(content_type, client):
     """``application/json`` may be in any case, with parameters; UTF-8 is required."""
@@ -270,36 +233,26 @@ def test_json_media_type_is_accepted(content_type, client):
 
 
 @pytest.mark.parametrize(
-    'content_type',
+    ('content_type', 'sentence'),
     [
-        *[None, '', ' ', ';', 'json', 'text/json', 'application/jsonp', '*/*', 'é/ü'],
-        *['application/problem+json', 'application/json, text/plain'],
-        *['multipart/form-data; boundary=x', 'text/plain; charset=latin-1'],
+        (None, 'the Content-Type must be application/json'),
+        (';', 'the Content-Type must be application/json'),
+        ('é/ü', 'the Content-Type must be application/json'),
+        ('application/json, text/plain', 'the Content-Type must be application/json'),
+        # RFC 8259, section 8.1.
+        ('application/json; charset=latin1', 'the charset "latin1" must be utf-8'),
     ],
 )
-def test_other_media_type_is_40002(content_type, client, store):
-    """Any other type, and no type at all, is 40002."""
+def test_other_media_type_is_40002(content_type, sentence, client, store):
+    """Any other type, no type at all, and another charset than UTF-8 are 40002."""
     message = assert_error(client.add(FERN, content_type=content_type), 40002)
-    assert message == 'the Content-Type must be application/json'
+    assert message == sentence
     assert list(store) == []
 
 
-@pytest.mark.parametrize('charset', ['latin1', 'UTF-16', ''])
-def test_other_charset_is_40002(charset, client):
-    """JSON is UTF-8 (RFC 8259, section 8.1); the message names another charset."""
-    content_type = f'application/json; charset={charset}'
-    message = assert_error(client.add(FERN, content_type=content_type), 40002)
-    assert message == f'the charset "{charset}" must be utf-8'
-
-
-@pytest.mark.parametrize('coding', ['gzip', 'br', 'deflate', 'gzip, identity', 'x'])
-def test_compressed_body_is_40002(coding, client):
+def test_compressed_body_is_40002(client):
     """A compressed body is 40002: the service decompresses nothing."""
-    assert_error(client.add(FERN, content_encoding=coding), 40002)
-
-
-def test_identity_coding_is_accepted(client):
-    """``Content-Encoding: identity`` is ignored."""
+    assert_error(client.add(FERN, content_encoding='gzip, identity'), 40002)
     assert client.add(FERN, content_encoding='identity').status_int == 200
 
 
@@ -362,30 +315,10 @@ def test_body_is_not_read_if_the_head_is_refused(value, path, headers, client):
     assert_error(response, value)
 
 
-def test_values_are_the_published_ones():
-    """Clients depend on the numbers: none changes its meaning, none is removed."""
-    assert {value.name: int(value) for value in ErrorValue} == {
-        'BAD_REQUEST': 40000,
-        'BODY_MISSING': 40001,
-        'WRONG_MEDIA_TYPE': 40002,
-        'BODY_TOO_LARGE': 40003,
-        'NOT_JSON': 40004,
-        'NOT_A_NEW_PLANT': 40005,
-        'ID_TAKEN': 40006,
-        'NO_TOKEN': 40100,
-        'INVALID_TOKEN': 40101,
-        'WRONG_SCOPE': 40300,
-        'NO_SUCH_PATH': 40400,
-        'METHOD_NOT_ALLOWED': 40500,
-        'INTERNAL': 50000,
-        'STORE_UNAVAILABLE': 50300,
-    }
-
-
 # ---- paths and methods
 
-METHODS = ['GET', 'HEAD', 'PUT', 'PATCH', 'DELETE', 'OPTIONS', 'TRACE', 'CONNECT']
-UNKNOWN_METHODS = ['BREW', 'post', 'Post', 'PROPFIND', 'WEBSOCKET', 'X', 'RESPONDER']
+# Some that Falcon knows, some that it does not, and two that it treats in its own way.
+METHODS = ['PUT', 'TRACE', 'BREW', 'post', 'OPTIONS', 'WEBSOCKET']
 
 
 def assert_method_not_allowed(response, allowed):
@@ -398,50 +331,34 @@ def assert_method_not_allowed(response, allowed):
     assert response.headers['Allow'] == allowed
 
 
-@pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
+@pytest.mark.parametrize('method', ['GET', 'HEAD', *METHODS])
 def test_only_post_is_allowed(method, client):
-    """Every other method on /plants is 40500 with Allow, known to HTTP or not."""
+    """Every other method on /plants is 40500 with Allow; without a token it is 401."""
     client.lint = False  # it takes an unknown method for a fault of the server
     response = client.request('/plants', method=method)
     assert_method_not_allowed(response, 'POST')
+    client.authorization = None
+    assert client.request('/plants', method=method).status_int == 401
 
 
 @pytest.mark.parametrize('path', PUBLIC)
 def test_only_get_and_head_are_allowed_on_public_paths(path, client):
     """Public paths answer GET and HEAD and no other method."""
     client.lint = False
-    for method in ('POST', *METHODS[2:], *UNKNOWN_METHODS):
+    for method in ('POST', *METHODS):
         assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
 
 
-@pytest.mark.parametrize('method', [*METHODS, *UNKNOWN_METHODS])
-def test_any_method_without_a_token_is_401(method, anonymous):
-    """Without a token every method, known or not, is 401."""
-    anonymous.lint = False
-    response = anonymous.request('/plants', method=method)
-    assert response.status_int == 401
-    assert response.headers['WWW-Authenticate'] == 'Bearer'
-
-
-UNKNOWN_PATHS = [
-    *['/', '/nowhere', '/plants/', '/plants/1', '/Plants', '/livez/', '/%2Flivez'],
-    *['/%2Fplants', '/%00', '/%ff', '/plants%0A', '/../plants', '/docs/'],
-]
-
-
-@pytest.mark.parametrize('path', UNKNOWN_PATHS)
+@pytest.mark.parametrize(
+    'path', ['/', '/plants/', '/Plants', '/livez/', '/%2Flivez', '/%00', '/%ff']
+)
 def test_unknown_path_is_40400(path, client):
-    """A path that does not exist is 40400 to a client with a token."""
+    """A path that does not exist is 40400, but only to a client with a token."""
     client.lint = False
     for method in ('GET', 'POST', 'OPTIONS', 'BREW'):
         assert_error(client.request(path, method=method), 40400)
-
-
-@pytest.mark.parametrize('path', UNKNOWN_PATHS)
-def test_unknown_path_without_a_token_is_401(path, anonymous):
-    """Without a token no client learns which paths exist: 401 comes before 404."""
-    assert_error(anonymous.get(path), 40100)
-    assert_error(anonymous.get(path, headers={'Authorization': 'Bearer no'}), 40101)
+    client.authorization = None
+    assert_error(client.get(path), 40100)
 
 
 def test_query_is_ignored(client):
@@ -470,12 +387,7 @@ def test_public_path_needs_no_token(path, anonymous):
 
 @pytest.mark.parametrize(
     'fault',
-    [
-        StoreUnavailable('the disk is full', store='/srv/green/plants.jsonl'),
-        StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'it is not JSON'),
-        StoreClosed(),
-        RuntimeError('/srv/green'),
-    ],
+    [StoreUnavailable('it is full', store='/srv/green'), RuntimeError('/srv/green')],
     ids=lambda fault: type(fault).__name__,
 )
 def test_service_without_its_store_is_live_and_not_ready(fault, serve):
@@ -526,13 +438,7 @@ def test_broken_store_is_50300_without_details(fault, serve, caplog):
 
 @pytest.mark.parametrize(
     'exception',
-    [
-        RuntimeError('hunter2'),
-        KeyError('hunter2'),
-        OSError(5, 'hunter2', '/srv/hunter2'),
-        RecursionError('hunter2'),
-        UnicodeEncodeError('utf-8', 'hunter2', 0, 1, 'hunter2'),
-    ],
+    [KeyError('hunter2'), UnicodeEncodeError('utf-8', 'hunter2', 0, 1, 'hunter2')],
     ids=lambda exception: type(exception).__name__,
 )
 def test_unexpected_exception_is_50000_without_details(exception, serve, caplog):
@@ -558,7 +464,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize('accept', ['application/xml', 'text/html', 'x', '', 'a/b;q=0'])
+@pytest.mark.parametrize('accept', ['application/xml', 'x'])
 def test_answer_is_json_whatever_is_accepted(accept, client, serve):
     """``Accept`` does not change an answer: there is one representation."""
     broken = serve(FaultyStore(RuntimeError()))
@@ -570,11 +476,7 @@ def test_answer_is_json_whatever_is_accepted(accept, client, serve):
     assert_error(broken.add(FERN), 50000)
 
 
-@pytest.mark.parametrize(
-    'request_id',
-    ['0', 'x' * 128, 'a1-B2_c3.d4', 'Root=1-67891233-abcdef'],
-    ids=lambda request_id: request_id[:30],
-)
+@pytest.mark.parametrize('request_id', ['x' * 128, 'Root=1-67891233-abcdef'])
 def test_usual_request_id_is_returned(request_id, client):
     """The usual forms of request ids are returned, whatever the answer is."""
     client.extra_environ['HTTP_X_REQUEST_ID'] = request_id
@@ -582,11 +484,7 @@ def test_usual_request_id_is_returned(request_id, client):
         assert request(client).headers['X-Request-Id'] == request_id
 
 
-@pytest.mark.parametrize(
-    'request_id',
-    [None, '', ' ', 'a b', 'x' * 129, 'é', '"a"', '<a>', 'a,b', 'a;b', 'a\\', 'a\n'],
-    ids=lambda request_id: ascii(request_id)[:20],
-)
+@pytest.mark.parametrize('request_id', [None, '', 'a b', 'x' * 129, 'é', '"a"', 'a\n'])
 def test_request_id_is_generated(request_id, anonymous):
     """Without a valid ``X-Request-Id`` each request gets one of its own."""
     if request_id is not None:
@@ -604,13 +502,6 @@ def requests_logged(caplog):
     """Return a function that returns what was logged of each request so far."""
     caplog.set_level(logging.INFO, 'plants')
     return lambda: [record.getMessage() for record in caplog.records]
-
-
-def test_request_is_not_logged_at_level_warning(client, requests_logged, caplog):
-    """If the log takes only warnings, there is no line about a request."""
-    caplog.set_level(logging.WARNING, 'plants')
-    client.add(FERN)
-    assert requests_logged() == []
 
 
 @pytest.mark.parametrize('value', REQUESTS)
@@ -640,7 +531,7 @@ def test_log_has_no_token(client, requests_logged):
         assert 'wrong-token' not in line
 
 
-@pytest.mark.parametrize('path', ['/a%0Ab', '/%0D', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
+@pytest.mark.parametrize('path', ['/a%0Ab', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
 def test_path_cannot_break_a_log_line(path, anonymous, requests_logged):
     """A path is logged in a form that can neither end a line nor colour it."""
     anonymous.get(path)
