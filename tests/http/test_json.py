@@ -31,37 +31,21 @@ def case_id(value):
 # ---- JSON text that is accepted, and the value it stands for
 
 ACCEPTED = {
-    # literals and white space
-    b'null': None,
-    b' true\n': True,
     b'\r\n\r\n\t false \t\n\n': False,
-    b'{ "a" : [ ] ,\n"b"\t:\r2 }': {'a': [], 'b': 2},
     b' ' * 60_000 + b'1': 1,
     # numbers
-    b'-0': 0,
     b'-9223372036854775809': -(2**63) - 1,
-    b'9007199254740993': 2**53 + 1,
     b'1.0': 1.0,
-    b'-0.0': -0.0,
-    b'1E3': 1000.0,
     b'-1.25e-02': -0.0125,
-    b'5e-324': 5e-324,
     b'1e-999': 0.0,
     b'1e999': LARGEST,
     b'-1e999': -LARGEST,
-    b'0.1000000000000000055511151231257827': 0.1,
     b'1' * 1000: int('1' * 1000),
     b'0.' + b'3' * 998: float('0.' + '3' * 998),
     # strings
-    b'""': '',
-    b'"\\"\\\\\\/\\b\\f\\n\\r\\t"': '"\\/\b\f\n\r\t',
     b'"\\u00e9\\u00E9\xc3\xa9"': '\xe9\xe9\xe9',
     b'"\\u0000\\u2028\\ufeff\\uffff"': '\0\u2028\ufeff\uffff',
-    b'"\\\\u0041\\\\\\u0041"': '\\u0041\\A',
-    b'"\x7f\xc2\x80e\xcc\x81"': '\x7f\x80e\u0301',
     b'"\xef\xbb\xbf\xef\xbf\xbf"': '\ufeff\uffff',
-    b'"\xed\x9f\xbf\xee\x80\x80"': '\ud7ff\ue000',
-    b'"\xf4\x8f\xbf\xbf"': '\U0010ffff',
     b'"// no /* comment */, NaN"': '// no /* comment */, NaN',
     # pairs of surrogates, and what only looks like a surrogate
     b'"\\ud83d\\ude00\\uD83D\\uDE00"': '\U0001f600\U0001f600',
@@ -69,52 +53,35 @@ ACCEPTED = {
     b'"\\\\ud800 ud800"': '\\ud800 ud800',
     # arrays and objects
     b'[1,2.0,"3",null,true,{}]': [1, 2.0, '3', None, True, {}],
-    b'[' + b'1,' * 20_000 + b'1]': [1] * 20_001,
-    b'{"":{"":{"":0}}}': {'': {'': {'': 0}}},
     b'[{"a":1},{"a":2}]': [{'a': 1}, {'a': 2}],
     b'{"a":1,"A":2,"a ":3}': {'a': 1, 'A': 2, 'a ': 3},
-    b'{"\xc3\xa9":1,"e\xcc\x81":2}': {'\xe9': 1, 'e\u0301': 2},
 }
 
 # ---- what is refused
 
 # Words without white space, by what is wrong with them.
 REFUSED_WORDS = {
-    'part of a value': '[ ] { } " , : - [1 [1, ["a" ["a {"a" {"a": {"a":1 {"a":1, nul',
-    'several values': '1,2 {}{} [][] {}, """" 1] {}} nulll truee',
-    'other languages': "None True NULL nil undefined 'a' {'a':1} {a:1} {1:1} `a` (1)",
-    'no numbers': 'NaN -NaN nan Infinity -Infinity inf [NaN] {"a":-Infinity}',
-    'commas': '[,] [1,] [,1] [1,,2] [1;2] {,} {"a":1,} {,"a":1} {"a":,"b":1} {"a"::1}',
-    'comments': '//\n1 1//one /**/1 1/**/ #one\n1 <!---->1',
-    'numbers': '01 00 -01 01.5 +1 --1 1. .5 . 1..2 1.2.3 1e 1e+ e1 1e1.5 1.e1 -e1',
-    'literals of programs': '0x10 0b1 0o7 1_000 1,000 1L 1n 1f 1j 1/2 1% 1a [01]',
-    'digits of other scripts': '\u0661 \uff11 1\u0660 \xb2 \xbd \u22121 1\u0301',
-    'escapes': r'"\x41" "\a" "\0" "\'" "\v" "\U0041" "\u" "\u123" "\u123g" "\u{41}"',
-    'escapes in other digits': '"\\u\uff10\uff10\uff14\uff11" \u201ca\u201d',
-    'a name twice': '{"a":1,"a":1} {"":1,"":2} [[{"b":[{"a":1,"a":2}]}]] '
-    '{"a":1,"\\u0061":2} {"/":1,"\\/":2} {"\xe9":1,"\\u00e9":2} {"id":1,"id":1}',
-    'lone surrogates': r'"\ud800" "\uDFFF" "\ud83dx" "x\ude00" "\ude00\ud83d" '
-    r'"\ud83d\ud83d\ude00" "\ud83d\\ude00" "\\\ud800" [["\udfff"]] {"\ud800":1} '
-    r'{"id":1,"name":"","x":"\ud800"} {"\ud800":1,"\ud800":2}',
+    'syntax': '] ["a {"a": 1,2 {}{} True \'a\' {a:1} [1,] {"a":1,} /**/1 01 .5 \uff11',
+    'no numbers': 'NaN -NaN Infinity -Infinity [NaN] {"a":-Infinity}',
+    'escapes': r'"\x41" "\u123g"',
+    'a name twice': '{"a":1,"a":1} [[{"b":[{"a":1,"a":2}]}]] {"a":1,"\\u0061":2}',
+    'lone surrogates': r'"\ud800" "\uDFFF" "x\ude00" "\ude00\ud83d" "\ud83d\\ude00" '
+    r'"\\\ud800" [["\udfff"]] {"\ud800":1} {"id":1,"name":"","x":"\ud800"}',
 }
 REFUSED_BYTES = {
-    'white space': [b' ', b'\n', b'1 2', b'{"a" 1}', b'- 1', b'1e 1', b'"\\ "'],
-    'control characters': [b'"%c"' % code for code in range(0x20)],
-    'looks like white space': [
-        *[b'\0', b'1\0', b'\x0b1', b'1\x0c', b'\x1a', b'\x7f', b'\x1e{}\n'],
-        *[f'{blank}1'.encode() for blank in '\x85\xa0\u2028\u3000\u200b'],
-    ],
+    'control characters': [b'"\0"', b'"\n"', b'"\x1f"'],
+    'looks like white space': [b'1\0', b'\x0b1', '\xa01'.encode()],
     'long numbers': [b'1' * 1001, b'0.' + b'1' * 1000, b'{"a":%s}' % (b'1' * 5000)],
     'long name twice': [b'{%s}' % b','.join([b'"%s":1' % (b'a' * 10_000)] * 2)],
     'bytes that are not UTF-8': [
-        *[b'\xff', b'"\x80"', b'"\xc3"', b'"\xc0\x80"', b'"\xe0\x9f\xbf"', b'{}\xff'],
-        *[b'"\xf0\x8f\xbf\xbf"', b'"\xf4\x90\x80\x80"', b'"\xed\xa0\x80"'],
-        *[b'"\xed\xa0\xbd\xed\xb8\x80"', b'"\xe2\x82', b'{"\xff":1}'],
+        b'\xff',
+        b'"\xc0\x80"',
+        b'"\xed\xa0\x80"',
+        b'"\xe2\x82',
     ],
     'byte order marks': [b'\xef\xbb\xbf', b'\xef\xbb\xbf{}', b'{}\xef\xbb\xbf'],
     'other encodings': [
-        '{"a":"\xe9"}'.encode(name)
-        for name in ('utf-16', 'utf-16-le', 'utf-32-be', 'latin-1', 'cp037')
+        '{"a":"\xe9"}'.encode(name) for name in ('utf-16', 'utf-32-be', 'latin-1')
     ],
 }
 REFUSED = [
@@ -155,13 +122,10 @@ def test_text_is_refused(text, forgetful_client):
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
-        (b'\xff', 'byte 0'),
         (b'["\xc3\xa9\xff"]', 'byte 4'),
-        (b'[1 2]', 'character 3'),
         (b'["\xc3\xa9" 2]', 'character 5'),
         (b'"a', 'Unterminated string starting at character 0'),
         (b'{"a":NaN}', 'NaN'),
-        (b'-Infinity', '-Infinity'),
         (b'{"name":1,"name":2}', '"name"'),
         (b'"\\ud800"', 'surrogate'),
         (b'1' * 1001, '1000'),
@@ -221,26 +185,18 @@ def test_depth_has_one_bound(body, forgetful_client):
 @pytest.mark.parametrize(
     ('body', 'faults'),
     [
-        ('{"id":1.5,"name":""}', ['id: 1.5 is not an integer']),
         ('{"id":1.0,"name":""}', ['id: 1.0 is not an integer']),
-        ('{"id":1e3,"name":""}', ['id: 1000.0 is not an integer']),
-        ('{"id":true,"name":""}', ['id: true is not an integer']),
-        ('{"id":"1","name":""}', ['id: "1" is not an integer']),
-        ('{"id":null,"name":""}', ['id: null is not an integer']),
         (
             f'{{"id":{2**63},"name":""}}',
             [f'id: {2**63} is greater than the maximum of {2**63 - 1}'],
         ),
-        ('{"id":1}', ['name: is missing']),
         ('{}', ['id: is missing', 'name: is missing']),
-        ('{"id":1,"name":"","tag":["é"]}', ['tag: ["é"] is not a string']),
-        ('{"id":1,"name":"","tag":null}', ['tag: null is not a string']),
         (
-            '{"id":"1","name":1,"tag":1}',
+            '{"id":"1","name":null,"tag":["é"]}',
             [
                 'id: "1" is not an integer',
-                'name: 1 is not a string',
-                'tag: 1 is not a string',
+                'name: null is not a string',
+                'tag: ["é"] is not a string',
             ],
         ),
         (
@@ -248,7 +204,6 @@ def test_depth_has_one_bound(body, forgetful_client):
             [r'name: "a\u0000b" does not match "^[^\u0000]*$"'],
         ),
         ('[]', ['body: [] is not an object']),
-        ('null', ['body: null is not an object']),
     ],
     ids=case_id,
 )
@@ -261,11 +216,9 @@ def test_message_lists_every_fault_with_member_and_rule(body, faults, forgetful_
 @pytest.mark.parametrize(
     'body',
     [
-        {'id': 'x' * 50_000, 'name': ''},
         {'id': 1, 'name': '\0' * 10_000},
         {'id': 1, 'name': {'x' * 50_000: 1}},
         {'id': int('9' * 1000), 'name': ''},
-        [{}] * 10_000,
     ],
     ids=case_id,
 )
@@ -279,10 +232,14 @@ def test_long_input_is_cut_in_the_message(body, forgetful_client):
 # ---- names that are answered as they were sent
 
 NAMES = [
-    *['\x01', 'a\r\nSet-Cookie: x', '\x1b[31m', '\x7f', '\x85', '\u2028', '\ufeffFern'],
-    *['\ufdd0', '\uffff', '\U0010ffff', '"', '\\u0041', '\\ud800', '\\0', '%00', '{0}'],
-    *['', ' ', ' a ', '-1', '1e999', 'null', '</script>', 'A\u030a', '\u202eb', '蕨'],
-    *['\U0001f469\u200d\U0001f33e', 'e' + '\u0301' * 1000, '\U0001f33f' * 2_000],
+    *[
+        'a\r\nSet-Cookie: x',
+        '\x1b[31m\x7f\x85\u2028',
+        '\ufeffFern\uffff',
+        ' a ',
+        'A\u030a',
+    ],
+    *['"\\u0041\\ud800\\0', '%00{0}</script>', '\U0001f469\u200d\U0001f33e'],
 ]
 
 
@@ -300,7 +257,7 @@ def test_name_is_answered_and_stored_as_it_was_sent(text, client, store):
 def test_similar_names_differ(client):
     """Names are compared exactly: no normalization, no case folding, no trimming."""
     assert client.add({'id': 1, 'name': '\xc5'}).status_int == 200
-    for other in ('A\u030a', '\u212b', '\xe5', '\xc5 ', '\xc5\u200b', '\ufeff\xc5'):
+    for other in ('A\u030a', '\xe5', '\xc5 '):
         assert_error(client.add({'id': 1, 'name': other}), 40006)
 
 
@@ -352,45 +309,27 @@ def test_rule_that_compares_values_has_a_bound(rule, edit, serve, store):
         assert answer.json.get('error', 200) in values
 
 
-@pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
 @pytest.mark.parametrize(
     'rule',
     [
         INTEGER,
         {'type': ['integer', 'null']},
-        {'allOf': [INTEGER], 'minimum': 0.5},
         {'anyOf': [INTEGER, {'type': 'string'}]},
         {'not': {'not': INTEGER}},
-        {'if': True, 'then': INTEGER},
-        {'$defs': {'size': INTEGER}, '$ref': '#/$defs/size'},
-        {'$id': 'Size.json', 'definitions': {'a': INTEGER}, '$ref': '#/definitions/a'},
+        {'$id': 'Size.json', '$defs': {'size': INTEGER}, '$ref': '#/$defs/size'},
     ],
     ids=str,
 )
-def test_integer_is_a_literal_in_every_rule(rule, name, edit, serve, store):
+def test_integer_is_a_literal_in_every_rule(rule, edit, serve, store):
     """A number with a fraction or an exponent is no integer, whatever the rule is."""
-    if '$id' not in rule and '$ref' in rule:
-        rule = {'$id': 'Size.json', **rule}
-    edit(name, lambda schema: schema['properties'].update(size=rule))
+    edit('Plant', lambda schema: schema['properties'].update(size=rule))
     client = serve(store)
     body = b'{"id": 1, "name": "Fern", "size": %s}'
-    for literal in (b'1.0', b'1e0', b'10e-1', b'1e300', b'1.5'):
+    for literal in (b'1.0', b'1e0', b'1e300'):
         message = assert_error(client.send(body % literal), 40005)
         assert message.startswith('size: ')
     for literal in (b'1', b'9' * 400):
         assert client.send(body % literal).status_int == 200
-
-
-@pytest.mark.parametrize(
-    'rule', [{'type': 'number'}, {'type': ['integer', 'number']}, {'const': 1}], ids=str
-)
-def test_number_may_be_any_literal(rule, edit, serve, store):
-    """Where a rule does not ask for an integer, 1.0 is the number 1."""
-    edit('Plant', lambda schema: schema['properties'].update(size=rule))
-    client = serve(store)
-    for literal in (b'1', b'1.0', b'1e0'):
-        body = b'{"id": 1, "name": "Fern", "size": %s}' % literal
-        assert client.send(body).status_int == 200
 
 
 @pytest.mark.parametrize(
@@ -412,19 +351,15 @@ def test_broken_rule_of_an_operator_is_named(rule, fault, edit, serve, store):
 @pytest.mark.parametrize(
     'change',
     [
-        *[{'type': 'strin'}, {'maxLength': -1}, {'maxLength': '4'}, {'pattern': '('}],
-        *[{'pattern': r'^\p{L}*$'}, {'pattern': r'^a\Z'}],
-        *[{'$ref': 'Plont.json'}, {'$ref': 'Plant.json#/$defs/name'}, {'$ref': '#x'}],
-        *[{'$ref': 'https://example.org/name.json'}, {'$dynamicRef': '#name'}],
-        {'$id': 'pots/Pot.json', '$ref': 'Plant.json'},
+        *[{'type': 'strin'}, {'maxLength': -1}, {'pattern': '('}],
+        *[{'$ref': 'Plont.json'}, {'$ref': 'https://example.org/name.json'}],
         {'items': {'not': {'$ref': '#/properties/nome'}}},
     ],
     ids=str,
 )
-@pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
-def test_broken_schema_stops_the_start(change, name, edit, serve, store):
+def test_broken_schema_stops_the_start(change, edit, serve, store):
     """An invalid schema is found at the start; the message is one sentence."""
-    edit(name, lambda schema: schema['properties'].update(size=change))
+    edit('Plant', lambda schema: schema['properties'].update(size=change))
     with pytest.raises(ValueError, match=r'Plant\.json: .') as raised:
         serve(store)
     assert '\n' not in str(raised.value)
@@ -507,11 +442,9 @@ def test_only_new_plants_are_accepted(forgetful_client, value, escaped):
 
 
 RULES = [
-    *[{}, {'maxLength': 2}, {'minLength': 2}, {'pattern': '^[a-z]+'}, {'const': '0'}],
-    *[{'enum': ['', '0', 'Fern']}, {'not': {'const': ''}}, {'type': 'integer'}],
-    *[{'minimum': 1.5}, {'multipleOf': 0.5, 'maximum': 2**40}, {'enum': [1, 0.5]}],
-    *[{'items': {'type': 'integer'}}, {'type': ['integer', 'array', 'null']}],
-    {'anyOf': [{'maxLength': 1}, {'minLength': 3}]},
+    *[{'maxLength': 2}, {'enum': ['', '0', 1, 0.5]}, {'not': {'const': ''}}],
+    *[{'multipleOf': 0.5, 'maximum': 2**40}, {'items': {'type': 'integer'}}],
+    *[{'type': ['integer', 'array', 'null']}, {'anyOf': [{'maxLength': 1}, {'const': 7}]}],
 ]
 
 
@@ -534,14 +467,6 @@ def test_rule_means_what_jsonschema_says(rule, edit):
         assert is_valid == reference.is_valid(x)
 
     check()
-
-
-@MANY_EXAMPLES
-@given(value=VALUES, escaped=st.booleans(), indent=st.sampled_from([None, '\t']))
-def test_parse_undoes_dumps(value, escaped, indent):
-    """Every JSON value is parsed to what was written."""
-    text = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
-    assert repr(parse(text)) == repr(value)
 
 
 def spoil(text, place, junk):
