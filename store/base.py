@@ -109,8 +109,6 @@ class PlantStore(abc.ABC):
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         """Store plants, each as ``add`` would; in one batch, if the store can do that.
 
-        Give it a thousand or two: a database limits the time of a batch.
-
         Returns:
             For each plant what ``add`` would return, or the ``IdTaken`` it would raise.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,22 +77,28 @@ class Database:
         self._checked = False
 
     def add(self, plant: Plant) -> bool:
-        return self._batches.submit(plant, len(plant.name) + len(plant.tag or ''))
+        return self._batches.submit(plant, _size(plant))
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        batch = [Entry(plant, 0) for plant in plants]
-        self._store(batch)
-        for entry in batch:
+        entries = [Entry(plant, _size(plant)) for plant in plants]
+        batch: list[Entry[Plant]] = []
+        room = limits.MOST_CHARACTERS
+        for entry in entries:
+            batch.append(entry)
+            room -= entry.size
+            if room <= 0 or entry is entries[-1]:
+                self._store(batch)
+                batch, room = [], limits.MOST_CHARACTERS
+        for entry in entries:
             if isinstance(entry.error, StoreUnavailable):
                 raise entry.error
-        return outcomes(batch)
+        return outcomes(entries)
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
         # NOTE: not the connection's own block, which ends the transaction first: it and
         # a stream that was not read to its end would wait for each other.
-        parameters = self._parameters | {'target_session_attrs': 'any'}
-        with self._explained(), closing(Connection.connect(**parameters)) as connection:
+        with self._explained(), closing(self._connect_to_read()) as connection:
             self._check_encoding(connection)
             # Reading all plants takes as long as the reader likes.
             connection.configure(0, limits.STATEMENT_WITHIN)
@@ -116,6 +123,19 @@ class Database:
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
         """Keep the connections, which are the parent's: to close them would warn."""
         _abandoned.append(self)
+
+    def _connect_to_read(self) -> Connection:
+        try:
+            return Connection.connect(
+                **self._parameters | {'target_session_attrs': 'any'}
+            )
+        except psycopg.OperationalError:
+            # The server may allow no more connections than those of the pool.
+            connection = self._pool.remove()
+            if connection is None:
+                raise
+            connection.start_use(math.inf)
+            return connection
 
     def _connect(self) -> Connection:
         with self._explained():
@@ -258,6 +278,10 @@ class Database:
             raise StoreUnavailable(reason, store=self._shown) from ex
         except psycopg.Error as ex:
             raise refusal(ex, self._shown) from ex
+
+
+def _size(plant: Plant) -> int:
+    return limits.ROW + len(plant.name) + len(plant.tag or '')
 
 
 # Not the shared generator, which a program may seed for a purpose of its own.

@@ -26,3 +26,7 @@ BATCHES_IN_FLIGHT = 4
 MOST_CONNECTIONS = BATCHES_IN_FLIGHT + 2
 # For a batch that the server cannot serialize, with pauses of half a second in all.
 ATTEMPTS = 9
+# Characters of one statement in a bulk copy, so that it ends within STATEMENT_WITHIN.
+# A row counts ROW more than its texts.
+MOST_CHARACTERS = 1_000_000
+ROW = 100

@@ -51,6 +51,11 @@ class Pool:
         finally:
             self._give_back(connection)
 
+    def remove(self) -> Connection | None:
+        """Remove an idle connection, if there is one, and return it."""
+        with self._changed:
+            return self._idle.pop() if self._idle else None
+
     def close(self) -> None:
         """Close the idle connections now, and the others when they come back."""
         with self._changed:

@@ -285,6 +285,24 @@ def test_table_may_be_altered(server, made, change):
         assert sorted(store)[0] == FERN
 
 
+def test_bulk_is_limited_by_size(server, made, monkeypatch):
+    """add_many sends long plants in statements of a limited size."""
+    server.execute(
+        'CREATE TABLE sizes (n int); CREATE FUNCTION count_all() RETURNS trigger AS '
+        '$$BEGIN INSERT INTO sizes SELECT sum(length(name)) FROM added; RETURN NULL; '
+        'END$$ LANGUAGE plpgsql; CREATE TRIGGER count_all AFTER INSERT ON plants '
+        'REFERENCING NEW TABLE AS added EXECUTE FUNCTION count_all()',
+        url=made,
+    )
+    plants = [Plant(id, 'x' * 60_000) for id in range(100)]
+    with open_store(made) as store:
+        assert store.add_many(plants) == [True] * 100
+        assert store.add_many(plants) == [False] * 100
+    ((most, total),) = server.execute('SELECT max(n), sum(n) FROM sizes', url=made)
+    assert total == 6_000_000
+    assert most <= limits.MOST_CHARACTERS + 60_000
+
+
 def test_few_statements_are_prepared(made):
     """A session prepares few statements, whatever the sizes of batches and ids."""
     with open_store(made) as store:
@@ -295,6 +313,18 @@ def test_few_statements_are_prepared(made):
         with store._backend()._pool.lend() as connection:
             prepared = connection.execute('SELECT 1 FROM pg_prepared_statements')
             assert len(prepared.fetchall()) <= 3
+
+
+def test_texts_special_in_sql_are_stored(made):
+    """Texts that are special in an SQL array are stored unchanged."""
+    texts = ['', 'NULL', '"', '\\', '\\"', '{}', ',', ' ', '\n\r\t', '{"a",b}', '💚']
+    texts.append(''.join(texts))
+    plants = [Plant(id, text, text) for id, text in enumerate(texts)]
+    plants.append(Plant(-(2**63), 'NULL'))
+    with open_store(made) as store:
+        store.add_many(plants)
+        assert store.add_many(plants) == [False] * len(plants)
+        assert sorted(store) == sorted(plants)
 
 
 @pytest.mark.parametrize('encoding', ['LATIN1', 'SQL_ASCII'])
@@ -387,6 +417,7 @@ def test_one_connection_is_enough(server, made, role):
             with refused('there is no connection to the database') as caught:
                 other.add(MOSS)
             assert 'too many connections' in caught.value.detail
+        assert len(list(store)) == 161  # over the connection that is idle
 
 
 # ---- the URL
