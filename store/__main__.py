@@ -78,7 +78,8 @@ BATCH_CHARACTERS = 2**20
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of argparse, which may repeat a password."""
-        self.refuse(masked(message))
+        quoted = re.sub("'([^']*)'", lambda found: repr(masked(found[1])), message)
+        self.refuse(masked(quoted))
 
     def refuse(self, message: str) -> NoReturn:
         """Exit with a message that shows no password."""
@@ -209,6 +210,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
+    if options.target == PIPE:  # as in version 1.1.0; not in the help: list does it
+        return _list(options)
     if options.url == options.target != 'memory:':
         options.parser.refuse('SRC and DST are the same store')
     with (
