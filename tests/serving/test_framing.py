@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from exchange import STORED_PLANT, ask_in_step, assert_error, chunked, fern, table
+from exchange import STORED_PLANT, ask_in_step, assert_error, chunked, fern
 from server import Server, request
 
 
@@ -134,18 +134,3 @@ def test_unread_body_leaves_the_connection_in_step(
     data = chunked(body, **how) if framing is chunked else request(body=body, **how)
     with small_limit.connect() as client:
         assert_error(ask_in_step(client, data, pipelined=pipelined), 40100)
-
-
-UNREAD = {
-    '40002': (40002, {'content_type': 'text/plain'}),
-    '40003': (40003, {'content_type': 'application/json'}),
-    '40400': (40400, {'target': '/none'}),
-    '40500': (40500, {'method': 'PUT'}),
-}
-
-
-@table('value, how', UNREAD)
-def test_refusal_after_the_token_leaves_the_connection_in_step(small_limit, value, how):
-    """Whatever is refused, and however much of the body is read, it does no harm."""
-    with small_limit.connect() as client:
-        assert_error(ask_in_step(client, chunked(b'a' * 100_000, **how)), value)
