@@ -102,7 +102,12 @@ def when_ready(server: Master) -> None:
     _serve(server, settings)
     addresses = [str(listener) for listener in server.LISTENERS]
     if not addresses:  # each worker binds its own (reuse_port)
-        addresses = [f'http://{host}:{port}' for host, port in server.cfg.address]
+        addresses = [
+            'http://{}:{}'.format(*address)
+            if isinstance(address, tuple)
+            else f'unix:{address}'
+            for address in server.cfg.address
+        ]
     urls = [
         address.replace('0.0.0.0', '127.0.0.1')
         for address in addresses

@@ -286,13 +286,15 @@ def test_daemon_serves_until_sigterm(tmp_path):
         wait_until(lambda: not is_alive(number), 'it ends')
 
 
-def test_reuse_port_names_the_configured_address(tmp_path):
+@pytest.mark.parametrize('address', ['http://127.0.0.1:0', 'unix:s'])
+def test_reuse_port_names_the_configured_address(tmp_path, address):
     """With a socket for each worker, the message names the address as configured."""
-    server = Server(tmp_path, '--reuse-port', workers=2, PLANTS_TOKENS=None)
+    bind = address.removeprefix('http://')
+    server = Server(tmp_path, '--reuse-port', '--bind', bind)
     server.start()
     try:
-        wait_until(lambda: server.log.count('Booting worker') == 2, 'it starts')
-        assert 'http://127.0.0.1:0/plants' in server.log
+        wait_until(lambda: 'Booting worker' in server.log, 'it starts')
+        assert f'address  {address}\n' in server.log
     finally:
         server.stop()
 
