@@ -23,9 +23,7 @@ from server import (
 
 from app import create_app
 from store import Plant, open_store
-from store.__main__ import _parser
 from store.jsonl.record import encode
-from web import openapi
 from web.errors import ErrorValue
 from web.settings import VARIABLES
 
@@ -134,18 +132,6 @@ def test_error_values_are_listed():
         assert meaning.replace('`', '').startswith(known.meaning)
 
 
-def test_paths_are_listed():
-    """Each path that is described has a row, and each row is described."""
-    listed = set(re.findall(r'^\| `([A-Z]+ /\S+)`', README, re.M))
-    paths = openapi.describe(1, metrics=True)['paths']
-    described = {
-        f'{method.upper()} {path}'
-        for path, methods in paths.items()
-        for method in methods
-    }
-    assert listed == described
-
-
 def test_make_targets_are_listed():
     """Each target has a row, and each one that a page names exists."""
     [phony] = re.findall('^[.]PHONY: (.*)$', MAKEFILE, re.M)
@@ -154,16 +140,6 @@ def test_make_targets_are_listed():
     assert sorted(target or 'all' for target in listed) == sorted(phony.split())
     named = re.findall(r'(?:`|\$ |^)make ([a-z-]+)', '\n'.join(PAGES.values()), re.M)
     assert set(named) <= set(phony.split())
-
-
-def test_commands_are_shown():
-    """Each command of the store is shown, and the shown arguments are valid."""
-    pages = '\n'.join(PAGES.values())
-    shown = re.findall(r'(?<=python -m store )[a-z]+[^`|&>#\n]*', pages)
-    parser = _parser()
-    commands = {vars(parser.parse_args(line.split()))['run'] for line in shown}
-    names = {run.__name__[1:] for run in commands}
-    assert names == set(re.findall(r'^    ([a-z]+) ', parser.format_help(), re.M))
 
 
 def test_metrics_and_alerts_are_listed(serve, store):
@@ -235,22 +211,16 @@ def test_commands_print_what_is_shown(shell, tmp_path, heading, damage):
     assert replay(shell, shown) == shown
 
 
-@pytest.fixture(scope='module')
-def service(tmp_path_factory):
-    """The service, with two tokens."""
-    directory = tmp_path_factory.mktemp('service')
-    with Server(directory, workers=2, PLANTS_TOKENS=f'{TOKEN},other') as service:
-        yield service
-
-
-def test_first_request_is_answered_as_shown(service):
+def test_first_request_is_answered_as_shown(tmp_path):
     """The command at the top of the README prints the answer below it."""
     curl = installed('curl', 'curl')
     command, shown = re.fullmatch(
         r'\$ curl (.*)\n(\{.*\})\n', blocks(README, 'console')[0], re.S
     ).groups()
-    command = command.replace(':8000', f':{service.port}').replace('TOKEN', TOKEN)
-    done = subprocess.run(f'{curl} --silent {command}', shell=True, capture_output=True)
+    with Server(tmp_path) as server:
+        command = command.replace(':8000', f':{server.port}').replace('TOKEN', TOKEN)
+        command = f'{curl} --silent {command}'
+        done = subprocess.run(command, shell=True, capture_output=True)
     assert done.stdout.decode() == shown
 
 
@@ -371,12 +341,6 @@ def test_store_is_used_without_http(tmp_path):
     """The program of the page stores a plant."""
     code = block('docs/embedding.md', '## In a program without HTTP', 'python')
     assert python(code, tmp_path) == "['Fern']\n"
-
-
-def test_file_format_is_shown_as_written():
-    """The lines that the page shows are what the store writes."""
-    shown = block('docs/stores.md', '### The file format')
-    assert shown.encode() == encode(FERN) + encode(MOSS)
 
 
 # ---- backup, restore, migration

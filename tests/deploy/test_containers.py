@@ -96,18 +96,6 @@ def test_image_has_only_what_runs():
     assert pip.endswith('--only-binary :all: -r requirements.txt')
 
 
-def test_image_runs_as_a_user_that_owns_its_volume():
-    """The ids are fixed, neither is root's, and the volume belongs to them."""
-    [user] = instructions('USER')
-    uid, gid = map(int, user.split(':'))
-    assert min(uid, gid) > 0
-    [made] = [item for item in instructions('RUN') if 'useradd' in item]
-    assert f'groupadd --gid {gid} plants' in made
-    assert f'useradd --uid {uid} --gid {gid} ' in made
-    assert instructions('VOLUME') == ['/data']
-    assert 'install -d -o plants -g plants -m 700 /data' in made
-
-
 # ---- the composition
 
 

@@ -8,7 +8,6 @@ import sys
 import tomllib
 
 import pytest
-import yaml
 from installing import offline_pip, wheels
 from server import PATIENCE, REPOSITORY, ROOMS, Server, request
 
@@ -164,27 +163,3 @@ def test_version_is_the_same_everywhere():
     [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
     assert newest == __version__
     assert f'| {__version__.rpartition(".")[0]} | yes |' in text('SECURITY.md')
-
-
-def test_workflow_runs_the_script_and_nothing_else():
-    """The hosted CI only checks out, and runs the script that anybody can run."""
-    workflow = yaml.safe_load(text('.github/workflows/ci.yml'))
-    [job] = workflow['jobs'].values()
-    checkout, run = job['steps']
-    assert checkout.keys() == {'uses'}
-    assert run == {'run': '.ci/run'}
-    assert os.access(REPOSITORY / '.ci/run', os.X_OK)
-
-
-def test_files_keep_to_the_editor_settings():
-    """Text ends with one line feed and has neither spaces at line ends nor tabs."""
-    done = subprocess.run(
-        ['git', 'ls-files', '--', '*.py', '*.md', '*.yml', '*.yaml', '*.txt', 'deploy'],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        pytest.skip('this needs a git checkout')
-    for name in done.stdout.splitlines():
-        assert not re.search(r'[ \t]$|\t|\n\n\Z|[^\n]\Z', text(name), re.M), name

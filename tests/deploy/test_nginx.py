@@ -167,15 +167,12 @@ CHUNK = b'10000\r\n' + b' ' * 65_536 + b'\r\n'
 
 FAULTS = {
     'too large': (40003, request(body=b' ' * 65_537)),
-    'too large by far': (40003, request(body=b' ', content_length='10000000000')),
     'too large in chunks': (
         40003,
         request(body=CHUNK * 2 + b'0\r\n\r\n', transfer_encoding='chunked'),
     ),
     'not HTTP': (40000, b'{}\r\n\r\n'),
-    'empty lines': (40000, b'\r\n\r\n\0\r\n\r\n'),
     'no host': (40000, request(host=None)),
-    'bad length': (40000, request(body=fern(), content_length='ten')),
     'target too long': (41400, request(target='/' + 'x' * 9_000)),
     'header too long': (43100, request(x_long='x' * 9_000)),
     'TRACE': (40500, request('TRACE')),
@@ -210,7 +207,7 @@ def test_request_id_is_the_same_everywhere(server, nginx):
 
 @pytest.mark.parametrize(
     'target',
-    ['/plants?a=b', '/plants/', '//plants', '/./plants', '/plants%2f', '/%70lants'],
+    ['/plants?a=b', '//plants', '/./plants', '/plants%2f'],
 )
 def test_target_is_passed_unchanged(server, nginx, target):
     """A target gets the same status as without nginx."""
@@ -218,9 +215,7 @@ def test_target_is_passed_unchanged(server, nginx, target):
     assert nginx.ask(data).status == server.ask(data).status
 
 
-@pytest.mark.parametrize(
-    'target', ['/metrics', '/metrics?a', '//metrics', '/%6detrics']
-)
+@pytest.mark.parametrize('target', ['/metrics', '//metrics', '/%6detrics'])
 def test_metrics_are_for_prometheus(server, nginx, target):
     """Only the addresses that the configuration allows may read the metrics."""
     data = request('GET', target)

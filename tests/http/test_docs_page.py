@@ -327,8 +327,8 @@ def test_page_fits_its_window(width, page, tmp_path):
     )
     page.take_picture(tmp_path / f'docs-{width}.png')
     assert page.run('return innerWidth') == width
-    assert page.run('return document.documentElement.scrollWidth') <= width
     assert page.run(FIND_OUTSIDE) == []
+    assert page.run('return document.documentElement.scrollWidth') <= width
     # The page has no margin.
     body = page.run('return document.body.getBoundingClientRect()')
     inside = page.run('return document.documentElement.clientWidth')
