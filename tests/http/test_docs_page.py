@@ -220,6 +220,14 @@ class Page:
         """Run JavaScript in the page; return what it returns."""
         return self._browser.execute_script(script)
 
+    def wait_until(self, condition):
+        """Wait for a condition: the page may be drawn again after an action."""
+
+        def holds(browser):
+            return browser.execute_script(f'return {condition}')
+
+        WebDriverWait(self._browser, PATIENCE, 0.05).until(holds, condition)
+
     def take_picture(self, path):
         """Save a screenshot of the window."""
         assert self._browser.save_screenshot(str(path))
@@ -328,7 +336,7 @@ def test_page_fits_its_window(width, page, tmp_path):
     page.take_picture(tmp_path / f'docs-{width}.png')
     assert page.run('return innerWidth') == width
     assert page.run(FIND_OUTSIDE) == []
-    assert page.run('return document.documentElement.scrollWidth') <= width
+    page.wait_until('document.documentElement.scrollWidth <= innerWidth')
     # The page has no margin.
     body = page.run('return document.body.getBoundingClientRect()')
     inside = page.run('return document.documentElement.clientWidth')
