@@ -63,23 +63,19 @@ class PlantsResource:
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
         """Add a plant; respond with the plant without its id."""
-        new_plant = self._read_new_plant(req)
+        body = read_body(req, self._max_body_bytes)
+        try:
+            new_plant = self._schema.read(body)
+        except NotJSON as ex:
+            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
+        except Invalid as ex:
+            raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
         plant = Plant(new_plant['id'], new_plant['name'], new_plant.get('tag'))
         self._store.add(plant)
         answer = {'name': plant.name}
         if plant.tag is not None:
             answer['tag'] = plant.tag
         resp.data = encode(answer)
-
-    def _read_new_plant(self, req: PlantsRequest) -> dict[str, Any]:
-        body = read_body(req, self._max_body_bytes)
-        try:
-            new_plant: dict[str, Any] = self._schema.read(body)
-        except NotJSON as ex:
-            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
-        except Invalid as ex:
-            raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
-        return new_plant
 
 
 class LiveResource:
@@ -149,7 +145,7 @@ def create_app(
     if metrics:
         from web.metrics import Metrics
 
-        directory = metrics if isinstance(metrics, Path) else None
+        directory = None if metrics is True else metrics
         routes['/metrics'] = measure = Metrics(store, tokens, directory)
         middleware.append(measure)
     if cors_origins:
