@@ -1,8 +1,7 @@
-"""The application in other WSGI stacks, under other servers, in threads and forks."""
+"""The application under other WSGI servers, in threads and forks."""
 
 import io
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +20,10 @@ import pytest
 import waitress.server
 import waitress.wasyncore
 from errors import assert_error
-from server import PATIENCE, REPOSITORY, SCRIPTS, TOKEN, Server, request
+from server import PATIENCE, REPOSITORY, TOKEN, request
 
 from app import create_app
-from store import Plant, PlantStore, StoreUnavailable, open_store
+from store import Plant, open_store
 
 FERN = b'{"id": 1, "name": "Fern", "tag": "shade"}'
 FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
@@ -305,36 +304,6 @@ def test_chunked_body_may_have_an_empty_length(application):
     assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
 
 
-# ---- a store of the embedder
-
-
-class FrozenStore(PlantStore):
-    """A store of an embedder, which is never available."""
-
-    def add(self, plant):
-        raise StoreUnavailable('the ground is frozen', store='frost')
-
-    def __iter__(self):
-        return iter([])
-
-    def ping(self):
-        self.add(None)
-
-    def close(self):
-        pass
-
-
-def test_store_of_an_embedder_is_used():
-    """An embedder's store is used like ours, and its errors are answered."""
-    frost = validator(create_app(FrozenStore(), tokens=[TOKEN]))
-    for answer in [
-        call(frost, FERN),
-        call(frost, REQUEST_METHOD='GET', PATH_INFO='/readyz'),
-    ]:
-        assert 'the ground is frozen' in assert_error(answer, 50300)
-        assert answer.headers['Retry-After'] == '1'
-
-
 # ---- processes
 
 
@@ -401,28 +370,3 @@ def test_fork_loses_no_plant(tmp_path):
     assert (names.pop('own'), names.pop('before')) == (500, 1)
     assert sum(names.values()) == 200
     assert {name: names[name] for name in won} == {n: int(w) for n, w in won.items()}
-
-
-def waitress_serve(directory):
-    """Return a server that runs ``waitress-serve app:app``."""
-    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
-    return Server(directory, command=command, workers=None, PYTHONPATH=str(REPOSITORY))
-
-
-def test_plant_outlives_waitress(tmp_path):
-    """Under waitress-serve a plant outlives the server, however that ends."""
-    stored = []
-    for end in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with waitress_serve(tmp_path) as server:
-            for plant in stored:
-                assert server.ask(request(body=plant)).status == 200
-                refused = server.ask(request(body=plant | {'name': 'Moss'}))
-                assert refused.json['error'] == 40006
-            stored.append({'id': int(end), 'name': 'Fern'})
-            assert server.ask(request(body=stored[-1])).status == 200
-            server.signal(end)
-            server.wait()
-        assert server.plants() == stored
-    with waitress_serve(tmp_path) as server:
-        assert server.ask(request(body=stored[-1])).status == 200
-    assert server.plants() == stored
