@@ -1,4 +1,4 @@
-"""``/metrics``: what it reports of one process and of several."""
+"""``/metrics``: what it reports of one process."""
 
 import subprocess
 import sys
@@ -31,18 +31,13 @@ def read_families(client):
     return list(text_string_to_metric_families(answer.text))
 
 
-def samples_of(families):
-    """Return the samples, as a mapping from name and labels to value."""
+def read_samples(client):
+    """Return the samples that a client reads: from name and labels to value."""
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in families
+        for family in read_families(client)
         for sample in family.samples
     }
-
-
-def read_samples(client):
-    """Return the samples that a client reads, as ``samples_of`` does."""
-    return samples_of(read_families(client))
 
 
 def request_sample(
@@ -180,60 +175,6 @@ def test_every_metric_has_help(client):
     """Each metric has a sentence of help."""
     for family in read_families(client):
         assert family.documentation.endswith('.'), family.name
-
-
-FORKED = """
-import os, sys
-from pathlib import Path
-from webtest import TestApp
-from app import create_app
-from store.memory import MemoryStore
-
-class DeadlyStore(MemoryStore):
-    def add(self, plant):
-        os._exit(7)
-
-app = TestApp(create_app(DeadlyStore(), tokens=['t'], metrics=Path(sys.argv[1])))
-headers = {'Authorization': 'Bearer t'}
-
-def fork(*paths):
-    pid = os.fork()
-    if not pid:
-        for path in paths:
-            answer = app.get(path, headers=headers)
-        if path == '/metrics':
-            os.write(1, answer.body)
-            os._exit(0)
-        app.post_json('/plants', {'id': 1, 'name': 'Fern'}, headers=headers)
-    os.waitpid(pid, 0)
-
-fork('/livez', '/livez', '/readyz')
-fork('/livez')
-fork('/metrics')
-"""
-
-
-def test_processes_that_share_a_directory_report_the_sum(tmp_path):
-    """Each process reports what all have counted, also those that have ended.
-
-    A new process goes on with the counters of one that has ended, and drops its
-    requests in progress.
-    """
-    done = subprocess.run(
-        [sys.executable, '-c', FORKED, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    samples = samples_of(text_string_to_metric_families(done.stdout))
-    assert request_sample(samples, '/livez', method='GET') == 3
-    assert request_sample(samples, '/readyz', method='GET') == 1
-    assert samples['plants_requests_in_progress',] == 1
-    assert samples['plants_store_ready',] == 1
-    for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
-        labels = [dict(rest) for found, *rest in samples if found == f'process_{name}']
-        assert [label['process'] for label in labels] == ['0']
 
 
 def test_two_applications_count_separately(client, serve):

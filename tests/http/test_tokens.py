@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import time
 from types import SimpleNamespace
 
@@ -310,22 +309,3 @@ def test_broken_tokens_file_keeps_the_old_tokens(damage, path, pass_a_second, ca
     pass_a_second()
     assert value_of(client, f'Bearer {OTHER}') == 200
     assert value_of(client, f'Bearer {TOKEN}') == 40101
-
-
-def test_child_of_a_fork_keeps_the_tokens_that_were_read(path, caplog):
-    """A child that starts while the file is broken accepts what its parent has read.
-
-    When the file is valid again, the child reads the new tokens by itself.
-    """
-    tokens = TokensFile(path)
-    path.write_text('more than three words here\n')
-    pid = os.fork()
-    if not pid:  # an assertion must not raise out of the child
-        time.sleep(TokensFile.CHECK_EVERY)
-        kept = tokens.find(TOKEN) == Token('old') and tokens.find(OTHER) is None
-        path.write_text(f'new {OTHER}\n')
-        time.sleep(TokensFile.CHECK_EVERY)
-        renewed = tokens.find(TOKEN) is None and tokens.find(OTHER) == Token('new')
-        os._exit(0 if kept and renewed else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert caplog.messages == []
