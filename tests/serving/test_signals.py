@@ -327,7 +327,12 @@ def test_no_signal_is_lost_however_quickly_they_come(tmp_path):
         for number, pause in enumerate(PAUSES, 1):
             old = server.worker_pids()
             reloads = server.log.count('Reloaded: ')
+            heard = server.log.count('Handling signal: hup')
             server.signal(signal.SIGHUP)
+            # Two signals of a kind are one until the process has heard the first.
+            wait_until(
+                lambda n=heard: server.log.count('Handling signal: hup') > n, 'heard'
+            )
             for other in (signal.SIGUSR1, signal.SIGTTIN, signal.SIGHUP):
                 time.sleep(pause)
                 server.signal(other)
