@@ -155,7 +155,7 @@ def child_exit(server, worker):
 
 
 @pytest.mark.parametrize(
-    'name', ['gunicorn.conf.py', 'store/base.py', 'schemas/Plant.json']
+    'name', ['app.py', 'gunicorn.conf.py', 'store/base.py', 'schemas/Plant.json']
 )
 def test_file_may_break_at_any_moment_of_a_reload(copy, name):
     """Whenever a file breaks, the server goes on: as before, or reloaded."""
