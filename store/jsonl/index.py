@@ -34,6 +34,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -235,7 +236,8 @@ class Index:
             earlier: dict[int, int] = {}
             with writing():
                 changes = new.total_changes
-                table.insert(new, entries)
+                # Sorted, so that scattered ids change each page once.
+                table.insert(new, dict(sorted(entries.items())), 0, sys.maxsize)
                 if new.total_changes - changes < len(entries):
                     _, earlier = table.find(new, entries)
             _report_repeats(earlier, entries, repeat)
@@ -305,12 +307,9 @@ class Index:
         # NOTE: first: the ids that are entered meanwhile are behind it.
         end = max(state.mark, self.synced)
         if (state.mark, state.mtime) != (end, mtime):
-            # NOTE: copy() is atomic, a comprehension over the original is not.
-            recent = self._recent.copy().items()
             connection.execute('BEGIN IMMEDIATE')
-            table.insert(
-                connection, {id: at for id, at in recent if state.mark <= at < end}
-            )
+            # NOTE: copy() is atomic; other threads enter ids meanwhile.
+            table.insert(connection, self._recent.copy(), state.mark, end)
             table.commit(connection, self._state(end, mtime))
 
     @contextmanager
