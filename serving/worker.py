@@ -42,6 +42,7 @@ from gunicorn.sock import ssl_context
 from gunicorn.util import http_date
 from gunicorn.workers.ggevent import GeventWorker
 
+from serving import log
 from serving.client import LINGER, Client, ClientGone
 from serving.heads import Exchanges, status_of
 from serving.scheduler import Turns, poll_sockets
@@ -109,7 +110,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._exchanges = Exchanges(
             self.cfg, lambda: not self.alive or not self.cfg.keepalive
         )
-        self._turns = Turns(gevent.get_hub().loop)
+        loop = gevent.get_hub().loop
+        self._turns = Turns(loop)
+        log.batch_lines(loop)
         if self.cfg.is_ssl:
             self._tls = ssl_context(self.cfg)
         pool = Pool(self.worker_connections)
