@@ -358,15 +358,15 @@ class PlantFile:
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
         if size - index.end > CATCH_UP_BYTES:
-            index.find_old([])  # perhaps another process has entered most of it
+            index.find([])  # perhaps another process has entered most of it
             recovery.check_length(self._path, self._fd, size, index.end)
         learn = partial(self._learn, index, ids)
         if size == index.end:
-            offsets = index.find_old(ids)
+            offsets = index.find(ids)
         else:
             offsets = call(learn) if size - index.end > CATCH_UP_BYTES else learn()
         plants = {}
-        for id, offset in (offsets | index.find_recent(ids)).items():
+        for id, offset in offsets.items():
             with suppress(StoreCorrupt, OSError):
                 plants[id] = recovery.read_plant(self._path, self._fd, offset)
             if id not in plants or plants[id].id != id:
@@ -415,7 +415,7 @@ class PlantFile:
         """Enter the lines that an index does not know, and mend the end of the file.
 
         Returns:
-            The offsets of those ids that are in the table.
+            The offsets of those ids that are known then.
         """
         end = os.fstat(self._fd).st_size
         torn: list[recovery.TornTail] = []

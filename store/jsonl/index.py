@@ -36,7 +36,7 @@ import os
 import sqlite3
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -126,8 +126,12 @@ class Index:
 
     # ---- finding ids
 
-    def find_old(self, ids: Iterable[int]) -> dict[int, int]:
-        """Return the offsets of those ids that are in the table; notice a new mark."""
+    def find(self, ids: Collection[int]) -> dict[int, int]:
+        """Return the offsets of those ids that are known.
+
+        The recent ids come after the table, and from one look at it: a look drops the
+        recent ids before a new mark. Between two looks an id could be in neither.
+        """
         with reading():
             if self._table is None:
                 raise IndexDamaged('it is not open')
@@ -148,11 +152,8 @@ class Index:
             self._recent = {id: at for id, at in self._recent.items() if at >= mark}
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
-        return found
-
-    def find_recent(self, ids: Iterable[int]) -> dict[int, int]:
-        """Return the offsets of those ids that are recent."""
-        return {id: self._recent[id] for id in ids if id in self._recent}
+        recent = self._recent
+        return found | {id: recent[id] for id in ids if id in recent}
 
     def _inodes(self) -> list[int | None]:
         inodes: list[int | None] = []
@@ -191,10 +192,10 @@ class Index:
         Args:
             records: Ids and offsets, in the order of the file.
             repeat: See ``Repeat``.
-            ids: What to find in the table; one query finds them and repeated ids.
+            ids: What to find; one query finds these and repeated ids.
 
         Returns:
-            The offsets of those ids that are in the table.
+            The offsets of those ids that are known then.
         """
         new: dict[int, int] = {}
         for id, offset in records:
@@ -203,10 +204,10 @@ class Index:
                 first = new.setdefault(id, offset)
             if first != offset:
                 repeat(first, offset)
-        found = self.find_old({*ids, *new})
+        found = self.find({*ids, *new})
         _report_repeats(found, new, repeat)
         self._recent.update(new)
-        return found
+        return found | {id: new[id] for id in ids if id in new}
 
     def build(
         self,
@@ -347,7 +348,7 @@ class Index:
         """Close the files, and remove a table that is not installed."""
         with reading():
             if self._table is not None:
-                self._table.close()
+                table.disconnect(self._table)
                 self._table = None
         with writing():
             if self._new is not None:
@@ -356,13 +357,7 @@ class Index:
                 self._new_path.unlink(missing_ok=True)
 
     def abandon(self) -> None:
-        """Close what a forked child has inherited.
-
-        Connections of one process share their locks. If that of the parent stayed
-        open, a connection of the child would take none.
-        """
-        if self._table is not None:
-            self._table.close()
+        """Keep a table that the parent builds from being closed in a forked child."""
         if self._new is not None:
             _inherited.append(self._new)
 

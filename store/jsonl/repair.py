@@ -205,7 +205,7 @@ def _find_damage(
 def _count_wrong(index: Index, entries: dict[int, int]) -> int:
     """Return how many ids an index does not find at their offset, or before it."""
     try:
-        found = index.find_old(entries)
+        found = index.find(entries)
     except IndexDamaged:  # an open will build it again
         return 0
     return sum(

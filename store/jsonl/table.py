@@ -106,9 +106,29 @@ def writing() -> Iterator[None]:
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
 
+# The connections that read, and the process that has made them.
+_readers: set[sqlite3.Connection] = set()
+_pid = os.getpid()
+
+
 def connect(path: Path) -> sqlite3.Connection:
-    """Return a connection that only reads."""
-    return _connect(f'{path.as_uri()}?mode=ro')
+    """Return a connection that only reads. REQUIRES: ``reading``."""
+    global _pid
+    if _pid != os.getpid():
+        # Connections of one process share their locks. If one that a forked child has
+        # inherited stayed open, those of the child would take none.
+        _pid = os.getpid()
+        for inherited in list(_readers):
+            disconnect(inherited)
+    connection = _connect(f'{path.as_uri()}?mode=ro')
+    _readers.add(connection)
+    return connection
+
+
+def disconnect(connection: sqlite3.Connection) -> None:
+    """Close a connection that reads. REQUIRES: ``reading``."""
+    _readers.discard(connection)
+    connection.close()
 
 
 def connect_for_writing(path: Path) -> sqlite3.Connection:

@@ -20,7 +20,7 @@ from disk import (
     lines,
 )
 
-from store import Plant, StoreCorrupt, StoreUnavailable
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, flusher, index, table
 from store.jsonl.repair import verify
 from store.scheduler import ThreadScheduler
@@ -314,6 +314,26 @@ class TestFlush:
             wait_for_flush(path)
             for store in one, other:
                 assert_stored(store, ferns(2000))
+
+    def test_flush_after_any_look_at_the_table_hides_no_id(self, path, monkeypatch):
+        """An id is found although another process flushes in the middle of an add."""
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            for number in range(3):
+                store.add(Plant(number, 'Fern'))
+            other.add(Plant(3, 'Moss'))  # it has read the others
+            store.add(Plant(4, 'Ivy'))
+            find = table.find
+
+            def find_and_flush(*arguments):
+                found = find(*arguments)
+                wait_until(store._backend()._index.flush)
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(table, 'find', find_and_flush)
+                for number in 3, 4, 0:
+                    with pytest.raises(IdTaken):
+                        other.add(Plant(number, 'Reed'))
 
     def test_add_many_is_bounded(self, path, monkeypatch):
         """A process that adds many plants waits for the flush of their ids."""
