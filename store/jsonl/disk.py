@@ -93,7 +93,10 @@ def remove_index(path: Path) -> None:
     """Remove the table of a plant file, and the index of version 1.1."""
     generation = re.compile(re.escape(f'{path.name}.index-') + '[0-9a-f]{16}.*')
     old = [name for name in os.listdir(path.parent) if generation.fullmatch(name)]
-    # NOTE: SQLite would take what is left in -wal for changes of the next index.
-    ours = [index_path(path, suffix) for suffix in ('-wal', '-shm', '')]
-    for file in [*ours, *map(path.with_name, old)]:
+    # NOTE: SQLite would take what is left in -wal or -journal for its own.
+    suffixes = '-wal', '-journal', '-shm', ''
+    for file in [
+        *(index_path(path, each) for each in suffixes),
+        *map(path.with_name, old),
+    ]:
         file.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import sqlite3
 from contextlib import closing, contextmanager, suppress
 from random import Random
@@ -334,6 +335,26 @@ class TestFlush:
                 for number in 3, 4, 0:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
+
+    def test_kill_while_the_index_is_left(self, path, monkeypatch):
+        """A journal that a killed process has left spoils no later index."""
+        commit = table.commit
+
+        def die(connection, state):
+            if state.mtime is not None:
+                connection.execute(table.UPDATE, state)
+                os.kill(os.getpid(), signal.SIGKILL)
+            commit(connection, state)
+
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(table, 'commit', die)
+            with JSONLinesStore(path) as store:
+                store.add_many(ferns(50))
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert index_of(path, '-journal').exists()
+        with JSONLinesStore(path) as store:
+            assert_stored(store, ferns(50))
 
     def test_add_many_is_bounded(self, path, monkeypatch):
         """A process that adds many plants waits for the flush of their ids."""
