@@ -10,8 +10,8 @@ from pathlib import Path
 from store.base import Create, Plant
 from store.errors import StoreUnavailable
 from store.jsonl import recovery
-from store.jsonl.disk import make_file
-from store.jsonl.file import PlantFile, unavailable
+from store.jsonl.disk import make_file, unavailable
+from store.jsonl.file import PlantFile
 from store.lazy import LazyStore
 from store.scheduler import THREADS, Scheduler
 

@@ -1,4 +1,4 @@
-"""System calls on a plant file and the files beside it."""
+"""System calls on a plant file and the files beside it, and what their errors mean."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import errno
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from store.base import Create
 from store.errors import StoreUnavailable
+from store.jsonl.table import IndexDamaged
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
@@ -46,6 +49,29 @@ def make_file(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def open_as_allowed(path: Path, create: Create) -> int:
+    """Open a plant file, or make it if it is missing and may be made.
+
+    Raises:
+        StoreUnavailable: It is missing; the message says what to do.
+    """
+    index = index_path(path)
+    if create == 'always' or (create == 'first' and not index.exists()):
+        try:
+            return make_file(path)
+        except FileNotFoundError as ex:
+            reason = 'its directory does not exist'
+            raise StoreUnavailable(reason, store=str(path)) from ex
+    try:
+        return open_file(path)
+    except FileNotFoundError as ex:
+        remedy = 'reload the server' if create == 'never' else f'remove {index.name}'
+        raise StoreUnavailable(
+            f'the file is gone: put it back, or {remedy} to start with an empty one',
+            store=str(path),
+        ) from ex
 
 
 def new_file(path: Path, like: os.stat_result) -> int:
@@ -100,3 +126,32 @@ def remove_index(path: Path) -> None:
         *map(path.with_name, old),
     ]:
         file.unlink(missing_ok=True)
+
+
+@contextmanager
+def unavailable(path: Path) -> Iterator[None]:
+    """Raise ``StoreUnavailable`` for an error of a plant file or its index."""
+    try:
+        yield
+    except FileNotFoundError as ex:
+        raise StoreUnavailable('the file is gone', store=str(path)) from ex
+    except PermissionError as ex:
+        raise StoreUnavailable(
+            str(ex.strerror), store=str(path), detail=_owner(path)
+        ) from ex
+    except OSError as ex:
+        raise StoreUnavailable.refused(ex, path) from ex
+    except IndexDamaged as ex:  # also when it was built again
+        raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
+
+
+def _owner(path: Path) -> str:
+    """Say who owns a file, or the directory of one that is missing, and who we are."""
+    for place in path, path.parent:
+        with suppress(OSError):
+            status = place.stat()
+            return (
+                f'{place} has mode {status.st_mode & 0o777:o} and belongs to user '
+                f'{status.st_uid}; this process is of user {os.geteuid()}'
+            )
+    return ''

@@ -42,7 +42,7 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.disk import index_path, make_file, open_file, write
+from store.jsonl.disk import open_as_allowed, open_file, unavailable, write
 from store.jsonl.flusher import Flusher
 from store.jsonl.index import Index
 from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, FileLock
@@ -95,7 +95,7 @@ class PlantFile:
             observe=self._report_sync,
         )
         with unavailable(path), ExitStack() as opened:
-            self._fd = self._open(create)
+            self._fd = open_as_allowed(path, create)
             opened.callback(os.close, self._fd)
             status = os.fstat(self._fd)
             self._identity = status.st_dev, status.st_ino
@@ -176,24 +176,6 @@ class PlantFile:
     def abandon(self) -> None:
         self._index.abandon()
         self._opened.close()
-
-    def _open(self, create: Create) -> int:
-        """Open the file; make it, durably, if it is missing and may be made."""
-        index = index_path(self._path)
-        if create == 'always' or (create == 'first' and not index.exists()):
-            try:
-                return make_file(self._path)
-            except FileNotFoundError as ex:
-                raise self._unavailable('its directory does not exist') from ex
-        try:
-            return open_file(self._path)
-        except FileNotFoundError as ex:
-            remedy = (
-                'reload the server' if create == 'never' else f'remove {index.name}'
-            )
-            raise self._unavailable(
-                f'the file is gone: put it back, or {remedy} to start with an empty one'
-            ) from ex
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
@@ -463,32 +445,3 @@ class PlantFile:
     def _flush(self) -> bool:
         """Flush the index; return whether all that this process has added is in it."""
         return self._index.flush() and self._index.synced >= self._written_end
-
-
-@contextmanager
-def unavailable(path: Path) -> Iterator[None]:
-    """Raise ``StoreUnavailable`` for an error of a plant file or its index."""
-    try:
-        yield
-    except FileNotFoundError as ex:
-        raise StoreUnavailable('the file is gone', store=str(path)) from ex
-    except PermissionError as ex:
-        raise StoreUnavailable(
-            str(ex.strerror), store=str(path), detail=_owner(path)
-        ) from ex
-    except OSError as ex:
-        raise StoreUnavailable.refused(ex, path) from ex
-    except IndexDamaged as ex:  # also when it was built again
-        raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
-
-
-def _owner(path: Path) -> str:
-    """Say who owns a file, or the directory of one that is missing, and who we are."""
-    for place in path, path.parent:
-        with suppress(OSError):
-            status = place.stat()
-            return (
-                f'{place} has mode {status.st_mode & 0o777:o} and belongs to user '
-                f'{status.st_uid}; this process is of user {os.geteuid()}'
-            )
-    return ''
