@@ -310,7 +310,10 @@ class Index:
         if (state.mark, state.mtime) != (end, mtime):
             connection.execute('BEGIN IMMEDIATE')
             # NOTE: copy() is atomic; other threads enter ids meanwhile.
-            table.insert(connection, self._recent.copy(), state.mark, end)
+            recent = self._recent.copy()
+            if len(recent) > 2 * FLUSH_AT:  # a bulk add: change each page once
+                recent = dict(sorted(recent.items()))
+            table.insert(connection, recent, state.mark, end)
             table.commit(connection, self._state(end, mtime))
 
     @contextmanager
