@@ -9,7 +9,7 @@ from pathlib import Path
 
 from store.base import Create, Plant
 from store.errors import StoreUnavailable
-from store.jsonl import recovery
+from store.jsonl import recovery, repair
 from store.jsonl.disk import make_file, unavailable
 from store.jsonl.file import PlantFile
 from store.lazy import LazyStore
@@ -69,11 +69,8 @@ class JSONLinesStore(LazyStore[PlantFile]):
             if not os.access(self.path.parent, os.W_OK | os.X_OK, effective_ids=True):
                 reason = 'its directory does not exist, or cannot be written to'
                 raise StoreUnavailable(reason, store=str(self.path))
-            # Imported here: a server needs none of it.
-            from store.jsonl.repair import check_opening
-
             with suppress(FileNotFoundError):
-                check_opening(self.path)
+                repair.check_opening(self.path)
 
     def _open_backend(self) -> PlantFile:
         return PlantFile(
