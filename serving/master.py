@@ -90,6 +90,7 @@ class Master(Arbiter):  # type: ignore[misc]
     store: Any = None
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
+    _queued = 0  # signals that waited when the latest worker was forked
 
     def __init__(self, application: WSGIApplication) -> None:
         super().__init__(application)
@@ -239,6 +240,7 @@ class Master(Arbiter):  # type: ignore[misc]
         # Without this the garbage collector of a worker writes to every object that the
         # master has made, and the memory of these objects is no longer shared.
         gc.freeze()
+        self._queued = self.SIG_QUEUE.qsize()
         pid: int = super().spawn_worker()
         gc.unfreeze()
         return pid
@@ -253,9 +255,10 @@ class Master(Arbiter):  # type: ignore[misc]
         stops = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
         for number in stops:
             signal.signal(number, signal.SIG_DFL)
-        while not self.SIG_QUEUE.empty():  # what was queued since the fork
-            if self.SIG_QUEUE.get() in stops:
-                sys.exit()
+        waiting = [self.SIG_QUEUE.get() for _ in range(self.SIG_QUEUE.qsize())]
+        # Not those from before the fork: they are for the master, which handles them.
+        if not set(stops).isdisjoint(waiting[self._queued :]):
+            sys.exit()
 
 
 def _take_modules() -> dict[str, ModuleType]:
