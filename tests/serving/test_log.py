@@ -68,12 +68,12 @@ def test_text_line_has_the_fields_of_a_json_line(tmp_path):
     """A text line has gunicorn's format, and the fields of JSON in their order."""
     with Server(tmp_path) as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
-        log = server.log  # complete, also if the worker were killed now
+        wait_until(lambda: 'my-id' in server.log, 'the line is written')
     line = (
         r'\[[0-9-]{10} [0-9:]{8} [+-][0-9]{4}\] \[[0-9]+\] \[INFO\] '
         rf'my-id token-1 POST /plants 200 0 [0-9.]+ ms {len(answer.body)} bytes'
     )
-    assert re.search(f'^{line}$', log, re.MULTILINE)
+    assert re.search(f'^{line}$', server.log, re.MULTILINE)
 
 
 @each_format
