@@ -343,10 +343,10 @@ class PlantFile:
         if size - index.end > CATCH_UP_BYTES:
             index.find([])  # perhaps another process has entered most of it
             recovery.check_length(self._path, self._fd, size, index.end)
-        learn = partial(self._learn, index, ids)
         if size == index.end:
             offsets = index.find(ids)
         else:
+            learn = partial(self._learn, index, ids)
             offsets = call(learn) if size - index.end > CATCH_UP_BYTES else learn()
         plants = {}
         for id, offset in offsets.items():
