@@ -237,12 +237,8 @@ class Master(Arbiter):  # type: ignore[misc]
     # ---- workers
 
     def spawn_worker(self) -> int:
-        # Without this the garbage collector of a worker writes to every object that the
-        # master has made, and the memory of these objects is no longer shared.
-        gc.freeze()
         self._queued = self.SIG_QUEUE.qsize()
         pid: int = super().spawn_worker()
-        gc.unfreeze()
         return pid
 
     def reset_signals(self) -> None:
