@@ -49,6 +49,8 @@ MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
 # What a check prints at its end, if a start would work.
 PASSED = 'the plant store would start'
+# Signals that end a process.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 TWINS = 'two masters run since SIGUSR2: end one of them first'
 # How long a check may take, and then new workers until they serve, in seconds.
 CHECK_SECONDS = 300
@@ -90,7 +92,6 @@ class Master(Arbiter):  # type: ignore[misc]
     store: Any = None
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
-    _queued = 0  # signals that waited when the latest worker was forked
 
     def __init__(self, application: WSGIApplication) -> None:
         super().__init__(application)
@@ -234,27 +235,17 @@ class Master(Arbiter):  # type: ignore[misc]
         environ = {name: text for name, text in os.environ.items() if name not in added}
         return environ | {name: original[name] for name in added if name in original}
 
-    # ---- workers
+    # ---- signals
 
-    def spawn_worker(self) -> int:
-        self._queued = self.SIG_QUEUE.qsize()
-        pid: int = super().spawn_worker()
-        return pid
+    def signal(self, number: int, frame: object) -> None:
+        """Queue a signal; end a worker that has no signal handlers of its own yet.
 
-    def reset_signals(self) -> None:
-        """Let a worker that has just been forked be stopped.
-
-        A stop that reaches a worker before it has its own signal handlers would find
-        those of the master, which only queue it: the worker would go on until it is
-        killed.
+        Such a worker would queue a stop, too, and go on until it is killed. Not with
+        ``sys.exit``: Python ignores exceptions in a callback that runs at a fork.
         """
-        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-        for number in stops:
-            signal.signal(number, signal.SIG_DFL)
-        waiting = [self.SIG_QUEUE.get() for _ in range(self.SIG_QUEUE.qsize())]
-        # Not those from before the fork: they are for the master, which handles them.
-        if not set(stops).isdisjoint(waiting[self._queued :]):
-            sys.exit()
+        if number in STOPS and os.getpid() != self.pid:
+            os._exit(0)
+        super().signal(number, frame)
 
 
 def _take_modules() -> dict[str, ModuleType]:
