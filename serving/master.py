@@ -51,7 +51,6 @@ FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
 PASSED = 'the plant store would start'
 # Signals that end a process.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-TWINS = 'two masters run since SIGUSR2: end one of them first'
 # How long a check may take, and then new workers until they serve, in seconds.
 CHECK_SECONDS = 300
 BOOT_SECONDS = 60
@@ -109,8 +108,6 @@ class Master(Arbiter):  # type: ignore[misc]
     def handle_hup(self) -> None:
         if self.store is None:
             super().handle_hup()
-        elif self.has_twin:
-            self._refuse(TWINS)
         elif self._check is not None:
             self._check_again = True  # this one may have read older files
         else:
@@ -141,9 +138,7 @@ class Master(Arbiter):  # type: ignore[misc]
             self._printed.seek(0)
             printed = self._printed.read()
         # NOTE: not the exit code, which is lost if gunicorn has reaped the process.
-        if self.has_twin:
-            self._refuse(TWINS)
-        elif PASSED in printed:
+        if PASSED in printed:
             self._replace()
         else:
             late = f'the check was killed, or took longer than {CHECK_SECONDS} s'
@@ -192,6 +187,8 @@ class Master(Arbiter):  # type: ignore[misc]
 
     def _load(self) -> None:
         """Read the configuration, import the code and build the application."""
+        if self.has_twin:
+            raise ValueError('two masters run since SIGUSR2: end one of them first')
         importlib.invalidate_caches()
         _set_environ(self._environ())
         printed = io.StringIO()
