@@ -120,7 +120,7 @@ class Master(Arbiter):  # type: ignore[misc]
                 [*self.START_CTX['args'], '--check-config'],
                 cwd=self.START_CTX['cwd'],
                 # GUNICORN_FD means, as in an upgrade: the addresses are ours already.
-                env=self._environ() | {'GUNICORN_FD': ''},
+                env=self.cfg.env_orig | {'GUNICORN_FD': ''},
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=subprocess.STDOUT,
@@ -190,7 +190,7 @@ class Master(Arbiter):  # type: ignore[misc]
         if self.has_twin:
             raise ValueError('two masters run since SIGUSR2: end one of them first')
         importlib.invalidate_caches()
-        _set_environ(self._environ())
+        _set_environ(self.cfg.env_orig)  # without what the old configuration adds
         printed = io.StringIO()
         try:
             with redirect_stderr(printed):
@@ -225,12 +225,6 @@ class Master(Arbiter):  # type: ignore[misc]
                 return
             time.sleep(0.01)
             self.reap_workers()
-
-    def _environ(self) -> dict[str, str]:
-        """Return the environment without what the configuration has added."""
-        added, original = self.cfg.env, self.cfg.env_orig
-        environ = {name: text for name, text in os.environ.items() if name not in added}
-        return environ | {name: original[name] for name in added if name in original}
 
     # ---- signals
 
