@@ -108,12 +108,10 @@ class Master(Arbiter):  # type: ignore[misc]
     def handle_hup(self) -> None:
         if self.store is None:
             super().handle_hup()
-        elif self._check is not None:
+            return
+        if self._check is not None:
             self._check_again = True  # this one may have read older files
-        else:
-            self._start_check()
-
-    def _start_check(self) -> None:
+            return
         try:
             self._printed = open(os.memfd_create('check'), 'w+', errors='replace')  # noqa: SIM115
             self._check = subprocess.Popen(
@@ -163,7 +161,7 @@ class Master(Arbiter):  # type: ignore[misc]
         try:
             self._load()
             self._start_workers(old)
-        except BaseException as ex:  # also SystemExit, and gunicorn's HaltServer
+        except BaseException as ex:  # also SystemExit
             if os.getpid() != self.pid:
                 raise  # this is a new worker, and it has ended
             while new := self.WORKERS.keys() - old:
@@ -179,7 +177,8 @@ class Master(Arbiter):  # type: ignore[misc]
             with suppress(Exception):
                 os.chdir(self.cfg.chdir)
                 self.log.setup(self.cfg)
-            self._refuse(_reason(ex))
+            is_sentence = isinstance(ex, ValueError | OSError | RuntimeError)
+            self._refuse(str(ex) if is_sentence else f'{type(ex).__name__}: {ex}')
         else:
             self._stats['reloads'] += 1
             self.log.info('Reloaded: the new workers serve')
@@ -209,8 +208,7 @@ class Master(Arbiter):  # type: ignore[misc]
         """Start new workers beside the old ones; return when all of them serve.
 
         Raises:
-            RuntimeError: One of them does not.
-            HaltServer: One of them could not start.
+            RuntimeError: One of them does not; the log says why.
         """
         deadline = time.monotonic() + BOOT_SECONDS
         for _ in range(self.num_workers):
@@ -224,7 +222,8 @@ class Master(Arbiter):  # type: ignore[misc]
             if all(worker.tmp.last_update() <= time.monotonic() for worker in new):
                 return
             time.sleep(0.01)
-            self.reap_workers()
+            with suppress(HaltServer):  # one could not start
+                self.reap_workers()
 
     # ---- signals
 
@@ -255,15 +254,6 @@ def _free_modules() -> None:
 def _set_environ(environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
-
-
-def _reason(ex: BaseException) -> str:
-    """Return what an exception says, for the log."""
-    if isinstance(ex, HaltServer):
-        return f'{ex.reason} The log has more.'
-    if isinstance(ex, ValueError | OSError | RuntimeError):
-        return str(ex)
-    return f'{type(ex).__name__}: {ex}'
 
 
 def _sentence(printed: str) -> str:

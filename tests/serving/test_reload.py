@@ -75,7 +75,7 @@ REFUSED = {
     'hook of the master': ('on_reload = lambda server: 1 / 0', 'ZeroDivisionError'),
     'hook of a worker': (
         'post_fork = lambda server, worker: 1 / 0',
-        'Worker failed to boot',
+        'a new worker does not serve',
     ),
     'hook of a worker that has begun': (
         'post_worker_init = lambda worker: worker.sockets.append(None)',
