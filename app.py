@@ -28,7 +28,6 @@ if __name__ == '__main__':
 
 import atexit
 import os
-import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,7 +42,7 @@ from web.errors import ErrorValue, Fault, add_error_handlers
 from web.middleware import CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
-from web.tokens import BearerAuth, Tokens, new_token_notice
+from web.tokens import BearerAuth, Tokens, make_token
 
 PlantsApp: TypeAlias = falcon.App[PlantsRequest, Response]
 
@@ -168,16 +167,11 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
         ValueError: A variable has a bad value.
     """
     settings = Settings.from_environ(environ)
-    tokens = settings.tokens
-    if tokens is None:
-        token = secrets.token_urlsafe()
-        tokens = Tokens.of(token)
-        print(new_token_notice(token, 'http://HOST:PORT'), file=sys.stderr, flush=True)
     store = open_store(settings.store)
     atexit.register(store.close)
     return create_app(
         store,
-        tokens=tokens,
+        tokens=settings.tokens or make_token('http://HOST:PORT'),
         max_body_bytes=settings.max_body_bytes,
         metrics=settings.metrics,
         cors_origins=settings.cors_origins,

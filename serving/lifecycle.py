@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from serving.master import PASSED, Master
 from serving.worker import PlantsWorker
 from store import StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
-from web.tokens import new_token_notice
+from web.tokens import make_token
 
 log = logging.getLogger('plants')
 
@@ -97,10 +96,6 @@ def when_ready(server: Master) -> None:
     """
     if not _is_ours(server.app):
         return
-    settings = Settings.from_environ(os.environ)
-    if settings.tokens is None:
-        server.made_token = secrets.token_urlsafe()
-    _serve(server, settings)
     addresses = [str(listener) for listener in server.LISTENERS]
     if not addresses:  # each worker binds its own (reuse_port)
         addresses = [
@@ -114,15 +109,14 @@ def when_ready(server: Master) -> None:
         for address in addresses
         if address.startswith('http')  # not unix:
     ]
+    settings = Settings.from_environ(os.environ)
+    if settings.tokens is None:
+        server.made_token = make_token(urls[0] if urls else 'http://HOST:PORT')
+    _serve(server, settings)
     members = {'address': ', '.join(addresses), **_summary(server.cfg, settings)}
     if urls:
         members['page'] = f'{urls[0]}/docs'
     log.info(_template(members), {'message': 'the plant store is ready', **members})
-    if server.made_token is not None:
-        # Printed, not logged: log files may be kept and read by others.
-        url = urls[0] if urls else 'http://HOST:PORT'
-        notice = new_token_notice(server.made_token, url)
-        print(notice, file=sys.stderr, flush=True)
 
 
 def post_fork(server: Master, worker: Worker) -> None:

@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -239,9 +241,13 @@ class BearerAuth:
             )
 
 
-def new_token_notice(token: str, address: str) -> str:
-    """Return what to print for a token that was made because none was configured."""
-    return (
+def make_token(address: str) -> str:
+    """Make a token, and print it with a ``curl`` line for an address.
+
+    It is not in the log: log files may be kept and read by others.
+    """
+    token = secrets.token_urlsafe()
+    print(
         f'No token is configured (PLANTS_TOKENS), so this one was made:\n\n'
         f'    {token}\n\n'
         f'Add a plant with it:\n\n'
@@ -249,5 +255,7 @@ def new_token_notice(token: str, address: str) -> str:
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
         f'The next start makes another token. To keep this one, start with '
-        f'PLANTS_TOKENS={token}\n'
+        f'PLANTS_TOKENS={token}\n',
+        file=sys.stderr,
     )
+    return token
