@@ -6,9 +6,7 @@ A start, ``gunicorn --check-config`` and a reload use it.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,42 +16,12 @@ from gunicorn.config import Config
 from gunicorn.pidfile import Pidfile
 from gunicorn.sock import ssl_context
 
-import app
 from serving.log import PlantsLogger
-from serving.scheduler import GeventScheduler
-from serving.worker import PlantsWorker
-from store import PlantStore, open_store
-from store.scheduler import THREADS
 from web.settings import Settings, is_in_memory
-from web.tokens import Tokens
-
-
-def build(
-    cfg: Config,
-    settings: Settings,
-    tokens: Tokens | str,
-    metrics: bool | Path = False,
-) -> tuple[PlantStore, app.PlantsApp]:
-    """Build what workers serve; the store is opened by them.
-
-    Raises:
-        ValueError: A schema is not valid, for example.
-    """
-    is_gevent = issubclass(cfg.worker_class, PlantsWorker)
-    scheduler = GeventScheduler() if is_gevent else THREADS
-    store = open_store(settings.store, create='never', scheduler=scheduler)
-    application = app.create_app(
-        store,
-        tokens=tokens,
-        max_body_bytes=settings.max_body_bytes,
-        metrics=metrics,
-        cors_origins=settings.cors_origins,
-    )
-    return store, application
 
 
 def check(cfg: Config, *, is_bound: bool) -> Settings:
-    """Try what a start does, but for opening the store; return the settings.
+    """Try what a start does, but for building the application; return the settings.
 
     Args:
         cfg: gunicorn's settings.
@@ -78,10 +46,11 @@ def check(cfg: Config, *, is_bound: bool) -> Settings:
             'daemon, preload_app: nobody would see the token that is made when '
             'none is configured: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
         )
-    with about('logger_class'):
-        logger_class = cfg.logger_class
+    for name in ('logger_class', 'worker_class'):
+        with about(name):
+            getattr(cfg, name)  # imports the class
     # gunicorn would ignore the setting without a message.
-    if cfg.statsd_host and logger_class is PlantsLogger:
+    if cfg.statsd_host and cfg.logger_class is PlantsLogger:
         raise ValueError(
             'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
         )
@@ -103,10 +72,8 @@ def check(cfg: Config, *, is_bound: bool) -> Settings:
             ssl_context(cfg)
     with about('bind'):
         for address in cfg.address:
-            _check_address(address, cfg.reuse_port, is_bound)
-    with about('worker_class'):
-        cfg.worker_class  # noqa: B018 - the class is imported
-    build(cfg, settings, settings.tokens or secrets.token_urlsafe())
+            if not is_bound and 'LISTEN_FDS' not in os.environ:
+                _check_address(address, cfg.reuse_port)
     return settings
 
 
@@ -124,22 +91,16 @@ def _check_directory(path: str) -> None:
         raise ValueError(f'{path}: there is no such directory that can be written to')
 
 
-def _check_address(
-    address: int | str | tuple[str, int], reuse_port: bool, is_bound: bool
-) -> None:
+def _check_address(address: int | str | tuple[str, int], reuse_port: bool) -> None:
     """Check that a server could listen at an address.
 
     gunicorn itself tries an address five times, with many log lines.
     """
-    if isinstance(address, tuple) and not 0 <= address[1] < 2**16:
-        raise ValueError(f'{address[1]} is not a port')
-    if is_bound or 'LISTEN_FDS' in os.environ:
-        return
     if isinstance(address, int):  # fd://3
         os.fstat(address)
     elif isinstance(address, str):
         _check_directory(os.path.dirname(address))
-        if os.path.exists(address) and not stat.S_ISSOCK(os.stat(address).st_mode):
+        if os.path.exists(address) and not Path(address).is_socket():
             raise ValueError(f'{address} is there, and is not a socket')
     else:
         family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET

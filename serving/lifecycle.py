@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,12 +27,14 @@ from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
 from gunicorn.workers.base import Worker
 
-from serving.check import about, as_user, build, check
+from app import PlantsApp, create_app
+from serving.check import about, as_user, check
 from serving.master import PASSED, Master
+from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
-from store import StoreError, masked, open_store
+from store import THREADS, PlantStore, StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
-from web.tokens import make_token
+from web.tokens import Tokens, make_token
 
 log = logging.getLogger('plants')
 
@@ -64,6 +66,7 @@ def before_run(application: WSGIApplication) -> None:
     checks_only = cfg.check_config or cfg.print_config
     try:
         settings = check(cfg, is_bound='GUNICORN_FD' in os.environ)
+        _build(cfg, settings, settings.tokens or 'not-served')
         if checks_only:
             with as_user(cfg):
                 open_store(settings.store).check_opening()
@@ -158,8 +161,6 @@ def on_reload(server: Master) -> None:
     settings = check(server.cfg, is_bound=True)
     with about('PLANTS_STORE'), as_user(server.cfg):
         open_store(settings.store, create='always').close()
-    if not (settings.tokens or server.made_token):
-        raise ValueError('no token is configured any more')
     _serve(server, settings)
 
 
@@ -185,8 +186,32 @@ def _serve(server: Master, settings: Settings) -> None:
     metrics: bool | Path = False
     if settings.metrics:
         metrics = server.counters = server.counters or _counters(server.cfg)
-    tokens = settings.tokens or server.made_token or ''
-    server.store, server.app.callable = build(server.cfg, settings, tokens, metrics)
+    tokens = settings.tokens or server.made_token or ()
+    server.store, server.app.callable = _build(server.cfg, settings, tokens, metrics)
+
+
+def _build(
+    cfg: Config,
+    settings: Settings,
+    tokens: Tokens | Iterable[str],
+    metrics: bool | Path = False,
+) -> tuple[PlantStore, PlantsApp]:
+    """Build what workers serve; the store is opened by them.
+
+    Raises:
+        ValueError: There is no token, or a schema is not valid, for example.
+    """
+    is_gevent = issubclass(cfg.worker_class, PlantsWorker)
+    scheduler = GeventScheduler() if is_gevent else THREADS
+    store = open_store(settings.store, create='never', scheduler=scheduler)
+    application = create_app(
+        store,
+        tokens=tokens,
+        max_body_bytes=settings.max_body_bytes,
+        metrics=metrics,
+        cors_origins=settings.cors_origins,
+    )
+    return store, application
 
 
 def _counters(cfg: Config) -> Path:

@@ -81,7 +81,7 @@ BAD_STARTS = {
     'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
     'no worker': ({'WEB_CONCURRENCY': '0'}, ['workers: 0']),
     'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger-class'),
-    'port': options('-b :80800', 'bind: 80800 is not a port'),
+    'port': options('-b :80800', 'bind: ', ':80800: ', 'port must be 0-65535'),
     'socket in no directory': options('-b unix:no/s', 'bind: ', 'no'),
     'pid file in no directory': options('-p no/pid', 'pidfile: no'),
     'heartbeat in no directory': options('--worker-tmp-dir no', 'worker_tmp_dir: no'),
