@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,13 +34,12 @@ from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import THREADS, PlantStore, StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
-from web.tokens import Tokens, make_token
+from web.tokens import make_token
 
 log = logging.getLogger('plants')
 
 # Names the directory of the counters to the new master of an upgrade.
-COUNTERS_VARIABLE = 'PROMETHEUS_MULTIPROC_DIR'
-COUNTERS_PREFIX = 'plants-counters-'
+COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
 
 
 def default_workers(environ: Mapping[str, str]) -> int:
@@ -66,7 +65,7 @@ def before_run(application: WSGIApplication) -> None:
     checks_only = cfg.check_config or cfg.print_config
     try:
         settings = check(cfg, is_bound='GUNICORN_FD' in os.environ)
-        _build(cfg, settings, settings.tokens or 'not-served')
+        _build(cfg, settings, 'unused')
         if checks_only:
             with as_user(cfg):
                 open_store(settings.store).check_opening()
@@ -107,18 +106,15 @@ def when_ready(server: Master) -> None:
             else f'unix:{address}'
             for address in server.cfg.address
         ]
-    urls = [
-        address.replace('0.0.0.0', '127.0.0.1')
-        for address in addresses
-        if address.startswith('http')  # not unix:
-    ]
+    urls = [address for address in addresses if address.startswith('http')]
+    url = urls[0].replace('0.0.0.0', '127.0.0.1') if urls else ''
     settings = Settings.from_environ(os.environ)
     if settings.tokens is None:
-        server.made_token = make_token(urls[0] if urls else 'http://HOST:PORT')
+        server.made_token = make_token(url or 'http://HOST:PORT')
     _serve(server, settings)
     members = {'address': ', '.join(addresses), **_summary(server.cfg, settings)}
-    if urls:
-        members['page'] = f'{urls[0]}/docs'
+    if url:
+        members['page'] = f'{url}/docs'
     log.info(_template(members), {'message': 'the plant store is ready', **members})
 
 
@@ -186,14 +182,15 @@ def _serve(server: Master, settings: Settings) -> None:
     metrics: bool | Path = False
     if settings.metrics:
         metrics = server.counters = server.counters or _counters(server.cfg)
-    tokens = settings.tokens or server.made_token or ()
-    server.store, server.app.callable = _build(server.cfg, settings, tokens, metrics)
+    server.store, server.app.callable = _build(
+        server.cfg, settings, server.made_token, metrics
+    )
 
 
 def _build(
     cfg: Config,
     settings: Settings,
-    tokens: Tokens | Iterable[str],
+    made_token: str | None,
     metrics: bool | Path = False,
 ) -> tuple[PlantStore, PlantsApp]:
     """Build what workers serve; the store is opened by them.
@@ -206,7 +203,7 @@ def _build(
     store = open_store(settings.store, create='never', scheduler=scheduler)
     application = create_app(
         store,
-        tokens=tokens,
+        tokens=settings.tokens or made_token or (),
         max_body_bytes=settings.max_body_bytes,
         metrics=metrics,
         cors_origins=settings.cors_origins,
@@ -219,19 +216,16 @@ def _counters(cfg: Config) -> Path:
 
     Both masters of an upgrade use one, so that each worker reports all processes.
     """
-    inherited = Path(os.environ.get(COUNTERS_VARIABLE, ''))
-    if inherited.name.startswith(COUNTERS_PREFIX) and inherited.is_dir():
-        return inherited
-    made = Path(tempfile.mkdtemp(prefix=COUNTERS_PREFIX, dir=cfg.worker_tmp_dir))
+    if inherited := os.environ.get(COUNTERS_VARIABLE):
+        return Path(inherited)
+    made = Path(tempfile.mkdtemp(prefix='plants-counters-', dir=cfg.worker_tmp_dir))
     os.chown(made, cfg.uid, cfg.gid)
     return made
 
 
 def _summary(cfg: Config, settings: Settings) -> dict[str, object]:
     """Return what a check or a start says about a server, by label."""
-    tokens: object = 'none configured, one will be made'
-    if settings.tokens is not None:
-        tokens = len(settings.tokens)
+    tokens = len(settings.tokens or ()) or 'none configured, one will be made'
     store = masked(settings.store)
     if store.startswith('jsonl:'):
         store = f'jsonl:{Path(store[6:]).absolute()}'
