@@ -28,7 +28,7 @@ if __name__ == '__main__':
 
 import atexit
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,28 +77,21 @@ class PlantsResource:
         resp.data = encode(answer)
 
 
-class LiveResource:
-    """``/livez``: the process answers; nothing else is checked."""
-
-    def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.data = encode({'status': 'live'})
-
-    on_head = on_get
-
-
-class ReadyResource:
-    """``/readyz``: a plant can be stored now.
+class ProbeResource:
+    """``/livez`` and ``/readyz``.
 
     Args:
-        store: The store that is asked.
+        status: What the answer says.
+        check: Raises if it is not so.
     """
 
-    def __init__(self, store: PlantStore) -> None:
-        self._store = store
+    def __init__(self, status: str, check: Callable[[], None] = lambda: None) -> None:
+        self._data = encode({'status': status})
+        self._check = check
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        self._store.ping()
-        resp.data = encode({'status': 'ready'})
+        self._check()
+        resp.data = self._data
 
     on_head = on_get
 
@@ -134,8 +127,8 @@ def create_app(
     if not isinstance(tokens, Tokens):
         tokens = Tokens.of(tokens)
     public = {
-        '/livez': LiveResource(),
-        '/readyz': ReadyResource(store),
+        '/livez': ProbeResource('live'),
+        '/readyz': ProbeResource('ready', store.ping),
         **document_resources(max_body_bytes, metrics=bool(metrics)),
     }
     routes: dict[str, object] = {'/plants': PlantsResource(store, max_body_bytes)}

@@ -56,7 +56,7 @@ def add_plants(server):
 def test_reload_uses_all_new_files(copy):
     """New workers run the code, the schemas and the configuration as they are now."""
     with Server(copy, command=IN_PLACE) as server:
-        edit(copy / 'app.py', "{'status': 'live'}", "{'status': 'still alive'}")
+        edit(copy / 'app.py', "Resource('live')", "Resource('still alive')")
         edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
         edit(copy / 'gunicorn.conf.py', 'keepalive = 15', 'keepalive = 0')
         server.reload()
