@@ -25,7 +25,7 @@ master.install(lifecycle.before_run)
 
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
-    workers = lifecycle.default_workers(os.environ)
+    workers = lifecycle.default_workers()
 # Of each worker. A slow or idle connection costs some kilobytes, and no thread.
 worker_connections = 1_000
 # For the heartbeat of workers. On a disk that hangs, gunicorn would kill the workers.

@@ -1,9 +1,8 @@
 """The life of a server: start, hooks, upgrade, end.
 
 The master builds the application once, before it forks, and every worker serves that
-object. So does a worker that starts later, when files are half edited or gone. A reload
-(``master.py``) builds a new one. Workers inherit what they need (schemas, tokens, code,
-which file the store is) by the fork.
+object: schemas, tokens, code, which file the store is. So does a worker that starts
+later, when files are half edited or gone. A reload (``master.py``) builds a new one.
 
 The master opens the store once before it makes workers, in the foreground. So a damaged
 file, a bad URL or an index to build is dealt with there, with a sentence or a progress
@@ -42,9 +41,9 @@ log = logging.getLogger('plants')
 COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
 
 
-def default_workers(environ: Mapping[str, str]) -> int:
+def default_workers() -> int:
     """Return how many workers to run: one a core, or one for a store in memory."""
-    return 1 if is_in_memory(environ) else len(os.sched_getaffinity(0))
+    return 1 if is_in_memory(os.environ) else len(os.sched_getaffinity(0))
 
 
 def _is_ours(application: WSGIApplication) -> bool:
@@ -201,14 +200,13 @@ def _build(
     is_gevent = issubclass(cfg.worker_class, PlantsWorker)
     scheduler = GeventScheduler() if is_gevent else THREADS
     store = open_store(settings.store, create='never', scheduler=scheduler)
-    application = create_app(
+    return store, create_app(
         store,
         tokens=settings.tokens or made_token or (),
         max_body_bytes=settings.max_body_bytes,
         metrics=metrics,
         cors_origins=settings.cors_origins,
     )
-    return store, application
 
 
 def _counters(cfg: Config) -> Path:

@@ -14,9 +14,8 @@ So this module imports none of them, and all that outlives a reload is an attrib
 ``Master``. The old modules are freed unless something that stays refers to them: do not
 register their classes and functions with a library (``atexit``, ``copyreg``).
 
-gunicorn documents little of its master. A test fails when another version is installed
-than the one that this was checked against: then compare ``gunicorn/arbiter.py``, above
-all ``reload``, ``setup`` and ``reap_workers``.
+gunicorn documents little of its master. When a test says that its version has changed,
+compare ``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
 """
 
 from __future__ import annotations
@@ -173,7 +172,8 @@ class Master(Arbiter):  # type: ignore[misc]
             _take_modules()
             sys.modules.update(modules)
             self.__dict__.update(state)
-            _set_environ(environ)
+            os.environ.clear()
+            os.environ.update(environ)
             with suppress(Exception):
                 os.chdir(self.cfg.chdir)
                 self.log.setup(self.cfg)
@@ -189,7 +189,8 @@ class Master(Arbiter):  # type: ignore[misc]
         if self.has_twin:
             raise ValueError('two masters run since SIGUSR2: end one of them first')
         importlib.invalidate_caches()
-        _set_environ(self.cfg.env_orig)  # without what the old configuration adds
+        os.environ.clear()
+        os.environ.update(self.cfg.env_orig)  # without what the configuration added
         printed = io.StringIO()
         try:
             with redirect_stderr(printed):
@@ -249,11 +250,6 @@ def _free_modules() -> None:
     for clear in getattr(typing, '_cleanups', ()):  # caches of generic types
         clear()
     gc.collect()
-
-
-def _set_environ(environ: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environ)
 
 
 def _sentence(printed: str) -> str:
