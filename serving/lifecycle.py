@@ -97,14 +97,8 @@ def when_ready(server: Master) -> None:
     """
     if not _is_ours(server.app):
         return
-    addresses = [str(listener) for listener in server.LISTENERS]
-    if not addresses:  # each worker binds its own (reuse_port)
-        addresses = [
-            'http://{}:{}'.format(*address)
-            if isinstance(address, tuple)
-            else f'unix:{address}'
-            for address in server.cfg.address
-        ]
+    # There is no listener if each worker binds its own (reuse_port).
+    addresses = [str(listener) for listener in server.LISTENERS] or server.cfg.bind
     urls = [address for address in addresses if address.startswith('http')]
     url = urls[0].replace('0.0.0.0', '127.0.0.1') if urls else ''
     settings = Settings.from_environ(os.environ)
