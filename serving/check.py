@@ -1,7 +1,4 @@
-"""The check: everything that a start does, short of listening and of any change.
-
-A start, ``gunicorn --check-config`` and a reload use it.
-"""
+"""What a start, ``gunicorn --check-config`` and a reload check; it changes nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def _check_file(path: str) -> None:
 
 
 def _check_directory(path: str) -> None:
-    if not os.path.isdir(path or '.') or not os.access(path or '.', os.W_OK | os.X_OK):
+    if not os.access(os.path.join(path, '.'), os.W_OK | os.X_OK):
         raise ValueError(f'{path}: there is no such directory that can be written to')
 
 

@@ -37,6 +37,8 @@ from web.tokens import make_token
 
 log = logging.getLogger('plants')
 
+# The application that this module is about; others are served as gunicorn does it.
+OURS = 'app:app'
 # Names the directory of the counters to the new master of an upgrade.
 COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
 
@@ -44,10 +46,6 @@ COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
 def default_workers() -> int:
     """Return how many workers to run: one a core, or one for a store in memory."""
     return 1 if is_in_memory(os.environ) else len(os.sched_getaffinity(0))
-
-
-def _is_ours(application: WSGIApplication) -> bool:
-    return bool(application.app_uri == 'app:app')
 
 
 # ---- before gunicorn makes a file, a socket or a process
@@ -58,7 +56,7 @@ def before_run(application: WSGIApplication) -> None:
 
     ``--check-config`` ends here in any case; a reload begins with that command.
     """
-    if not _is_ours(application):
+    if application.app_uri != OURS:
         return
     cfg = application.cfg
     checks_only = cfg.check_config or cfg.print_config
@@ -95,7 +93,7 @@ def when_ready(server: Master) -> None:
 
     With no token configured a random one is made: the service never runs open.
     """
-    if not _is_ours(server.app):
+    if server.app.app_uri != OURS:
         return
     # There is no listener if each worker binds its own (reuse_port).
     addresses = [str(listener) for listener in server.LISTENERS] or server.cfg.bind
