@@ -62,7 +62,6 @@ logger_class = PlantsLogger
 # ---- hooks
 
 when_ready = lifecycle.when_ready
-post_fork = lifecycle.post_fork
 worker_exit = lifecycle.worker_exit
 child_exit = lifecycle.child_exit
 nworkers_changed = lifecycle.nworkers_changed

@@ -20,6 +20,7 @@ pipe and settings.
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -101,6 +102,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         ]
 
     def run(self) -> None:
+        # Otherwise the garbage collector writes to each object of the master, and with
+        # 450 connections a worker has 24 MiB of its own instead of 14.
+        gc.freeze()
         # Usually 1,024 files may be open, and each connection is one.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

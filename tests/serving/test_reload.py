@@ -146,7 +146,6 @@ def nworkers_changed(server, new, old):
 
 def post_fork(server, worker):
     at('fork')
-    lifecycle.post_fork(server, worker)
 
 def child_exit(server, worker):
     at('stop')
