@@ -304,6 +304,16 @@ def test_reload_frees_the_old_code(tmp_path):
     assert (done.stdout, done.stderr) == ('[]\n', '')
 
 
+def test_reload_forgets_the_variables_of_the_old_configuration(tmp_path):
+    """A variable that only the old configuration has set is gone after a reload."""
+    limit = "raw_env = ['PLANTS_MAX_BODY=10']"
+    with Server(tmp_path, *configured(tmp_path, limit)) as server:
+        assert_error(server.ask(request(body=fern())), 40003)
+        configured(tmp_path)
+        server.reload()
+        assert add_plants(server) == {200}
+
+
 def test_reload_may_change_the_worker_class(copy):
     """A reload may change to gunicorn's gthread worker, and back to ours."""
     settings = copy / 'gunicorn.conf.py'
