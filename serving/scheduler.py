@@ -19,6 +19,8 @@ from gevent.hub import Waiter
 from gevent.lock import Semaphore
 from greenlet import getcurrent
 
+from store.scheduler import Scheduler
+
 Result = TypeVar('Result')
 
 
@@ -26,8 +28,8 @@ Result = TypeVar('Result')
 THREADS = 10
 
 
-class GeventScheduler:
-    """How greenlets wait in a store (``store.scheduler.Scheduler``).
+class GeventScheduler(Scheduler):
+    """How greenlets wait in a store.
 
     It is made in the master and used in workers, each of which has threads of its own.
     """
@@ -40,8 +42,9 @@ class GeventScheduler:
         poll_sockets()
         return True
 
-    def waiter(self) -> GreenletWaiter:
-        return GreenletWaiter()
+    def waiter(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        waiter = GreenletWaiter()
+        return waiter.wait, waiter.wake
 
     def call(self, function: Callable[[], Result]) -> Result:
         if self._pool is None:

@@ -29,7 +29,7 @@ from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from store.errors import StoreUnavailable
-from store.scheduler import THREADS, Scheduler, Wakeup
+from store.scheduler import THREADS, Scheduler
 
 Item = TypeVar('Item')
 Written = TypeVar('Written')
@@ -49,7 +49,7 @@ class Entry(Generic[Item]):
         error: Set by the append or the sync: the exception that ``submit`` raises.
     """
 
-    __slots__ = ('_leads', '_waiter', 'error', 'item', 'new', 'size')
+    __slots__ = ('_leads', '_wake', 'error', 'item', 'new', 'size')
 
     def __init__(self, item: Item, size: int) -> None:
         self.item = item
@@ -57,7 +57,7 @@ class Entry(Generic[Item]):
         self.new = False
         self.error: BaseException | None = None
         self._leads = False
-        self._waiter: Wakeup | None = None
+        self._wake: Callable[[], object] | None = None
 
 
 def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
@@ -123,12 +123,12 @@ class GroupCommit(Generic[Item, Written]):
             self._waiting.append(entry)
             self._waiting_bytes += size
             if self._appending or self._syncing >= self._sync_limit:
-                entry._waiter = self._scheduler.waiter()
+                wait, entry._wake = self._scheduler.waiter()
             else:
                 self._appending = entry._leads = True
-        if entry._waiter is not None:
+        if entry._wake is not None:
             try:
-                entry._waiter.wait()
+                wait()
             except BaseException:  # Ctrl-C; but a leader must serve its followers
                 with self._lock, suppress(ValueError):
                     if not entry._leads:
@@ -222,5 +222,5 @@ def _fail(batch: Sequence[Entry[Item]], error: BaseException) -> None:
 
 
 def _wake(entry: Entry[Item] | None) -> None:
-    if entry is not None and entry._waiter is not None:
-        entry._waiter.wake()
+    if entry is not None and entry._wake is not None:
+        entry._wake()

@@ -11,41 +11,13 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import sleep
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 Result = TypeVar('Result')
 
 
-class Wakeup(Protocol):
-    """What one caller waits for, once."""
-
-    def wait(self) -> None:
-        """Return after ``wake``, also if ``wake`` came first."""
-
-    def wake(self) -> None:
-        """Let the caller go on; called once, by any thread."""
-
-
-class ThreadWakeup:
-    """What a thread waits for.
-
-    NOTE: a bare lock, taken by its constructor, is the cheapest way to park a thread.
-    An Event costs four times as much.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wait(self) -> None:
-        self._lock.acquire()
-
-    def wake(self) -> None:
-        self._lock.release()
-
-
-class Scheduler(Protocol):
-    """How the callers of a store wait; a subclass begins with what threads do."""
+class Scheduler:
+    """How the callers of a store wait; here each caller is a thread of its own."""
 
     def give_way(self) -> bool:
         """Let other callers run that are ready; return whether more may follow."""
@@ -55,15 +27,23 @@ class Scheduler(Protocol):
         sleep(0)
         return False
 
-    def waiter(self) -> Wakeup:
-        """Return what the current caller waits for."""
-        return ThreadWakeup()
+    def waiter(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Return two functions that are called once: ``wait`` and ``wake``.
+
+        The current caller waits in ``wait`` until any thread has called ``wake``, which
+        may happen first.
+        """
+        # A bare lock is the cheapest way to park a thread. An Event costs four times as
+        # much.
+        lock = threading.Lock()
+        lock.acquire()
+        return lock.acquire, lock.release
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function that blocks, and return its result."""
         return function()
 
-    def lock(self) -> AbstractContextManager[object]:
+    def lock(self) -> AbstractContextManager[Any]:
         """Return a mutex for callers of the store.
 
         A function that is given to ``call`` must not take it.
@@ -71,8 +51,4 @@ class Scheduler(Protocol):
         return threading.Lock()
 
 
-class ThreadScheduler(Scheduler):
-    """Each caller is a thread of its own."""
-
-
-THREADS: Final[Scheduler] = ThreadScheduler()
+THREADS: Final = Scheduler()

@@ -11,7 +11,7 @@ import pytest
 
 from store import StoreUnavailable, group_commit
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
-from store.scheduler import ThreadScheduler
+from store.scheduler import THREADS, Scheduler
 from store.testing import PATIENCE, in_threads, wait_until
 
 
@@ -159,7 +159,7 @@ def test_waiters_share_a_batch(quick, where):
     assert len(disk.syncs) == 2
 
 
-class OneByOne(ThreadScheduler):
+class OneByOne(Scheduler):
     """A scheduler where each ``give_way`` lets one more caller come and wait."""
 
     def __init__(self, disk, records, more):
@@ -186,7 +186,7 @@ class OneByOne(ThreadScheduler):
         (True, 1024, 'abcd'),  # until no more come
         (True, 3, 'ab'),  # or the batch is full
         # With threads, where giving way is expensive, once.
-        (ThreadScheduler().give_way(), 1024, 'a'),
+        (THREADS.give_way(), 1024, 'a'),
     ],
     ids=['all', 'full', 'threads'],
 )
@@ -371,7 +371,7 @@ def test_interrupted_waiter_stops_no_other(quick):
         raise Interrupt
 
     def signal_waiter():
-        wait_until(lambda: disk.waiting() and disk.commit._waiting[0]._waiter)
+        wait_until(lambda: disk.waiting() and disk.commit._waiting[0]._wake)
         signal.pthread_kill(main, signal.SIGUSR1)
         assert interrupted.wait(PATIENCE)
         gate.open()

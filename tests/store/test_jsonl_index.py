@@ -24,7 +24,7 @@ from disk import (
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, flusher, index, table
 from store.jsonl.repair import verify
-from store.scheduler import ThreadScheduler
+from store.scheduler import Scheduler
 from store.testing import in_child, in_threads, wait_until
 
 TABLE = '', '-wal', '-shm'
@@ -428,12 +428,12 @@ class TestFlush:
         plants = ferns(300)
         calls = []
 
-        class Scheduler(ThreadScheduler):
+        class NotingScheduler(Scheduler):
             def call(self, function):
                 calls.append(function)
                 return function()
 
-        with JSONLinesStore(path, scheduler=Scheduler()) as store:
+        with JSONLinesStore(path, scheduler=NotingScheduler()) as store:
             store.add(Plant(1, 'Fern'))
             for start, stop, expected in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
                 append(path, lines(*plants[start:stop]))

@@ -12,7 +12,7 @@ from store import Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
-from store.scheduler import ThreadScheduler
+from store.scheduler import Scheduler
 from store.testing import in_child, in_threads, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
@@ -25,7 +25,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
 
 
-class Scheduler(ThreadScheduler):
+class NotingScheduler(Scheduler):
     """A scheduler of threads that counts its calls, and can interrupt them."""
 
     calls = 0
@@ -42,7 +42,7 @@ class Scheduler(ThreadScheduler):
 @pytest.mark.parametrize('operation', [fcntl.LOCK_SH, fcntl.LOCK_EX])
 def test_lock_held_by_another_process(path, operation):
     """While another process holds the lock, adds and pings fail; then they work."""
-    scheduler = Scheduler()
+    scheduler = NotingScheduler()
     with JSONLinesStore(path, scheduler=scheduler) as store:
         store.add(FERN)
         with path.open('rb') as other:
@@ -128,7 +128,7 @@ def test_lock_of_a_closed_file_raises(path):
 
 def test_interrupted_wait_leaves_no_lock(path):
     """A caller that is interrupted while it waits leaves nothing locked."""
-    scheduler = Scheduler()
+    scheduler = NotingScheduler()
     with JSONLinesStore(path, scheduler=scheduler) as store:
         store.add(FERN)
         with path.open('rb') as other:

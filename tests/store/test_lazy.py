@@ -6,7 +6,7 @@ import pytest
 
 from store import StoreUnavailable
 from store.lazy import LazyStore
-from store.scheduler import ThreadScheduler
+from store.scheduler import Scheduler
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 
@@ -51,7 +51,7 @@ class Lock:
         return self._lock.__exit__(*exc_info)
 
 
-class Scheduler(ThreadScheduler):
+class NotingScheduler(Scheduler):
     """Threads whose arrivals at a lock are noted."""
 
     def lock(self):
@@ -64,7 +64,7 @@ class Store(LazyStore):
     __iter__ = None
 
     def __init__(self):
-        super().__init__(scheduler=Scheduler())
+        super().__init__(scheduler=NotingScheduler())
         self.opened = []
 
     def add(self, plant):
