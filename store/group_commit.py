@@ -5,17 +5,14 @@ There is no background thread. A caller that finds no append in progress becomes
 *batch*, syncs them, and wakes its *followers*, which have slept meanwhile. The next
 leader is the first caller that is still waiting.
 
-A batch passes two stages. Appends exclude each other; syncs need not, since a sync
-covers every byte that was written before it began. How many syncs may be in flight
-decides what is fast:
+Appends exclude each other. Syncs need not, since a sync covers every byte that was
+written before it began. How many may be in flight follows the measured time of a sync:
 
 * Where a sync is quick (tens of microseconds, a disk with a battery), its cost is the
   system calls and the thread switches around it. One in flight is best: while it runs
   the next batch gathers, so that one append, one sync and one switch serve many.
 * Where a sync is slow (milliseconds, an ordinary disk), a caller that just misses a
   batch would wait for two syncs. Several in flight overlap, and the disk groups them.
-
-So the number follows the measured time of a sync.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from store.errors import StoreUnavailable
-from store.scheduler import THREADS, Scheduler
+from store.scheduler import Scheduler
 
 Item = TypeVar('Item')
 Written = TypeVar('Written')
@@ -37,6 +34,9 @@ Written = TypeVar('Written')
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
 SLOW_SYNCS_IN_FLIGHT = 4
+# A batch that has this size takes no further record, so that a small record is not made
+# slow by a crowd of large ones.
+BATCH_BYTES = 1024 * 1024
 
 
 class Entry(Generic[Item]):
@@ -50,6 +50,7 @@ class Entry(Generic[Item]):
     """
 
     __slots__ = ('_leads', '_wake', 'error', 'item', 'new', 'size')
+    _wake: Callable[[], object]  # set when its caller waits
 
     def __init__(self, item: Item, size: int) -> None:
         self.item = item
@@ -57,7 +58,6 @@ class Entry(Generic[Item]):
         self.new = False
         self.error: BaseException | None = None
         self._leads = False
-        self._wake: Callable[[], object] | None = None
 
 
 def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
@@ -75,9 +75,6 @@ class GroupCommit(Generic[Item, Written]):
             It returns the argument of ``sync``; if that is false there is no sync.
         sync: Called with the result of ``append``; when it returns, the batch is
             durable. Calls may overlap. It reports errors in the same two ways.
-        max_batch_bytes: A batch takes no further record once it has reached this
-            size, so that a small record is not made slow by a crowd of large ones.
-        slow_syncs_in_flight: How many syncs may overlap where they are slow.
         scheduler: How the callers wait.
         observe: Called after each sync, before the callers return, with the number of
             records in the batch and the time that the sync took, in seconds; it must
@@ -89,16 +86,12 @@ class GroupCommit(Generic[Item, Written]):
         append: Callable[[Sequence[Entry[Item]]], Written],
         sync: Callable[[Written], None],
         *,
-        max_batch_bytes: int = 1024 * 1024,
-        slow_syncs_in_flight: int = SLOW_SYNCS_IN_FLIGHT,
-        scheduler: Scheduler = THREADS,
-        observe: Callable[[int, float], None] | None = None,
+        scheduler: Scheduler,
+        observe: Callable[[int, float], None],
     ) -> None:
         self._scheduler = scheduler
         self._append = append
         self._sync = sync
-        self._max_batch_bytes = max_batch_bytes
-        self._slow_syncs_in_flight = slow_syncs_in_flight
         self._observe = observe
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._waiting: deque[Entry[Item]] = deque()
@@ -119,26 +112,26 @@ class GroupCommit(Generic[Item, Written]):
             Exception: Whatever the append or the sync raised for this record.
         """
         entry = Entry(item, size)
-        with self._lock:
-            self._waiting.append(entry)
-            self._waiting_bytes += size
-            if self._appending or self._syncing >= self._sync_limit:
-                wait, entry._wake = self._scheduler.waiter()
-            else:
-                self._appending = entry._leads = True
-        if entry._wake is not None:
-            try:
+        try:
+            with self._lock:
+                self._waiting.append(entry)
+                self._waiting_bytes += size
+                must_wait = self._appending or self._syncing >= self._sync_limit
+                if must_wait:
+                    wait, entry._wake = self._scheduler.waiter()
+                else:
+                    entry._leads = self._appending = True
+            if must_wait:
                 wait()
-            except BaseException:  # Ctrl-C; but a leader must serve its followers
-                with self._lock, suppress(ValueError):
-                    if not entry._leads:
-                        self._waiting.remove(entry)
-                        self._waiting_bytes -= size
-                if entry._leads:  # pragma: no cover - chosen as the signal came
-                    self._lead()
-                raise
-        if entry._leads:
-            self._lead()
+        except BaseException:  # Ctrl-C; but a leader must serve its followers
+            with self._lock, suppress(ValueError):
+                if not entry._leads:
+                    self._waiting.remove(entry)
+                    self._waiting_bytes -= size
+            raise
+        finally:
+            if entry._leads:
+                self._lead()
         if entry.error is not None:
             raise entry.error
         return entry.new
@@ -158,10 +151,9 @@ class GroupCommit(Generic[Item, Written]):
         with self._lock:
             self._appending = False
             self._syncing += bool(written)
-            successor = self._choose_leader()
+            self._wake_leader()
         # From here on the next batch may be appended while this one is synced. It
         # may even be durable first: no caller waits for both.
-        _wake(successor)
         if written:
             began = perf_counter()
             try:
@@ -171,22 +163,18 @@ class GroupCommit(Generic[Item, Written]):
             took = perf_counter() - began
             with self._lock:
                 self._syncing -= 1
-                self._sync_limit = self._slow_syncs_in_flight if took > SLOW_SYNC else 1
-                successor = self._choose_leader()
-            _wake(successor)
-            if self._observe is not None:
-                self._observe(len(batch), took)
+                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if took > SLOW_SYNC else 1
+                self._wake_leader()
+            self._observe(len(batch), took)
         for entry in batch:
             if not entry._leads:
-                _wake(entry)
+                entry._wake()
 
     def _gather(self) -> None:
         """Let callers submit that are about to, so that they share this batch."""
         gathered, more = 0, True
         while (
-            more
-            and gathered < len(self._waiting)
-            and self._waiting_bytes < self._max_batch_bytes
+            more and gathered < len(self._waiting) and self._waiting_bytes < BATCH_BYTES
         ):
             gathered = len(self._waiting)
             more = self._scheduler.give_way()
@@ -195,20 +183,19 @@ class GroupCommit(Generic[Item, Written]):
         batch = []
         size = 0
         with self._lock:
-            while self._waiting and size < self._max_batch_bytes:
+            while self._waiting and size < BATCH_BYTES:
                 entry = self._waiting.popleft()
                 size += entry.size
                 batch.append(entry)
             self._waiting_bytes -= size
         return batch
 
-    def _choose_leader(self) -> Entry[Item] | None:
-        """Name the next leader, if there is work for it. REQUIRES: lock held."""
+    def _wake_leader(self) -> None:
+        """Wake the next leader, if there is work for it. REQUIRES: lock held."""
         if self._waiting and not self._appending and self._syncing < self._sync_limit:
             self._appending = True
             self._waiting[0]._leads = True
-            return self._waiting[0]
-        return None
+            self._waiting[0]._wake()
 
 
 def _fail(batch: Sequence[Entry[Item]], error: BaseException) -> None:
@@ -219,8 +206,3 @@ def _fail(batch: Sequence[Entry[Item]], error: BaseException) -> None:
             entry.error = error
         else:  # Ctrl-C, or the end of a thread, concerns the leader alone
             entry.error = StoreUnavailable('the write was interrupted')
-
-
-def _wake(entry: Entry[Item] | None) -> None:
-    if entry is not None and entry._wake is not None:
-        entry._wake()

@@ -66,7 +66,6 @@ class Database:
         self._batches = GroupCommit[Plant, Batch](
             lambda batch: batch,
             self._store,
-            slow_syncs_in_flight=limits.BATCHES_IN_FLIGHT,
             scheduler=scheduler,
             observe=observe,
         )

@@ -5,6 +5,8 @@ Times are in seconds. Read them as ``limits.NAME``, so that a test can change th
 
 from __future__ import annotations
 
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT
+
 # To make a connection, and to get one when all are in use.
 CONNECT_WITHIN = 2
 # For one statement: the limit of the server, and ours. The server's is shorter, because
@@ -21,9 +23,8 @@ ALONE_WITHIN = 1
 # Between two attempts to reach a database that does not answer.
 RETRY_AFTER = 0.1
 
-BATCHES_IN_FLIGHT = 4
 # One for each batch, one for a bulk copy, one for the readiness probe.
-MOST_CONNECTIONS = BATCHES_IN_FLIGHT + 2
+MOST_CONNECTIONS = SLOW_SYNCS_IN_FLIGHT + 2
 # For a batch that the server cannot serialize, with pauses of half a second in all.
 ATTEMPTS = 9
 # Characters of one statement in a bulk copy, so that it ends within STATEMENT_WITHIN.

@@ -46,9 +46,10 @@ class Disk:
         most_syncs: The largest number of syncs in flight at once.
         before_append, before_sync: Called without arguments; they may block or raise.
         choose: Called with a batch; says whether the batch needs a sync.
+        observed: The size and the time of each sync.
     """
 
-    def __init__(self, **options):
+    def __init__(self):
         self.clock = itertools.count()
         self.batches = []
         self.appended = {}
@@ -59,7 +60,13 @@ class Disk:
         self._appending = threading.Lock()
         self._syncing = 0
         self._count = threading.Lock()
-        self.commit = GroupCommit(self._append, self._sync, **options)
+        self.observed = []
+        self.commit = GroupCommit(
+            self._append,
+            self._sync,
+            scheduler=THREADS,
+            observe=lambda *sync: self.observed.append(sync),
+        )
 
     def _append(self, batch):
         assert self._appending.acquire(blocking=False), 'two appends at once'
@@ -190,9 +197,10 @@ class OneByOne(Scheduler):
     ],
     ids=['all', 'full', 'threads'],
 )
-def test_batch_grows_while_records_come(more, limit, gathered):
+def test_batch_grows_while_records_come(monkeypatch, more, limit, gathered):
     """A leader gathers its batch until no more records come, or it is full."""
-    disk = Disk(max_batch_bytes=limit)
+    monkeypatch.setattr(group_commit, 'BATCH_BYTES', limit)
+    disk = Disk()
     disk.commit._scheduler = callers = OneByOne(disk, list('abcd'), more=more)
     disk.submit('first')
     for thread in callers.threads:
@@ -210,9 +218,10 @@ def test_batch_grows_while_records_come(more, limit, gathered):
         ([0, 0, 0], [[1, 2, 3]]),
     ],
 )
-def test_waiting_records_are_split_by_max_batch_bytes(quick, sizes, batches):
-    """A batch takes no further record once it has max_batch_bytes."""
-    disk = Disk(max_batch_bytes=100)
+def test_waiting_records_are_split_by_size(quick, monkeypatch, sizes, batches):
+    """A batch takes no further record once it has BATCH_BYTES."""
+    monkeypatch.setattr(group_commit, 'BATCH_BYTES', 100)
+    disk = Disk()
     disk.before_append = gate = Gate()
     jobs = [
         lambda record=record, size=size: disk.submit(record, size)
@@ -371,7 +380,7 @@ def test_interrupted_waiter_stops_no_other(quick):
         raise Interrupt
 
     def signal_waiter():
-        wait_until(lambda: disk.waiting() and disk.commit._waiting[0]._wake)
+        wait_until(lambda: disk.waiting() and hasattr(disk.commit._waiting[0], '_wake'))
         signal.pthread_kill(main, signal.SIGUSR1)
         assert interrupted.wait(PATIENCE)
         gate.open()
@@ -399,11 +408,12 @@ def test_interrupted_waiter_stops_no_other(quick):
 @pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('speed', ['quick', 'slow'])
 @pytest.mark.parametrize('failing', [False, True], ids=['sound', 'failing'])
-def test_random_load_reports_every_outcome(request, seed, speed, failing):
+def test_random_load_reports_every_outcome(request, monkeypatch, seed, speed, failing):
     """Under random load and failures each caller learns the outcome of its record."""
     request.getfixturevalue(speed)
+    monkeypatch.setattr(group_commit, 'BATCH_BYTES', 40)
     chance = random.Random(seed)
-    disk = Disk(max_batch_bytes=40)
+    disk = Disk()
     local = threading.local()  # a batch is appended and synced by one thread
     outcomes = {}  # from each record to the error of itself or its batch, or None
 
@@ -473,14 +483,13 @@ def test_observer_learns_size_and_time_of_each_sync(slow):
     def fail():
         raise Failure
 
-    seen = []
-    disk = Disk(observe=lambda *sync: seen.append(sync))
+    disk = Disk()
     disk.submit('a')
     disk.choose = lambda batch: False
     disk.submit('needs no sync')
-    assert seen == [(1, 1)]
+    assert disk.observed == [(1, 1)]
     disk.choose = lambda batch: True
     disk.before_sync = fail
     with pytest.raises(Failure):
         disk.submit('b')
-    assert seen == [(1, 1), (1, 1)]
+    assert disk.observed == [(1, 1), (1, 1)]
