@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
@@ -22,6 +22,7 @@ from store import (
     Plant,
     PlantStore,
     StoreError,
+    StoreUnavailable,
     __version__,
     masked,
     open_store,
@@ -29,14 +30,6 @@ from store import (
 from store.base import Create
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
-from store.streams import (
-    OutputClosed,
-    OutputError,
-    print_line,
-    read_plants,
-    replace_closed_streams,
-    write,
-)
 
 PIPE = '-'  # the URL of the standard input
 
@@ -79,11 +72,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of argparse, which may repeat a password."""
         quoted = re.sub("'([^']*)'", lambda found: repr(masked(found[1])), message)
-        self.refuse(masked(quoted))
-
-    def refuse(self, message: str) -> NoReturn:
-        """Exit with a message that shows no password."""
-        super().error(message)
+        super().error(masked(quoted))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,21 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: The command is wrong, or asks for the help or the version.
     """
-    replace_closed_streams()
-    code = 1
+    _replace_closed_streams()
     try:
         try:
             options = _parser().parse_args(arguments)
-            code = options.run(options)
-        except StoreError as ex:
-            print(f'Error: {ex}', file=sys.stderr)
+            code: int = options.run(options)
         except KeyboardInterrupt:
             code = 130  # as a shell reports a process that SIGINT has ended
         finally:
-            with suppress(OutputClosed):
-                write()  # what is still buffered
-    except OutputError as ex:  # pragma: no cover - tests of it run in other processes
-        print(f'Error: the output: {ex}', file=sys.stderr)
+            _write()  # what is still buffered
+    except StoreError as ex:
+        print(f'Error: {ex}', file=sys.stderr)
         code = 1
     return code
 
@@ -155,32 +140,28 @@ def _url(text: str) -> str:
 def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
     try:
         return open_store(url, create=create)
-    except ValueError as ex:
-        parser: _Parser = options.parser
-        parser.refuse(str(ex))
+    except ValueError as ex:  # its message shows no password
+        argparse.ArgumentParser.error(options.parser, str(ex))
 
 
-@contextmanager
-def _plants_of(options: argparse.Namespace) -> Iterator[Iterable[Plant]]:
-    """Yield the plants that a command reads."""
+def _source(options: argparse.Namespace) -> AbstractContextManager[Iterable[Plant]]:
+    """Return the plants that a command reads; a ``with`` block closes their store."""
     if options.url == PIPE:
-        yield read_plants()
-    else:
-        with _open(options, options.url, 'never') as store:
-            yield store
+        return nullcontext(_read_plants())
+    return _open(options, options.url, 'never')
 
 
 def _list(options: argparse.Namespace) -> int:
-    with suppress(OutputClosed), _plants_of(options) as plants:
+    with _source(options) as plants:
         for plant in plants:
-            write(record.encode(plant), flush=False)
-        write()
+            if not _write(record.encode(plant), flush=False):
+                break
     return 0
 
 
 def _count(options: argparse.Namespace) -> int:
-    with _plants_of(options) as plants:
-        print_line(str(sum(1 for _ in _progress(plants)(plants))))
+    with _source(options) as plants:
+        _print_line(str(sum(1 for _ in _progress(plants)(plants))))
     return 0
 
 
@@ -190,22 +171,22 @@ def _check(options: argparse.Namespace) -> int:
         if isinstance(store, JSONLinesStore):
             found = verify(store.path, repair=options.repair, progress=progress)
         elif options.repair:
-            options.parser.refuse('--repair is for a file of JSON lines')
+            options.parser.error('--repair is for a file of JSON lines')
         else:  # where nothing can be damaged
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
-        print_line(damage)
-    summary = f'{found.plants} plants verified, '
+        _print_line(damage)
     if not found.damaged:
-        print_line(f'{summary}no damage')
+        outcome = 'no damage'
     elif found.side_file:
         moved = f'damaged lines: {len(found.damaged)}, moved to {found.side_file}'
-        print_line(f'{summary}{moved}; reload the server')
+        outcome = f'{moved}; reload the server'
     elif found.repaired:
-        print_line(f'{summary}what is missing is accepted; reload the server')
+        outcome = 'what is missing is accepted; reload the server'
     else:
-        moves = '; --repair moves damaged lines to a side file, and accepts a loss'
-        print_line(f'{summary}damaged: {len(found.damaged)}{moves}')
+        moves = '--repair moves damaged lines to a side file, and accepts a loss'
+        outcome = f'damaged: {len(found.damaged)}; {moves}'
+    _print_line(f'{found.plants} plants verified, {outcome}')
     return int(bool(found.damaged) and not found.repaired)
 
 
@@ -213,11 +194,8 @@ def _copy(options: argparse.Namespace) -> int:
     if options.target == PIPE:  # as in version 1.1.0; not in the help: list does it
         return _list(options)
     if options.url == options.target != 'memory:':
-        options.parser.refuse('SRC and DST are the same store')
-    with (
-        _plants_of(options) as plants,
-        _open(options, options.target, 'first') as target,
-    ):
+        options.parser.error('SRC and DST are the same store')
+    with _source(options) as plants, _open(options, options.target, 'first') as target:
         return _copy_plants(_progress(plants)(plants), target)
 
 
@@ -235,13 +213,12 @@ def _copy_plants(plants: Iterable[Plant], target: PlantStore) -> int:
                     if isinstance(outcome, IdTaken):
                         conflicting += 1
                         with bar_hidden():
-                            line = record.encode(plant).decode().strip()
-                            print_line(f'conflicting: {line}')
+                            _write(b'conflicting: ' + record.encode(plant))
         # A store is made at its first use, and without plants there was none.
         target.ping()
     finally:
         # Also after an error: the copied plants stay, and a repeat goes on.
-        print_line(
+        _print_line(
             f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
         )
     return int(conflicting > 0)
@@ -274,6 +251,72 @@ def _progress(source: object) -> Progress:
             size = os.fstat(file.fileno()).st_size
             total = size * sample.count(b'\n') // max(1, len(sample)) or None
     return partial(tqdm, total=total, unit=' plants', leave=False)
+
+
+def _read_plants() -> Iterator[Plant]:
+    """Yield the plants of the standard input.
+
+    Raises:
+        StoreUnavailable: It cannot be read, or a line is no plant.
+    """
+    name = 'the standard input'
+    try:
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                # The last line feed may be missing: a line that was cut off anywhere
+                # else is no JSON object.
+                yield record.decode(line.removesuffix(b'\n') + b'\n')
+            except record.DamagedRecord as ex:
+                reason = f'line {number} is no plant: {ex}'
+                raise StoreUnavailable(reason, store=name) from ex
+    except OSError as ex:
+        raise StoreUnavailable.refused(ex, name) from ex
+
+
+def _print_line(line: str) -> None:
+    # Paths may hold bytes that are not UTF-8.
+    _write(f'{line}\n'.encode(errors='surrogateescape'))
+
+
+def _write(data: bytes = b'', *, flush: bool = True) -> bool:
+    """Write to the standard output; return whether anybody still reads it.
+
+    A reader may close a pipe early, as ``head`` does; then a copy goes on without it.
+
+    Raises:
+        StoreUnavailable: The output cannot be written. It is no ``OSError``, which a
+            store may raise, too.
+    """
+    try:
+        sys.stdout.buffer.write(data)
+        if flush:
+            sys.stdout.flush()
+    except OSError as ex:
+        # What is written from now on is lost. Otherwise the interpreter would flush the
+        # output again at its exit, and fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(ex, BrokenPipeError):
+            raise StoreUnavailable.refused(ex, 'the output') from ex
+        return False
+    return True
+
+
+# Not covered: tests run it in processes of their own.
+def _replace_closed_streams() -> None:  # pragma: no cover
+    """Open a null device for each standard stream that is closed.
+
+    Otherwise a plant file might get its number, and the errors of libraries. The
+    devices for input and output are opened the wrong way round, so that their use fails
+    (EBADF). Only error messages are lost silently.
+    """
+    for fd, name, mode, flags in (
+        (0, 'stdin', 'r', os.O_WRONLY),
+        (1, 'stdout', 'w', os.O_RDONLY),
+        (2, 'stderr', 'w', os.O_WRONLY),
+    ):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, flags), fd)
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 if __name__ == '__main__':  # pragma: no cover
