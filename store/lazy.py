@@ -13,20 +13,15 @@ from store.scheduler import THREADS, Scheduler
 
 
 class Backend(Protocol):
-    """The open part of a store: its files, or its connections."""
+    """The open part of a store: its files, or its connections.
 
-    def add(self, plant: Plant) -> bool:
-        """Add a plant that was checked, as ``PlantStore.add`` does."""
+    Its methods are those of ``PlantStore``, for plants that were checked.
+    """
 
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        """Add plants that were checked, as ``PlantStore.add_many`` does."""
-
-    def ping(self) -> None:
-        """Raise what an add would raise now."""
-
-    def close(self) -> None:
-        """Release everything."""
-
+    def add(self, plant: Plant) -> bool: ...
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]: ...
+    def ping(self) -> None: ...
+    def close(self) -> None: ...
     def abandon(self) -> None:
         """Release what a forked child inherited; the parent still uses its own."""
 
@@ -110,13 +105,12 @@ class LazyStore(PlantStore, Generic[BackendT]):
     def _backend(self) -> BackendT:
         process = self._process()
         backend = process.backend
-        if backend is not None:
-            return backend
-        with process.opening:
-            self._check_open()
-            if process.backend is None:
-                process.backend = self._scheduler.call(self._open_backend)
-            return process.backend
+        if backend is None:
+            with process.opening:
+                self._check_open()
+                backend = process.backend or self._scheduler.call(self._open_backend)
+                process.backend = backend
+        return backend
 
     def _process(self) -> _Process[BackendT]:
         pid = os.getpid()
