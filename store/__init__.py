@@ -11,7 +11,7 @@ from store.errors import (
     StoreUnavailable,
 )
 from store.scheduler import THREADS, Scheduler
-from store.url import DEFAULT_URL, check_url, masked, open_store
+from store.url import DEFAULT_URL, masked, open_store
 
 __version__ = '1.2.0'
 
@@ -29,7 +29,6 @@ __all__ = [
     'StoreUnavailable',
     '__version__',
     'check_plant',
-    'check_url',
     'masked',
     'open_store',
 ]

@@ -39,15 +39,6 @@ def masked(url: str) -> str:
     return url
 
 
-def check_url(url: str) -> None:
-    """Check that a URL names a store; nothing is opened or made.
-
-    Raises:
-        ValueError: It names none; the message says what is accepted.
-    """
-    open_store(url, create='never')
-
-
 def open_store(
     url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
 ) -> PlantStore:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from store import DEFAULT_URL, check_url
+from store import DEFAULT_URL, open_store
 from web.middleware import check_origins
 from web.tokens import Tokens, TokensFile
 
@@ -84,7 +84,7 @@ class Settings:
             _check_name(name)
         store = environ.get('PLANTS_STORE', DEFAULT_URL)
         with _about('PLANTS_STORE'):
-            check_url(store)
+            open_store(store, create='never')  # this opens and makes nothing
         max_body = environ.get('PLANTS_MAX_BODY', str(DEFAULT_MAX_BODY_BYTES))
         with _about('PLANTS_MAX_BODY'):
             if not re.fullmatch('[1-9][0-9]{0,17}', max_body):

@@ -23,7 +23,7 @@ from server import (
     request,
 )
 
-from store import Plant, check_url, open_store
+from store import Plant, open_store
 
 EXAMPLE = REPOSITORY / 'docs/example_store'
 GROUP = 'plant_store.stores'
@@ -127,11 +127,10 @@ class TestRefused:
         install(site, 'others', {'trees': 'nowhere:x'}, group='console_scripts')
         install(site, 'more', {'shrubs': 'more:Shrubs', 'herbs': 'more:Herbs'})
         for url in ('trees:x', 'shrubs', ''):
-            for function in (check_url, open_store):
-                with pytest.raises(
-                    ValueError, match=f"'{url}' {KNOWN}packages offer shrubs:, herbs:$"
-                ):
-                    function(url)
+            with pytest.raises(
+                ValueError, match=f"'{url}' {KNOWN}packages offer shrubs:, herbs:$"
+            ):
+                open_store(url)
 
     def test_built_in_scheme_is_not_replaced(self, site):
         """A package cannot replace a built-in store."""
@@ -154,7 +153,7 @@ class TestRefused:
         install(site, 'trees', {'trees': entry}, source)
         sentence = f"'trees:x': package trees: {entry} does not load: {message}"
         with pytest.raises(ValueError, match=sentence):
-            check_url('trees:x')
+            open_store('trees:x')
         code, output, errors = run('count', 'trees:x')
         assert (code, output) == (2, b'')
         assert f'{entry} does not load' in errors[-1]
@@ -183,12 +182,11 @@ class TestRefused:
     def test_package_does_not_make_its_store(self, site, source, message):
         """The error names the package and the reason, and shows no password."""
         install(site, 'trees', {'trees': 'trees:Store'}, source)
-        for function in (check_url, open_store):
-            with pytest.raises(ValueError, match=f'trees: {message}') as caught:
-                function('trees://me:secret@host')
-            shown = ''.join(traceback.format_exception(caught.value))
-            assert str(caught.value).startswith("'trees://***@host': package trees: ")
-            assert 'secret' not in shown.replace('trees://me:secret@host', '')
+        with pytest.raises(ValueError, match=f'trees: {message}') as caught:
+            open_store('trees://me:secret@host')
+        shown = ''.join(traceback.format_exception(caught.value))
+        assert str(caught.value).startswith("'trees://***@host': package trees: ")
+        assert 'secret' not in shown.replace('trees://me:secret@host', '')
 
     def test_scheme_of_two_packages(self, site):
         """A scheme that two packages offer is refused; the message names both."""
@@ -197,7 +195,7 @@ class TestRefused:
         with pytest.raises(
             ValueError, match=r"'trees:x': package birches and package oaks offer this"
         ):
-            check_url('trees:x')
+            open_store('trees:x')
 
     @pytest.mark.parametrize('number', [errno.EPIPE, errno.ENOSPC])
     def test_error_of_a_store_is_none_of_the_output(self, site, number):
@@ -220,6 +218,5 @@ def test_missing_psycopg_is_named(monkeypatch):
     """Without psycopg a PostgreSQL URL is refused; the message names the package."""
     monkeypatch.delattr('store.postgresql', raising=False)
     monkeypatch.setitem(sys.modules, 'store.postgresql', None)
-    for function in (check_url, open_store):
-        with pytest.raises(ValueError, match=r'it needs the package psycopg\[binary\]'):
-            function('postgresql://me:secret@host/plants')
+    with pytest.raises(ValueError, match=r'it needs the package psycopg\[binary\]'):
+        open_store('postgresql://me:secret@host/plants')
