@@ -413,7 +413,7 @@ class TestThreads:
 
 def test_hostile_names_in_one_file(path):
     """Iteration and a new index find the same plants in a file of hostile names."""
-    plants = [Plant(id, text, text) for id, text in enumerate(HOSTILE.values())]
+    plants = [Plant(id, text, text) for id, text in enumerate(HOSTILE)]
     path.write_bytes(lines(*plants))
     with JSONLinesStore(path) as store:
         assert_stored(store, plants, free=[-1])
