@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from functools import lru_cache, partial
 from http import HTTPStatus
-from io import BytesIO, RawIOBase
+from io import BytesIO
 from itertools import count
 from typing import Any
 
@@ -297,19 +297,8 @@ class Exchanges:
         if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
             raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
         del environ['wsgi.early_hints']  # they would wait in the response buffer
-        environ['wsgi.errors'] = ErrorLog(self._cfg)
         environ['wsgi.multithread'] = True
         request.environ.update(environ)
         request.environ['wsgi.input'] = request.environ['gunicorn.socket'] = None
         request.environ.pop('HTTP_X_REQUEST_ID', None)
         return response, environ
-
-
-class ErrorLog(RawIOBase):
-    """``wsgi.errors``: gunicorn's, made at each write since log files are rotated."""
-
-    def __init__(self, cfg: Config) -> None:
-        self._cfg = cfg
-
-    def write(self, data: Any) -> None:
-        wsgi.WSGIErrorsWrapper(self._cfg).write(data)

@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TextIO
+from typing import Any
 
 from gunicorn.config import Config
 from gunicorn.glogging import Logger, loggers
@@ -164,31 +163,21 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     def reopen_files(self) -> None:
         """Open the log files again; go on with an old one where that fails.
 
-        gunicorn's own method would end the server if the disk is full.
+        gunicorn's own method would end the server if the disk is full. Here the new
+        file gets the old descriptor, for all that hold the stream (``wsgi.errors``).
         """
         captures = self.cfg.capture_output and self.cfg.errorlog != '-'
         for logger in loggers():
             for handler in logger.handlers:
                 if isinstance(handler, logging.FileHandler) and handler.stream:
+                    streams: list[Any] = [handler.stream]
+                    if captures and logger is self.error_log:
+                        streams += self.logfile, sys.stdout, sys.stderr
                     try:
-                        _reopen(handler, handler.stream)
+                        with open(handler.baseFilename, 'a') as new:
+                            for fd in [each.fileno() for each in streams]:
+                                os.dup2(new.fileno(), fd, os.get_inheritable(fd))
                     except OSError as ex:
                         logger.error(
                             '%s: not opened again: %s', handler.baseFilename, ex
                         )
-                    if captures and logger is self.error_log:
-                        os.dup2(handler.stream.fileno(), sys.stdout.fileno())
-                        os.dup2(handler.stream.fileno(), sys.stderr.fileno())
-
-
-def _reopen(handler: logging.FileHandler, old: TextIO) -> None:
-    """Open the file of a handler again.
-
-    Raises:
-        OSError: It cannot be opened; the handler goes on with the one it has.
-    """
-    new = open(handler.baseFilename, 'a', encoding=handler.encoding)  # noqa: SIM115
-    with handler.lock:  # type: ignore[union-attr]
-        handler.stream = new
-        with suppress(OSError):  # lines for which the disk had no space
-            old.close()
