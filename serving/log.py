@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -24,16 +24,21 @@ BATCH_SECONDS = 0.005  # how long a line may wait for more lines
 _encode = json.JSONEncoder(default=str).encode
 
 
+@lru_cache(maxsize=1)
+def _format_second(
+    second: int, format: str, convert: Callable[[int], time.struct_time]
+) -> str:
+    return time.strftime(format, convert(second))
+
+
 class TextFormatter(logging.Formatter):
     """gunicorn's format; the time is formatted once a second."""
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.stack_info:
             return super().format(record)
-        created = _local_time(int(record.created))
-        return (
-            f'{created} [{record.process}] [{record.levelname}] {record.getMessage()}'
-        )
+        when = _format_second(int(record.created), Logger.datefmt, time.localtime)
+        return f'{when} [{record.process}] [{record.levelname}] {record.getMessage()}'
 
 
 class JSONFormatter(logging.Formatter):
@@ -46,8 +51,9 @@ class JSONFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         second, fraction = divmod(record.created, 1)
+        when = _format_second(int(second), '%Y-%m-%dT%H:%M:%S', time.gmtime)
         line: dict[str, Any] = {
-            'time': f'{_utc_time(int(second))}.{int(1000 * fraction):03}Z',
+            'time': f'{when}.{int(1000 * fraction):03}Z',
             'level': record.levelname,
             'pid': record.process,
             'logger': record.name,
@@ -61,16 +67,6 @@ class JSONFormatter(logging.Formatter):
         if record.exc_info:
             line['exception'] = self.formatException(record.exc_info)
         return _encode(line)
-
-
-@lru_cache(maxsize=1)
-def _local_time(second: int) -> str:
-    return time.strftime(Logger.datefmt, time.localtime(second))
-
-
-@lru_cache(maxsize=1)
-def _utc_time(second: int) -> str:
-    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(second))
 
 
 class BatchingHandler(logging.Handler):
@@ -98,38 +94,32 @@ class BatchingHandler(logging.Handler):
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if threading.get_ident() != self._thread:
+            self._write([record])
+            return
         self._records.append(record)
-        if self._timer is None or threading.get_ident() != self._thread:
-            self.flush()
-        elif len(self._records) == 1:
+        if len(self._records) == 1:
             self._timer.start(self.flush)
 
     def flush(self) -> None:
         records, self._records = self._records, []
-        for target in self._targets if records else ():
+        if records:
+            self._write(records)
+
+    def _write(self, records: list[logging.LogRecord]) -> None:
+        for target in self._targets:
             try:
-                _write(target, records)
+                if isinstance(target, logging.StreamHandler):
+                    lines = [f'{target.format(record)}\n' for record in records]
+                    with target.lock:  # type: ignore[union-attr]
+                        target.stream.write(''.join(lines))
+                        target.flush()
+                else:
+                    for record in records:
+                        target.handle(record)
             except Exception:
                 # A full disk must not turn a 200 into a 500.
                 target.handleError(records[0])
-
-
-def _write(target: logging.Handler, records: list[logging.LogRecord]) -> None:
-    if isinstance(target, logging.StreamHandler):
-        lines = ''.join([f'{target.format(record)}\n' for record in records])
-        with target.lock:  # type: ignore[union-attr]
-            target.stream.write(lines)
-            target.flush()
-    else:
-        for record in records:
-            target.handle(record)
-
-
-def batch_lines(loop: Any) -> None:
-    """Write the lines of the service in batches, from a timer of an event loop."""
-    for handler in logging.getLogger(LOGGERS[0]).handlers:
-        if isinstance(handler, BatchingHandler):
-            handler.batch_with(loop)
 
 
 class PlantsLogger(Logger):  # type: ignore[misc]
@@ -153,10 +143,10 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         for handler in self.error_log.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setFormatter(error_format)
-        batching = BatchingHandler(self.error_log.handlers)
+        self.batching = BatchingHandler(self.error_log.handlers)
         for name in LOGGERS:
             logger = logging.getLogger(name)
-            logger.handlers = [batching]
+            logger.handlers = [self.batching]
             logger.setLevel(self.error_log.level)
             logger.propagate = False
 

@@ -43,9 +43,9 @@ from gunicorn.sock import ssl_context
 from gunicorn.util import http_date
 from gunicorn.workers.ggevent import GeventWorker
 
-from serving import log
 from serving.client import LINGER, Client, ClientGone
 from serving.heads import Exchanges, status_of
+from serving.log import PlantsLogger
 from serving.scheduler import Turns, poll_sockets
 from web import errors, middleware
 
@@ -116,7 +116,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         )
         loop = gevent.get_hub().loop
         self._turns = Turns(loop)
-        log.batch_lines(loop)
+        if isinstance(self.log, PlantsLogger):
+            self.log.batching.batch_with(loop)
         if self.cfg.is_ssl:
             self._tls = ssl_context(self.cfg)
         pool = Pool(self.worker_connections)
