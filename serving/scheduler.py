@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from store.scheduler import Scheduler
 
 Result = TypeVar('Result')
 
-
 # For calls that block: the syncs of several batches, waits for a lock or a database.
 THREADS = 10
 
@@ -33,9 +32,6 @@ class GeventScheduler(Scheduler):
 
     It is made in the master and used in workers, each of which has threads of its own.
     """
-
-    def __init__(self) -> None:
-        self._pool: ThreadPool | None = None
 
     def give_way(self) -> bool:
         """Serve the connections that have sent something."""
@@ -47,13 +43,14 @@ class GeventScheduler(Scheduler):
         return waiter.wait, waiter.wake
 
     def call(self, function: Callable[[], Result]) -> Result:
-        if self._pool is None:
-            self._pool = ThreadPool()
         return self._pool.call(function)
 
-    def lock(self) -> AbstractContextManager[Any]:
-        semaphore: AbstractContextManager[Any] = Semaphore()
-        return semaphore
+    @cached_property
+    def _pool(self) -> ThreadPool:
+        return ThreadPool()
+
+    def lock(self) -> Any:
+        return Semaphore()
 
 
 class ThreadPool:
@@ -99,21 +96,13 @@ class ThreadPool:
             caller.switch((error, result))
 
 
-class GreenletWaiter:
+class GreenletWaiter(Waiter):  # type: ignore[misc]
     """A greenlet that waits for another greenlet of its thread."""
 
-    def __init__(self) -> None:
-        self._hub = gevent.get_hub()
-        self._greenlet = getcurrent()
-        self._woken = False
-
-    def wait(self) -> None:
-        while not self._woken:
-            self._hub.switch()
+    wait = Waiter.get
 
     def wake(self) -> None:
-        self._woken = True
-        self._hub.loop.run_callback(self._greenlet.switch)
+        self.hub.loop.run_callback(self.switch, None)
 
 
 def poll_sockets() -> None:
@@ -122,29 +111,15 @@ def poll_sockets() -> None:
     # NOTE: not sleep(0), which returns before the loop polls the sockets; nor idle(),
     # which clients without a token can delay, and which gathers all connections in one
     # batch, so that no other request is served during its sync.
-    check, idle = _after_sockets(hub.loop)
+    check, idle = hub.loop.check(), hub.loop.idle()
+    check.priority = hub.loop.MINPRI
     check.start(getcurrent().switch)
-    idle.start(_do_nothing)
+    idle.start(lambda: None)  # so the loop does not sleep
     try:
         hub.switch()
     finally:
         check.close()
         idle.close()
-
-
-def _after_sockets(loop: Any) -> tuple[Any, Any]:
-    """Return two watchers of an event loop.
-
-    The first one is called each time the loop has polled its sockets and called their
-    watchers. The second one keeps the loop from sleeping.
-    """
-    check, idle = loop.check(), loop.idle()
-    check.priority = idle.priority = loop.MINPRI
-    return check, idle
-
-
-def _do_nothing() -> None:
-    """Be the callback of a watcher that only keeps the loop from sleeping."""
 
 
 class Turns:
@@ -157,32 +132,31 @@ class Turns:
     Then one greenlet whose client has pipelined its next request. With ``sleep(0)``
     those that pipeline would take turns among themselves first: beside 300 of them a
     healthy client waited twice as long, in one load for good.
-
-    Args:
-        loop: The event loop.
     """
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self) -> None:
+        self._hub = hub = gevent.get_hub()
         self._arrived: list[Any] = []
         self._pipelined = deque[Any]()
-        self._check, self._idle = _after_sockets(loop)
-        self._check.priority += 1  # before poll_sockets() returns
+        self._idle = hub.loop.idle()
+        self._check = hub.loop.check()
+        self._check.priority = hub.loop.MINPRI + 1  # before poll_sockets() returns
         self._check.start(self._next)
 
     def wait_for_data(self, readable: Any) -> None:
         """Return when a watcher has reported its socket."""
         readable.start(self._arrived.append, getcurrent())
         try:
-            gevent.get_hub().switch()
+            self._hub.switch()
         finally:
             readable.stop()
 
     def wait_for_others(self) -> None:
         """Return when it is the turn of this greenlet, which has a request to read."""
         if not self._pipelined:
-            self._idle.start(_do_nothing)
+            self._idle.start(lambda: None)  # so the loop does not sleep
         self._pipelined.append(getcurrent())
-        gevent.get_hub().switch()
+        self._hub.switch()
 
     def _next(self) -> None:
         while self._arrived:

@@ -115,7 +115,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.cfg, lambda: not self.alive or not self.cfg.keepalive
         )
         loop = gevent.get_hub().loop
-        self._turns = Turns(loop)
+        self._turns = Turns()
         if isinstance(self.log, PlantsLogger):
             self.log.batching.batch_with(loop)
         if self.cfg.is_ssl:
