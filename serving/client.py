@@ -16,7 +16,6 @@ from typing import Any
 
 import gevent
 from gevent.socket import socket as GeventSocket
-from gunicorn.http.errors import LimitRequestHeaders
 
 from serving.scheduler import Turns
 
@@ -29,12 +28,8 @@ LINGER = 2
 # Bytes a second that a client must send to be listened to for longer than LINGER.
 LINGER_RATE = 256 * 1024
 
-# ---- sizes, in bytes
-
-# The longest head of a request. An unfinished head is held in memory.
-MAX_HEAD = 32 * 1024
-# Answers that are buffered before they are sent: a client may send many requests and
-# read none of the answers.
+# Bytes of answers that are buffered before they are sent: a client may send many
+# requests and read none of the answers.
 MAX_BUFFERED = 64 * 1024
 
 
@@ -64,8 +59,6 @@ class Client:
         self._waits_before_read = True
         self._buffer: list[bytes] = []
         self._buffered = 0
-        self._reads_head = True
-        self._head_size = 0
         self._is_sending = False
         self.has_ended = False
         self.expect_request(REQUEST_TIMEOUT)
@@ -85,32 +78,22 @@ class Client:
 
     def expect_request(self, seconds: float) -> None:
         """Give the client time to begin a request."""
-        self.begin_request()
         self.is_idle = True
         self.deadline = time.monotonic() + seconds
 
     def begin_request(self) -> None:
         """Give the client time to send the rest of a request."""
         self.is_idle = False
-        self._reads_head = True
-        self._head_size = 0
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
-
-    def begin_body(self) -> None:
-        """Let the client send a body, which has limits of its own."""
-        self._reads_head = False
 
     def recv(self, size: int) -> bytes:
         """Receive bytes; none at the end of the stream and after the time limit.
 
         Raises:
             ClientGone: The connection has failed.
-            LimitRequestHeaders: The head of a request becomes too long.
         """
         if self._buffer:
             self.flush()
-        if self._reads_head and self._head_size >= MAX_HEAD:
-            raise LimitRequestHeaders('the head is too long')
         if self.is_idle and self._waits_before_read:
             self._turns.wait_for_data(self._readable)  # a read would find nothing
         try:
@@ -120,7 +103,6 @@ class Client:
         self.has_ended = not data
         if self.is_idle and data:
             self.begin_request()
-        self._head_size += len(data)
         return data
 
     def sendall(self, data: bytes) -> None:
@@ -162,7 +144,6 @@ class Client:
         self.flush()
         self._raw_socket.shutdown(socket.SHUT_WR)
         self.is_idle = False
-        self.begin_body()
         began = time.monotonic()
         self.deadline = began + LINGER
         received = 0

@@ -26,6 +26,8 @@ from gunicorn.http.body import Body, LengthReader
 from gunicorn.http.message import Request
 from gunicorn.http.unreader import SocketUnreader
 
+# The longest head of a request, in bytes. An unfinished head is held in memory.
+MAX_HEAD = 32 * 1024
 # What gunicorn reads away after an answer is shorter than this, in bytes.
 LONG_REST = 65_536
 # How many heads are known, and the longest of them in bytes.
@@ -70,7 +72,12 @@ class StrictRequest(Request):  # type: ignore[misc]
     body: Any
     content_length: int | None
     environ: dict[str, Any]
+    max_buffer_headers: int
     request_id = ''
+
+    def parse(self, unreader: SocketUnreader) -> Any:
+        self.max_buffer_headers = min(self.max_buffer_headers, MAX_HEAD)
+        return super().parse(unreader)
 
     def set_body_reader(self) -> None:
         hosts = 0

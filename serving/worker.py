@@ -150,7 +150,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 if self._tls is not None:
                     client.start_tls(self._tls)
                 for request in self._exchanges.requests(client, address, listener):
-                    client.begin_body()
                     if not self._answer(request, client, listener):
                         break
                     if request.finish():
