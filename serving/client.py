@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -45,6 +46,7 @@ class Client:
     Args:
         sock: The connection.
         turns: How this greenlet waits for the client's next request.
+        is_last: Returns whether a response that begins now ends the connection.
 
     Attributes:
         deadline: When the client is expired, in seconds on the monotonic clock.
@@ -52,7 +54,10 @@ class Client:
         has_ended: Whether the client has sent its last byte, or is expired.
     """
 
-    def __init__(self, sock: GeventSocket, turns: Turns) -> None:
+    def __init__(
+        self, sock: GeventSocket, turns: Turns, is_last: Callable[[], bool]
+    ) -> None:
+        self.is_last = is_last
         self._sock = sock
         self._turns = turns
         self._readable = gevent.get_hub().loop.io(sock.fileno(), 1)
@@ -161,11 +166,6 @@ class Client:
             self._raw_socket.shutdown(
                 socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
             )
-
-    def shutdown(self, how: int) -> None:
-        """End the connection: gunicorn has begun an answer that it cannot finish."""
-        self.flush()
-        self._raw_socket.shutdown(how)
 
     def close(self) -> None:
         self._readable.close()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from email.utils import formatdate
-from functools import lru_cache, partial
+from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
 from itertools import count
@@ -147,27 +147,18 @@ class Response(wsgi.Response):  # type: ignore[misc]
 
     This is decided when its head is written: the worker may be stopped while the
     application reads the body.
-
-    Args:
-        is_last: Returns whether the connection is to end.
     """
 
-    def __init__(self, *args: Any, is_last: Callable[[], bool]) -> None:
-        super().__init__(*args)
-        self._is_last = is_last
-
     def default_headers(self) -> list[str]:
-        if self._is_last():
+        if self.sock.is_last():
             self.force_close()
-        if self.upgrade:
-            headers: list[str] = super().default_headers()
-            return headers
         major, minor = self.req.version
+        connection = 'close' if self.should_close() else 'keep-alive'
         return [
             f'HTTP/{major}.{minor} {self.status}\r\n',
             f'Server: {self.version}\r\n',
             f'Date: {_http_date(int(time.time()))}\r\n',
-            f'Connection: {"close" if self.should_close() else "keep-alive"}\r\n',
+            f'Connection: {"upgrade" if self.upgrade else connection}\r\n',
             *(['Transfer-Encoding: chunked\r\n'] if self.chunked else []),
         ]
 
@@ -189,12 +180,10 @@ class Exchanges:
 
     Args:
         cfg: gunicorn's settings.
-        is_last: Returns whether a response that begins now ends its connection.
     """
 
-    def __init__(self, cfg: Config, is_last: Callable[[], bool]) -> None:
+    def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
-        self._make_response = partial(Response, is_last=is_last)
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
         self._keeps = (
             # An operator's hook may change each request.
@@ -288,7 +277,7 @@ class Exchanges:
         """
         client, address = request.unreader.sock, request.peer_addr
         if request.environ:
-            response = self._make_response(request, client, self._cfg)
+            response = Response(request, client, self._cfg)
             environ = request.environ.copy()
             environ['wsgi.input'] = request.body
             environ['gunicorn.socket'] = client
@@ -298,7 +287,7 @@ class Exchanges:
                 environ['REMOTE_PORT'] = str(address[1])
             return response, environ
         response, environ = wsgi.create(
-            request, client, address, listener, self._cfg, self._make_response
+            request, client, address, listener, self._cfg, Response
         )
         # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
         if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):

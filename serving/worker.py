@@ -111,9 +111,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # In seconds. A thread that comes back from a sync waits so long for the GIL.
         sys.setswitchinterval(0.0002)
         self.cfg = FixedSettings(self.cfg)
-        self._exchanges = Exchanges(
-            self.cfg, lambda: not self.alive or not self.cfg.keepalive
-        )
+        self._exchanges = Exchanges(self.cfg)
         loop = gevent.get_hub().loop
         self._turns = Turns()
         if isinstance(self.log, PlantsLogger):
@@ -143,7 +141,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
         """Serve a connection from its beginning to its end."""
-        client = Client(sock, self._turns)
+        client = Client(
+            sock, self._turns, lambda: not self.alive or not self.cfg.keepalive
+        )
         self._clients.add(client)
         try:
             try:
@@ -201,7 +201,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         except Exception as ex:
             if response.headers_sent:
                 self.log.exception('an answer was broken off')
-                client.shutdown(socket.SHUT_RDWR)
             else:
                 self._answer_error(client, ex)
             return False

@@ -93,11 +93,11 @@ def random_head(choose):
 def test_known_head_is_read_like_a_new_one(settings, seed):
     """A request means the same whatever the worker has read before it."""
     choose = random.Random(seed)
-    warm = heads.Exchanges(settings, lambda: False)
+    warm = heads.Exchanges(settings)
     accepted = known = 0
     for _ in range(3000):
         data = random_head(choose) + BODY
-        fresh = heads.Exchanges(settings, lambda: False)
+        fresh = heads.Exchanges(settings)
         expected = requests(fresh, data)
         size = len(warm._known)
         assert requests(warm, data) == expected, data
@@ -118,12 +118,12 @@ def test_request_id_is_read_as_the_settings_say(settings, name, value, line):
     """A request id is read like any header, also one that an operator limits."""
     settings.set('limit_request_fields', 9)
     settings.set(name, value)
-    exchanges = heads.Exchanges(settings, lambda: False)
+    exchanges = heads.Exchanges(settings)
     for sent in (b'X-Request-Id: a', line, line):
         data = (
             b'GET / HTTP/1.1\r\nHost: a\r\n' + sent + b'\r\nContent-Length: 0\r\n\r\n'
         )
-        fresh = heads.Exchanges(settings, lambda: False)
+        fresh = heads.Exchanges(settings)
         assert requests(exchanges, data) == requests(fresh, data)
 
 
