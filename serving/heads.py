@@ -17,7 +17,6 @@ from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
-from itertools import count
 from typing import Any
 
 from gunicorn.config import Config
@@ -70,7 +69,7 @@ class StrictRequest(Request):  # type: ignore[misc]
     """
 
     body: Any
-    content_length: int | None
+    content_length: int | None = None
     environ: dict[str, Any]
     max_buffer_headers: int
     request_id = ''
@@ -80,18 +79,14 @@ class StrictRequest(Request):  # type: ignore[misc]
         return super().parse(unreader)
 
     def set_body_reader(self) -> None:
-        hosts = 0
         options: set[str] = set()
         for name, value in self.headers:
-            if name == 'HOST':
-                hosts += 1
-            elif name == 'CONNECTION':
+            if name == 'CONNECTION':
                 options.update(map(str.strip, value.lower().split(',')))
             elif name == 'TRANSFER-ENCODING' and value.lower() != 'chunked':
                 raise errors.InvalidHeader(name)  # RFC 9112, section 6.1
-        if not hosts and self.version >= (1, 1):
+        if self.version >= (1, 1) and 'HOST' not in dict(self.headers):
             raise errors.InvalidHeader('HOST')  # RFC 9112, section 3.2
-        self.content_length = None
         self.environ = {}
         super().set_body_reader()
         self.must_close = 'close' in options or super().should_close()
@@ -127,15 +122,11 @@ class StrictRequest(Request):  # type: ignore[misc]
         return bool(self.unreader.buf.getbuffer().nbytes)
 
     def should_close(self) -> bool:
-        return self.must_close or self.unreader.sock.has_ended or self._leaves_body()
-
-    def _leaves_body(self) -> bool:
-        """Whether so much of the body is unread that the connection must close.
-
-        The client must be told in this answer, or its next request fails.
-        """
+        if self.must_close or self.unreader.sock.has_ended:
+            return True
         if isinstance(self.body, BytesIO):
             return False
+        # If much of the body is unread the client must be told so in this answer.
         reader = self.body.reader
         if isinstance(reader, LengthReader):
             return bool(reader.length >= LONG_REST)
@@ -185,13 +176,6 @@ class Exchanges:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
-        self._keeps = (
-            # An operator's hook may change each request.
-            cfg.pre_request is cfg.settings['pre_request'].default
-            # The line with a request id may go on, or be too long.
-            and not cfg.permit_obsolete_folding
-            and not 0 < cfg.limit_request_field_size < 256
-        )
 
     def requests(self, client: Any, address: Any, listener: Any) -> Iterator[Any]:
         """Yield the requests of a connection, one after another.
@@ -209,10 +193,7 @@ class Exchanges:
         # gunicorn trusts the forwarding headers of some hosts only.
         host = address[0] if isinstance(address, tuple) else address
         proxied = None
-        for number in count(1):
-            received = unreader.read()
-            if not received:
-                return
+        for number, received in enumerate(iter(unreader.read, b''), 1):
             end = received.find(b'\r\n\r\n') + 4
             head, request_id = received[:end], ''
             if line := REQUEST_ID.search(head):
@@ -227,8 +208,7 @@ class Exchanges:
                 # What a proxy says of its client holds for the whole connection.
                 proxied = request.proxy_protocol_info or proxied
                 request.proxy_protocol_info = proxied
-                if 4 <= end <= MAX_KNOWN_HEAD:
-                    self._keep(key, request)
+                self._keep(key, request)
             else:
                 request = StrictRequest.__new__(StrictRequest)
                 request.__dict__.update(
@@ -236,29 +216,32 @@ class Exchanges:
                     unreader=unreader,
                     peer_addr=address,
                     remote_addr=address,
-                    req_number=number,
                     request_id=request_id,
                 )
                 if request_id:
                     request.headers = [*request.headers, ('X-REQUEST-ID', request_id)]
                 request.take_body(received[end:])
             yield request
-            if request.should_close() or getattr(request.body, 'failed', False):
-                return
 
     def _keep(self, key: tuple[bytes, Any, Any], request: StrictRequest) -> None:
+        head, cfg = key[0], self._cfg
         names = [name.replace('_', '-') for name, _ in request.headers]
         if (
-            not self._keeps
+            not 4 <= len(head) <= MAX_KNOWN_HEAD
             # The head alone does not determine the request.
             or request.content_length is None
             or request.proxy_protocol_info
             or request._expected_100_continue
-            # With another request id it might be refused, or there are two.
+            # An operator's hook may change each request.
+            or cfg.pre_request is not cfg.settings['pre_request'].default
+            # The line with a request id may go on, or another one might be refused.
+            or cfg.permit_obsolete_folding
+            or request.limit_request_field_size < 256
             or len(names) >= request.limit_request_fields
+            # There are two.
             or names.count('X-REQUEST-ID') != bool(request.request_id)
             # The line that was cut out may have been the first one.
-            or key[0].startswith(b'\r')
+            or head.startswith(b'\r')
         ):
             return
         if len(self._known) == KNOWN_HEADS:
