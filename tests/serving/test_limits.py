@@ -91,7 +91,6 @@ def test_request_that_waits_for_its_time_limit_is_answered(impatient):
     with impatient.connect() as client:
         with locked(plants):
             client.send(request(body=fern()))
-            # The worker looks once a second for clients whose time is up.
             assert not client.is_readable(2.5)
         answer = client.receive()
         assert answer.status == 200
@@ -112,7 +111,7 @@ def test_request_sent_to_a_paused_worker_is_answered(tmp_path):
 def test_first_request_may_come_late(tmp_path):
     """A new connection may wait with its first request, also with --keep-alive=0."""
     with Server(tmp_path, '--keep-alive=0') as server, server.connect() as client:
-        assert not client.is_readable(1.5)  # the worker checks every second
+        assert not client.is_readable(1.5)
         answer = client.ask(PROBE)
         assert answer.status == 200
         assert answer.announces_close
