@@ -69,17 +69,15 @@ class Client:
         self.expect_request(REQUEST_TIMEOUT)
 
     def start_tls(self, context: Any) -> None:
-        """Make the handshake, if there is one to make.
+        """Have the first read make a TLS handshake.
 
         Raises:
-            OSError: It failed.
+            OSError: The connection has failed.
         """
-        # NOTE: in two steps, so that expire() finds the socket during the handshake.
         self._sock = context.wrap_socket(
             self._sock, server_side=True, do_handshake_on_connect=False
         )
         self._waits_before_read = False  # the rest of a record may be in the socket
-        self._sock.do_handshake()
 
     def expect_request(self, seconds: float) -> None:
         """Give the client time to begin a request."""

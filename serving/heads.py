@@ -49,9 +49,9 @@ STATUSES = {
 
 def status_of(error: Exception) -> HTTPStatus:
     """Return the status that answers an exception raised while a request was read."""
-    if isinstance(error, errors.ParseException):
-        return STATUSES.get(type(error), HTTPStatus.BAD_REQUEST)
-    return HTTPStatus.INTERNAL_SERVER_ERROR
+    is_refused = isinstance(error, errors.ParseException)
+    default = HTTPStatus.BAD_REQUEST if is_refused else HTTPStatus.INTERNAL_SERVER_ERROR
+    return STATUSES.get(type(error), default)
 
 
 class StrictRequest(Request):  # type: ignore[misc]

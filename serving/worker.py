@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import gevent
@@ -224,7 +225,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         Few connections are spread evenly; many may differ by a sixteenth.
         """
         fewest = min(filter(None, connection_counts), default=1) - 1
-        return bool(self._connections > fewest + self._connections // 16)
+        return self._connections > fewest + self._connections // 16
 
     def count_connection(self, change: int) -> None:
         """Tell the others that a connection was accepted (1) or has ended (-1)."""
@@ -248,12 +249,8 @@ class Acceptor(StreamServer):  # type: ignore[misc]
     def __init__(self, worker: PlantsWorker, listener: GeventSocket, pool: Pool):
         self._worker = worker
         self._stood_back = 0
-        name = listener.getsockname()
-        super().__init__(
-            listener,
-            handle=lambda sock, address: worker.handle(name, sock, address),
-            spawn=pool,
-        )
+        handle = partial(worker.handle, listener.getsockname())
+        super().__init__(listener, handle=handle, spawn=pool)
 
     def do_read(self) -> Any:
         if not self._worker.must_stand_back():
@@ -265,13 +262,12 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         else:
             self._stood_back -= 1  # the others may be stuck: wait less next time
         try:
-            accepted = super().do_read()
+            if accepted := super().do_read():
+                self._worker.count_connection(1)
+            return accepted
         except OSError:
             self._pause()  # too many open files: other connections must close first
             return None
-        if accepted:
-            self._worker.count_connection(1)
-        return accepted
 
     def _pause(self) -> None:
         self.stop_accepting()
