@@ -149,21 +149,18 @@ class Client:
         self.is_idle = False
         began = time.monotonic()
         self.deadline = began + LINGER
-        received = 0
         while data := self.recv(65_536):
-            received += len(data)
-            more = min(LINGER + received / LINGER_RATE, REQUEST_TIMEOUT)
-            self.deadline = began + more
+            later = self.deadline + len(data) / LINGER_RATE
+            self.deadline = min(later, began + REQUEST_TIMEOUT)
             gevent.sleep(0)
 
     def expire(self) -> None:
         """End all waits for the client: a read finds the end, a send fails."""
         self.has_ended = True
         self.deadline = math.inf
+        how = socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
         with suppress(OSError):  # the connection has ended already
-            self._raw_socket.shutdown(
-                socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
-            )
+            self._raw_socket.shutdown(how)
 
     def close(self) -> None:
         self._readable.close()

@@ -1,21 +1,14 @@
-"""The worker: gunicorn's gevent worker, with additions.
+"""The worker: gunicorn's gevent worker, with clients that are limited, and spread.
 
 Only the sockets of clients are gevent's: no library runs with sockets and locks that it
 was not written for. (``ssl`` is the exception, and only if TLS is configured: gunicorn
-makes its context, and would make a blocking one.) The additions:
+makes its context, and would make a blocking one.)
 
-*Limits.* A ``Client`` has time limits, bounded buffers and an orderly end.
-
-*Spreading.* All workers wait at one socket, and the first to wake accepts: a few kept
-connections often end up at one worker while another idles (4 clients: 2,880 adds a
-second in the worst case, 7,080 if they are spread). Here a worker with more connections
-than another leaves a new one to the others for a moment. ``reuse_port`` spreads many
-connections, not few, and resets those that wait for a worker that stops.
-
-*Errors* that gunicorn answers itself are JSON, have a request id, and are logged.
-
-What gunicorn does not document is used here, too: a worker's methods, sockets and
-settings.
+All workers wait at one socket, and the first to wake accepts: a few kept connections
+often end up at one worker while another idles (4 clients: 2,880 adds a second in the
+worst case, 7,080 if they are spread). So a worker with more connections than another
+leaves a new one to the others for a moment. ``reuse_port`` spreads many connections,
+not few, and resets those that wait for a worker that stops.
 """
 
 from __future__ import annotations
@@ -62,7 +55,7 @@ connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
 
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's gevent worker, with the additions of this module."""
+    """gunicorn's gevent worker, with the additions of this directory."""
 
     alive: bool
     sockets: list[Any]
@@ -104,9 +97,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             server.start()
         self.count_connection(0)
         while self.alive:
-            self.notify()
-            self._expire_clients()
-            gevent.sleep(TICK)
+            self._tick()
         for server in servers:
             server.close()
         self.forget_connections()
@@ -115,9 +106,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
         while len(pool) and time.monotonic() < give_up:
-            self.notify()
-            self._expire_clients(idle_until=end)
-            gevent.sleep(TICK)
+            self._tick(idle_until=end)
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
         """Serve a connection from its beginning to its end."""
@@ -156,9 +145,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _answer(self, request: Any, client: Client, listener: Any) -> bool:
         """Have the application answer a request; return whether others may follow.
-
-        It is gunicorn's ``handle_request``, with an environment that need not be made
-        each time.
 
         Raises:
             ClientGone: The connection has failed.
@@ -233,12 +219,15 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.alive:
             connection_counts[self.age % SLOTS] = self._connections + 1
 
-    def _expire_clients(self, idle_until: float = math.inf) -> None:
+    def _tick(self, idle_until: float = math.inf) -> None:
+        """Tell the master that the worker lives, expire clients, and wait."""
+        self.notify()
         poll_sockets()  # first hear the clients, if this process was paused
         now = time.monotonic()
         for client in list(self._clients):
             if client.deadline < now or (client.is_idle and idle_until < now):
                 client.expire()
+        gevent.sleep(TICK)
 
 
 class Acceptor(StreamServer):  # type: ignore[misc]
