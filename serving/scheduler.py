@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -27,6 +27,46 @@ Result = TypeVar('Result')
 THREADS = 10
 
 
+class ThreadPool:
+    """Threads for the blocking calls of greenlets.
+
+    Not the hub's pool, which makes a result and a watcher for each call and takes more
+    turns between threads. Side by side (two workers on a busy machine; 4 and 16
+    clients) 0.73 and 0.76 of the plants are added with the hub's pool, at 1.16 and 1.09
+    times the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._hub = gevent.get_hub()
+        self._outcomes = deque[tuple[Any, ...]]()
+        self._wakeup = self._hub.loop.async_()
+        self._wakeup.start(self._resume_callers)
+        self._calls = SimpleQueue[tuple[Waiter, Callable[[], Any]]]()
+        for _ in range(THREADS):
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns, or raise what it raises."""
+        caller = Waiter(self._hub)
+        self._calls.put((caller, function))
+        result: Result = caller.get()
+        return result
+
+    def _run(self) -> None:
+        while True:
+            caller, function = self._calls.get()
+            try:
+                self._outcomes.append((caller.switch, function()))
+            except BaseException as ex:
+                self._outcomes.append((caller.throw, type(ex), ex, ex.__traceback__))
+            self._wakeup.send()
+
+    def _resume_callers(self) -> None:
+        while self._outcomes:
+            resume, *outcome = self._outcomes.popleft()
+            resume(*outcome)
+
+
 class GeventScheduler(Scheduler):
     """How greenlets wait in a store.
 
@@ -39,8 +79,11 @@ class GeventScheduler(Scheduler):
         return True
 
     def waiter(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        waiter = GreenletWaiter()
-        return waiter.wait, waiter.wake
+        waiter = Waiter()
+        return waiter.get, partial(waiter.hub.loop.run_callback, waiter.switch, None)
+
+    def lock(self) -> Any:
+        return Semaphore()
 
     def call(self, function: Callable[[], Result]) -> Result:
         return self._pool.call(function)
@@ -48,61 +91,6 @@ class GeventScheduler(Scheduler):
     @cached_property
     def _pool(self) -> ThreadPool:
         return ThreadPool()
-
-    def lock(self) -> Any:
-        return Semaphore()
-
-
-class ThreadPool:
-    """Threads for the blocking calls of greenlets.
-
-    Not the hub's pool, which makes a result and a watcher for each call and takes more
-    turns between threads. Side by side (two workers on a busy machine; 4 and 16
-    clients) 0.73 and 0.76 of the plants are added with the hub's pool, at 1.16 and 1.09
-    times the CPU.
-    """
-
-    def __init__(self) -> None:
-        self._hub = gevent.get_hub()
-        self._calls = SimpleQueue[tuple[Waiter, Callable[[], Any]]]()
-        self._outcomes = deque[tuple[Waiter, BaseException | None, Any]]()
-        self._wakeup = self._hub.loop.async_()
-        self._wakeup.start(self._resume_callers)
-        for _ in range(THREADS):
-            threading.Thread(target=self._run, daemon=True).start()
-
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Return what a function returns, or raise what it raises."""
-        caller = Waiter(self._hub)
-        self._calls.put((caller, function))
-        error, result = caller.get()
-        if error is not None:
-            raise error
-        returned: Result = result
-        return returned
-
-    def _run(self) -> None:
-        while True:
-            caller, function = self._calls.get()
-            try:
-                self._outcomes.append((caller, None, function()))
-            except BaseException as ex:
-                self._outcomes.append((caller, ex, None))
-            self._wakeup.send()
-
-    def _resume_callers(self) -> None:
-        while self._outcomes:
-            caller, error, result = self._outcomes.popleft()
-            caller.switch((error, result))
-
-
-class GreenletWaiter(Waiter):  # type: ignore[misc]
-    """A greenlet that waits for another greenlet of its thread."""
-
-    wait = Waiter.get
-
-    def wake(self) -> None:
-        self.hub.loop.run_callback(self.switch, None)
 
 
 def poll_sockets() -> None:
