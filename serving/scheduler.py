@@ -7,16 +7,15 @@ server, and nothing is monkey-patched.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import gevent
 from gevent.hub import Waiter
 from gevent.lock import Semaphore
+from gevent.monkey import get_original
 from greenlet import getcurrent
 
 from store.scheduler import Scheduler
@@ -41,9 +40,10 @@ class ThreadPool:
         self._outcomes = deque[tuple[Any, ...]]()
         self._wakeup = self._hub.loop.async_()
         self._wakeup.start(self._resume_callers)
-        self._calls = SimpleQueue[tuple[Waiter, Callable[[], Any]]]()
+        # Those of the system, also where an embedder has patched the modules.
+        self._calls = get_original('queue', 'SimpleQueue')()
         for _ in range(THREADS):
-            threading.Thread(target=self._run, daemon=True).start()
+            get_original('_thread', 'start_new_thread')(self._run, ())
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Return what a function returns, or raise what it raises."""

@@ -4,6 +4,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ from urllib.parse import urlsplit
 
 from exchange import MAX_ANSWER_SECONDS, locked
 from proxy import Proxy
-from server import Server, hurried, request, wait_until
+from server import REPOSITORY, Server, hurried, request, wait_until
 
 CROWD = 40  # requests; more than the worker's pool has threads
 
@@ -133,3 +135,22 @@ def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
         proxy.go_on()
         wait_until(lambda: server.ask(ready_request()).status == 200, 'it is ready')
         assert server.ask(add_request(1)).status == 200
+
+
+PATCHED = """
+from gevent import monkey
+monkey.patch_all()
+import gevent
+from serving.scheduler import GeventScheduler
+
+sleep = monkey.get_original('time', 'sleep')
+call = gevent.spawn(GeventScheduler().call, lambda: sleep(0.5))
+gevent.sleep(0.01)
+assert not call.ready()
+call.get()
+"""
+
+
+def test_call_blocks_no_greenlet_of_a_patched_program():
+    """The scheduler has threads also where gevent has patched the modules."""
+    subprocess.run([sys.executable, '-c', PATCHED], cwd=REPOSITORY, check=True)
