@@ -17,8 +17,6 @@ from gunicorn.glogging import Logger, loggers
 
 from web.settings import is_json_log
 
-# All loggers of the service.
-LOGGERS = ('plants', 'store')
 BATCH_SECONDS = 0.005  # how long a line may wait for more lines
 
 _encode = json.JSONEncoder(default=str).encode
@@ -144,7 +142,7 @@ class PlantsLogger(Logger):  # type: ignore[misc]
             if isinstance(handler, logging.StreamHandler):
                 handler.setFormatter(error_format)
         self.batching = BatchingHandler(self.error_log.handlers)
-        for name in LOGGERS:
+        for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)
             logger.handlers = [self.batching]
             logger.setLevel(self.error_log.level)

@@ -134,10 +134,8 @@ class Turns:
     def wait_for_data(self, readable: Any) -> None:
         """Return when a watcher has reported its socket."""
         readable.start(self._arrived.append, getcurrent())
-        try:
-            self._hub.switch()
-        finally:
-            readable.stop()
+        self._hub.switch()
+        readable.stop()
 
     def wait_for_others(self) -> None:
         """Return when it is the turn of this greenlet, which has a request to read."""

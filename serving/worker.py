@@ -90,7 +90,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._exchanges = Exchanges(self.cfg)
         self._turns = Turns()
         self._clients: set[Client] = set()
-        self._connections = 0
+        self.connections = 0
         pool = Pool(self.worker_connections)
         servers = [Acceptor(self, listener, pool) for listener in self.sockets]
         for server in servers:
@@ -101,12 +101,11 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         for server in servers:
             server.close()
         self.forget_connections()
-        end = time.monotonic() + LINGER
-        give_up = time.monotonic() + self.cfg.graceful_timeout
+        stopped = time.monotonic()
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
-        while len(pool) and time.monotonic() < give_up:
-            self._tick(idle_until=end)
+        while len(pool) and time.monotonic() < stopped + self.cfg.graceful_timeout:
+            self._tick(idle_until=stopped + LINGER)
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
         """Serve a connection from its beginning to its end."""
@@ -205,19 +204,11 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         )
         client.sendall(head.encode() + body)
 
-    def must_stand_back(self) -> bool:
-        """Whether another worker should have the next connection.
-
-        Few connections are spread evenly; many may differ by a sixteenth.
-        """
-        fewest = min(filter(None, connection_counts), default=1) - 1
-        return self._connections > fewest + self._connections // 16
-
     def count_connection(self, change: int) -> None:
         """Tell the others that a connection was accepted (1) or has ended (-1)."""
-        self._connections += change
+        self.connections += change
         if self.alive:
-            connection_counts[self.age % SLOTS] = self._connections + 1
+            connection_counts[self.age % SLOTS] = self.connections + 1
 
     def _tick(self, idle_until: float = math.inf) -> None:
         """Tell the master that the worker lives, expire clients, and wait."""
@@ -242,7 +233,10 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         super().__init__(listener, handle=handle, spawn=pool)
 
     def do_read(self) -> Any:
-        if not self._worker.must_stand_back():
+        mine = self._worker.connections
+        fewest = min(filter(None, connection_counts), default=1) - 1
+        # Few connections are spread evenly; many may differ by a sixteenth.
+        if mine <= fewest + mine // 16:
             self._stood_back = 0
         elif self._stood_back < STAND_BACKS:
             self._stood_back += 1
