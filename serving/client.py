@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -46,7 +45,6 @@ class Client:
     Args:
         sock: The connection.
         turns: How this greenlet waits for the client's next request.
-        is_last: Returns whether a response that begins now ends the connection.
 
     Attributes:
         deadline: When the client is expired, in seconds on the monotonic clock.
@@ -54,10 +52,7 @@ class Client:
         has_ended: Whether the client has sent its last byte, or is expired.
     """
 
-    def __init__(
-        self, sock: GeventSocket, turns: Turns, is_last: Callable[[], bool]
-    ) -> None:
-        self.is_last = is_last
+    def __init__(self, sock: GeventSocket, turns: Turns) -> None:
         self._sock = sock
         self._turns = turns
         self._readable = gevent.get_hub().loop.io(sock.fileno(), 1)

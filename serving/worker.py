@@ -109,9 +109,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
         """Serve a connection from its beginning to its end."""
-        client = Client(
-            sock, self._turns, lambda: not self.alive or not self.cfg.keepalive
-        )
+        client = Client(sock, self._turns)
         self._clients.add(client)
         try:
             try:
@@ -159,6 +157,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         try:
             try:
                 body = self.wsgi(environ, response.start_response)
+                # Now, not before: the worker may stop while the request is read.
+                is_last = not self.alive or not self.cfg.keepalive
+                if is_last and not response.headers_sent:
+                    response.force_close()
                 try:
                     for data in body:
                         response.write(data)
