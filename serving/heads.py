@@ -193,13 +193,8 @@ class Exchanges:
                 self._keep(key, request)
             else:
                 request = StrictRequest.__new__(StrictRequest)
-                request.__dict__.update(
-                    known,
-                    unreader=unreader,
-                    peer_addr=address,
-                    remote_addr=address,
-                    request_id=request_id,
-                )
+                request.__dict__.update(known, unreader=unreader, request_id=request_id)
+                request.peer_addr = request.remote_addr = address
                 if request_id:
                     request.headers = [*request.headers, ('X-REQUEST-ID', request_id)]
                 request.take_body(received[end:])

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -23,10 +23,8 @@ _encode = json.JSONEncoder(default=str).encode
 
 
 @lru_cache(maxsize=1)
-def _format_second(
-    second: int, format: str, convert: Callable[[int], time.struct_time]
-) -> str:
-    return time.strftime(format, convert(second))
+def _format_second(second: int, format: str, is_utc: bool = False) -> str:
+    return time.strftime(format, (time.gmtime if is_utc else time.localtime)(second))
 
 
 class TextFormatter(logging.Formatter):
@@ -35,7 +33,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.stack_info:
             return super().format(record)
-        when = _format_second(int(record.created), Logger.datefmt, time.localtime)
+        when = _format_second(int(record.created), Logger.datefmt)
         return f'{when} [{record.process}] [{record.levelname}] {record.getMessage()}'
 
 
@@ -49,7 +47,7 @@ class JSONFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         second, fraction = divmod(record.created, 1)
-        when = _format_second(int(second), '%Y-%m-%dT%H:%M:%S', time.gmtime)
+        when = _format_second(int(second), '%Y-%m-%dT%H:%M:%S', is_utc=True)
         line: dict[str, Any] = {
             'time': f'{when}.{int(1000 * fraction):03}Z',
             'level': record.levelname,

@@ -39,12 +39,11 @@ from serving.log import PlantsLogger
 from serving.scheduler import Turns, poll_sockets
 from web import errors, middleware
 
-# ---- times, in seconds
-
-# How often the worker looks for a signal to stop, and for clients whose time is up.
+# How often the worker looks for a signal to stop, and for clients whose time is up, in
+# seconds.
 TICK = 0.2
-# How long a worker with more connections leaves a new one to the others, and how often
-# it does so before it accepts: the others may be in the middle of a turn.
+# How long, in seconds, a worker with more connections leaves a new one to the others,
+# and how often before it accepts: the others may be in the middle of a turn.
 STAND_BACK = 0.001
 STAND_BACKS = 5
 
@@ -201,8 +200,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             f'Connection: close\r\n'
             f'Content-Type: application/json\r\n'
             f'Content-Length: {len(body)}\r\n'
-            f'X-Request-Id: {id}\r\n'
-            f'\r\n'
+            f'X-Request-Id: {id}\r\n\r\n'
         )
         client.sendall(head.encode() + body)
 
