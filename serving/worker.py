@@ -121,9 +121,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                         client.begin_request()
                         self._turns.wait_for_others()
                     else:
-                        client.expect_request(
-                            self.cfg.keepalive if self.alive else LINGER
-                        )
+                        seconds = self.cfg.keepalive if self.alive else LINGER
+                        client.expect_request(seconds)
             except OSError:
                 raise
             except Exception as ex:
