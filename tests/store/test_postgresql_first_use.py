@@ -316,7 +316,7 @@ def test_few_statements_are_prepared(made):
 
 
 def test_texts_special_in_sql_are_stored(made):
-    """Texts that are special in an SQL array are stored unchanged."""
+    """Texts that are special in SQL or JSON are stored unchanged."""
     texts = ['', 'NULL', '"', '\\', '\\"', '{}', ',', ' ', '\n\r\t', '{"a",b}', '💚']
     texts.append(''.join(texts))
     plants = [Plant(id, text, text) for id, text in enumerate(texts)]
@@ -348,7 +348,6 @@ def test_database_must_be_utf8(server, encoding):
 
 
 SETTINGS = {  # of a role: given, used
-    'array_nulls': ('off', 'on'),
     'client_min_messages': ('error', 'warning'),
     'default_transaction_isolation': ('serializable', 'read committed'),
     'exit_on_error': ('on', 'off'),
