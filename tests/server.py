@@ -68,10 +68,10 @@ def hurried(directory, **limits):
 
     Args:
         directory: The server's directory.
-        limits: Names in ``store.postgresql.limits``, in seconds.
+        limits: Names in ``store.postgresql.connection``, in seconds.
     """
-    lines = ['from store.postgresql import limits']
-    lines += [f'limits.{name} = {seconds}' for name, seconds in limits.items()]
+    lines = ['from store.postgresql import connection']
+    lines += [f'connection.{name} = {seconds}' for name, seconds in limits.items()]
     return configured(directory, *lines)
 
 

@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -15,12 +16,19 @@ from psycopg.pq import TransactionStatus
 
 from store.base import Plant
 from store.errors import StoreUnavailable
-from store.postgresql import limits
 
 # The store reports a lost connection itself; psycopg's own warning would repeat it.
 logging.getLogger('psycopg').addHandler(logging.NullHandler())
 
 Result = TypeVar('Result')
+
+# Time limits in seconds. For one statement: the limit of the server, and ours. The
+# server's is shorter, because its error says what happened.
+STATEMENT_WITHIN = 4
+ANSWER_WITHIN = 5
+CANCEL_WITHIN = 1
+# For a lock that another session holds: other plants wait in the same batch.
+LOCK_WITHIN = 0.3
 
 CREATE_TABLE = (
     'CREATE TABLE IF NOT EXISTS plants '
@@ -48,7 +56,7 @@ LOCK = f'{READ} WHERE id = %s FOR UPDATE'
 # A setting that the server does not have is NULL, and is left out. remote_apply is the
 # one value that is kept: no other commit is safer than "on".
 SET = (
-    'SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) '
+    'SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) '
     "AS wanted (name, value) WHERE current_setting(name, true) <> 'remote_apply'"
 )
 # What must hold in a session, whatever its role or its database has as a default.
@@ -63,7 +71,11 @@ SETTINGS = {
     'idle_session_timeout': '0',
     'idle_in_transaction_session_timeout': '0',
     'transaction_timeout': '0',
+    'statement_timeout': f'{STATEMENT_WITHIN}s',
+    'lock_timeout': f'{LOCK_WITHIN}s',
 }
+# Reading all plants takes as long as the reader likes.
+READER_SETTINGS = {'statement_timeout': '0', 'lock_timeout': f'{STATEMENT_WITHIN}s'}
 
 # Errors of the connection, of a resource or of the time, by the beginning of SQLSTATE.
 # Any other error may be the fault of one plant: a rule, a policy or a trigger may
@@ -91,23 +103,28 @@ REASONS = {
 }
 
 
-def refusal(error: psycopg.Error, store: str) -> StoreUnavailable:
-    """Return the exception of a store for an error of the server."""
-    code = error.sqlstate
-    if code is None and 'session is read-only' in str(error):  # in the words of libpq
-        code = errors.ReadOnlySqlTransaction.sqlstate
-    reason = REASONS.get(code) or REASONS.get(code and code[:2])
-    return StoreUnavailable(
-        reason or f'the database refuses it ({code})',
-        store=store,
-        detail=' '.join(str(error).split()),
-    )
+@contextmanager
+def explained(store: str) -> Iterator[None]:
+    """Turn errors of the server into the exception of a store.
 
+    Args:
+        store: The name of the store in messages.
 
-def may_concern_one_plant(error: StoreUnavailable) -> bool:
-    """Whether other plants of a refused batch may be stored."""
-    code = getattr(error.__cause__, 'sqlstate', None)
-    return code is not None and not code.startswith(NOT_OF_ONE_PLANT)
+    Raises:
+        StoreUnavailable: The server, or libpq, reported an error, which is the cause.
+    """
+    try:
+        yield
+    except psycopg.Error as ex:
+        code = ex.sqlstate
+        if code is None and 'session is read-only' in str(ex):  # in the words of libpq
+            code = errors.ReadOnlySqlTransaction.sqlstate
+        reason = REASONS.get(code) or REASONS.get(code and code[:2])
+        raise StoreUnavailable(
+            reason or f'the database refuses it ({code})',
+            store=store,
+            detail=' '.join(str(ex).split()),
+        ) from ex
 
 
 class Connection(psycopg.Connection[Any]):
@@ -116,9 +133,9 @@ class Connection(psycopg.Connection[Any]):
     _deadline = math.inf
     _warning: str | None = None
 
-    def start_use(self, seconds: float) -> None:
+    def start_use(self) -> None:
         """Set a new deadline, and forget the warning of an earlier use."""
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + ANSWER_WITHIN
         self._warning = None
 
     def wait(
@@ -131,7 +148,7 @@ class Connection(psycopg.Connection[Any]):
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise psycopg.OperationalError('there is no time left')
-        return super().wait(gen, interval, timeout or min(limits.ANSWER_WITHIN, left))
+        return super().wait(gen, interval, timeout or min(ANSWER_WITHIN, left))
 
     def is_idle(self) -> bool:
         """Whether another statement may follow; false for a broken connection."""
@@ -142,14 +159,20 @@ class Connection(psycopg.Connection[Any]):
         is_active = self.info.transaction_status == TransactionStatus.ACTIVE
         return is_active and time.monotonic() > self._deadline - 0.1
 
-    def configure(self, statement_within: float, lock_within: float) -> None:
-        """Set what must hold in the session; time limits in seconds, 0 for none."""
+    def close(self) -> None:
+        """Close the connection; cancel its statement if the server hangs."""
+        # Otherwise a session that waits for a standby would go on waiting for no
+        # client, and soon there would be many of them.
+        if self.hangs():
+            with suppress(psycopg.Error):
+                self.cancel_safe(timeout=CANCEL_WITHIN)
+        super().close()
+
+    def configure(self, *, to_read: bool) -> None:
+        """Set what must hold in the session, which adds plants or reads them all."""
         self.add_notice_handler(self._note)
-        settings = SETTINGS | {
-            'statement_timeout': f'{1000 * statement_within:.0f}',
-            'lock_timeout': f'{1000 * lock_within:.0f}',
-        }
-        psycopg.RawCursor(self).execute(SET, [list(settings), list(settings.values())])
+        settings = SETTINGS | READER_SETTINGS if to_read else SETTINGS
+        self.execute(SET, [list(settings), list(settings.values())])
 
     def insert_plants(self, plants: Sequence[Plant]) -> dict[int, None]:
         """Insert plants whose id is free, and commit; return their ids."""
@@ -164,12 +187,18 @@ class Connection(psycopg.Connection[Any]):
         The first commit of a stored plant may be visible but not safe: its session was
         cut off while it waited for a synchronous standby. Reading would not wait for
         the standby. A lock is a write, so its commit does.
+
+        Raises:
+            SerializationFailure: One of them is not there any more, or not visible.
         """
         cursor = self.cursor()
         # In one transaction: a pipeline without BEGIN commits where it ends.
         cursor.executemany(LOCK, [(str(plant.id),) for plant in plants], returning=True)
         self._check_safe()
-        return {row[0]: Plant(*row) for found in cursor.results() for row in found}
+        stored = {row[0]: Plant(*row) for found in cursor.results() for row in found}
+        if len(stored) < len(plants):
+            raise errors.SerializationFailure('the conflicting row is not visible')
+        return stored
 
     def _check_safe(self) -> None:
         # A commit that is cancelled while it waits for a standby is reported as done,

@@ -1,4 +1,4 @@
-"""A pool of connections, and fast refusals while the database does not answer."""
+"""The connections to a database, and fast refusals while it does not answer."""
 
 from __future__ import annotations
 
@@ -6,149 +6,159 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import psycopg
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
 
+from store.base import Create
 from store.errors import StoreClosed, StoreUnavailable
-from store.postgresql import limits
-from store.postgresql.connection import Connection
+from store.postgresql.connection import CREATE_TABLE, PROBE, Connection, explained
+from store.url import masked
+
+Result = TypeVar('Result')
+
+# Time limits in seconds. To make a connection.
+CONNECT_WITHIN = 2
+# Between two attempts to reach a database that does not answer.
+RETRY_AFTER = 0.1
 
 
 class Pool:
     """Connections that stay open, each lent to one caller at a time.
 
+    During an *outage*, while the database does not answer, one caller at a time asks
+    it, ``RETRY_AFTER`` seconds after the previous one. All others are refused at once.
+
     Not psycopg_pool: it connects in a thread of its own, which keeps the reason of a
     failure, while the caller waits for a timeout.
 
     Args:
-        connect: Makes a connection; called in the thread that needs it.
+        url: The URL of the database.
+        create: With ``never``, a table that is missing is not made.
     """
 
-    def __init__(self, connect: Callable[[], Connection]) -> None:
-        self._connect = connect
-        self._changed = threading.Condition()  # guards what follows
+    def __init__(self, url: str, create: Create) -> None:
+        self._shown = masked(url)
+        self._parameters: dict[str, Any] = {
+            'connect_timeout': CONNECT_WITHIN,
+            'fallback_application_name': 'plants',
+            'target_session_attrs': 'read-write',
+            **conninfo_to_dict(url),
+            'client_encoding': 'utf8',
+            'autocommit': True,
+        }
+        self._may_create = create != 'never'
+        self._lock = threading.Lock()  # guards what follows
         self._idle: list[Connection] = []
-        self._in_use = 0  # or being made
         self._closed = False
+        self._outage: str | None = None  # the reason
+        self._next_attempt = 0.0  # in an outage
 
-    @contextmanager
-    def lend(self, *, new: bool = False) -> Iterator[Connection]:
-        """Lend a connection.
+    def run(
+        self, function: Callable[..., Result], *arguments: object, repeat: bool = True
+    ) -> Result:
+        """Call a function with a connection, and once more if the connection is lost.
 
-        Args:
-            new: Close the idle connections and make a new one.
+        The server may have ended an idle session long ago. To repeat an add is safe: a
+        committed plant is found, and compared.
 
         Raises:
-            TimeoutError: All connections stay in use.
-            StoreClosed: ``close`` was called.
-            Exception: Whatever ``connect`` raised.
+            StoreUnavailable, StoreClosed: As ``lend`` does.
         """
-        connection = self._take(new)
-        connection.start_use(limits.ANSWER_WITHIN)
-        try:
-            yield connection
-        finally:
-            self._give_back(connection)
+        with self.lend() as connection:
+            try:
+                return function(connection, *arguments)
+            except psycopg.Error as ex:
+                if isinstance(ex, errors.ReadOnlySqlTransaction):
+                    # A standby now; another host may be the primary.
+                    connection.close()
+                if connection.is_idle() or connection.hangs() or not repeat:
+                    raise
+        return self.run(function, *arguments, repeat=False)
 
-    def remove(self) -> Connection | None:
-        """Remove an idle connection, if there is one, and return it."""
-        with self._changed:
-            return self._idle.pop() if self._idle else None
+    @contextmanager
+    def lend(self) -> Iterator[Connection]:
+        """Lend a connection.
+
+        Raises:
+            StoreUnavailable: The database reports an error, or does not answer.
+            StoreClosed: ``close`` was called.
+        """
+        with self._lock:
+            if self._closed:
+                raise StoreClosed
+            if self._outage is not None and time.monotonic() < self._next_attempt:
+                raise StoreUnavailable(self._outage, store=self._shown)
+            self._next_attempt = math.inf  # until this caller has asked
+            connection = self._idle.pop() if self._idle else None
+        outage = None
+        try:
+            with explained(self._shown):
+                connection = connection or self._connect()
+                connection.start_use()
+                yield connection
+        except StoreUnavailable as ex:
+            # Any other error is an answer of the database.
+            if connection is None or connection.hangs():
+                outage = ex.reason
+            raise
+        finally:
+            self._give_back(connection, outage)
+
+    def ping(self) -> None:
+        """Return if an add would work now; raises as ``lend`` does if not."""
+        self.run(Connection.execute, PROBE)
 
     def close(self) -> None:
         """Close the idle connections now, and the others when they come back."""
-        with self._changed:
-            self._closed = True
-            self._close_idle()
-            self._changed.notify_all()
-
-    def _take(self, new: bool) -> Connection:
-        with self._changed:
-            most = limits.MOST_CONNECTIONS
-            if not self._changed.wait_for(
-                lambda: self._closed or self._idle or self._in_use < most,
-                limits.CONNECT_WITHIN,
-            ):
-                raise TimeoutError
-            if self._closed:
-                raise StoreClosed
-            self._in_use += 1
-            if new:
-                self._close_idle()
-            if self._idle:
-                return self._idle.pop()
-        try:
-            return self._connect()
-        except BaseException:
-            with self._changed:
-                self._in_use -= 1
-                self._changed.notify_all()
-                # The server may allow no more connections: wait until one is returned.
-                self._changed.wait_for(
-                    lambda: self._idle or not self._in_use, limits.CONNECT_WITHIN
-                )
-                if not self._idle:
-                    raise
-                self._in_use += 1
-                return self._idle.pop()
-
-    def _give_back(self, connection: Connection) -> None:
-        with self._changed:
-            self._in_use -= 1
-            self._idle.append(connection)
-            if self._closed or not connection.is_idle():
-                # All of them: the cause has probably broken the others, too.
-                self._close_idle()
-            self._changed.notify_all()
-
-    def _close_idle(self) -> None:
-        """Close the idle connections. REQUIRES: lock held."""
-        while self._idle:
-            self._idle.pop().close()
-
-
-class Outage:
-    """Spares callers the wait for a database that does not answer.
-
-    During an outage one caller at a time asks the database, ``RETRY_AFTER`` seconds
-    after the previous one. All others are refused at once.
-
-    Args:
-        store: The name of the store in messages.
-    """
-
-    def __init__(self, store: str) -> None:
-        self._store = store
-        self._lock = threading.Lock()  # guards the decision to ask
-        self._reason: str | None = None  # set during an outage
-        self._next_attempt = 0.0
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Run a block that asks the database, and notice whether it answers.
-
-        An outage begins when the block raises ``StoreUnavailable``. It ends when the
-        block ends well or raises an error of the database, since that is an answer.
-        Any other exception, for example a full pool, changes nothing.
-
-        Raises:
-            StoreUnavailable: There is an outage, and it is not yet time to ask, or
-                another caller is asking.
-        """
         with self._lock:
-            if self._reason is not None:
-                if time.monotonic() < self._next_attempt:
-                    raise StoreUnavailable(self._reason, store=self._store)
-                self._next_attempt = math.inf  # until this caller has asked
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+    def _give_back(self, connection: Connection | None, outage: str | None) -> None:
+        if connection is not None and not connection.is_idle():
+            connection.close()
+        with self._lock:
+            self._outage = outage
+            self._next_attempt = time.monotonic() + RETRY_AFTER
+            if connection is not None:
+                self._idle.append(connection)
+                if self._closed or connection.closed:
+                    # All of them: the cause has probably broken the others, too.
+                    while self._idle:
+                        self._idle.pop().close()
+
+    def _connect(self, *, to_read: bool = False) -> Connection:
+        changes = {'target_session_attrs': 'any'} if to_read else {}
+        connection = Connection.connect(**self._parameters | changes)
         try:
-            yield
-            self._reason = None
-        except StoreUnavailable as ex:
-            self._reason = ex.reason
+            encoding = connection.info.parameter_status('server_encoding')
+            if encoding != 'UTF8':
+                reason = f'the database is encoded in {encoding}'
+                raise StoreUnavailable(reason, store=self._shown)
+            connection.configure(to_read=to_read)
+            if not to_read:
+                self._check_table(connection)
+        except BaseException:
+            connection.close()
             raise
-        except psycopg.Error:
-            self._reason = None
-            raise
-        finally:
-            self._next_attempt = time.monotonic() + limits.RETRY_AFTER
+        return connection
+
+    def _check_table(self, connection: Connection) -> None:
+        """Check that plants can be added; make the table if it is missing."""
+        try:
+            connection.execute(PROBE)
+        except errors.UndefinedTable:
+            if not self._may_create:
+                raise
+            # Another process may have entered this name into the catalogue just now.
+            with suppress(
+                errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
+            ):
+                connection.execute(CREATE_TABLE)
+            connection.execute(PROBE)
+        self._may_create = False

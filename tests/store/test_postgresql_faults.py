@@ -4,6 +4,7 @@ The servers are real, and so are their faults.
 """
 
 import itertools
+import math
 import random
 import signal
 import threading
@@ -17,7 +18,7 @@ from postgresql import refused
 from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
-from store.postgresql import limits
+from store.postgresql import connection, pool
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -25,7 +26,9 @@ MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
 # Seconds of the longest add: a lost response, its cancellation, then the connection of
 # a caller that waited behind it; and 2 s for a busy machine.
-LONGEST = limits.ANSWER_WITHIN + limits.CANCEL_WITHIN + limits.CONNECT_WITHIN + 2
+LONGEST = connection.ANSWER_WITHIN + connection.CANCEL_WITHIN + pool.CONNECT_WITHIN + 2
+# Of a process that adds with any number of threads: four batches, and a probe.
+MOST_CONNECTIONS = 5
 LOCKED = 'another session has locked the plant'
 
 
@@ -55,8 +58,8 @@ def far(server, url, proxy):
 @pytest.fixture
 def short_limits(monkeypatch):
     """Limit the wait for each response."""
-    monkeypatch.setattr(limits, 'ANSWER_WITHIN', 0.4)
-    monkeypatch.setattr(limits, 'CANCEL_WITHIN', 0.2)
+    monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.4)
+    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.2)
 
 
 @contextmanager
@@ -188,14 +191,14 @@ def test_ended_sessions_are_replaced(server, url, store):
             load.wait_for_more()
         assert load.longest < LONGEST
     assert_stored(server, url, load)
-    assert len(server.sessions()) <= limits.MOST_CONNECTIONS
+    assert len(server.sessions()) <= MOST_CONNECTIONS
 
 
 def test_ended_idle_sessions_fail_no_add(server, store):
     """Sessions that ended while idle are replaced, and no add fails."""
-    pool = store._backend()._pool
+    database = store._backend()
     for use in (lambda: store.add(FERN), store.ping):
-        with pool.lend(), pool.lend(), pool.lend():
+        with database.lend(), database.lend(), database.lend():
             pass
         assert len(server.sessions()) == 3
         server.terminate_sessions()
@@ -258,20 +261,20 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     proxy.stop()
     with refused():
         far.add(MOSS)
-    monkeypatch.setattr(limits, 'RETRY_AFTER', PATIENCE)
+    monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
     database = far._backend()
     connecting = threading.Thread(target=lambda: can_add(far))
-    wait_until(lambda: time.monotonic() > database._outage._next_attempt)
+    wait_until(lambda: time.monotonic() > database._next_attempt)
     connecting.start()
-    wait_until(lambda: database._pool._in_use)
+    wait_until(lambda: database._next_attempt == math.inf)
     for _ in range(10):
         with refused():
             database.ping()
-    assert database._pool._in_use == 1
+    assert connecting.is_alive()
     connecting.join(PATIENCE)
     monkeypatch.undo()
     proxy.go_on()
-    database._outage._next_attempt = 0
+    database._next_attempt = 0
     wait_until(lambda: can_add(far))
 
 
@@ -297,7 +300,7 @@ def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
     proxy.stop()
     adding = threading.Thread(target=lambda: can_add(far))
     adding.start()
-    wait_until(lambda: far._backend()._pool._in_use)
+    wait_until(lambda: not far._backend()._idle)
     far.close()
     assert adding.is_alive()
     proxy.go_on()
@@ -356,7 +359,7 @@ def test_locked_row_delays_no_other_add(url, store, lock):
                     assert store.add(MOSS) is False
 
             in_threads(*[repeat] * 4)
-        assert load.longest < limits.ANSWER_WITHIN
+        assert load.longest < connection.ANSWER_WITHIN
         assert not load.failures
     wait_until(lambda: can_add(store))
     assert store.add(FERN) is False
@@ -522,7 +525,7 @@ def test_nothing_is_acknowledged_without_the_standby(server, url, store, short_l
             ended.set()
 
         in_threads(wait, *(lambda plant=plant: add_all(plant) for plant in plants))
-        assert len(server.sessions()) <= limits.MOST_CONNECTIONS
+        assert len(server.sessions()) <= MOST_CONNECTIONS
         visible = rows(server, url)
     wait_until(lambda: can_add(store))
     assert store.add_many(visible) == [False] * len(visible)

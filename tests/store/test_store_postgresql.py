@@ -1,13 +1,12 @@
 """The store in a PostgreSQL database, against a real server."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 from postgresql import PostgreSQL
 from psycopg.errors import UndefinedTable
 
 from store import Plant, StoreUnavailable, open_store
-from store.postgresql import limits
 from store.testing import StoreContract
 
 
@@ -66,15 +65,3 @@ def test_standby_is_read():
             assert list(store) == [Plant(1, 'Fern')]
             with pytest.raises(StoreUnavailable):
                 store.ping()
-
-
-def test_exhausted_pool_is_no_outage(url, monkeypatch):
-    """Where all connections are in use a caller is refused, and the next one is not."""
-    monkeypatch.setattr(limits, 'CONNECT_WITHIN', 0.01)
-    with open_store(url) as store:
-        with ExitStack() as lent:
-            for _ in range(limits.MOST_CONNECTIONS):
-                lent.enter_context(store._backend()._pool.lend())
-            with pytest.raises(StoreUnavailable, match='are in use'):
-                store.ping()
-        store.ping()
