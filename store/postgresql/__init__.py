@@ -31,12 +31,8 @@ from store.postgresql.database import Database
 from store.scheduler import THREADS, Scheduler
 
 
-def check_url(url: str) -> None:
-    """Check that a URL can be used.
-
-    Raises:
-        ValueError: The URL cannot be used; the message does not repeat it.
-    """
+def _check_url(url: str) -> None:
+    """Raise ``ValueError`` for a URL that cannot be used, without repeating it."""
     # Where a password has one of these characters, libpq takes the rest of it for the
     # host or a parameter, and its error message shows that. An @ in a parameter looks
     # the same.
@@ -62,13 +58,16 @@ class PostgreSQLStore(LazyStore[Database]):
             and only one that can be written to is used.
         create: With ``never``, a table that is missing is not made.
         scheduler: How the callers wait.
+
+    Raises:
+        ValueError: The URL cannot be used; the message does not repeat it.
     """
 
     def __init__(
         self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
     ) -> None:
         super().__init__(scheduler=scheduler)
-        check_url(url)
+        _check_url(url)
         self._url = url
         self._create = create
 

@@ -105,13 +105,10 @@ REASONS = {
 
 @contextmanager
 def explained(store: str) -> Iterator[None]:
-    """Turn errors of the server into the exception of a store.
+    """Turn errors of the server and of libpq into ``StoreUnavailable``.
 
     Args:
         store: The name of the store in messages.
-
-    Raises:
-        StoreUnavailable: The server, or libpq, reported an error, which is the cause.
     """
     try:
         yield
@@ -145,9 +142,7 @@ class Connection(psycopg.Connection[Any]):
         timeout: float | None = None,
     ) -> Result:
         # One deadline for all waits of a use: a broken pipeline waits again at its end.
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise psycopg.OperationalError('there is no time left')
+        left = max(0.001, self._deadline - time.monotonic())
         return super().wait(gen, interval, timeout or min(ANSWER_WITHIN, left))
 
     def is_idle(self) -> bool:
@@ -174,22 +169,22 @@ class Connection(psycopg.Connection[Any]):
         settings = SETTINGS | READER_SETTINGS if to_read else SETTINGS
         self.execute(SET, [list(settings), list(settings.values())])
 
-    def insert_plants(self, plants: Sequence[Plant]) -> dict[int, None]:
+    def insert_plants(self, plants: Sequence[Plant]) -> list[int]:
         """Insert plants whose id is free, and commit; return their ids."""
         batch = json.dumps([plant._asdict() for plant in plants])
         cursor = self.execute(INSERT, [batch])
         self._check_safe()
-        return dict.fromkeys(id for (id,) in cursor.fetchall())
+        return [id for (id,) in cursor.fetchall()]
 
     def lock_plants(self, plants: Sequence[Plant]) -> dict[int, Plant]:
         """Return the stored plants with the ids of plants, once they are safe.
 
-        The first commit of a stored plant may be visible but not safe: its session was
-        cut off while it waited for a synchronous standby. Reading would not wait for
-        the standby. A lock is a write, so its commit does.
+        The first commit of a plant may be visible but not safe: its session was cut off
+        while it waited for a synchronous standby. Reading would not wait for that. A
+        lock is a write, so its commit does.
 
         Raises:
-            SerializationFailure: One of them is not there any more, or not visible.
+            SerializationFailure: One of them was deleted meanwhile, or is not visible.
         """
         cursor = self.cursor()
         # In one transaction: a pipeline without BEGIN commits where it ends.

@@ -91,9 +91,10 @@ class Database(Pool):
 
     def _store(self, batch: Batch) -> None:
         """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
+        now = time.monotonic()
+        self._locked = {id: pair for id, pair in self._locked.items() if now < pair[0]}
         for entry in batch:
-            until, error = self._locked.get(entry.item.id, (0, None))
-            entry.error = error if time.monotonic() < until else None
+            _, entry.error = self._locked.get(entry.item.id, (now, None))
         batch = [entry for entry in batch if entry.error is None]
         try:
             self._insert_or_compare(batch)
@@ -103,10 +104,9 @@ class Database(Pool):
                 raise
             now = time.monotonic()
             if len(batch) == 1 and code == errors.LockNotAvailable.sqlstate:
-                locked = {
-                    id: pair for id, pair in self._locked.items() if now < pair[0]
-                }
-                self._locked = locked | {batch[0].item.id: (now + LOCKED_FOR, ex)}
+                # NOTE: not changed in place, since other threads iterate over it.
+                found = {batch[0].item.id: (now + LOCKED_FOR, ex)}
+                self._locked = self._locked | found
             for entry in batch:
                 if len(batch) > 1 and time.monotonic() < now + ALONE_WITHIN:
                     self._store([entry])
@@ -128,7 +128,7 @@ class Database(Pool):
                 left = [plant for plant in left if plant.id not in stored]
                 if left:
                     stored |= self.run(Connection.lock_plants, left)
-                left = []
+                break
             except StoreUnavailable as ex:
                 attempt += 1
                 is_conflict = isinstance(ex.__cause__, errors.SerializationFailure)

@@ -109,7 +109,6 @@ class Pool:
             self._give_back(connection, outage)
 
     def ping(self) -> None:
-        """Return if an add would work now; raises as ``lend`` does if not."""
         self.run(Connection.execute, PROBE)
 
     def close(self) -> None:
