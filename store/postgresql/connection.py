@@ -105,11 +105,7 @@ REASONS = {
 
 @contextmanager
 def explained(store: str) -> Iterator[None]:
-    """Turn errors of the server and of libpq into ``StoreUnavailable``.
-
-    Args:
-        store: The name of the store in messages.
-    """
+    """Turn errors of psycopg into ``StoreUnavailable`` of the store of this name."""
     try:
         yield
     except psycopg.Error as ex:
