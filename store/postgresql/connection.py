@@ -46,8 +46,9 @@ PROBE = (
 # The casts hold the types of the results: a prepared statement whose result type
 # changes, because a column was altered, fails for as long as its session lives.
 INSERT = (
-    'INSERT INTO plants (id, name, tag) SELECT id, name, tag FROM '
-    'json_to_recordset(%s::json) AS batch (id bigint, name text, tag text) '
+    'INSERT INTO plants (id, name, tag) '
+    'SELECT (plant->>0)::bigint, plant->>1, plant->>2 '
+    'FROM jsonb_array_elements(%s::jsonb) AS plant '
     'ON CONFLICT (id) DO NOTHING RETURNING id::bigint'
 )
 READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
@@ -167,8 +168,7 @@ class Connection(psycopg.Connection[Any]):
 
     def insert_plants(self, plants: Sequence[Plant]) -> list[int]:
         """Insert plants whose id is free, and commit; return their ids."""
-        batch = json.dumps([plant._asdict() for plant in plants])
-        cursor = self.execute(INSERT, [batch])
+        cursor = self.execute(INSERT, [json.dumps(plants)])
         self._check_safe()
         return [id for (id,) in cursor.fetchall()]
 
