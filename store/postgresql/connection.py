@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -42,13 +41,12 @@ PROBE = (
 )
 # One statement for all sizes of a batch. With VALUES each number of rows would be a
 # statement of its own, and the server keeps a plan of each in every session (2 to 8 MiB
-# for 100 sizes). JSON takes half the client's time of psycopg's arrays.
+# for 100 sizes).
 # The casts hold the types of the results: a prepared statement whose result type
 # changes, because a column was altered, fails for as long as its session lives.
 INSERT = (
     'INSERT INTO plants (id, name, tag) '
-    'SELECT (plant->>0)::bigint, plant->>1, plant->>2 '
-    'FROM jsonb_array_elements(%s::jsonb) AS plant '
+    'SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[]) '
     'ON CONFLICT (id) DO NOTHING RETURNING id::bigint'
 )
 READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
@@ -65,6 +63,8 @@ SETTINGS = {
     'synchronous_commit': 'on',
     # A warning tells of a commit that is not safe.
     'client_min_messages': 'warning',
+    # Otherwise an array holds the text 'NULL' for a plant without a tag.
+    'array_nulls': 'on',
     # A stricter level only adds failures, and cannot read a standby.
     'default_transaction_isolation': 'read committed',
     'exit_on_error': 'off',
@@ -168,7 +168,12 @@ class Connection(psycopg.Connection[Any]):
 
     def insert_plants(self, plants: Sequence[Plant]) -> list[int]:
         """Insert plants whose id is free, and commit; return their ids."""
-        cursor = self.execute(INSERT, [json.dumps(plants)])
+        ids, names, tags = zip(*plants, strict=True)
+        cursor = psycopg.RawCursor(self).execute(
+            INSERT,
+            # NOTE: psycopg's own arrays take twice the time, and JSON a seventh more.
+            [f'{{{",".join(map(str, ids))}}}', texts_array(names), texts_array(tags)],
+        )
         self._check_safe()
         return [id for (id,) in cursor.fetchall()]
 
@@ -202,3 +207,9 @@ class Connection(psycopg.Connection[Any]):
         # translated. Only the part of the server that raises it tells it apart.
         if diagnostic.source_file == 'syncrep.c':
             self._warning = diagnostic.message_primary
+
+
+def texts_array(texts: Iterable[str | None]) -> str:
+    """Return the literal of an SQL array of texts."""
+    escaped = [t and t.replace('\\', '\\\\').replace('"', '\\"') for t in texts]
+    return '{' + ','.join(['NULL' if t is None else f'"{t}"' for t in escaped]) + '}'
