@@ -51,8 +51,9 @@ class Pool:
             'autocommit': True,
         }
         self._may_create = create != 'never'
-        self._lock = threading.Lock()  # guards what follows
+        self._changed = threading.Condition()  # guards what follows
         self._idle: list[Connection] = []
+        self._lent = 0  # or being made
         self._closed = False
         self._outage: str | None = None  # the reason
         self._next_attempt = 0.0  # in an outage
@@ -87,17 +88,18 @@ class Pool:
             StoreUnavailable: The database reports an error, or does not answer.
             StoreClosed: ``close`` was called.
         """
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise StoreClosed
             if self._outage is not None and time.monotonic() < self._next_attempt:
                 raise StoreUnavailable(self._outage, store=self._shown)
             self._next_attempt = math.inf  # until this caller has asked
             connection = self._idle.pop() if self._idle else None
+            self._lent += 1
         outage = None
         try:
             with explained(self._shown):
-                connection = connection or self._connect()
+                connection = connection or self._connect_or_wait()
                 connection.start_use()
                 yield connection
         except StoreUnavailable as ex:
@@ -113,7 +115,7 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle connections now, and the others when they come back."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             while self._idle:
                 self._idle.pop().close()
@@ -121,7 +123,8 @@ class Pool:
     def _give_back(self, connection: Connection | None, outage: str | None) -> None:
         if connection is not None and not connection.is_idle():
             connection.close()
-        with self._lock:
+        with self._changed:
+            self._lent -= 1
             self._outage = outage
             self._next_attempt = time.monotonic() + RETRY_AFTER
             if connection is not None:
@@ -130,6 +133,20 @@ class Pool:
                     # All of them: the cause has probably broken the others, too.
                     while self._idle:
                         self._idle.pop().close()
+            self._changed.notify_all()
+
+    def _connect_or_wait(self) -> Connection:
+        """Connect; or wait for a connection, if the server allows no more of them."""
+        try:
+            return self._connect()
+        except psycopg.OperationalError:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._idle or self._lent == 1, CONNECT_WITHIN
+                )
+                if not self._idle:
+                    raise
+                return self._idle.pop()
 
     def _connect(self, *, to_read: bool = False) -> Connection:
         changes = {'target_session_attrs': 'any'} if to_read else {}

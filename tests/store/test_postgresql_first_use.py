@@ -316,7 +316,7 @@ def test_few_statements_are_prepared(made):
 
 
 def test_texts_special_in_sql_are_stored(made):
-    """Texts that are special in SQL or JSON are stored unchanged."""
+    """Texts that are special in an SQL array are stored unchanged."""
     texts = ['', 'NULL', '"', '\\', '\\"', '{}', ',', ' ', '\n\r\t', '{"a",b}', '💚']
     texts.append(''.join(texts))
     plants = [Plant(id, text, text) for id, text in enumerate(texts)]
@@ -348,6 +348,7 @@ def test_database_must_be_utf8(server, encoding):
 
 
 SETTINGS = {  # of a role: given, used
+    'array_nulls': ('off', 'on'),
     'client_min_messages': ('error', 'warning'),
     'default_transaction_isolation': ('serializable', 'read committed'),
     'exit_on_error': ('on', 'off'),
@@ -398,17 +399,25 @@ def test_read_only_role_is_refused(made, role):
             assert list(store) == []
 
 
-def test_no_more_connections_are_allowed(server, made, role):
-    """If the role may have no more connections, adds are refused for that reason."""
+def test_one_connection_is_enough(server, made, role):
+    """If the role may have only one connection, all adds go through it."""
     url = role(made, *RIGHTS)
     name = url.partition('://')[2].partition('@')[0]
     server.execute(f'ALTER ROLE {name} CONNECTION LIMIT 1')
-    with open_store(url) as store, open_store(url) as other:
+    with open_store(url) as store:
         store.add(FERN)
-        for use in (lambda: other.add(MOSS), lambda: list(other)):
-            with refused('there is no connection to the database') as caught:
-                use()
-            assert 'too many connections' in caught.value.detail
+
+        def add_all(start):
+            for id in range(start, start + 20):
+                assert store.add(Plant(id, 'Fern')) is True
+                store.ping()
+
+        in_threads(*(lambda at=at: add_all(100 * at) for at in range(1, 9)))
+        with open_store(url) as other:
+            for use in (lambda: other.add(MOSS), lambda: list(other)):
+                with refused('there is no connection to the database') as caught:
+                    use()
+                assert 'too many connections' in caught.value.detail
 
 
 # ---- the URL
