@@ -74,16 +74,14 @@ def error_body(value: int, message: str) -> bytes:
 
 def add_error_handlers(app: falcon.App[Any, Response]) -> None:
     """Have an application answer every exception with an ``Error``."""
-    app.add_error_handler(Exception, _answer_exception)
-    app.add_error_handler(StoreError, _answer_store_error)
-    app.add_error_handler(falcon.HTTPError, _answer_http_error)
-    app.add_error_handler(Fault, _answer_fault)
+    app.add_error_handler(Exception, _answer)
+    app.add_error_handler(falcon.HTTPError, _answer)  # Falcon has one of its own for it
 
 
-def _answer_fault(
-    req: Request, resp: Response, fault: Fault, params: dict[str, Any]
+def _answer(
+    req: Request, resp: Response, ex: Exception, params: dict[str, Any]
 ) -> None:
-    """Turn a fault into a response; the other handlers end here."""
+    fault = _as_fault(ex, req.context.id)
     req.context.error = int(fault.value)
     resp.status = fault.value // 100
     for name, text in fault.headers.items():
@@ -92,36 +90,27 @@ def _answer_fault(
     resp.data = error_body(fault.value, fault.message)
 
 
-def _answer_http_error(
-    req: Request, resp: Response, ex: falcon.HTTPError, params: dict[str, Any]
-) -> None:
-    """Answer an error of Falcon: an unknown path, a header that it cannot read."""
-    if ex.status_code == ErrorValue.NO_SUCH_PATH.status:
-        fault = Fault(ErrorValue.NO_SUCH_PATH)
-    else:
-        fault = Fault(100 * ex.status_code, ex.description or ex.title)
-    _answer_fault(req, resp, fault, params)
-
-
-def _answer_store_error(
-    req: Request, resp: Response, ex: StoreError, params: dict[str, Any]
-) -> None:
-    if isinstance(ex, IdTaken):
-        fault = Fault(ErrorValue.ID_TAKEN, str(ex))
-    else:
-        log.error('%s: %s', req.context.id, ex)
-        reason, retry_after = 'see the log of the server', '60'
-        if isinstance(ex, StoreClosed):
-            reason = str(ex)
-        if isinstance(ex, StoreUnavailable):
-            reason, retry_after = ex.reason, '1'
-        value = ErrorValue.STORE_UNAVAILABLE
-        fault = Fault(value, f'{value.meaning}: {reason}', retry_after=retry_after)
-    _answer_fault(req, resp, fault, params)
-
-
-def _answer_exception(
-    req: Request, resp: Response, ex: Exception, params: dict[str, Any]
-) -> None:
-    log.exception('%s: unexpected exception', req.context.id, exc_info=ex)
-    _answer_fault(req, resp, Fault(ErrorValue.INTERNAL), params)
+def _as_fault(ex: Exception, request_id: str) -> Fault:
+    """Return what answers an exception; log the faults of the server."""
+    match ex:
+        case Fault():
+            return ex
+        case falcon.HTTPError(status_code=404):
+            return Fault(ErrorValue.NO_SUCH_PATH)
+        case falcon.HTTPError():
+            return Fault(100 * ex.status_code, ex.description or ex.title)
+        case IdTaken():
+            return Fault(ErrorValue.ID_TAKEN, str(ex))
+        case StoreError():
+            log.error('%s: %s', request_id, ex)
+            reason, retry_after = 'see the log of the server', '60'
+            if isinstance(ex, StoreClosed):
+                reason = str(ex)
+            if isinstance(ex, StoreUnavailable):
+                reason, retry_after = ex.reason, '1'
+            value = ErrorValue.STORE_UNAVAILABLE
+            message = f'{value.meaning}: {reason}'
+            return Fault(value, message, retry_after=retry_after)
+        case _:
+            log.exception('%s: unexpected exception', request_id, exc_info=ex)
+            return Fault(ErrorValue.INTERNAL)
