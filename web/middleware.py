@@ -76,24 +76,6 @@ class RequestLog:
 _ORIGIN = re.compile(r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?')
 
 
-def check_origins(origins: Iterable[str]) -> None:
-    """Check the configured origins.
-
-    Args:
-        origins: Origins as browsers send them; ``*`` alone stands for all of them.
-
-    Raises:
-        ValueError: There is no origin, or one that no browser sends.
-    """
-    origins = list(origins)
-    for origin in origins or ['']:
-        if origins != ['*'] and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f'{origin!r} is not an origin like https://example.org (in lower case, '
-                f'nothing after host and port), and not * alone'
-            )
-
-
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
@@ -106,12 +88,20 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     sets the header with the bearer token by itself.
 
     Args:
-        origins: As ``check_origins`` permits them.
+        origins: Origins as browsers send them; ``*`` alone stands for all of them.
+
+    Raises:
+        ValueError: No browser sends such an origin.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
         origins = [origins] if isinstance(origins, str) else list(origins)
-        check_origins(origins)
+        for origin in origins:
+            if origins != ['*'] and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f'{origin!r} is not an origin like https://example.org (in lower '
+                    f'case, nothing after host and port), and not * alone'
+                )
         super().__init__(
             '*' if origins == ['*'] else origins,
             expose_headers=['X-Request-Id', 'Retry-After'],

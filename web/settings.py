@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from store import DEFAULT_URL, open_store
-from web.middleware import check_origins
+from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
 DEFAULT_MAX_BODY_BYTES = 65_536
@@ -101,7 +101,7 @@ class Settings:
         with _about('PLANTS_CORS_ORIGINS'):
             if (listed := environ.get('PLANTS_CORS_ORIGINS')) is not None:
                 origins = tuple(map(str.strip, listed.split(',')))
-                check_origins(origins)
+                CrossOrigin(origins)  # checks them
         tokens = _tokens(
             environ.get('PLANTS_TOKENS'), environ.get('PLANTS_TOKENS_FILE')
         )
