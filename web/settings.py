@@ -143,11 +143,8 @@ def _tokens(listed: str | None, path: str | None) -> Tokens | None:
     if listed is not None and path is not None:
         raise ValueError('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
     if path is not None:
-        with _about(f'PLANTS_TOKENS_FILE: {path}'):
-            try:
-                return TokensFile(Path(path))
-            except OSError as ex:
-                raise ValueError(ex.strerror) from ex
+        with _about('PLANTS_TOKENS_FILE'):
+            return TokensFile(Path(path))
     if listed is not None:
         with _about('PLANTS_TOKENS'):
             return Tokens.of(filter(None, map(str.strip, listed.split(','))))

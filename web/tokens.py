@@ -27,11 +27,11 @@ class Token(NamedTuple):
 
     Attributes:
         name: For the log.
-        metrics_only: Whether it reads ``/metrics`` and does nothing else.
+        scope: ``metrics`` if it reads ``/metrics`` and does nothing else.
     """
 
     name: str
-    metrics_only: bool = False
+    scope: str = 'plants'
 
 
 class Tokens:
@@ -53,7 +53,7 @@ class Tokens:
         if not all(token.name.isprintable() for token in tokens.values()):
             raise ValueError('the name of a token may have only printable characters')
         self._tokens = dict(tokens)
-        self.on_failed_reload: Callable[[], None] | None = None
+        self.on_failed_reload: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -96,7 +96,7 @@ class Tokens:
             if words:
                 name = words[0] if len(words) > 1 else f'token-{number}'
                 digest = _digest(words[:2][-1], f'line {number}')
-                tokens[digest] = Token(name, metrics_only=len(words) == 3)
+                tokens[digest] = Token(name, *words[2:])
         return cls(tokens)
 
     def find(self, text: str) -> Token | None:
@@ -111,16 +111,16 @@ class Tokens:
                 found = token
         return found
 
-    def may(self, token: Token, path: str) -> bool:
-        """Say whether a token is for a path.
+    def scope_of(self, path: str) -> str:
+        """Return the scope that a token needs for a path.
 
         Every token may read ``/metrics`` as long as none is for that alone.
         """
-        if path != '/metrics':
-            return not token.metrics_only
-        return token.metrics_only or not any(
-            other.metrics_only for other in self._tokens.values()
-        )
+        if path == '/metrics' and any(
+            token.scope == 'metrics' for token in self._tokens.values()
+        ):
+            return 'metrics'
+        return 'plants'
 
 
 def _digest(token: str, where: str) -> bytes:
@@ -151,8 +151,8 @@ class TokensFile(Tokens):
         path: The path of the file.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: A line is wrong, or there is no token; the message says which.
+        ValueError: The file cannot be read, a line is wrong, or there is no token. The
+            message has the path.
     """
 
     CHECK_EVERY = 0.5  # seconds
@@ -164,37 +164,38 @@ class TokensFile(Tokens):
         super().__init__(self._read())
 
     def find(self, text: str) -> Token | None:
-        now = time.monotonic()
-        if now >= self._next_check:
-            # Two threads may both do this; then both read the same file.
-            self._next_check = now + self.CHECK_EVERY
+        if time.monotonic() >= self._next_check:
             self._refresh()
         return super().find(text)
 
     def _refresh(self) -> None:
-        version = self._stat()
-        if version == self._version:
+        # Two threads may both do this; then both read the same file.
+        self._next_check = time.monotonic() + self.CHECK_EVERY
+        before, self._version = self._version, self._stat()
+        if self._version == before:
             return
-        self._version = version
         try:
             self._tokens = self._read()
-        except (OSError, ValueError) as ex:
-            log.error('%s: %s; the tokens stay as they were', self._path, ex)
-            if self.on_failed_reload:
-                self.on_failed_reload()
+        except ValueError as ex:
+            log.error('%s; the tokens stay as they were', ex)
+            self.on_failed_reload()
         else:
             log.info('%s: %d tokens are accepted now', self._path, len(self))
 
-    def _stat(self) -> tuple[int, ...] | None:
+    def _stat(self) -> tuple[int, ...]:
         try:
             status = self._path.stat()
-        except OSError:
-            return None
+        except (OSError, ValueError):  # ValueError: U+0000 in the path
+            return ()
         return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _read(self) -> dict[bytes, Token]:
-        lines = self._path.read_text('utf-8-sig').split('\n')
-        return Tokens.parse(lines)._tokens
+        try:
+            lines = self._path.read_text('utf-8-sig').split('\n')
+            return Tokens.parse(lines)._tokens
+        except (OSError, ValueError) as ex:
+            reason = ex.strerror if isinstance(ex, OSError) else ex
+            raise ValueError(f'{self._path}: {reason}') from ex
 
 
 class BearerAuth:
@@ -232,8 +233,8 @@ class BearerAuth:
             challenge = 'Bearer error="invalid_token"'
             raise Fault(ErrorValue.INVALID_TOKEN, www_authenticate=challenge)
         req.context.token_name = token.name
-        if not self._tokens.may(token, req.path):
-            scope = 'metrics' if req.path == '/metrics' else 'plants'
+        scope = self._tokens.scope_of(req.path)
+        if token.scope != scope:
             raise Fault(
                 ErrorValue.WRONG_SCOPE,
                 f'the token is not for this path, which needs one for {scope}',
