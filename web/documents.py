@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -38,11 +37,10 @@ _PAGE = {
 
 
 class DocumentResource:
-    """A document, compressed for the clients that accept it.
+    """A document.
 
     Args:
-        read: Returns the document, when the first client asks: most servers are never
-            asked for the page, whose largest file takes 25 ms to compress.
+        read: Returns the document.
         media_type: For the header ``Content-Type``.
         max_age: How long a client may cache it, in seconds.
     """
@@ -50,31 +48,16 @@ class DocumentResource:
     def __init__(
         self, read: Callable[[], bytes], media_type: str, max_age: int = 0
     ) -> None:
-        self._document = cache(read)
-        # Level 9, the default, saves a seventh of the bytes in three times the time.
-        self._compressed = cache(lambda: gzip.compress(self._document(), 2))
+        self._read = read
         self._media_type = media_type
         self._headers = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.data = self._document()  # it may raise: before a header is set
-        if _accepts_gzip(req.env.get('HTTP_ACCEPT_ENCODING', '')):
-            resp.data = self._compressed()
-            resp.set_header('Content-Encoding', 'gzip')
+        resp.data = self._read()  # it may raise: before a header is set
         resp.set_headers(self._headers)
-        resp.append_header('Vary', 'Accept-Encoding')
         resp.content_type = self._media_type
 
     on_head = on_get
-
-
-def _accepts_gzip(accepted: str) -> bool:
-    """Say whether an ``Accept-Encoding`` names gzip (RFC 9110, section 12.5.3)."""
-    for coding in accepted.split(','):
-        name, parameters = falcon.parse_header(coding)
-        if name.lower() == 'gzip':
-            return parameters.get('q', '1').strip('0.') != ''
-    return False
 
 
 def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
@@ -84,7 +67,7 @@ def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, objec
         '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON)
     }
     for path, (name, media_type, max_age) in _PAGE.items():
-        read = partial(_read_page, name)
+        read = cache(partial(_read_page, name))  # all clients share the bytes
         media_type = f'{media_type}; charset=utf-8'
         resources[path] = DocumentResource(read, media_type, max_age)
     return resources

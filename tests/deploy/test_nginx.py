@@ -163,6 +163,19 @@ def test_error_of_the_service_passes_unchanged(server, nginx):
     assert answer.headers['www-authenticate'] == 'Bearer'
 
 
+def test_only_the_page_and_the_description_are_compressed(server, nginx):
+    """Large public files are compressed for clients that accept it, plants are not."""
+    for method, target, coding in [
+        ('GET', '/docs/swagger-ui.css', 'gzip'),
+        ('GET', '/openapi.json', 'gzip'),
+        ('POST', '/plants', None),
+    ]:
+        with nginx.connect() as client:
+            client.send(request(method, target, fern(), accept_encoding='gzip'))
+            answer = client.receive(head=True)
+        assert (answer.status, answer.headers.get('content-encoding')) == (200, coding)
+
+
 CHUNK = b'10000\r\n' + b' ' * 65_536 + b'\r\n'
 
 FAULTS = {

@@ -1,13 +1,11 @@
 """The page at ``/docs``: its files, and its use in a browser."""
 
-import gzip
 import json
 import sys
 
 import pytest
 from conftest import Client
 from errors import assert_error
-from falcon import testing
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -43,30 +41,6 @@ def test_file_is_public_and_loads_only_our_files(path, anonymous):
     head = anonymous.head(path)
     assert head.headers['Content-Length'] == str(len(response.body))
     assert head.body == b''
-
-
-@pytest.fixture
-def raw(app):
-    """A client that returns an answer as it was sent: WebTest decompresses it."""
-    return testing.TestClient(app)
-
-
-@pytest.mark.parametrize('path', ['/docs/swagger-ui.css', '/openapi.json'])
-def test_file_is_compressed_for_clients_that_accept_it(path, raw):
-    """With gzip a file has the same content; caches keep the two forms apart."""
-    plain = raw.simulate_get(path)
-    assert 'Content-Encoding' not in plain.headers
-    for accepted in ('gzip', 'br, GZIP;q=0.5, *;q=0'):
-        answer = raw.simulate_get(path, headers={'Accept-Encoding': accepted})
-        assert answer.headers['Content-Encoding'] == 'gzip'
-        assert answer.headers['Content-Type'] == plain.headers['Content-Type']
-        assert gzip.decompress(answer.content) == plain.content
-        head = raw.simulate_head(path, headers={'Accept-Encoding': accepted})
-        assert head.headers['Content-Length'] == str(len(answer.content))
-    for accepted in ('', 'identity', 'gzip; q=0.0', 'gzipped'):
-        answer = raw.simulate_get(path, headers={'Accept-Encoding': accepted})
-        assert answer.content == plain.content
-        assert answer.headers['Vary'] == 'Accept-Encoding'
 
 
 @pytest.mark.parametrize(
