@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -138,7 +139,10 @@ class Schema:
         for schema in files.values():
             # It would choose another draft at each reference to this file.
             schema.pop('$schema', None)
-            _require_literals(schema)
+            for part in subschemas(schema):
+                types = part.get('type', [])
+                if 'integer' in types and 'number' not in types:
+                    part['allOf'] = [*part.get('allOf', []), {'$ref': _LITERAL_URI}]
         files[_LITERAL_URI] = _LITERAL
         try:
             self._validator = jsonschema_rs.Draft202012Validator(
@@ -188,14 +192,12 @@ def load() -> dict[str, Any]:
     return files
 
 
-def _require_literals(schema: Any) -> None:
-    """Have the rules in a schema accept only literals as integers, in place."""
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all schemas in it, at any depth; each may be changed."""
     if isinstance(schema, dict):
-        types = schema.get('type', [])
-        if 'integer' in types and 'number' not in types:
-            schema['allOf'] = [*schema.get('allOf', []), {'$ref': _LITERAL_URI}]
+        yield schema
         for part in DRAFT202012.subresources_of(schema):
-            _require_literals(part)
+            yield from subschemas(part)
 
 
 def _describe(error: jsonschema_rs.ValidationError) -> str:

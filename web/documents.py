@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urldefrag
 
 import falcon
 from falcon import Response
 
-from schemas import encode
+import schemas
+from store import __version__
 from web.errors import ErrorValue, Fault
-from web.openapi import describe
 from web.request import PlantsRequest
 
 _HEADERS = {
@@ -61,8 +64,16 @@ class DocumentResource:
 
 
 def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
-    """Return the resources for the description and the files of the page, by path."""
-    description = encode(describe(max_body_bytes, metrics=metrics))
+    """Return the resources for the description and the files of the page, by path.
+
+    Args:
+        max_body_bytes: The longest body that the service reads.
+        metrics: Whether ``/metrics`` is served.
+
+    Raises:
+        ValueError: A file is not a JSON Schema; the message is a sentence.
+    """
+    description = schemas.encode(_describe(max_body_bytes, metrics))
     resources: dict[str, object] = {
         '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON)
     }
@@ -82,3 +93,42 @@ def _read_page(name: str) -> bytes:
         raise Fault(ErrorValue.NO_SUCH_PATH, sentence) from ex
     ours = Path(__file__).parent / 'page' / name
     return (ours if ours.exists() else Path(swagger_ui_path, name)).read_bytes()
+
+
+def _describe(max_body_bytes: int, metrics: bool) -> dict[str, Any]:
+    """Return the OpenAPI description of a service: ``openapi.json``, completed.
+
+    The URL of the service in it is relative to that of the description (OpenAPI 3.1.0,
+    section 4.8.5). So it is right under any prefix, also under one that a proxy removes
+    without a header, and it trusts no host and no scheme that a request claims.
+    """
+    description: dict[str, Any] = json.loads(
+        Path(__file__).with_name('openapi.json').read_bytes()
+    )
+    description['info']['version'] = __version__
+    description['components']['schemas'] = _components()
+    body = description['paths']['/plants']['post']['requestBody']
+    body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
+    if not metrics:
+        del description['paths']['/metrics']
+    return description
+
+
+def _components() -> dict[str, Any]:
+    """Return the schema files as components, with their references to components.
+
+    NOTE: an ``$id`` would be a base for references. Without it they mean the same to
+    tools that know JSON Schema and to those that know only OpenAPI.
+    """
+    files = schemas.load()
+    for file, schema in files.items():
+        for part in schemas.subschemas(schema):
+            target, place = urldefrag(part.get('$ref', '#none'))
+            target = target or file
+            # An anchor (#name) stays: it is found anywhere in a document.
+            if target in files and place[:1] in ('', '/'):
+                name = target.removesuffix('.json')
+                part['$ref'] = f'#/components/schemas/{name}{place}'
+        schema.pop('$schema', None)
+        schema.pop('$id', None)
+    return {file.removesuffix('.json'): schema for file, schema in files.items()}
