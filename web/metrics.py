@@ -18,25 +18,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
+import prometheus_client as prometheus
 from falcon import Response
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    Metric,
-    ProcessCollector,
-    generate_latest,
-    multiprocess,
-    values,
-)
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import multiprocess, values
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
 from store import PlantStore, __version__
 from web.request import PlantsRequest
@@ -68,15 +57,12 @@ class Metrics:
         self._directory = directory
         self._meters: _Meters | None = None
         self._making = threading.Lock()
-        self._registry = CollectorRegistry()
+        self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)  # before the other: it forgets gauges
         if directory:
             multiprocess.MultiProcessCollector(self._registry, directory)  # type: ignore[no-untyped-call]
         else:
-            ProcessCollector(registry=self._registry)
-        version = 'Version of the plant store; the value is always 1.'
-        build = Info('plant_store_build', version, registry=self._registry)
-        build.info({'version': __version__})
+            prometheus.ProcessCollector(registry=self._registry)
         store.on_sync = self._observe_sync
         tokens.on_failed_reload = lambda: self._measured().failed_reloads.inc()
 
@@ -95,21 +81,18 @@ class Metrics:
     ) -> None:
         meters = self._measured()
         meters.in_progress.dec()
-        labels = (
+        requests = meters.requests(
             req.method if req.method in _METHODS else 'other',
             # Not the path: clients may send any number of unknown paths.
             req.uri_template or '',
             resp.status_code,
             req.context.error,
         )
-        series = meters.series.get(labels)
-        if series is None:
-            series = meters.series[labels] = meters.requests.labels(*labels)
-        series.observe(time.perf_counter() - req.context.began)
+        requests.observe(time.perf_counter() - req.context.began)
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.content_type = CONTENT_TYPE_LATEST
-        resp.data = generate_latest(self._registry)
+        resp.content_type = prometheus.CONTENT_TYPE_LATEST
+        resp.data = prometheus.generate_latest(self._registry)
 
     on_head = on_get
 
@@ -117,8 +100,11 @@ class Metrics:
         self._measured().batches.observe(plants)
         self._measured().syncs.observe(seconds)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[prometheus.Metric]:
         """Yield the metrics whose values are looked up for each answer."""
+        meaning = 'Version of the plant store; the value is always 1.'
+        version = {'version': __version__}
+        yield InfoMetricFamily('plant_store_build', meaning, version)
         ready = False
         with suppress(Exception):  # /readyz reports the reason
             self._store.ping()
@@ -129,9 +115,9 @@ class Metrics:
             yield from _process_metrics(self._directory)
 
 
-def _process_metrics(directory: Path) -> Iterator[Metric]:
+def _process_metrics(directory: Path) -> Iterator[prometheus.Metric]:
     """Yield CPU time and memory of each process; forget gauges of those that ended."""
-    families: dict[str, Metric] = {}
+    families: dict[str, prometheus.Metric] = {}
     for path in directory.glob('*.pid'):
         with path.open() as file:
             try:
@@ -141,11 +127,11 @@ def _process_metrics(directory: Path) -> Iterator[Metric]:
             else:
                 multiprocess.mark_process_dead(path.stem, directory)  # type: ignore[no-untyped-call]
                 continue
-        for one in ProcessCollector(pid=pid, registry=None).collect():
-            metric = Metric(one.name, one.documentation, one.type)
-            metric = families.setdefault(one.name, metric)
-            for sample in one.samples:
-                metric.add_sample(sample.name, {'process': path.stem}, sample.value)
+        for one in prometheus.ProcessCollector(pid=pid, registry=None).collect():
+            family = prometheus.Metric(one.name, one.documentation, one.type)
+            families.setdefault(one.name, family).samples += [
+                sample._replace(labels={'process': path.stem}) for sample in one.samples
+            ]
     yield from families.values()
 
 
@@ -167,21 +153,21 @@ class _Meters:
     """What one process counts."""
 
     def __init__(
-        self, registry: CollectorRegistry | None, directory: Path | None
+        self, registry: prometheus.CollectorRegistry | None, directory: Path | None
     ) -> None:
         if directory:
             _join(directory)
             registry = None  # the collector of their files reports them
-        histogram = partial(Histogram, registry=registry)
-        self.requests = histogram(
+        histogram = partial(prometheus.Histogram, registry=registry)
+        requests = histogram(
             'plants_request_seconds',
             'Seconds from the head of a request to its answer.',
             ['method', 'route', 'status', 'error'],
             buckets=_SECONDS,
         )
         # NOTE: labels() costs more than observe(), so what it returns is kept.
-        self.series: dict[tuple[str, str, int, int], Histogram] = {}
-        self.in_progress = Gauge(
+        self.requests = cache(requests.labels)
+        self.in_progress = prometheus.Gauge(
             'plants_requests_in_progress',
             'Requests that are being answered.',
             multiprocess_mode='livesum',
@@ -197,7 +183,7 @@ class _Meters:
             'Plants that were synced together.',
             buckets=[2**power for power in range(9)],
         )
-        self.failed_reloads = Counter(
+        self.failed_reloads = prometheus.Counter(
             'plants_token_reload_failures',
             'How often a changed tokens file could not be used.',
             registry=registry,
