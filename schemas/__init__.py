@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,8 +65,7 @@ def encode(value: Any) -> bytes:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        seen: set[str] = set()
-        twice = next(n for n, _ in pairs if n in seen or seen.add(n))  # type: ignore[func-returns-value]
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise NotJSON(f'the member {show(twice)} is there twice')
     return members
 
@@ -111,7 +111,7 @@ def parse(text: bytes) -> Any:
             raise NotJSON('it begins with a byte order mark')
         value = _decode(decoded)
         if _SURROGATE_ESCAPE.search(decoded):
-            json.dumps(value, ensure_ascii=False).encode()
+            encode(value)
     except UnicodeDecodeError as ex:
         raise NotJSON(f'byte {ex.start} is not UTF-8') from ex
     except UnicodeEncodeError as ex:
@@ -152,8 +152,8 @@ class Schema:
                 mask=_MASK,
             )
         except (ValueError, jsonschema_rs.ReferencingError) as ex:
-            reason = getattr(ex, 'message', ex)
-            raise ValueError(f'{DIRECTORY / name}.json: {reason}') from ex
+            path = DIRECTORY / f'{name}.json'
+            raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
 
     def read(self, text: bytes) -> Any:
         """Return the value of JSON text, which must keep the rules of the schema.
@@ -187,8 +187,7 @@ def load() -> dict[str, Any]:
                 raise ValueError(f'{show(schema)} is not an object')
             Draft202012Validator.check_schema(schema)
         except (ValueError, SchemaError) as ex:
-            reason = ex.message if isinstance(ex, SchemaError) else ex
-            raise ValueError(f'{path}: {reason}') from ex
+            raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
     return files
 
 
