@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 from importlib.util import find_spec
 
 DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -19,7 +20,12 @@ def main() -> None:
     if find_spec('gunicorn') is None:
         sys.exit('The packages are not installed for this Python: run "make run".')
     if sys.argv[1:] in (['--help'], ['-h']):
-        print(help_text())
+        from web.settings import VARIABLES
+
+        print(USAGE)
+        for name, meaning in VARIABLES.items():
+            print(f'  {name}')
+            print(textwrap.indent(textwrap.fill(meaning, 74), 6 * ' '))
     elif sys.argv[1:] in (['--version'], ['-v']):
         from store import __version__
 
@@ -31,18 +37,3 @@ def main() -> None:
         command = [sys.executable, '-m', 'gunicorn', '--pythonpath', DIRECTORY]
         command += ['-c', os.path.join(DIRECTORY, 'gunicorn.conf.py')]
         os.execv(sys.executable, command + sys.argv[1:])
-
-
-def help_text() -> str:
-    """Return the usage, and what each variable sets."""
-    import textwrap
-
-    from web.settings import VARIABLES
-
-    lines = [USAGE]
-    for name, meaning in VARIABLES.items():
-        lines.append(f'  {name}')
-        lines += textwrap.wrap(
-            meaning, 80, initial_indent=' ' * 6, subsequent_indent=' ' * 6
-        )
-    return '\n'.join(lines)
