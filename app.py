@@ -39,10 +39,10 @@ from schemas import Invalid, NotJSON, Schema, encode
 from store import Plant, PlantStore, open_store
 from web.documents import document_resources
 from web.errors import ErrorValue, Fault, add_error_handlers
-from web.middleware import CrossOrigin, RequestLog, StrictRouting
+from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
-from web.tokens import BearerAuth, Tokens, make_token
+from web.tokens import Tokens, make_token
 
 PlantsApp: TypeAlias = falcon.App[PlantsRequest, Response]
 

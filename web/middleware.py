@@ -1,4 +1,4 @@
-"""Middleware for every request: its id and its log line, CORS, paths and methods."""
+"""Middleware for every request: id and log line, CORS, token, path and method."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from falcon import Response
 
 from web.errors import ErrorValue, Fault
 from web.request import PlantsRequest
+from web.tokens import Tokens
 
 log = logging.getLogger('plants')
 
@@ -114,6 +115,50 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
             # Falcon turns this into Access-Control-Allow-Methods.
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
+
+
+class BearerAuth:
+    """Middleware: no responder runs without a valid bearer token (RFC 6750).
+
+    It runs before the body is read and before the router, so a path that does not
+    exist is answered 401 to a client without a token, not 404.
+
+    Args:
+        tokens: The accepted tokens.
+        public: Paths that need no token.
+    """
+
+    def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:
+        self._tokens = tokens
+        self._public = frozenset(public)
+
+    def process_request(self, req: PlantsRequest, resp: Response) -> None:
+        if req.path in self._public:
+            return
+        scheme, _, text = (req.auth or '').partition(' ')
+        text = text.strip(' \t')
+        if scheme.lower() != 'bearer' or not text:
+            if req.path == '/' and req.method == 'GET' and 'text/html' in req.accept:
+                # Relative, so that it is right under any prefix.
+                raise falcon.HTTPSeeOther('docs')
+            raise Fault(
+                ErrorValue.NO_TOKEN,
+                "send the header 'Authorization: Bearer TOKEN'; /docs explains the "
+                'interface',
+                www_authenticate='Bearer',
+            )
+        token = self._tokens.find(text)
+        if token is None:
+            challenge = 'Bearer error="invalid_token"'
+            raise Fault(ErrorValue.INVALID_TOKEN, www_authenticate=challenge)
+        req.context.token_name = token.name
+        scope = self._tokens.scope_of(req.path)
+        if token.scope != scope:
+            raise Fault(
+                ErrorValue.WRONG_SCOPE,
+                f'the token is not for this path, which needs one for {scope}',
+                www_authenticate=f'Bearer error="insufficient_scope", scope="{scope}"',
+            )
 
 
 class StrictRouting:
