@@ -68,7 +68,7 @@ class Fault(Exception):
 
 
 def error_body(value: int, message: str) -> bytes:
-    """Return an ``Error`` as JSON; the worker, which has no Falcon, uses it too."""
+    """Return an ``Error`` as JSON; a server needs it for what it answers itself."""
     return encode({'error': int(value), 'message': message})
 
 
@@ -78,9 +78,7 @@ def add_error_handlers(app: falcon.App[Any, Response]) -> None:
     app.add_error_handler(falcon.HTTPError, _answer)  # Falcon has one of its own for it
 
 
-def _answer(
-    req: Request, resp: Response, ex: Exception, params: dict[str, Any]
-) -> None:
+def _answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
     fault = _as_fault(ex, req.context.id)
     req.context.error = int(fault.value)
     resp.status = fault.value // 100

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 from urllib.parse import quote
 
 import falcon
@@ -29,7 +28,7 @@ def new_request_id() -> str:
     return f'{random.getrandbits(64):016x}'
 
 
-# Percent-encoded text cannot break a line of the log. Most requests have the same path.
+# Percent-encoded text cannot break a line of the log.
 _quote = lru_cache(maxsize=256)(quote)
 
 
@@ -80,13 +79,10 @@ _ORIGIN = re.compile(r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
-    It is Falcon's middleware, and it answers a preflight request (Fetch standard,
-    section 3.3.2) before the token is checked, since browsers send no token with it.
-    The answer is the same for every path, so it does not tell which paths exist. No
-    other OPTIONS request is answered here.
-
-    Credentials in the standard's sense (cookies, for example) stay forbidden: a page
-    sets the header with the bearer token by itself.
+    It answers a preflight request (Fetch standard, section 3.3.2) before the token is
+    checked, since browsers send no token with it. The answer is the same for every
+    path, so it does not tell which paths exist. Cookies stay forbidden: a page sets the
+    header with the token by itself.
 
     Args:
         origins: Origins as browsers send them; ``*`` alone stands for all of them.
@@ -103,10 +99,8 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
                     f'{origin!r} is not an origin like https://example.org (in lower '
                     f'case, nothing after host and port), and not * alone'
                 )
-        super().__init__(
-            '*' if origins == ['*'] else origins,
-            expose_headers=['X-Request-Id', 'Retry-After'],
-        )
+        exposed = ['X-Request-Id', 'Retry-After']
+        super().__init__('*' if origins == ['*'] else origins, exposed)
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         resp.append_header('Vary', 'Origin')
@@ -139,14 +133,12 @@ class BearerAuth:
         text = text.strip(' \t')
         if scheme.lower() != 'bearer' or not text:
             if req.path == '/' and req.method == 'GET' and 'text/html' in req.accept:
-                # Relative, so that it is right under any prefix.
-                raise falcon.HTTPSeeOther('docs')
-            raise Fault(
-                ErrorValue.NO_TOKEN,
+                raise falcon.HTTPSeeOther('docs')  # relative: right under any prefix
+            message = (
                 "send the header 'Authorization: Bearer TOKEN'; /docs explains the "
-                'interface',
-                www_authenticate='Bearer',
+                'interface'
             )
+            raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
         token = self._tokens.find(text)
         if token is None:
             challenge = 'Bearer error="invalid_token"'
@@ -154,11 +146,9 @@ class BearerAuth:
         req.context.token_name = token.name
         scope = self._tokens.scope_of(req.path)
         if token.scope != scope:
-            raise Fault(
-                ErrorValue.WRONG_SCOPE,
-                f'the token is not for this path, which needs one for {scope}',
-                www_authenticate=f'Bearer error="insufficient_scope", scope="{scope}"',
-            )
+            message = f'the token is not for this path, which needs one for {scope}'
+            challenge = f'Bearer error="insufficient_scope", scope="{scope}"'
+            raise Fault(ErrorValue.WRONG_SCOPE, message, www_authenticate=challenge)
 
 
 class StrictRouting:
@@ -169,16 +159,12 @@ class StrictRouting:
     """
 
     def process_resource(
-        self,
-        req: PlantsRequest,
-        resp: Response,
-        resource: object,
-        params: dict[str, Any],
+        self, req: PlantsRequest, resp: Response, resource: object, params: object
     ) -> None:
         if req.path != req.uri_template:
             raise Fault(ErrorValue.NO_SUCH_PATH)
-        method = req.method
-        if not hasattr(resource, f'on_{method.lower()}') or not method.isupper():
+        responder = f'on_{req.method.lower()}'
+        if not req.method.isupper() or not hasattr(resource, responder):
             allowed = ', '.join(
                 name[3:].upper() for name in dir(resource) if name.startswith('on_')
             )
