@@ -58,22 +58,18 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
     # It can be read only if the server marks its end in the input
     # (wsgi.input_terminated); under other servers it counts as missing.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
-    length = None if chunked else req.content_length
     if chunked and not req.env.get('wsgi.input_terminated'):
         raise Fault(ErrorValue.BODY_MISSING, 'send the body with a Content-Length')
-    if not length and not chunked:
+    length = 0 if chunked else req.content_length or 0
+    if not chunked and not length:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is missing')
     _check_media_type(req)
-    body = b''
-    if length is None or length <= limit:
-        body = _read_up_to(req, limit + 1 if length is None else length)
-    if (length or len(body)) > limit:
+    body = b'' if length > limit else _read_up_to(req, length or limit + 1)
+    if max(length, len(body)) > limit:
         raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
-    if length is not None and len(body) < length:
-        raise Fault(
-            ErrorValue.BAD_REQUEST,
-            f'the body ended after {len(body)} of {length} bytes',
-        )
+    if len(body) < length:
+        message = f'the body ended after {len(body)} of {length} bytes'
+        raise Fault(ErrorValue.BAD_REQUEST, message)
     if not body:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
     return body
