@@ -45,10 +45,6 @@ class ErrorValue(enum.IntEnum):
         member.meaning = meaning
         return member
 
-    @property
-    def status(self) -> int:
-        return self // 100
-
 
 class Fault(Exception):
     """A request ends with an ``Error``.
