@@ -16,13 +16,9 @@ log = logging.getLogger('plants')
 
 
 class ErrorValue(enum.IntEnum):
-    """The ``error`` member of an ``Error``: its first three digits are the status.
+    """The ``error`` member of an ``Error``: its first three digits are the status."""
 
-    Attributes:
-        meaning: A phrase for people, the same for every request.
-    """
-
-    meaning: str
+    meaning: str  # for people, the same for every request
 
     BAD_REQUEST = 400_00, 'the request could not be understood, or its body ended early'
     BODY_MISSING = 400_01, 'the body is missing or empty'

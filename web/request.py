@@ -12,19 +12,12 @@ from web.errors import ErrorValue, Fault
 
 
 class Context:
-    """What the middleware finds out about a request.
-
-    Attributes:
-        id: The request id.
-        token_name: Name of the accepted token, for the log.
-        error: The ``error`` of the answer, or 0.
-        began: ``time.perf_counter`` when the head was read.
-    """
+    """What the middleware finds out about a request."""
 
     id = '-'
-    token_name: str | None = None
-    error = 0
-    began = 0.0
+    token_name: str | None = None  # of the accepted token, for the log
+    error = 0  # the ErrorValue of the answer, or 0
+    began = 0.0  # time.perf_counter() when the head was read
 
 
 class PlantsRequest(falcon.Request):

@@ -53,21 +53,13 @@ def is_json_log(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment configures.
-
-    Attributes:
-        store: URL of the store.
-        tokens: Which tokens are accepted; ``None`` if none is configured.
-        max_body_bytes: The longest body that is read.
-        metrics: Whether ``/metrics`` is served.
-        cors_origins: Origins whose pages may read answers; ``*`` stands for all.
-    """
+    """What the environment configures."""
 
     store: str = DEFAULT_URL
-    tokens: Tokens | None = None
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    metrics: bool = False
-    cors_origins: tuple[str, ...] = ()
+    tokens: Tokens | None = None  # None: no token is configured
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES  # longest body that is read
+    metrics: bool = False  # whether /metrics is served
+    cors_origins: tuple[str, ...] = ()  # whose pages may read answers; * means all
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:

@@ -17,15 +17,10 @@ log = logging.getLogger('plants')
 
 
 class Token(NamedTuple):
-    """What is known about an accepted token.
+    """What is known about an accepted token."""
 
-    Attributes:
-        name: For the log.
-        scope: ``metrics`` if it reads ``/metrics`` and does nothing else.
-    """
-
-    name: str
-    scope: str = 'plants'
+    name: str  # for the log
+    scope: str = 'plants'  # or metrics: it reads /metrics and does nothing else
 
 
 class Tokens:
@@ -33,9 +28,6 @@ class Tokens:
 
     Args:
         tokens: The tokens, by the SHA-256 digest of their text.
-
-    Attributes:
-        on_failed_reload: Called when a changed file cannot be used; set by metrics.
 
     Raises:
         ValueError: There is no token, or a name could break a line of the log.
@@ -47,6 +39,7 @@ class Tokens:
         if not all(token.name.isprintable() for token in tokens.values()):
             raise ValueError('the name of a token may have only printable characters')
         self._tokens = dict(tokens)
+        # Called when a changed file cannot be used; metrics count it.
         self.on_failed_reload: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
