@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import falcon
@@ -56,7 +55,8 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
     length = 0 if chunked else req.content_length or 0
     if not chunked and not length:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is missing')
-    _check_media_type(req)
+    if fault := _media_type_fault(req):
+        raise Fault(ErrorValue.WRONG_MEDIA_TYPE, fault)
     body = b'' if length > limit else _read_up_to(req, length or limit + 1)
     if max(length, len(body)) > limit:
         raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
@@ -82,18 +82,16 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
     return b''.join(pieces)
 
 
-_wrong_type = partial(Fault, ErrorValue.WRONG_MEDIA_TYPE)
-
-
-def _check_media_type(req: PlantsRequest) -> None:
+def _media_type_fault(req: PlantsRequest) -> str:
+    """Return what is wrong with the media type, or nothing."""
     content_type = req.content_type
     if content_type != falcon.MEDIA_JSON:  # the usual value needs no parsing
         content_type, parameters = falcon.parse_header(content_type or '')
         if content_type.lower() != falcon.MEDIA_JSON:
-            raise _wrong_type('the Content-Type must be application/json')
+            return 'the Content-Type must be application/json'
         charset = parameters.get('charset', 'utf-8')
         if charset.lower() != 'utf-8':
-            raise _wrong_type(f'the charset {show(charset)} must be utf-8')
-    coding = req.env.get('HTTP_CONTENT_ENCODING', 'identity')
-    if coding.lower() != 'identity':
-        raise _wrong_type('the body must not have a Content-Encoding')
+            return f'the charset {show(charset)} must be utf-8'
+    if req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower() != 'identity':
+        return 'the body must not have a Content-Encoding'
+    return ''
