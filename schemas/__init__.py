@@ -95,12 +95,9 @@ _decode = json.JSONDecoder(
 
 
 def parse(text: bytes) -> Any:
-    """Return the value of JSON text, read strictly.
+    """Return the value of JSON text, read strictly: docs/api.md has the rules.
 
-    It is stricter than ``json.loads``: UTF-8 without a byte order mark, no NaN and
-    Infinity, no member name twice in an object, no lone surrogate, no number literal
-    of more than ``MAX_NUMBER_LENGTH`` characters. The stack of the interpreter bounds
-    nesting, at some hundreds of levels.
+    The stack of the interpreter bounds nesting, at some hundreds of levels.
 
     Raises:
         NotJSON: The text is not such JSON.
@@ -137,8 +134,6 @@ class Schema:
     def __init__(self, name: str) -> None:
         files = load()
         for schema in files.values():
-            # It would choose another draft at each reference to this file.
-            schema.pop('$schema', None)
             for part in subschemas(schema):
                 types = part.get('type', [])
                 if 'integer' in types and 'number' not in types:
@@ -174,7 +169,7 @@ class Schema:
 
 
 def load() -> dict[str, Any]:
-    """Read and check the schemas; return them by the names of their files.
+    """Check the schemas and return them, without $schema, by the names of their files.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.
@@ -186,6 +181,8 @@ def load() -> dict[str, Any]:
             if not isinstance(schema, dict):
                 raise ValueError(f'{show(schema)} is not an object')
             Draft202012Validator.check_schema(schema)
+            # It would choose another draft at each reference to this file.
+            schema.pop('$schema', None)
         except (ValueError, SchemaError) as ex:
             raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
     return files

@@ -129,6 +129,5 @@ def _components() -> dict[str, Any]:
             if target in files and place[:1] in ('', '/'):
                 name = target.removesuffix('.json')
                 part['$ref'] = f'#/components/schemas/{name}{place}'
-        schema.pop('$schema', None)
         schema.pop('$id', None)
     return {file.removesuffix('.json'): schema for file, schema in files.items()}
