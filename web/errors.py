@@ -47,8 +47,7 @@ class Fault(Exception):
 
     Attributes:
         value: The ``error`` of the response, which also gives the HTTP status.
-        message: The ``message`` of the response, for people; by default the meaning of
-            the value.
+        message: For people; by default the meaning of the value.
         headers: Further headers of the response, with ``_`` for ``-`` in their names.
     """
 

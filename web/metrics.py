@@ -6,8 +6,7 @@ named after process ids, so that each new process adds files for good. Here they
 named by the smallest number that no living process has: a new process goes on with the
 counters of one that has ended.
 
-NOTE: only ``create_app`` with metrics imports this module: it needs a package that is
-slow to import, and not everywhere installed.
+NOTE: only ``create_app`` with metrics imports this module: its package is optional.
 """
 
 from __future__ import annotations
