@@ -125,7 +125,7 @@ def create_app(
         kind = type(store).__name__
         raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
     if not isinstance(tokens, Tokens):
-        tokens = Tokens.of(tokens)
+        tokens = Tokens(tokens)
     public = {
         '/livez': ProbeResource('live'),
         '/readyz': ProbeResource('ready', store.ping),

@@ -89,7 +89,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
             open_store(text, create='never')  # this opens and makes nothing
             return {'store': text}
         case 'PLANTS_TOKENS':
-            return {'tokens': Tokens.of(filter(None, map(str.strip, text.split(','))))}
+            return {'tokens': Tokens(filter(None, map(str.strip, text.split(','))))}
         case 'PLANTS_TOKENS_FILE':
             return {'tokens': TokensFile(Path(text))}
         case 'PLANTS_MAX_BODY':

@@ -9,7 +9,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,64 +27,30 @@ class Tokens:
     """The accepted bearer tokens, kept as digests.
 
     Args:
-        tokens: The tokens, by the SHA-256 digest of their text.
+        tokens: One token, several, or a mapping from names to tokens. Without names,
+            tokens are named by their position: ``token-1``, ``token-2``. ``sha256:``
+            and 64 hexadecimal digits stand for the token with that digest.
 
     Raises:
-        ValueError: There is no token, or a name could break a line of the log.
+        ValueError: There is no token, one cannot be sent in a header, or a name could
+            break a line of the log. The message never has the text of a token.
     """
 
-    def __init__(self, tokens: Mapping[bytes, Token]) -> None:
-        if not tokens:
-            raise ValueError('there is no token')
-        if not all(token.name.isprintable() for token in tokens.values()):
-            raise ValueError('the name of a token may have only printable characters')
-        self._tokens = dict(tokens)
-        # Called when a changed file cannot be used; metrics count it.
-        self.on_failed_reload: Callable[[], None] = lambda: None
+    # Called when a changed file cannot be used; metrics count it.
+    on_failed_reload: Callable[[], None] = staticmethod(lambda: None)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @classmethod
-    def of(cls, tokens: str | Iterable[str] | Mapping[str, str]) -> Tokens:
-        """Accept one token, several, or those of a mapping from names to tokens.
-
-        Without names, tokens are named by their position: ``token-1``, ``token-2``.
-        ``sha256:`` and 64 hexadecimal digits stand for the token with that digest.
-
-        Raises:
-            ValueError: There is no token, or one that cannot be sent in a header. The
-                message has the name of the token, never its text.
-        """
+    def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
             tokens = [tokens]
         if not isinstance(tokens, Mapping):
             # It may be None: a variable that is not set.
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
-        return cls({_digest(text, name): Token(name) for name, text in tokens.items()})
+        self._tokens = _by_digest(
+            (name, text, Token(name)) for name, text in tokens.items()
+        )
 
-    @classmethod
-    def parse(cls, lines: Iterable[str]) -> Tokens:
-        """Read the lines of a file; # begins a comment.
-
-        A line is TOKEN, NAME TOKEN, or NAME TOKEN metrics.
-
-        Raises:
-            ValueError: A line is none of these, or there is no token. The message has
-                the number of the line, never its text.
-        """
-        tokens = {}
-        for number, line in enumerate(lines, 1):
-            words = re.split(r'(?:^|\s)#', line)[0].split()
-            if words[2:] not in ([], ['metrics']):
-                raise ValueError(
-                    f'line {number}: it is not TOKEN, NAME TOKEN or NAME TOKEN metrics'
-                )
-            if words:
-                name = words[0] if len(words) > 1 else f'token-{number}'
-                digest = _digest(words[:2][-1], f'line {number}')
-                tokens[digest] = Token(name, *words[2:])
-        return cls(tokens)
+    def __len__(self) -> int:
+        return len(self._tokens)
 
     def find(self, text: str) -> Token | None:
         """Return what is known about a token, or ``None`` if it is not accepted.
@@ -108,6 +74,22 @@ class Tokens:
         ):
             return 'metrics'
         return 'plants'
+
+
+def _by_digest(entries: Iterable[tuple[str, str, Token]]) -> dict[bytes, Token]:
+    """Return what is known about tokens, by the SHA-256 digest of their text.
+
+    Args:
+        entries: Where each token is, for messages; its text; what is known about it.
+    """
+    tokens = {}
+    for where, text, token in entries:
+        if not token.name.isprintable():
+            raise ValueError('the name of a token may have only printable characters')
+        tokens[_digest(text, where)] = token
+    if not tokens:
+        raise ValueError('there is no token')
+    return tokens
 
 
 def _digest(token: str, where: str) -> bytes:
@@ -148,7 +130,7 @@ class TokensFile(Tokens):
         self._path = path
         self._next_check = time.monotonic() + self.CHECK_EVERY
         self._version = self._stat()
-        super().__init__(self._read())
+        self._tokens = self._read()
 
     def find(self, text: str) -> Token | None:
         if time.monotonic() >= self._next_check:
@@ -178,11 +160,23 @@ class TokensFile(Tokens):
 
     def _read(self) -> dict[bytes, Token]:
         try:
-            lines = self._path.read_text('utf-8-sig').split('\n')
-            return Tokens.parse(lines)._tokens
+            return _by_digest(_parse(self._path.read_text('utf-8-sig').split('\n')))
         except (OSError, ValueError) as ex:
             reason = ex.strerror if isinstance(ex, OSError) else ex
             raise ValueError(f'{self._path}: {reason}') from ex
+
+
+def _parse(lines: Iterable[str]) -> Iterator[tuple[str, str, Token]]:
+    """Yield the entries of a tokens file; # begins a comment."""
+    for number, line in enumerate(lines, 1):
+        words = re.split(r'(?:^|\s)#', line)[0].split()
+        if words[2:] not in ([], ['metrics']):
+            raise ValueError(
+                f'line {number}: it is not TOKEN, NAME TOKEN or NAME TOKEN metrics'
+            )
+        if words:
+            name = words[0] if len(words) > 1 else f'token-{number}'
+            yield f'line {number}', words[:2][-1], Token(name, *words[2:])
 
 
 def make_token(address: str) -> str:

@@ -10,7 +10,7 @@ from errors import FaultyStore, assert_error
 from jsonschema import Draft202012Validator
 
 from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
-from web.tokens import Tokens
+from web.tokens import TokensFile
 
 PLANT_SCHEMA = Draft202012Validator(
     json.loads(
@@ -275,13 +275,14 @@ LADDER = [
 
 
 @pytest.mark.parametrize('step', range(len(LADDER)), ids=lambda step: LADDER[step][0])
-def test_first_fault_in_the_order_of_checks_is_answered(step, serve, store):
+def test_first_fault_in_the_order_of_checks_is_answered(step, serve, store, tmp_path):
     """Of several faults, the first in the order of the ladder is answered."""
     request = {'path': '/nowhere', 'method': 'PUT', 'body': b'', 'content_type': 'x/y'}
     for _, better in LADDER[: step + 1]:
         request |= better
-    tokens = Tokens.parse(['right', 'prometheus for-metrics metrics'])
-    client = serve(store, tokens=tokens)
+    path = tmp_path / 'tokens'
+    path.write_text('right\nprometheus for-metrics metrics')
+    client = serve(store, tokens=TokensFile(path))
     token = request.pop('token', None)
     client.authorization = ('Bearer', token) if token else None
     store.add(Plant(**FERN))

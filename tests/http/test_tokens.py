@@ -104,14 +104,14 @@ def assert_accepts(tokens, names):
 )
 def test_tokens_are_named_by_number_or_mapping(tokens, names):
     """Tokens or their digests are named by number, or by the keys of a mapping."""
-    assert_accepts(Tokens.of(tokens), names)
+    assert_accepts(Tokens(tokens), names)
 
 
 @pytest.mark.parametrize('name', ['a\nb', 'a\x1b[2Jb', '\u2028'])
 def test_name_that_would_break_a_log_line_is_refused(name):
     """A name must be printable: it could break or disguise a line of the log."""
     with pytest.raises(ValueError, match='printable'):
-        Tokens.of({name: TOKEN})
+        Tokens({name: TOKEN})
 
 
 # ---- the Authorization header
@@ -197,9 +197,10 @@ def test_other_tokens_read_metrics_until_one_is_for_them(path):
     ],
     ids=lambda value: ascii(value)[:50],
 )
-def test_line_of_a_tokens_file_is_read(lines, names):
+def test_line_of_a_tokens_file_is_read(lines, names, path):
     """A line is a token or its digest, with or without a name."""
-    assert_accepts(Tokens.parse(lines), names)
+    path.write_text('\n'.join(lines))
+    assert_accepts(TokensFile(path), names)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +212,11 @@ def test_line_of_a_tokens_file_is_read(lines, names):
         (f'garden:{OTHER}', 'sha256: and 64 hexadecimal digits'),
     ],
 )
-def test_bad_line_is_refused_by_its_number(line, words):
+def test_bad_line_is_refused_by_its_number(line, words, path):
     """The message has the number of the line and what a line may be, not the line."""
-    with pytest.raises(ValueError, match=r'^line 4: ') as raised:
-        Tokens.parse([f'old {TOKEN}', '', '# comment', line])
+    path.write_text(f'old {TOKEN}\n\n# comment\n{line}')
+    with pytest.raises(ValueError, match=rf'^{path}: line 4: ') as raised:
+        TokensFile(path)
     assert words in str(raised.value)
     assert_shows_no_token(str(raised.value))
 
