@@ -2,7 +2,6 @@
 
 import os
 import sys
-import textwrap
 from importlib.util import find_spec
 
 DIRECTORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -11,7 +10,8 @@ USAGE = """\
 usage: python app.py [--help | --version | OPTIONS]
 
 Serve the plant store with gunicorn. OPTIONS are those of gunicorn:
-python -m gunicorn --help lists them. The service reads environment variables:
+python -m gunicorn --help lists them. The service reads environment variables;
+the default is in brackets, and README.md has more about them:
 """
 
 
@@ -24,8 +24,7 @@ def main() -> None:
 
         print(USAGE)
         for name, meaning in VARIABLES.items():
-            print(f'  {name}')
-            print(textwrap.indent(textwrap.fill(meaning, 74), 6 * ' '))
+            print(f'  {name}\n      {meaning}')
     elif sys.argv[1:] in (['--version'], ['-v']):
         from store import __version__
 

@@ -16,28 +16,15 @@ from web.tokens import Tokens, TokensFile
 
 DEFAULT_MAX_BODY_BYTES = 65_536
 
-# Each variable, and what it sets.
+# Each variable, what it sets, and its default.
 VARIABLES = {
-    'PLANTS_STORE': (
-        'where the plants are kept: memory:, jsonl:PATH or postgresql://... '
-        '(default: jsonl:plants.jsonl)'
-    ),
-    'PLANTS_TOKENS': (
-        'accepted tokens, separated by commas; sha256:HEX instead of a token is '
-        'its digest (default: a random token, printed at the start)'
-    ),
-    'PLANTS_TOKENS_FILE': (
-        'file with accepted tokens, one a line: TOKEN or NAME TOKEN, with '
-        '"metrics" as a third word for a token that only reads /metrics; a changed '
-        'file is read again within a second'
-    ),
-    'PLANTS_MAX_BODY': f'longest body, in bytes (default: {DEFAULT_MAX_BODY_BYTES})',
-    'PLANTS_LOG': 'format of the log: text or json (default: text)',
-    'PLANTS_METRICS': '1 serves /metrics for Prometheus (default: 0)',
-    'PLANTS_CORS_ORIGINS': (
-        'origins whose pages may use the service, separated by commas, or * '
-        '(default: none)'
-    ),
+    'PLANTS_STORE': 'memory:, jsonl:PATH or postgresql://... (jsonl:plants.jsonl)',
+    'PLANTS_TOKENS': 'accepted tokens, separated by commas (a new one, printed)',
+    'PLANTS_TOKENS_FILE': 'file with accepted tokens, one a line (none)',
+    'PLANTS_MAX_BODY': f'longest body, in bytes ({DEFAULT_MAX_BODY_BYTES})',
+    'PLANTS_LOG': 'format of the log: text or json (text)',
+    'PLANTS_METRICS': '1 serves /metrics for Prometheus (0)',
+    'PLANTS_CORS_ORIGINS': 'origins, separated by commas, that may use it; or * (none)',
 }
 
 
