@@ -40,13 +40,7 @@ _PAGE = {
 
 
 class DocumentResource:
-    """A document.
-
-    Args:
-        read: Returns the document.
-        media_type: For the header ``Content-Type``.
-        max_age: How long a client may cache it, in seconds.
-    """
+    """A document, which clients may cache for ``max_age`` seconds."""
 
     def __init__(
         self, read: Callable[[], bytes], media_type: str, max_age: int = 0
@@ -65,10 +59,6 @@ class DocumentResource:
 
 def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
     """Return the resources for the description and the files of the page, by path.
-
-    Args:
-        max_body_bytes: The longest body that the service reads.
-        metrics: Whether ``/metrics`` is served.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.

@@ -41,7 +41,7 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
 
     Args:
         req: The request.
-        limit: The longest body to read, in bytes.
+        limit: The longest body, in bytes.
 
     Raises:
         Fault: The body is missing, too large, of another type, or ends too early.

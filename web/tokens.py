@@ -116,9 +116,6 @@ class TokensFile(Tokens):
     the file itself. So a worker that starts while the file is broken accepts what the
     parent process has read.
 
-    Args:
-        path: The path of the file.
-
     Raises:
         ValueError: The file cannot be read, a line is wrong, or there is no token. The
             message has the path.
