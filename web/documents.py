@@ -89,8 +89,7 @@ def _describe(max_body_bytes: int, metrics: bool) -> dict[str, Any]:
     """Return the OpenAPI description of a service: ``openapi.json``, completed.
 
     The URL of the service in it is relative to that of the description (OpenAPI 3.1.0,
-    section 4.8.5). So it is right under any prefix, also under one that a proxy removes
-    without a header, and it trusts no host and no scheme that a request claims.
+    section 4.8.5): right under any prefix, without trust in what a request claims.
     """
     description: dict[str, Any] = json.loads(
         Path(__file__).with_name('openapi.json').read_bytes()

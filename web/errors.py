@@ -1,4 +1,4 @@
-"""The errors of the interface: their values, and the handlers that answer them."""
+"""The errors of the interface: their values, and what answers an exception."""
 
 from __future__ import annotations
 
