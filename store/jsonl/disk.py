@@ -6,13 +6,15 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from store.base import Create
 from store.errors import StoreUnavailable
 from store.jsonl.table import IndexDamaged
+
+CHUNK = 1024 * 1024  # bytes read at a time
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
@@ -102,11 +104,40 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def side_file(path: Path, kind: str) -> Path:
-    """Return an unused path beside a plant file, such as ``plants.jsonl.torn-1``."""
+def copy_aside(
+    path: Path, fd: int, spans: Iterable[tuple[int, int]], kind: str
+) -> Path:
+    """Copy parts of a plant file to a new side file, durably; return its path.
+
+    Args:
+        path: The path of the plant file.
+        fd: A descriptor of the plant file.
+        spans: Where each part begins and ends, in bytes.
+        kind: A word of the name: ``torn`` makes ``plants.jsonl.torn-1``, or ``-2`` ...
+
+    Raises:
+        OSError: A system call failed. There is no side file.
+    """
     number = 1
     while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
         number += 1
+    copy = new_file(side, os.fstat(fd))
+    size = 0
+    try:
+        for start, end in spans:
+            while start < end and (
+                data := os.pread(fd, min(CHUNK, end - start), start)
+            ):
+                write(copy, data, size)
+                size += len(data)
+                start += len(data)
+        os.fsync(copy)
+        sync_directory(side)
+    except BaseException:
+        os.unlink(side)
+        raise
+    finally:
+        os.close(copy)
     return side
 
 

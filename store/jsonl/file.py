@@ -42,7 +42,7 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.disk import open_as_allowed, open_file, unavailable, write
+from store.jsonl.disk import CHUNK, open_as_allowed, open_file, unavailable, write
 from store.jsonl.flusher import Flusher
 from store.jsonl.index import Index
 from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, FileLock
@@ -438,7 +438,7 @@ class PlantFile:
         acknowledge their repeats. The top of this file says why it writes them again.
         """
         if start < os.fstat(self._fd).st_size:
-            while data := os.pread(self._fd, recovery.CHUNK, start):
+            while data := os.pread(self._fd, CHUNK, start):
                 start += os.pwrite(self._fd, data, start)
         # NOTE: not fdatasync, which leaves out the mtime: the index remembers it.
         os.fsync(self._fd)

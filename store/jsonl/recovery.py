@@ -35,7 +35,7 @@ from typing import NamedTuple
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.disk import new_file, open_file, side_file, sync_directory, write
+from store.jsonl.disk import CHUNK, copy_aside, open_file
 from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.synced import UNKNOWN, read_synced
@@ -43,7 +43,6 @@ from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
 
-CHUNK = 1024 * 1024  # bytes read at a time
 BLOCK = 512  # bytes; the smallest that a disk loses
 # The longest torn tail, in bytes. A batch has 1 MiB, four may wait for a sync, and
 # several processes may write.
@@ -174,17 +173,9 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     Raises:
         OSError: A system call failed. The bytes are in the plant file or the side file.
     """
-    status = os.fstat(fd)
-    end = status.st_size
-    side = side_file(path, 'torn')
-    kept = new_file(side, status)
+    end = os.fstat(fd).st_size
+    side = copy_aside(path, fd, [(offset, end)], 'torn')
     try:
-        position = offset
-        while position < end and (data := os.pread(fd, CHUNK, position)):
-            write(kept, data, position - offset)
-            position += len(data)
-        os.fsync(kept)
-        sync_directory(path)
         # The point of no return: the bytes are durable in both files; the cut leaves
         # one. Until the file is synced, a crash may bring them back, to be cut again.
         # The sync must come before the next append: a crash could leave blocks of both,
@@ -197,8 +188,6 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
         if os.fstat(fd).st_size == end:
             os.unlink(side)
         raise
-    finally:
-        os.close(kept)
     return side
 
 

@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 
 from store.errors import StoreUnavailable
 from store.jsonl import record, recovery
-from store.jsonl.disk import (
-    index_path,
-    new_file,
-    open_file,
-    side_file,
-    sync_directory,
-)
+from store.jsonl.disk import copy_aside, index_path, open_file, sync_directory
 from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.synced import read_synced
@@ -130,26 +124,20 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
 def _replace(path: Path, fd: int, end: int, damaged: list[Damage]) -> Path | None:
     """Replace a plant file by its sound lines; return the side file of the others."""
     status = os.fstat(fd)
-    side: Path | None = None
-    if damaged:
-        side = side_file(path, 'damaged')
-        _write_file(side, status, (damage.text for damage in damaged))
-    offsets = {damage.offset for damage in damaged}
-    repaired = side_file(path, 'repaired')
-    sound = (
-        line.text if line.text.endswith(b'\n') else line.text + b'\n'
-        for line in recovery.read_lines(fd, 0, end)
-        if line.offset not in offsets
-    )
+    moved = [(damage.offset, damage.offset + len(damage.text)) for damage in damaged]
+    side = copy_aside(path, fd, moved, 'damaged') if moved else None
+    starts = [0, *(stop for _, stop in moved)]
+    stops = [*(start for start, _ in moved), end]
+    repaired: Path | None = None
     try:
-        _write_file(repaired, status, sound)
+        kept = zip(starts, stops, strict=True)
+        repaired = copy_aside(path, fd, kept, 'repaired')
         # The point of no return: both files are durable, and so is every line.
         os.replace(repaired, path)
     except BaseException:
         if os.path.samestat(status, path.stat()):  # nothing was moved
-            repaired.unlink(missing_ok=True)
-            if side is not None:
-                side.unlink()
+            for copy in filter(None, (repaired, side)):
+                copy.unlink()
         raise
     sync_directory(path)
     return side
@@ -212,18 +200,3 @@ def _count_wrong(index: Index, entries: dict[int, int]) -> int:
         offset < index.mark and found.get(id, offset + 1) > offset
         for id, offset in entries.items()
     )
-
-
-def _write_file(path: Path, like: os.stat_result, lines: Iterable[bytes]) -> None:
-    """Make a durable file with the mode and the owner of another file."""
-    fd = new_file(path, like)
-    try:
-        with open(fd, 'wb', closefd=False) as new:
-            new.writelines(lines)
-        os.fsync(fd)
-        sync_directory(path)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
