@@ -9,7 +9,7 @@ from pathlib import Path
 
 from store.base import Create, Plant
 from store.errors import StoreUnavailable
-from store.jsonl import recovery, repair
+from store.jsonl import recovery
 from store.jsonl.disk import make_file, unavailable
 from store.jsonl.file import PlantFile
 from store.lazy import LazyStore
@@ -70,7 +70,7 @@ class JSONLinesStore(LazyStore[PlantFile]):
                 reason = 'its directory does not exist, or cannot be written to'
                 raise StoreUnavailable(reason, store=str(self.path))
             with suppress(FileNotFoundError):
-                repair.check_opening(self.path)
+                recovery.check_opening(self.path)
 
     def _open_backend(self) -> PlantFile:
         return PlantFile(

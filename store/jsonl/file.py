@@ -350,11 +350,13 @@ class PlantFile:
             offsets = call(learn) if size - index.end > CATCH_UP_BYTES else learn()
         plants = {}
         for id, offset in offsets.items():
-            with suppress(StoreCorrupt, OSError):
-                plants[id] = recovery.read_plant(self._path, self._fd, offset)
-            if id not in plants or plants[id].id != id:
+            plant = None
+            with suppress(OSError):
+                plant = recovery.line_at(self._fd, offset).plant
+            if plant is None or plant.id != id:
                 # The index or the file is damaged: building the index again tells.
                 raise IndexDamaged('an entry is not of this file')
+            plants[id] = plant
         return index.end, plants
 
     def _open_index(
@@ -401,30 +403,17 @@ class PlantFile:
             The offsets of those ids that are known then.
         """
         end = os.fstat(self._fd).st_size
-        torn: list[recovery.TornTail] = []
-
-        def sound() -> Iterator[tuple[int, int]]:
-            try:
-                yield from recovery.scan_ids(
-                    self._path, self._fd, index.end, end, index.synced, crashed=crashed
-                )
-            except recovery.TornTail as ex:
-                torn.append(ex)
-
-        repeat = partial(recovery.check_repeat, self._path, self._fd)
-        found: dict[int, int] = {}
-        if index.reason:
-            index.build(sound(), repeat)
-        else:
-            found = index.learn(sound(), repeat, ids)
-        if torn:
-            offset = torn[0].offset
+        found, torn = recovery.learn(
+            self._path, self._fd, index, end, ids, crashed=crashed
+        )
+        if torn is not None:
+            offset = torn.offset
             side = recovery.cut_tail(self._path, self._fd, offset)
             text = (
                 '%s: removed %d bytes of an unfinished write at byte %d (%s); '
                 'a copy is in %s'
             )
-            values = (self._path, end - offset, offset, torn[0].reason, side.name)
+            values = (self._path, end - offset, offset, torn.reason, side.name)
             self._say(WARNING, text, *values)
         elif end and os.pread(self._fd, 1, end - 1) != b'\n':
             self._write(b'\n', end)  # the last line is a record without its line feed

@@ -27,8 +27,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,31 +60,34 @@ class Line(NamedTuple):
 
     offset: int  # in bytes from the start of the file
     text: bytes  # the line feed included if it has one
-    plant: Plant | None  # None if it is not a record
-    reason: str  # why it is not a record
-
-
-class TornTail(Exception):
-    """The bytes from an offset on are a torn tail: they were never acknowledged."""
-
-    def __init__(self, offset: int, reason: str) -> None:
-        super().__init__(reason)
-        self.offset = offset
-        self.reason = reason
+    plant: Plant | None  # None if it is damaged
+    reason: str  # why it is damaged
 
 
 def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
-    for base, chunk in _chunks(fd, start, end):
-        at = 0
-        while at < len(chunk):
-            stop = chunk.find(b'\n', at) + 1 or len(chunk)
-            text = chunk[at:stop]
-            try:
-                yield Line(base + at, text, record.decode(_ended(text)), '')
-            except record.DamagedRecord as ex:
-                yield Line(base + at, text, None, str(ex))
-            at = stop
+    for offset, chunk in _chunks(fd, start, end):
+        for text in BytesIO(chunk):
+            yield _line(offset, text)
+            offset += len(text)
+
+
+def line_at(fd: int, offset: int) -> Line:
+    """Return the line that begins at an offset."""
+    text = b''
+    while not text.endswith(b'\n'):
+        piece = os.pread(fd, 512 + 15 * len(text), offset + len(text))
+        text += piece[: piece.find(b'\n') + 1] or piece
+        if not piece:
+            break
+    return _line(offset, text)
+
+
+def _line(offset: int, text: bytes) -> Line:
+    try:
+        return Line(offset, text, record.decode(_ended(text)), '')
+    except record.DamagedRecord as ex:
+        return Line(offset, text, None, str(ex))
 
 
 def read_plants(path: Path) -> Iterator[Plant]:
@@ -94,75 +98,112 @@ def read_plants(path: Path) -> Iterator[Plant]:
         StoreCorrupt: A line is damaged, and it is not a torn tail.
     """
     try:
-        fd = open_file(path, os.O_RDONLY)
-        try:
+        with open(open_file(path, os.O_RDONLY), 'rb') as file:
+            fd = file.fileno()
             synced = known_end(path, fd)
-            check_length(path, fd, whole_size(path, fd), synced)
-            yield from _read_plants(path, fd, 0, synced)
-        finally:
-            os.close(fd)
-    except TornTail as ex:
-        log.warning('%s: a torn tail at byte %d is left out', path, ex.offset)
+            end = whole_size(path, fd)
+            check_length(path, fd, end, synced)
+            lines = read_lines(fd, 0, end)
+            while line := next(lines, None):
+                if line.plant is not None:
+                    yield line.plant
+                    continue
+                end = whole_size(path, fd)
+                torn = _torn_tail(path, fd, line.offset, end, synced, crashed=False)
+                if torn is not None and torn.offset == line.offset:
+                    text = '%s: a torn tail at byte %d is left out'
+                    log.warning(text, path, torn.offset)
+                    break
+                # Another process has cut off a torn tail, and may have appended.
+                lines = read_lines(fd, line.offset, end)
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def _read_plants(path: Path, fd: int, start: int, synced: int) -> Iterator[Plant]:
-    end = whole_size(path, fd)
-    for line in read_lines(fd, start, end):
-        if line.plant is None:
-            damage = _damage(path, fd, line.offset, whole_size(path, fd), synced, False)
-            if damage is not None and damage.offset == line.offset:
-                raise damage
-            # Another process has cut off a torn tail, and may have appended.
-            yield from _read_plants(path, fd, line.offset, synced)
-            return
-        yield line.plant
+def learn(
+    path: Path,
+    fd: int,
+    index: Index,
+    end: int,
+    ids: Iterable[int] = (),
+    *,
+    crashed: bool = False,
+    temporary: bool = False,
+) -> tuple[dict[int, int], Line | None]:
+    """Enter the lines that an index does not know; progress goes to the log.
 
+    Args:
+        path: The path of the plant file.
+        fd: A descriptor of the plant file.
+        index: Bytes before its ``synced`` end were synced, unless it is ``UNKNOWN``.
+        end: The size of the plant file.
+        ids: What to find.
+        crashed: Whether the machine may have crashed since the latest sync. Then there
+            may be lost blocks.
+        temporary: Whether a table that is built is never used.
 
-def read_line(fd: int, offset: int) -> bytes:
-    """Return the line that begins at an offset; its line feed may be added."""
-    line = b''
-    while not line.endswith(b'\n'):
-        piece = os.pread(fd, 512 + 15 * len(line), offset + len(line))
-        line += piece[: piece.find(b'\n') + 1] or piece
-        if not piece:
-            break
-    return _ended(line)
-
-
-def scan_ids(
-    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield the id and the offset of each record; progress goes to the log.
-
-    Bytes before ``synced`` are known to have been synced, unless it is ``UNKNOWN``. If
-    the machine may have ``crashed`` since that sync, there may be lost blocks.
+    Returns:
+        The offsets of those ids that are known then, unless the index was built; and
+        the first line of a torn tail, or ``None``.
 
     Raises:
-        TornTail: The file ends in a torn tail.
-        StoreCorrupt: A line is damaged, and it is not a torn tail.
+        IndexDamaged: The index must be built again.
+        StoreCorrupt: A line is damaged, and it is no torn tail; or two plants have one
+            id. (A plant may be in the file twice.)
     """
-    began = reported = time.monotonic()
-    for base, chunk in _chunks(fd, start, end):
-        try:
-            yield from record.scan_ids(_ended(chunk), base)
-        except record.DamagedRecord as ex:
-            damage = _damage(path, fd, base, end, synced, crashed)
-            # Damage that is gone: only a program that ignores the lock can have
-            # removed it.
-            reason = 'another program changes the file'
-            raise damage or StoreUnavailable(reason, store=str(path)) from ex
-        now = time.monotonic()
-        if now - reported > PROGRESS_EVERY:
-            reported = now
-            log.info(
-                '%s: %d %% of %d MiB read, %d s',
-                path,
-                100 * (base + len(chunk) - start) // (end - start),
-                (end - start) >> 20,
-                now - began,
-            )
+    start, size = index.end, end - index.end
+    torn: Line | None = None
+
+    def records() -> Iterator[tuple[int, int]]:
+        nonlocal torn
+        began = reported = time.monotonic()
+        for base, chunk in _chunks(fd, start, end):
+            try:
+                yield from record.scan_ids(_ended(chunk), base)
+            except record.DamagedRecord as ex:
+                torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
+                if torn is None:
+                    # Only a program that ignores the lock can have removed the damage.
+                    reason = 'another program changes the file'
+                    raise StoreUnavailable(reason, store=str(path)) from ex
+                return
+            now = time.monotonic()
+            if now - reported > PROGRESS_EVERY:
+                reported = now
+                percent = 100 * (base + len(chunk) - start) // size
+                text = '%s: %d %% of %d MiB read, %d s'
+                log.info(text, path, percent, size >> 20, now - began)
+
+    def repeat(first: int, again: int) -> None:
+        plant, other = line_at(fd, first).plant, line_at(fd, again).plant
+        if plant is None or other is None or plant.id != other.id:
+            raise IndexDamaged('an entry is not of this file')
+        if plant != other:
+            raise _corrupt(path, fd, again, repeated(plant.id))
+
+    if index.reason is None:
+        return index.learn(records(), repeat, ids), torn
+    index.build(records(), repeat, temporary=temporary)
+    return {}, torn
+
+
+def check_opening(path: Path) -> None:
+    """Raise what an open of a plant file would raise; change nothing.
+
+    Raises:
+        StoreUnavailable: It is too short, no file of plants, or it cannot be read.
+        StoreCorrupt: A line that an open would read is damaged.
+    """
+    with (
+        open(open_file(path), 'rb') as file,
+        closing(Index(path, file.fileno())) as index,
+    ):
+        fd = file.fileno()
+        end = whole_size(path, fd)
+        index.synced = max(index.synced, read_synced(path, fd))
+        check_length(path, fd, end, index.synced)
+        with suppress(IndexDamaged):  # an open builds such an index again
+            learn(path, fd, index, end, crashed=True, temporary=True)
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:
@@ -216,56 +257,15 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
         StoreUnavailable: It is; the message says what an operator can do.
     """
     missing = known - size
-    if missing <= 0 or (missing == 1 and _lacks_line_feed(fd, size)):
-        return
-    raise StoreUnavailable(
-        cut_short(missing),
-        store=str(path),
-        detail='plants were acknowledged in them: put the whole file back; or accept '
-        f'the loss: python -m store check --repair jsonl:{path}, then reload the '
-        'server',
-    )
-
-
-def cut_short(missing: int) -> str:
-    """Return what is wrong with a file that lacks bytes which were synced."""
-    return f'the file was cut short: {missing} bytes at its end are missing'
-
-
-def _lacks_line_feed(fd: int, size: int) -> bool:
-    """Whether the last line is a record but for its line feed."""
-    start = size
-    while start and os.pread(fd, 1, start - 1) != b'\n':
-        start -= 1
-    lines = list(read_lines(fd, start, size))
-    return len(lines) == 1 and lines[0].plant is not None
-
-
-def read_plant(path: Path, fd: int, offset: int) -> Plant:
-    """Return the plant at an offset.
-
-    Raises:
-        StoreCorrupt: There is no record.
-    """
-    try:
-        return record.decode(read_line(fd, offset))
-    except record.DamagedRecord as ex:
-        raise corrupt(path, fd, offset, str(ex)) from ex
-
-
-def check_repeat(path: Path, fd: int, first: int, again: int) -> None:
-    """Accept a plant that is in the file twice, but not two plants with one id.
-
-    Raises:
-        IndexDamaged: The lines do not have the same id.
-        StoreCorrupt: They are different plants.
-    """
-    plant = read_plant(path, fd, first)
-    other = read_plant(path, fd, again)
-    if plant.id != other.id:
-        raise IndexDamaged('an entry is not of this file')
-    if plant != other:
-        raise corrupt(path, fd, again, repeated(plant.id))
+    # An editor may have left out the last line feed.
+    if missing > 1 or (missing == 1 and os.pread(fd, 1, size - 1) == b'\n'):
+        raise StoreUnavailable(
+            f'the file was cut short: {missing} bytes at its end are missing',
+            store=str(path),
+            detail='plants were acknowledged in them: put the whole file back; or '
+            f'accept the loss: python -m store check --repair jsonl:{path}, then '
+            'reload the server',
+        )
 
 
 def repeated(id: int) -> str:
@@ -273,8 +273,7 @@ def repeated(id: int) -> str:
     return f'its id is that of a different plant, {id}'
 
 
-def corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
-    """Return the exception for a damaged line that begins at an offset."""
+def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
     return StoreCorrupt(str(path), 1 + count_lines(fd, 0, offset), offset, reason)
 
 
@@ -303,28 +302,33 @@ def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         yield offset, b''.join(pieces)
 
 
-def _damage(
-    path: Path, fd: int, start: int, end: int, synced: int, crashed: bool
-) -> StoreCorrupt | TornTail | None:
-    """Return the first damage at or after an offset, or ``None`` if it is gone."""
+def _torn_tail(
+    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
+) -> Line | None:
+    """Return the first line of a torn tail; ``None`` if no line is damaged any more.
+
+    Raises:
+        StoreUnavailable: It is not a file of plants.
+        StoreCorrupt: A line is damaged, and it is not a torn tail.
+    """
     lines = read_lines(fd, start, end)
-    damaged = next((line for line in lines if line.plant is None), None)
-    if damaged is None:
+    line = next((line for line in lines if line.plant is None), None)
+    if line is None:
         return None
-    reason = damaged.reason
-    if damaged.offset < synced:
+    reason = line.reason
+    if line.offset < synced:
         reason = f'{reason}, and it was acknowledged'
-    elif (crashed and synced != UNKNOWN and _is_lost_block(damaged)) or all(
-        line.plant is None for line in lines
+    elif (crashed and synced != UNKNOWN and _is_lost_block(line)) or all(
+        other.plant is None for other in lines
     ):
-        if damaged.offset == 0 and not _is_ours(damaged.text):
+        if line.offset == 0 and not _is_ours(line.text):
             raise StoreUnavailable(
                 'it is not a file of plants: no line of it is a plant', store=str(path)
             )
-        if end - damaged.offset <= MOST_TORN:
-            return TornTail(damaged.offset, reason)
+        if end - line.offset <= MOST_TORN:
+            return line
         reason = f'{reason}, and more follows than an unfinished write can leave'
-    return corrupt(path, fd, damaged.offset, reason)
+    raise _corrupt(path, fd, line.offset, reason)
 
 
 def _is_ours(text: bytes) -> bool:
@@ -342,8 +346,6 @@ def _ended(text: bytes) -> bytes:
 
 def _is_lost_block(line: Line) -> bool:
     """Whether a line has zeros up to the end of a block."""
-    zeros = line.text.find(b'\0')
-    if zeros < 0:
-        return False
-    rest = line.text[zeros:].lstrip(b'\0')
-    return (line.offset + len(line.text) - len(rest)) % BLOCK == 0
+    _, zero, rest = line.text.partition(b'\0')
+    zeros_end = line.offset + len(line.text) - len(rest.lstrip(b'\0'))
+    return bool(zero) and zeros_end % BLOCK == 0
