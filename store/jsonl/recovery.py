@@ -199,8 +199,8 @@ def check_opening(path: Path) -> None:
         closing(Index(path, file.fileno())) as index,
     ):
         fd = file.fileno()
-        end = whole_size(path, fd)
         index.synced = max(index.synced, read_synced(path, fd))
+        end = whole_size(path, fd)
         check_length(path, fd, end, index.synced)
         with suppress(IndexDamaged):  # an open builds such an index again
             learn(path, fd, index, end, crashed=True, temporary=True)
@@ -245,7 +245,10 @@ def whole_size(path: Path, fd: int) -> int:
 
 
 def known_end(path: Path, fd: int) -> int:
-    """Return an end of a plant file that is known to be synced, or ``UNKNOWN``."""
+    """Return an end of a plant file that is known to be synced, or ``UNKNOWN``.
+
+    To be called before ``whole_size``: other processes append and sync meanwhile.
+    """
     with closing(Index(path, fd)) as index:
         return max(index.synced, read_synced(path, fd))
 

@@ -56,6 +56,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     try:
         with open(open_file(path, os.O_RDWR if repair else os.O_RDONLY), 'rb') as file:
             fd = file.fileno()
+            known = recovery.known_end(path, fd)
             if repair:
                 take_flock(path, fd)
                 if not os.path.samestat(os.fstat(fd), path.stat()):
@@ -63,7 +64,6 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
                 end = os.fstat(fd).st_size
             else:
                 end = recovery.whole_size(path, fd)
-            known = recovery.known_end(path, fd)
             plants, damaged, wrong = _find_damage(path, fd, end, progress)
             number, counted = 1, 0
             for line in damaged:

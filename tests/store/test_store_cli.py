@@ -17,7 +17,7 @@ from server import REPOSITORY
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
-from store.jsonl import record
+from store.jsonl import record, recovery
 from store.jsonl.repair import Verified, verify
 from store.testing import PATIENCE
 
@@ -164,6 +164,23 @@ class TestCheck:
             assert reason
         assert summary.startswith('2 plants verified, damaged: 3; --repair moves')
         assert files(path) == {path.name: text}
+
+
+def test_plant_added_while_a_check_begins(path, monkeypatch):
+    """A plant that is added and synced while a check begins is not missing."""
+    whole_size = recovery.whole_size
+
+    def size_before_an_add(*arguments):
+        size = whole_size(*arguments)
+        store.add(Plant(size, 'Fern'))
+        return size
+
+    monkeypatch.setattr(recovery, 'whole_size', size_before_an_add)
+    with open_store(url(path)) as store:
+        store.add(Plant(1, 'Fern'))
+        assert verify(path) == Verified(1)
+        store.check_opening()
+        assert len(list(store)) == 3
 
 
 # Sound records, a repeat, rivals with the same id, and lines that are no records.
