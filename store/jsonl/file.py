@@ -30,7 +30,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from logging import INFO, WARNING
@@ -59,6 +59,10 @@ CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 # Bytes of other processes that are read in the event loop of a server. More are read in
 # scheduler.call().
 CATCH_UP_BYTES = 128 * 1024
+SYNC_FAILED = 'a sync failed: the server must be reloaded'
+REPLACED = (
+    'the file was replaced by another: put the old one back, or reload the server'
+)
 
 
 class PlantFile:
@@ -86,13 +90,10 @@ class PlantFile:
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
         self._written_end = self._synced_end = 0
-        self._messages: list[tuple[Any, ...]] = []
+        self._messages: list[tuple[int, str]] = []  # logged without the lock
         self._flusher = Flusher(self._flush, path)
         self._commit = GroupCommit(
-            self._append,
-            self._sync,
-            scheduler=scheduler,
-            observe=self._report_sync,
+            self._append, self._sync, scheduler=scheduler, observe=self._report_sync
         )
         with unavailable(path), ExitStack() as opened:
             self._fd = open_as_allowed(path, create)
@@ -100,7 +101,7 @@ class PlantFile:
             status = os.fstat(self._fd)
             self._identity = status.st_dev, status.st_ino
             if pinned not in (None, self._identity):
-                raise self._replaced()
+                raise self._refusal(REPLACED)
             self._lock = FileLock(path)
             opened.callback(self._lock.close)
             # NOTE: the kernel reports a failed write-back once to each open file, at
@@ -113,7 +114,7 @@ class PlantFile:
                 fd = open_file(path)
                 opened.callback(os.close, fd)
                 if not os.path.sameopenfile(fd, self._fd):
-                    raise self._replaced()
+                    raise self._refusal(REPLACED)
                 self._sync_fds.put(fd)
             with self._locked():
                 self._check_file()
@@ -144,7 +145,7 @@ class PlantFile:
 
     def ping(self) -> None:
         with unavailable(self._path), self._locked():
-            end, _ = self._catch_up(set(), THREADS.call)
+            end, _ = self._catch_up()
             if not os.fstatvfs(self._fd).f_bavail:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._failed_write:
@@ -161,7 +162,7 @@ class PlantFile:
             with self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
                 with suppress(OSError, StoreUnavailable, StoreCorrupt, IndexDamaged):
-                    end, _ = self._catch_up(set(), THREADS.call)
+                    end, _ = self._catch_up()
                     if end > self._index.synced:
                         os.fsync(self._fd)
                         self._notes.note_end(end)
@@ -181,40 +182,32 @@ class PlantFile:
 
     def _append(self, batch: Batch) -> int:
         """Write the new plants of a batch; return the end to sync, or 0."""
-
-        def sleep(seconds: float) -> None:
-            self._call(partial(time.sleep, seconds))
-
         ids = {entry.item[0].id for entry in batch}
-        with unavailable(self._path), self._locked(sleep=sleep):
+        with unavailable(self._path), self._locked(call=self._call):
             end, stored = self._catch_up(ids, self._call)
-            return self._append_locked(batch, end, stored)
-
-    def _append_locked(self, batch: Batch, end: int, stored: dict[int, Plant]) -> int:
-        # Buffered. A repeat is an acknowledgement too: the first write of the plant,
-        # perhaps by another process, may not be synced yet. So it waits for a sync.
-        offsets: dict[int, int] = {}
-        lines: list[bytes] = []
-        position = end
-        needs_sync = False
-        for entry in batch:
-            plant, line = entry.item
-            entry.new = plant.id not in stored
-            first = stored.setdefault(plant.id, plant)
-            entry.error = None if first == plant else IdTaken(plant.id)
-            needs_sync |= entry.error is None
-            if entry.new:
-                offsets[plant.id] = position
-                lines.append(line)
-                position += len(line)
-        if lines:
-            data = b''.join(lines)
-            self._write(data, end)
-            # Written. A process that dies from here on leaves lines that the next
-            # holder of the lock reads.
-            self._index.enter(offsets, data)
-            self._written_end = position
-        return position if needs_sync else 0
+            # Buffered. A repeat is an acknowledgement too: the first write of the
+            # plant, perhaps by another process, may not be synced yet. So it waits for
+            # a sync.
+            offsets: dict[int, int] = {}
+            buffer = bytearray()
+            needs_sync = False
+            for entry in batch:
+                plant, line = entry.item
+                entry.new = plant.id not in stored
+                first = stored.setdefault(plant.id, plant)
+                entry.error = None if first == plant else IdTaken(plant.id)
+                needs_sync |= entry.error is None
+                if entry.new:
+                    offsets[plant.id] = end + len(buffer)
+                    buffer += line
+            if buffer:
+                data = bytes(buffer)
+                self._write(data, end)
+                # Written. A process that dies from here on leaves lines that the next
+                # holder of the lock reads.
+                self._index.enter(offsets, data)
+                self._written_end = end + len(data)
+        return end + len(buffer) if needs_sync else 0
 
     def _write(self, data: bytes, end: int) -> None:
         try:
@@ -248,13 +241,12 @@ class PlantFile:
                 self._path,
                 ex.strerror,
             )
-            raise self._latched() from ex
         finally:
             self._sync_fds.put(fd)
         # Durable, and acknowledged when the caller returns, unless another sync has
         # failed meanwhile: it may have covered the same bytes.
         if self._failed_sync is not None:
-            raise self._latched()
+            raise self._refusal(SYNC_FAILED) from self._failed_sync
         self._synced_end = max(self._synced_end, end)
 
     def _report_sync(self, plants: int, seconds: float) -> None:
@@ -273,47 +265,40 @@ class PlantFile:
             self._notes.note_end(end)
         self._flusher.want(at_once=self._index.is_full() and not is_bulk)
 
-    def _unavailable(self, reason: str) -> StoreUnavailable:
+    def _refusal(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
-
-    def _latched(self) -> StoreUnavailable:
-        return self._unavailable('a sync failed: the server must be reloaded')
-
-    def _replaced(self) -> StoreUnavailable:
-        return self._unavailable(
-            'the file was replaced by another: put the old one back, or reload the '
-            'server'
-        )
 
     @contextmanager
     def _locked(
-        self, within: float | None = None, sleep: Callable[[float], object] = time.sleep
+        self, within: float | None = None, call: Call = THREADS.call
     ) -> Iterator[None]:
         """Hold the lock, and log only after it: a log may block."""
+
+        def sleep(seconds: float) -> None:
+            call(partial(time.sleep, seconds))
+
         try:
             with self._lock.held(within, sleep):
                 yield
         finally:
             messages, self._messages = self._messages, []
-            for level, text, *values in messages:
-                log.log(level, text, *values)
-
-    def _say(self, *message: Any) -> None:
-        """Log a message when the lock is released: its level, its text, and values."""
-        self._messages.append(message)
+            for level, text in messages:
+                log.log(level, text)
 
     # What follows REQUIRES the lock.
 
     def _check_file(self) -> os.stat_result:
         """Return the status of the path, which must still name the opened file."""
         if self._failed_sync is not None:
-            raise self._latched()
+            raise self._refusal(SYNC_FAILED)
         status = os.stat(self._path)
         if (status.st_dev, status.st_ino) != self._identity:
-            raise self._replaced()
+            raise self._refusal(REPLACED)
         return status
 
-    def _catch_up(self, ids: set[int], call: Call) -> tuple[int, dict[int, Plant]]:
+    def _catch_up(
+        self, ids: Collection[int] = (), call: Call = THREADS.call
+    ) -> tuple[int, dict[int, Plant]]:
         """Return the end of the file, and the plants in it that have these ids.
 
         Other processes may have appended, or died in the middle of a line. So this runs
@@ -324,15 +309,14 @@ class PlantFile:
             try:
                 return self._find(ids, call)
             except IndexDamaged as ex:
-                self._say(WARNING, '%s: the index is opened again: %s', self._path, ex)
-                old = self._index
-                old.close()
+                text = f'{self._path}: the index is opened again: {ex}'
+                self._messages.append((WARNING, text))
+                self._index.close()
                 # Opening it again helps if it was replaced, not if it is wrong.
-                open_index = partial(self._open_index, known=old.end, rebuild=rebuild)
-                self._index = call(open_index)
+                self._index = call(partial(self._open_index, rebuild=rebuild))
         return self._find(ids, call)
 
-    def _find(self, ids: set[int], call: Call) -> tuple[int, dict[int, Plant]]:
+    def _find(self, ids: Collection[int], call: Call) -> tuple[int, dict[int, Plant]]:
         size = self._check_file().st_size
         index = self._index
         synced, failed = self._notes.read()
@@ -340,15 +324,16 @@ class PlantFile:
         recovery.check_length(self._path, self._fd, size, max(synced, index.end))
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
-        if size - index.end > CATCH_UP_BYTES:
+        is_far = size - index.end > CATCH_UP_BYTES
+        if is_far:
             index.find([])  # perhaps another process has entered most of it
             recovery.check_length(self._path, self._fd, size, index.end)
         if size == index.end:
             offsets = index.find(ids)
         else:
             learn = partial(self._learn, index, ids)
-            offsets = call(learn) if size - index.end > CATCH_UP_BYTES else learn()
-        plants = {}
+            offsets = call(learn) if is_far else learn()
+        plants: dict[int, Plant] = {}
         for id, offset in offsets.items():
             plant = None
             with suppress(OSError):
@@ -359,28 +344,30 @@ class PlantFile:
             plants[id] = plant
         return index.end, plants
 
-    def _open_index(
-        self, *, crashed: bool = False, known: int = 0, rebuild: bool = False
-    ) -> Index:
+    def _open_index(self, *, crashed: bool = False, rebuild: bool = False) -> Index:
         """Return the index, which knows all ids of the file; the file is synced.
 
         Args:
             crashed: Whether the machine may have crashed since the latest sync.
-            known: An end that the file has had.
             rebuild: Whether the present table is wrong.
         """
         index = Index(self._path, self._fd, new=rebuild)
         try:
             index.synced = max(index.synced, self._notes.read()[0])
             size = os.fstat(self._fd).st_size
-            known = max(known, index.synced)
-            recovery.check_length(self._path, self._fd, size, known)
+            recovery.check_length(self._path, self._fd, size, index.synced)
             if index.reason and size:
-                text = '%s: building the index: %s'
-                self._say(INFO, text, self._path, index.reason)
+                text = f'{self._path}: building the index: {index.reason}'
+                self._messages.append((INFO, text))
             self._learn(index, crashed=crashed)
             if index.synced < index.end:
-                self._write_again(max(0, index.synced))
+                # Plants of another process may not be on the disk, and this process
+                # would acknowledge their repeats.
+                start = max(0, index.synced)
+                while data := os.pread(self._fd, CHUNK, start):
+                    start += os.pwrite(self._fd, data, start)
+                # NOTE: not fdatasync, which leaves out the mtime: the index has it.
+                os.fsync(self._fd)
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)
@@ -388,14 +375,14 @@ class PlantFile:
             index.close()
             if rebuild:
                 raise
-            return self._open_index(crashed=crashed, known=known, rebuild=True)
+            return self._open_index(crashed=crashed, rebuild=True)
         except BaseException:
             index.close()
             raise
         return index
 
     def _learn(
-        self, index: Index, ids: Iterable[int] = (), *, crashed: bool = False
+        self, index: Index, ids: Collection[int] = (), *, crashed: bool = False
     ) -> dict[int, int]:
         """Enter the lines that an index does not know, and mend the end of the file.
 
@@ -407,30 +394,16 @@ class PlantFile:
             self._path, self._fd, index, end, ids, crashed=crashed
         )
         if torn is not None:
-            offset = torn.offset
-            side = recovery.cut_tail(self._path, self._fd, offset)
+            side = recovery.cut_tail(self._path, self._fd, torn.offset)
             text = (
-                '%s: removed %d bytes of an unfinished write at byte %d (%s); '
-                'a copy is in %s'
+                f'{self._path}: removed {end - torn.offset} bytes of an unfinished '
+                f'write at byte {torn.offset} ({torn.reason}); a copy is in {side.name}'
             )
-            values = (self._path, end - offset, offset, torn.reason, side.name)
-            self._say(WARNING, text, *values)
+            self._messages.append((WARNING, text))
         elif end and os.pread(self._fd, 1, end - 1) != b'\n':
             self._write(b'\n', end)  # the last line is a record without its line feed
         index.know(os.fstat(self._fd).st_size)
         return found
-
-    def _write_again(self, start: int) -> None:
-        """Make the file durable, also if earlier syncs have failed.
-
-        Plants of another process may not be on the disk, and this process would
-        acknowledge their repeats. The top of this file says why it writes them again.
-        """
-        if start < os.fstat(self._fd).st_size:
-            while data := os.pread(self._fd, CHUNK, start):
-                start += os.pwrite(self._fd, data, start)
-        # NOTE: not fdatasync, which leaves out the mtime: the index remembers it.
-        os.fsync(self._fd)
 
     def _flush(self) -> bool:
         """Flush the index; return whether all that this process has added is in it."""
