@@ -10,7 +10,7 @@ from pathlib import Path
 from store.base import Create, Plant
 from store.errors import StoreUnavailable
 from store.jsonl import recovery
-from store.jsonl.disk import make_file, unavailable
+from store.jsonl.disk import open_or_make, unavailable
 from store.jsonl.file import PlantFile
 from store.lazy import LazyStore
 from store.scheduler import THREADS, Scheduler
@@ -52,7 +52,7 @@ class JSONLinesStore(LazyStore[PlantFile]):
         self._pinned: tuple[int, int] | None = None
         if create == 'always':
             with unavailable(self.path):
-                os.close(make_file(self.path))
+                os.close(open_or_make(self.path, create))
         if create != 'first':
             with suppress(OSError):
                 status = self.path.stat()

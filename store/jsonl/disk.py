@@ -32,17 +32,37 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     return fd
 
 
-def make_file(path: Path) -> int:
-    """Make a missing plant file, durably; return its descriptor, as ``open_file``."""
+def open_or_make(path: Path, create: Create) -> int:
+    """Open a plant file, or make it, durably, if it is missing and may be made.
+
+    Raises:
+        OSError: It cannot be opened.
+        StoreUnavailable: It is missing; the message says what to do.
+    """
+    index, synced = index_path(path), index_path(path, '-synced')
     # Of an earlier file, whose inode number the new one may have.
-    leftover = any(index_path(path, suffix).exists() for suffix in ('', '-synced'))
+    has_index, has_synced = index.exists(), synced.exists()
+    if create == 'never' or (create == 'first' and has_index):
+        try:
+            return open_file(path)
+        except FileNotFoundError as ex:
+            remedy = (
+                f'remove {index.name}' if create == 'first' else 'reload the server'
+            )
+            raise StoreUnavailable(
+                f'the file is gone: put it back, or {remedy} to start '
+                'with an empty one',
+                store=str(path),
+            ) from ex
     try:
         fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        if leftover:
+        if has_index or has_synced:
             remove_index(path)
-            index_path(path, '-synced').unlink(missing_ok=True)
+            synced.unlink(missing_ok=True)
     except FileExistsError:
         fd = open_file(path)
+    except FileNotFoundError as ex:
+        raise StoreUnavailable('its directory does not exist', store=str(path)) from ex
     try:
         # Also if it was there: the process that made it may have died before this.
         if not os.fstat(fd).st_size:
@@ -51,29 +71,6 @@ def make_file(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def open_as_allowed(path: Path, create: Create) -> int:
-    """Open a plant file, or make it if it is missing and may be made.
-
-    Raises:
-        StoreUnavailable: It is missing; the message says what to do.
-    """
-    index = index_path(path)
-    if create == 'always' or (create == 'first' and not index.exists()):
-        try:
-            return make_file(path)
-        except FileNotFoundError as ex:
-            reason = 'its directory does not exist'
-            raise StoreUnavailable(reason, store=str(path)) from ex
-    try:
-        return open_file(path)
-    except FileNotFoundError as ex:
-        remedy = 'reload the server' if create == 'never' else f'remove {index.name}'
-        raise StoreUnavailable(
-            f'the file is gone: put it back, or {remedy} to start with an empty one',
-            store=str(path),
-        ) from ex
 
 
 def new_file(path: Path, like: os.stat_result) -> int:
@@ -148,15 +145,13 @@ def index_path(path: Path, suffix: str = '') -> Path:
 
 def remove_index(path: Path) -> None:
     """Remove the table of a plant file, and the index of version 1.1."""
-    generation = re.compile(re.escape(f'{path.name}.index-') + '[0-9a-f]{16}.*')
-    old = [name for name in os.listdir(path.parent) if generation.fullmatch(name)]
-    # NOTE: SQLite would take what is left in -wal or -journal for its own.
-    suffixes = '-wal', '-journal', '-shm', ''
-    for file in [
-        *(index_path(path, each) for each in suffixes),
-        *map(path.with_name, old),
-    ]:
-        file.unlink(missing_ok=True)
+    ours = re.compile(
+        re.escape(index_path(path).name) + '(-wal|-journal|-shm|-[0-9a-f]{16}.*)?'
+    )
+    # NOTE: the table last. SQLite would take a -wal or -journal without it for one of
+    # the next table.
+    for name in sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True):
+        path.with_name(name).unlink(missing_ok=True)
 
 
 @contextmanager

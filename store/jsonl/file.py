@@ -42,7 +42,7 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.disk import CHUNK, open_as_allowed, open_file, unavailable, write
+from store.jsonl.disk import CHUNK, open_file, open_or_make, unavailable, write
 from store.jsonl.flusher import Flusher
 from store.jsonl.index import Index
 from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, FileLock
@@ -96,7 +96,7 @@ class PlantFile:
             self._append, self._sync, scheduler=scheduler, observe=self._report_sync
         )
         with unavailable(path), ExitStack() as opened:
-            self._fd = open_as_allowed(path, create)
+            self._fd = open_or_make(path, create)
             opened.callback(os.close, self._fd)
             status = os.fstat(self._fd)
             self._identity = status.st_dev, status.st_ino
