@@ -28,7 +28,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -97,25 +97,39 @@ def read_plants(path: Path) -> Iterator[Plant]:
         StoreUnavailable: The file cannot be read.
         StoreCorrupt: A line is damaged, and it is not a torn tail.
     """
-    try:
-        with open(open_file(path, os.O_RDONLY), 'rb') as file:
-            fd = file.fileno()
-            synced = known_end(path, fd)
+    with reading(path) as (fd, synced):
+        end = whole_size(path, fd)
+        check_length(path, fd, end, synced)
+        lines = read_lines(fd, 0, end)
+        while line := next(lines, None):
+            if line.plant is not None:
+                yield line.plant
+                continue
             end = whole_size(path, fd)
-            check_length(path, fd, end, synced)
-            lines = read_lines(fd, 0, end)
-            while line := next(lines, None):
-                if line.plant is not None:
-                    yield line.plant
-                    continue
-                end = whole_size(path, fd)
-                torn = _torn_tail(path, fd, line.offset, end, synced, crashed=False)
-                if torn is not None and torn.offset == line.offset:
-                    text = '%s: a torn tail at byte %d is left out'
-                    log.warning(text, path, torn.offset)
-                    break
-                # Another process has cut off a torn tail, and may have appended.
-                lines = read_lines(fd, line.offset, end)
+            torn = _torn_tail(path, fd, line.offset, end, synced, crashed=False)
+            if torn is not None and torn.offset == line.offset:
+                log.warning('%s: a torn tail at byte %d is left out', path, torn.offset)
+                break
+            # Another process has cut off a torn tail, and may have appended.
+            lines = read_lines(fd, line.offset, end)
+
+
+@contextmanager
+def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
+    """Open a plant file for a command; yield a descriptor, and the synced end.
+
+    The end is known before the size of the file is asked for: other processes append
+    and sync meanwhile.
+
+    Raises:
+        StoreUnavailable: A system call failed.
+    """
+    try:
+        with open(open_file(path, flags), 'rb') as file:
+            fd = file.fileno()
+            with closing(Index(path, fd)) as index:
+                synced = max(index.synced, read_synced(path, fd))
+            yield fd, synced
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
@@ -199,6 +213,7 @@ def check_opening(path: Path) -> None:
         closing(Index(path, file.fileno())) as index,
     ):
         fd = file.fileno()
+        # Before the size: other processes append and sync meanwhile.
         index.synced = max(index.synced, read_synced(path, fd))
         end = whole_size(path, fd)
         check_length(path, fd, end, index.synced)
@@ -242,15 +257,6 @@ def whole_size(path: Path, fd: int) -> int:
         return os.fstat(fd).st_size
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def known_end(path: Path, fd: int) -> int:
-    """Return an end of a plant file that is known to be synced, or ``UNKNOWN``.
-
-    To be called before ``whole_size``: other processes append and sync meanwhile.
-    """
-    with closing(Index(path, fd)) as index:
-        return max(index.synced, read_synced(path, fd))
 
 
 def check_length(path: Path, fd: int, size: int, known: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from store.errors import StoreUnavailable
 from store.jsonl import recovery
-from store.jsonl.disk import copy_aside, index_path, open_file, sync_directory
+from store.jsonl.disk import copy_aside, index_path, sync_directory
 from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
@@ -53,36 +53,29 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     """
     side: Path | None = None
     sentences: list[str] = []
-    try:
-        with open(open_file(path, os.O_RDWR if repair else os.O_RDONLY), 'rb') as file:
-            fd = file.fileno()
-            known = recovery.known_end(path, fd)
-            if repair:
-                take_flock(path, fd)
-                if not os.path.samestat(os.fstat(fd), path.stat()):
-                    raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-                end = os.fstat(fd).st_size
-            else:
-                end = recovery.whole_size(path, fd)
-            plants, damaged, wrong = _find_damage(path, fd, end, progress)
-            number, counted = 1, 0
-            for line in damaged:
-                number += recovery.count_lines(fd, counted, line.offset)
-                counted = line.offset
-                place = f'{path}: line {number} (byte {line.offset})'
-                sentences.append(f'{place}: {line.reason}')
-            try:
-                recovery.check_length(path, fd, end, known)
-            except StoreUnavailable as ex:
-                sentences.append(f'{path}: {ex.reason}')
-            if wrong:
-                sentences.append(
-                    f'{index_path(path)}: {wrong} ids differ from the file'
-                )
-            if repair and sentences:
-                side = _replace(path, fd, end, damaged)
-    except OSError as ex:
-        raise StoreUnavailable.refused(ex, path) from ex
+    with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
+        if repair:
+            take_flock(path, fd)
+            if not os.path.samestat(os.fstat(fd), path.stat()):
+                raise StoreUnavailable('it was replaced meanwhile', store=str(path))
+            end = os.fstat(fd).st_size
+        else:
+            end = recovery.whole_size(path, fd)
+        plants, damaged, wrong = _find_damage(path, fd, end, progress)
+        number, counted = 1, 0
+        for line in damaged:
+            number += recovery.count_lines(fd, counted, line.offset)
+            counted = line.offset
+            place = f'{path}: line {number} (byte {line.offset})'
+            sentences.append(f'{place}: {line.reason}')
+        try:
+            recovery.check_length(path, fd, end, synced)
+        except StoreUnavailable as ex:
+            sentences.append(f'{path}: {ex.reason}')
+        if wrong:
+            sentences.append(f'{index_path(path)}: {wrong} ids differ from the file')
+        if repair and sentences:
+            side = _replace(path, fd, end, damaged)
     return Verified(
         plants,
         tuple(sentences),
