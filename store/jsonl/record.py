@@ -64,16 +64,11 @@ def encode(plant: Plant) -> bytes:
 
 
 def decode(line: bytes) -> Plant:
-    """Return the plant of a record.
-
-    Args:
-        line: The bytes up to and including the line feed.
+    """Return the plant of a record; its line feed may be missing.
 
     Raises:
         DamagedRecord: The line is not a record.
     """
-    if not line.endswith(b'\n'):
-        raise DamagedRecord('it has no line feed at its end')
     try:
         value: Any = _decode(line.decode())
     except UnicodeDecodeError as ex:
@@ -97,7 +92,7 @@ def scan_ids(chunk: bytes, start: int) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record in a chunk of a file.
 
     Args:
-        chunk: Whole lines.
+        chunk: Whole lines; the last line feed may be missing.
         start: Where the chunk begins, in bytes from the start of the file.
 
     Raises:

@@ -85,7 +85,7 @@ def line_at(fd: int, offset: int) -> Line:
 
 def _line(offset: int, text: bytes) -> Line:
     try:
-        return Line(offset, text, record.decode(_ended(text)), '')
+        return Line(offset, text, record.decode(text), '')
     except record.DamagedRecord as ex:
         return Line(offset, text, None, str(ex))
 
@@ -173,7 +173,7 @@ def learn(
         began = reported = time.monotonic()
         for base, chunk in _chunks(fd, start, end):
             try:
-                yield from record.scan_ids(_ended(chunk), base)
+                yield from record.scan_ids(chunk, base)
             except record.DamagedRecord as ex:
                 torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
                 if torn is None:
@@ -346,11 +346,6 @@ def _is_ours(text: bytes) -> bool:
     return bool(zeros or not text.endswith(b'\n')) and (
         BEGINNING.startswith(whole) or FIRST_MEMBER.match(whole) is not None
     )
-
-
-def _ended(text: bytes) -> bytes:
-    """Return lines with the line feed that the last one may lack."""
-    return text if text.endswith(b'\n') else text + b'\n'
 
 
 def _is_lost_block(line: Line) -> bool:
