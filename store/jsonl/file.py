@@ -89,9 +89,9 @@ class PlantFile:
         self._observe = observe
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._written_end = self._synced_end = 0
+        self._synced_end = 0
         self._messages: list[tuple[int, str]] = []  # logged without the lock
-        self._flusher = Flusher(self._flush, path)
+        self._flusher = Flusher(lambda: self._index.flush(), path)
         self._commit = GroupCommit(
             self._append, self._sync, scheduler=scheduler, observe=self._report_sync
         )
@@ -206,7 +206,6 @@ class PlantFile:
                 # Written. A process that dies from here on leaves lines that the next
                 # holder of the lock reads.
                 self._index.enter(offsets, data)
-                self._written_end = end + len(data)
         return end + len(buffer) if needs_sync else 0
 
     def _write(self, data: bytes, end: int) -> None:
@@ -404,7 +403,3 @@ class PlantFile:
             self._write(b'\n', end)  # the last line is a record without its line feed
         index.know(os.fstat(self._fd).st_size)
         return found
-
-    def _flush(self) -> bool:
-        """Flush the index; return whether all that this process has added is in it."""
-        return self._index.flush() and self._index.synced >= self._written_end
