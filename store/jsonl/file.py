@@ -18,10 +18,6 @@ known to have been synced: a written page is dirty, so the next sync tells the t
 about it. Other processes need not be told. The kernel reports a failed write-back once
 to each descriptor that was open then, at its next sync, and a process that opens the
 file later writes the bytes again first.
-
-**A file that is shorter than an end that was synced** has lost acknowledged plants:
-every process refuses it, until the file is back or an operator accepts the loss with
-``python -m store check --repair``, which makes another file of the rest.
 """
 
 from __future__ import annotations
@@ -33,10 +29,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from logging import INFO, WARNING
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
@@ -45,15 +39,12 @@ from store.jsonl import record, recovery
 from store.jsonl.disk import CHUNK, open_file, open_or_make, unavailable, write
 from store.jsonl.flusher import Flusher
 from store.jsonl.index import Index
-from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, FileLock
+from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, Call, FileLock
 from store.jsonl.synced import Synced
 from store.jsonl.table import IndexDamaged
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
-
-Batch = Sequence[Entry[tuple[Plant, bytes]]]
-Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 # Bytes of other processes that are read in the event loop of a server. More are read in
@@ -180,7 +171,7 @@ class PlantFile:
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
-    def _append(self, batch: Batch) -> int:
+    def _append(self, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> int:
         """Write the new plants of a batch; return the end to sync, or 0."""
         ids = {entry.item[0].id for entry in batch}
         with unavailable(self._path), self._locked(call=self._call):
@@ -272,12 +263,8 @@ class PlantFile:
         self, within: float | None = None, call: Call = THREADS.call
     ) -> Iterator[None]:
         """Hold the lock, and log only after it: a log may block."""
-
-        def sleep(seconds: float) -> None:
-            call(partial(time.sleep, seconds))
-
         try:
-            with self._lock.held(within, sleep):
+            with self._lock.held(within, call):
                 yield
         finally:
             messages, self._messages = self._messages, []
@@ -309,7 +296,7 @@ class PlantFile:
                 return self._find(ids, call)
             except IndexDamaged as ex:
                 text = f'{self._path}: the index is opened again: {ex}'
-                self._messages.append((WARNING, text))
+                self._messages.append((logging.WARNING, text))
                 self._index.close()
                 # Opening it again helps if it was replaced, not if it is wrong.
                 self._index = call(partial(self._open_index, rebuild=rebuild))
@@ -357,7 +344,7 @@ class PlantFile:
             recovery.check_length(self._path, self._fd, size, index.synced)
             if index.reason and size:
                 text = f'{self._path}: building the index: {index.reason}'
-                self._messages.append((INFO, text))
+                self._messages.append((logging.INFO, text))
             self._learn(index, crashed=crashed)
             if index.synced < index.end:
                 # Plants of another process may not be on the disk, and this process
@@ -370,14 +357,11 @@ class PlantFile:
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)
-        except IndexDamaged:
+        except BaseException as ex:
             index.close()
-            if rebuild:
+            if rebuild or not isinstance(ex, IndexDamaged):
                 raise
             return self._open_index(crashed=crashed, rebuild=True)
-        except BaseException:
-            index.close()
-            raise
         return index
 
     def _learn(
@@ -398,7 +382,7 @@ class PlantFile:
                 f'{self._path}: removed {end - torn.offset} bytes of an unfinished '
                 f'write at byte {torn.offset} ({torn.reason}); a copy is in {side.name}'
             )
-            self._messages.append((WARNING, text))
+            self._messages.append((logging.WARNING, text))
         elif end and os.pread(self._fd, 1, end - 1) != b'\n':
             self._write(b'\n', end)  # the last line is a record without its line feed
         index.know(os.fstat(self._fd).st_size)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from store.errors import StoreClosed, StoreUnavailable
 from store.jsonl.disk import open_file
+from store.scheduler import THREADS
 
 LOCK_WITHIN = 5.0  # seconds
 # NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
@@ -23,7 +25,7 @@ PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01  # seconds
 
-Sleep = Callable[[float], object]
+Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 
 class _Descriptor:
@@ -55,26 +57,25 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self._fd = open_file(path)
-        self._key = object()
-        _open[self._key] = _Descriptor(self._fd)
+        _open[self] = _Descriptor(self._fd)
         self._path = path
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
         self.closed = False
 
     def close(self) -> None:
         """Close the descriptor, which a forked child has done already."""
-        _open.pop(self._key, None)
+        _open.pop(self, None)
 
     @contextmanager
     def held(
-        self, within: float | None = None, sleep: Sleep = time.sleep
+        self, within: float | None = None, call: Call = THREADS.call
     ) -> Iterator[None]:
         """Hold the lock.
 
         Args:
             within: How long to wait, in seconds; ``LOCK_WITHIN`` by default.
-            sleep: Waits between two attempts. It takes nothing, so that a caller that
-                is interrupted in it leaves no lock behind.
+            call: Calls the pause between two attempts. A caller that is interrupted
+                in it leaves no lock behind.
 
         Raises:
             StoreClosed: ``closed`` is set.
@@ -82,11 +83,11 @@ class FileLock:
         """
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
         path = self._path
-        _poll(lambda: self._mutex.acquire(blocking=False), path, deadline, sleep)
+        _poll(lambda: self._mutex.acquire(blocking=False), path, deadline, call)
         try:
             if self.closed:
                 raise StoreClosed
-            _poll(lambda: try_flock(self._fd), path, deadline, sleep)
+            _poll(lambda: try_flock(self._fd), path, deadline, call)
             try:
                 yield
             finally:
@@ -98,7 +99,7 @@ class FileLock:
 def take_flock(path: object, fd: int, operation: int = fcntl.LOCK_EX) -> None:
     """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
-    _poll(lambda: try_flock(fd, operation), path, deadline, time.sleep)
+    _poll(lambda: try_flock(fd, operation), path, deadline, THREADS.call)
 
 
 def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
@@ -111,7 +112,7 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
 
 
 def _poll(
-    attempt: Callable[[], bool], path: object, deadline: float, sleep: Sleep
+    attempt: Callable[[], bool], path: object, deadline: float, call: Call
 ) -> None:
     """Repeat an attempt until it succeeds, or raise ``StoreUnavailable``."""
     began = time.monotonic()
@@ -120,4 +121,5 @@ def _poll(
         if now > deadline:
             reason = 'another process or thread holds the lock of the file'
             raise StoreUnavailable(reason, store=str(path))
-        sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * (now - began)), LONGEST_PAUSE))
+        pause = min(max(SHORTEST_PAUSE, PAUSE_SHARE * (now - began)), LONGEST_PAUSE)
+        call(partial(time.sleep, pause))

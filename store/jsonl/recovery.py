@@ -74,13 +74,11 @@ def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
 
 def line_at(fd: int, offset: int) -> Line:
     """Return the line that begins at an offset."""
-    text = b''
-    while not text.endswith(b'\n'):
-        piece = os.pread(fd, 512 + 15 * len(text), offset + len(text))
-        text += piece[: piece.find(b'\n') + 1] or piece
-        if not piece:
-            break
-    return _line(offset, text)
+    text = piece = os.pread(fd, 512, offset)
+    while piece and b'\n' not in piece:
+        piece = os.pread(fd, 15 * len(text), offset + len(text))
+        text += piece
+    return _line(offset, text[: text.find(b'\n') + 1] or text)
 
 
 def _line(offset: int, text: bytes) -> Line:
@@ -149,11 +147,10 @@ def learn(
     Args:
         path: The path of the plant file.
         fd: A descriptor of the plant file.
-        index: Bytes before its ``synced`` end were synced, unless it is ``UNKNOWN``.
-        end: The size of the plant file.
+        index: Its ``synced`` end tells a torn tail from damage.
+        end: The size of the plant file, in bytes.
         ids: What to find.
-        crashed: Whether the machine may have crashed since the latest sync. Then there
-            may be lost blocks.
+        crashed: Whether there may be lost blocks since the latest sync.
         temporary: Whether a table that is built is never used.
 
     Returns:

@@ -36,7 +36,7 @@ class Verified(NamedTuple):
 
     plants: int
     damaged: tuple[str, ...] = ()
-    side_file: str | None = None
+    side_file: Path | None = None
     repaired: bool = False
 
 
@@ -76,12 +76,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
             sentences.append(f'{index_path(path)}: {wrong} ids differ from the file')
         if repair and sentences:
             side = _replace(path, fd, end, damaged)
-    return Verified(
-        plants,
-        tuple(sentences),
-        str(side) if side else None,
-        repaired=repair and bool(sentences),
-    )
+    return Verified(plants, tuple(sentences), side, repair and bool(sentences))
 
 
 def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
