@@ -42,27 +42,22 @@ def open_or_make(path: Path, create: Create) -> int:
     index, synced = index_path(path), index_path(path, '-synced')
     # Of an earlier file, whose inode number the new one may have.
     has_index, has_synced = index.exists(), synced.exists()
-    if create == 'never' or (create == 'first' and has_index):
-        try:
-            return open_file(path)
-        except FileNotFoundError as ex:
-            remedy = (
-                f'remove {index.name}' if create == 'first' else 'reload the server'
-            )
-            raise StoreUnavailable(
-                f'the file is gone: put it back, or {remedy} to start '
-                'with an empty one',
-                store=str(path),
-            ) from ex
+    may_make = create == 'always' or (create == 'first' and not has_index)
     try:
-        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        if has_index or has_synced:
-            remove_index(path)
-            synced.unlink(missing_ok=True)
+        if may_make:
+            fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            if has_index or has_synced:
+                remove_index(path)
+                synced.unlink(missing_ok=True)
+        else:
+            fd = open_file(path)
     except FileExistsError:
         fd = open_file(path)
     except FileNotFoundError as ex:
-        raise StoreUnavailable('its directory does not exist', store=str(path)) from ex
+        way = 'reload the server' if create == 'never' else f'remove {index.name}'
+        gone = f'the file is gone: put it back, or {way} to start with an empty one'
+        reason = 'its directory does not exist' if may_make else gone
+        raise StoreUnavailable(reason, store=str(path)) from ex
     try:
         # Also if it was there: the process that made it may have died before this.
         if not os.fstat(fd).st_size:
