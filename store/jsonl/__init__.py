@@ -49,14 +49,13 @@ class JSONLinesStore(LazyStore[PlantFile]):
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
         self._create = create
-        self._pinned: tuple[int, int] | None = None
+        self._pinned: os.stat_result | None = None
         if create == 'always':
             with unavailable(self.path):
                 os.close(open_or_make(self.path, create))
         if create != 'first':
             with suppress(OSError):
-                status = self.path.stat()
-                self._pinned = status.st_dev, status.st_ino
+                self._pinned = self.path.stat()
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()

@@ -60,7 +60,7 @@ class PlantFile:
     """A plant file that is open in this process.
 
     Args:
-        pinned: Device and inode that it must have, or ``None``.
+        pinned: The status of the file that it must be, or ``None`` for any file.
         observe: Called after each sync.
 
     The other arguments are those of ``JSONLinesStore``.
@@ -71,7 +71,7 @@ class PlantFile:
         path: Path,
         create: Create,
         *,
-        pinned: tuple[int, int] | None,
+        pinned: os.stat_result | None,
         scheduler: Scheduler,
         observe: Callable[[int, float], None],
     ) -> None:
@@ -89,9 +89,8 @@ class PlantFile:
         with unavailable(path), ExitStack() as opened:
             self._fd = open_or_make(path, create)
             opened.callback(os.close, self._fd)
-            status = os.fstat(self._fd)
-            self._identity = status.st_dev, status.st_ino
-            if pinned not in (None, self._identity):
+            self._status = os.fstat(self._fd)
+            if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
             self._lock = FileLock(path)
             opened.callback(self._lock.close)
@@ -278,7 +277,7 @@ class PlantFile:
         if self._failed_sync is not None:
             raise self._refusal(SYNC_FAILED)
         status = os.stat(self._path)
-        if (status.st_dev, status.st_ino) != self._identity:
+        if not os.path.samestat(status, self._status):
             raise self._refusal(REPLACED)
         return status
 
