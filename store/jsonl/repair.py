@@ -17,7 +17,7 @@ from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
 from store.jsonl.table import IndexDamaged
 
-COMPARED = 1000  # ids that are compared with the index at a time
+COMPARED = 10_000  # ids that are compared with the index at a time
 
 # Shows how far a file is read; yields the items that it is given.
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -112,30 +112,32 @@ def _find_damage(
     damaged: list[Line] = []
     repeated: list[tuple[int, int]] = []
 
-    def records() -> Iterator[tuple[int, int]]:
-        nonlocal count, wrong
-        lines = iter(progress(recovery.read_lines(fd, 0, end)))
-        while batch := list(islice(lines, COMPARED)):
-            count += len(batch)
-            entries: dict[int, int] = {}
-            for line in batch:
-                if line.plant is None:
-                    damaged.append(line)
-                else:
-                    entries.setdefault(line.plant.id, line.offset)
-                    yield line.plant.id, line.offset
+    def sound() -> Iterator[tuple[int, int]]:
+        nonlocal count
+        for line in progress(recovery.read_lines(fd, 0, end)):
+            count += 1
+            if line.plant is None:
+                damaged.append(line)
+            else:
+                yield line.plant.id, line.offset
+
+    def compared(records: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        nonlocal wrong
+        while batch := list(islice(records, COMPARED)):
             with suppress(IndexDamaged):  # an open will build it again
-                found = present.find(entries)
+                found = present.find([id for id, _ in batch])
                 wrong += sum(
                     offset < present.mark and found.get(id, offset + 1) > offset
-                    for id, offset in entries.items()
+                    for id, offset in batch
                 )
+            yield from batch
 
     with (
         closing(Index(path, fd)) as present,
         closing(Index(path, fd, new=True)) as new,
     ):
-        new.build(records(), lambda *pair: repeated.append(pair), temporary=True)
+        records = compared(sound())
+        new.build(records, lambda *pair: repeated.append(pair), temporary=True)
     for first, again in repeated:
         line, plant = recovery.line_at(fd, again), recovery.line_at(fd, first).plant
         if plant is not None and line.plant != plant:
