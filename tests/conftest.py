@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 from jsonschema import Draft202012Validator
+from server import TOKEN
 
 import schemas
 from app import create_app
@@ -31,8 +32,6 @@ settings.load_profile('tests')
 
 # Fixtures with real servers.
 pytest_plugins = ['exchange']
-
-TOKEN = 'correct-horse.battery~staple'
 
 # Keep the files in memory where there is room: the tests wait for thousands of syncs,
 # and only a power cut would show whether a sync did anything.

@@ -8,6 +8,7 @@ import pytest
 from conftest import Client
 from errors import assert_error
 from prometheus_client.parser import text_string_to_metric_families
+from server import TOKEN
 
 from store import Plant, StoreUnavailable, __version__, open_store
 from store.memory import MemoryStore
@@ -151,7 +152,7 @@ def test_failed_reloads_of_the_tokens_are_counted(serve, store, tmp_path, monkey
     """Each broken version of the tokens file counts once."""
     monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
     path = tmp_path / 'tokens'
-    path.write_text('correct-horse.battery~staple\n')
+    path.write_text(TOKEN)
     client = serve(store, metrics=True, tokens=TokensFile(path))
     assert read_samples(client)['plants_token_reload_failures_total',] == 0
     path.write_text('more than two words\n')
