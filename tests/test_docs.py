@@ -13,7 +13,6 @@ from postgresql import programs
 from server import (
     PATIENCE,
     REPOSITORY,
-    ROOMS,
     SCRIPTS,
     TOKEN,
     Server,
@@ -21,7 +20,6 @@ from server import (
     request,
 )
 
-from app import create_app
 from store import Plant, open_store
 from store.jsonl.record import encode
 from web.errors import ErrorValue
@@ -158,13 +156,12 @@ def test_metrics_and_alerts_are_listed(serve, store):
 
 
 @pytest.fixture
-def shell(tmp_path):
+def shell(checkout, tmp_path):
     """A function that runs shell lines in a checkout with a plant file.
 
     It returns the exit code and the output.
     """
-    for name in (*ROOMS, 'deploy'):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / 'deploy').symlink_to(REPOSITORY / 'deploy')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(encode(FERN) + encode(MOSS))
     path = f'{SCRIPTS}:{programs()}:{os.environ["PATH"]}'
@@ -197,7 +194,6 @@ def replay(shell, text):
     ('heading', 'damage'),
     [
         ('## Start, stop, reload', False),
-        ('## Tokens', False),
         ('## The command line', False),
         ('### The plant file is damaged', True),
     ],
@@ -233,16 +229,6 @@ def test_readme_example_makes_an_application(tmp_path, monkeypatch):
     assert client.add({'id': 1, 'name': 'Fern'}).json == {'name': 'Fern'}
 
 
-def test_tokens_file_example_is_accepted(tmp_path, serve, store):
-    """The tokens file in operating.md accepts the token whose digest it has."""
-    from web.tokens import TokensFile
-
-    path = tmp_path / 'tokens'
-    path.write_text(blocks(section('docs/operating.md', '## Tokens'))[0])
-    client = Client(create_app(store, tokens=TokensFile(path)), 'garden-token')
-    assert client.add({'id': 1, 'name': 'Fern'}).status_int == 200
-
-
 # ---- the pages for embedders and authors
 
 
@@ -252,11 +238,7 @@ def python(code, directory, *path):
     done = subprocess.run(
         [sys.executable, '-c', code],
         cwd=directory,
-        env={
-            'PATH': os.environ['PATH'],
-            'PYTHONPATH': search,
-            'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1',
-        },
+        env={'PATH': os.environ['PATH'], 'PYTHONPATH': search},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -265,28 +247,23 @@ def python(code, directory, *path):
     return done.stdout
 
 
+# A client of the application in host.py. WebTest checks its answers as WSGI.
 ASK = """
-import io
-import sys
-from pathlib import Path
-from wsgiref.util import setup_testing_defaults
+from webtest import TestApp
 from host import application
 
-def ask(method, path, body=b''):
-    environ = {
-        'REQUEST_METHOD': method, 'PATH_INFO': path, 'CONTENT_LENGTH': str(len(body)),
-        'CONTENT_TYPE': 'application/json', 'HTTP_AUTHORIZATION': 'Bearer TOKEN',
-        'wsgi.input': io.BytesIO(body),
-    }
-    setup_testing_defaults(environ)
-    answer = application(environ, lambda status, headers, exc_info=None: None)
-    return b''.join(answer).decode()
+client = TestApp(application, {'HTTP_AUTHORIZATION': 'Bearer TOKEN'})
+ADD = {'method': 'POST', 'body': b'{"id": 1, "name": "Fern"}'}
+
+def ask(path, **how):
+    headers = {'Content-Type': 'application/json'}
+    return client.request(path, headers=headers, expect_errors=True, **how).text
 """
 USE_HOST = f"""{ASK}
-print(ask('GET', '/'))
-print(ask('POST', '/garden/plants', b'{{"id": 1, "name": "Fern"}}'))
-print(ask('GET', '/garden/plants'))
-print('status' in ask('GET', '/livez'))
+print(ask('/'))
+print(ask('/garden/plants', **ADD))
+print(ask('/garden/plants'))
+print('status' in ask('/livez'))
 """
 
 
@@ -314,8 +291,8 @@ def test_host_may_have_modules_of_our_names(tmp_path):
     (tmp_path / 'app.py').write_text(f'import store\n{code}\napplication = plants\n')
     (tmp_path / 'host.py').write_text('from app import application\n')
     use = """
-    print(ask('POST', '/plants', b'{"id": 1, "name": "Fern"}'))
-    print(ask('GET', '/readyz'))
+    print(ask('/plants', **ADD))
+    print(ask('/readyz'))
     import app, store.later
     print(app.store.WHOSE, store.later.WHOSE, app.__file__)
     """
