@@ -7,7 +7,7 @@ import shlex
 import subprocess
 
 import pytest
-from server import PATIENCE, REPOSITORY, ROOMS, SCRIPTS, Server, request
+from server import PATIENCE, REPOSITORY, SCRIPTS, Server, request
 
 from store import Plant
 from store.jsonl.record import encode
@@ -18,10 +18,9 @@ OLD = 'plants-20260101T000000Z.jsonl'
 
 
 @pytest.fixture
-def backups(tmp_path):
+def backups(checkout, tmp_path):
     """The directory of the backups, in which there is an old one."""
-    for name in (*ROOMS, 'deploy'):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / 'deploy').symlink_to(REPOSITORY / 'deploy')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(b''.join(LINES))
     (tmp_path / 'backups').mkdir()
@@ -31,15 +30,10 @@ def backups(tmp_path):
 
 def run(backups, keep='14', **options):
     """Run the command of the unit; return the exit code and the output."""
-    [command] = re.findall('^ExecStart=(.*) 14$', UNIT, re.MULTILINE)
-    [variable] = re.findall('^Environment=(.*)$', UNIT, re.MULTILINE)
-    for theirs, ours in {
-        '/opt/plants': backups.parent,
-        '/var/lib/plants-backup': backups,
-        '/var/lib/plants': backups.parent,
-    }.items():
-        command = command.replace(theirs, str(ours))
-        variable = variable.replace(theirs, str(ours))
+    unit = UNIT.replace('/var/lib/plants-backup', str(backups))
+    unit = re.sub('/opt/plants|/var/lib/plants', str(backups.parent), unit)
+    [command] = re.findall('^ExecStart=(.*) 14$', unit, re.MULTILINE)
+    [variable] = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
     done = subprocess.run(
         [*shlex.split(command), keep],
         env={'PATH': os.defpath, **dict([variable.split('=', 1)])},

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -93,7 +92,7 @@ class Service:
     """The service run according to its unit, with a stand-in for systemd.
 
     The stand-in has the listening socket, which outlives the service, the notification
-    socket, and a copy of the tokens, made at each start. It has no sandbox.
+    socket, and the credentials. It has no sandbox.
 
     Args:
         directory: The directory that stands for the root of the file system.
@@ -102,21 +101,19 @@ class Service:
     def __init__(self, directory):
         self._installed = directory / 'plants'
         self._path = directory / 'plants.sock'
-        self.tokens_path = directory / 'tokens'
         self.log_path = directory / 'service.log'
         self.plants_path = directory / 'state/plants.jsonl'
         self.plants_path.parent.mkdir()
-        self._credentials = directory / 'credentials'
-        self._credentials.mkdir()
         self.unit = unit(
             [
                 ('/opt/plants/.venv/bin', SCRIPTS),
                 ('/opt/plants', self._installed),
                 ('/var/lib/plants', self.plants_path.parent),
-                ('/etc/plants/tokens', self.tokens_path),
-                ('%d', self._credentials),
+                ('%d', directory),
             ]
         )
+        [credential] = self.unit['LoadCredential']
+        (directory / credential.split(':')[0]).write_text(f'garden {TOKEN}\n')
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self._path))
         self._listening.listen(128)
@@ -148,9 +145,6 @@ class Service:
 
     def start(self):
         """Start the service, and wait for its READY notification."""
-        [credential] = self.unit['LoadCredential']
-        id, path = credential.split(':')
-        shutil.copy(path, self._credentials / id)
         descriptor = self._listening.fileno()
         [command] = self.unit['ExecStart']
         [directory] = self.unit['WorkingDirectory']
@@ -189,7 +183,6 @@ def service(tmp_path):
     """The running service, with one token."""
     with Service(tmp_path) as service:
         service.install('1')
-        service.tokens_path.write_text(f'garden {TOKEN}\n')
         service.start()
         yield service
 
@@ -248,12 +241,3 @@ def test_upgrade_takes_a_restart(service):
         service.restart()
         assert version() == number
     assert service.ask(request(body={'id': 1, 'name': 'Moss'})).json['error'] == 40006
-
-
-def test_tokens_change_at_a_restart(service):
-    """A changed tokens file applies after a restart, because the service has a copy."""
-    other = request(body={'id': 1, 'name': 'Fern'}, authorization='Bearer other')
-    service.tokens_path.write_text('garden other\n')
-    assert service.ask(other).status == 401
-    service.restart()
-    assert service.ask(other).status == 200
