@@ -42,15 +42,10 @@ class UnreadableBody(io.BytesIO):
 
 
 def test_answer_is_the_plant_without_its_id(client, store):
-    """A plant with a tag is answered as name and tag, and stored with its id."""
+    """A plant is answered as name and tag; one without a tag has none, not null."""
     assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
-    assert list(store) == [Plant(1, 'Fern', 'shade')]
-
-
-def test_tag_is_optional(client, store):
-    """A plant without a tag is answered without one, not with null."""
-    assert_plant(client.add({'id': 1, 'name': 'Fern'}), {'name': 'Fern'})
-    assert list(store) == [Plant(1, 'Fern', None)]
+    assert_plant(client.add({'id': 2, 'name': 'Moss'}), {'name': 'Moss'})
+    assert list(store) == [Plant(1, 'Fern', 'shade'), Plant(2, 'Moss', None)]
 
 
 # ---- what the specification leaves open
@@ -80,11 +75,14 @@ def test_taken_id_is_refused(client, store):
     assert_plant(client.add(FERN), {'name': 'Fern', 'tag': 'shade'})
 
 
-@pytest.mark.parametrize('id', [-(2**63), 0, 2**53 + 1, 2**63 - 1], ids=str)
+@pytest.mark.parametrize(
+    'id',
+    ['-9223372036854775808', '-0', '9007199254740993', '9223372036854775807'],
+)
 def test_id_is_a_signed_64_bit_integer(id, client, store):
     """Every id of 64 bits is accepted and stored exactly."""
-    assert client.add({'id': id, 'name': 'Fern'}).status_int == 200
-    assert [plant.id for plant in store] == [id]
+    assert client.send(b'{"id":%s,"name":""}' % id.encode()).status_int == 200
+    assert [plant.id for plant in store] == [int(id)]
 
 
 @pytest.mark.parametrize(
@@ -99,30 +97,6 @@ def test_id_of_another_form_is_refused(id, client, store):
     """An id out of range, or written otherwise than as an integer, is 40005."""
     message = assert_error(client.send(b'{"id":%s,"name":""}' % id.encode()), 40005)
     assert message.startswith('id: ')
-    assert list(store) == []
-
-
-def test_minus_zero_is_zero(client, store):
-    """``-0`` is an integer literal for the id 0."""
-    assert client.send(b'{"id":-0,"name":"Fern"}').status_int == 200
-    assert_error(client.add({'id': 0, 'name': 'Moss'}), 40006)
-
-
-@pytest.mark.parametrize('text', ['', 'x' * 30_000], ids=len)
-def test_text_may_have_any_length(text, client, store):
-    """``name`` and ``tag`` may be empty, and as long as the body limit allows."""
-    plant = {'name': text, 'tag': text}
-    assert_plant(client.add({'id': 1, **plant}), plant)
-    assert list(store) == [Plant(1, **plant)]
-
-
-@pytest.mark.parametrize('text', ['\0', 'a\0\n'], ids=ascii)
-@pytest.mark.parametrize('member', ['name', 'tag'])
-def test_nul_is_refused(member, text, client, store):
-    """U+0000 anywhere in ``name`` or ``tag`` is 40005: SQL text cannot hold it."""
-    message = assert_error(client.add({**FERN, member: text}), 40005)
-    assert message.startswith(f'{member}: ')
-    assert '\0' not in message
     assert list(store) == []
 
 
@@ -168,7 +142,8 @@ def test_endless_body_is_40003(client):
 
 def test_chunked_body_without_a_marked_end_is_40001(client):
     """Where the server does not mark the end, the body is not read."""
-    assert_error(client.request('/plants', **chunked(UnreadableBody(), False)), 40001)
+    response = client.request('/plants', **chunked(UnreadableBody(), False))
+    assert 'Content-Length' in assert_error(response, 40001)
 
 
 def test_body_that_arrives_in_pieces_is_read(client):
@@ -178,13 +153,8 @@ def test_body_that_arrives_in_pieces_is_read(client):
         def read(self, size=-1):
             return super().read(min(size, 3))
 
-    body = json.dumps(FERN).encode()
-    response = client.request(
-        '/plants',
-        method='POST',
-        headers={'Content-Type': 'application/json', 'Content-Length': str(len(body))},
-        environ={'wsgi.input': Dripping(body)},
-    )
+    body = Dripping(json.dumps(FERN).encode())
+    response = client.request('/plants', **chunked(body))
     assert_plant(response, {'name': 'Fern', 'tag': 'shade'})
 
 
@@ -437,13 +407,9 @@ def test_broken_store_is_50300_without_details(fault, serve, caplog):
     assert str(fault) in caplog.text
 
 
-@pytest.mark.parametrize(
-    'exception',
-    [KeyError('hunter2'), UnicodeEncodeError('utf-8', 'hunter2', 0, 1, 'hunter2')],
-    ids=lambda exception: type(exception).__name__,
-)
-def test_unexpected_exception_is_50000_without_details(exception, serve, caplog):
+def test_unexpected_exception_is_50000_without_details(serve, caplog):
     """An unexpected exception is 50000; only the log has the details."""
+    exception = KeyError('hunter2')
     response = serve(FaultyStore(exception)).add(FERN, x_request_id='find-me')
     assert 'hunter2' not in assert_error(response, 50000)
     assert 'hunter2' not in str(response.headers)

@@ -155,13 +155,6 @@ def test_chunked_body_is_read(start, application, store, server, headers):
     assert list(store) == [Plant(**FERN)]
 
 
-@pytest.mark.parametrize('headers', CHUNKED.values(), ids=CHUNKED)
-def test_chunked_body_that_is_not_decoded_is_40001(start, application, headers):
-    """Where the server does not decode chunks, the body is missing."""
-    answer = exchange(start('wsgiref', application), chunked(*PIECES, **headers))
-    assert 'Content-Length' in assert_error(answer, 40001)
-
-
 def test_broken_chunks_are_40000(start, application):
     """Chunks that the server cannot decode are 40000, not an error of the service."""
     data = chunked(*PIECES, end=b'seven\r\n', **CHUNKED['alone'])

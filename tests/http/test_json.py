@@ -163,20 +163,13 @@ def test_100_000_levels_are_refused(shape, serve, store):
     assert client.add(FERN).status_int == 200
 
 
-@pytest.mark.parametrize(
-    'body',
-    ['%s', '{"id":1,"name":%s}', '{"id":%s}', '{"id":1,"name":"","x":%s}'],
-)
-def test_depth_has_one_bound(body, forgetful_client):
-    """Text up to some depth is read, and all deeper text is refused."""
-    before, beyond = {200, 40005}, {40004}
-    answered = []
+@pytest.mark.parametrize(('member', 'value'), [('x', 200), ('tag', 40005)])
+def test_depth_is_read_or_refused(member, value, forgetful_client):
+    """Text of any depth is read or 40004, never a fault of the service."""
     for depth in (*range(64, 800, 32), *range(800, 1_050, 5)):
-        text = body.encode() % SHAPES['arrays'](depth)
-        response = forgetful_client.send(text)
-        answered.append(response.json.get('error', 200))
-    assert set(answered) <= before | beyond
-    assert answered == sorted(answered, key=beyond.__contains__)
+        body = b'{"id":1,"name":"","%s":%s}'
+        body %= (member.encode(), SHAPES['arrays'](depth))
+        assert forgetful_client.send(body).json.get('error', 200) in (value, 40004)
 
 
 # ---- messages about a NewPlant
@@ -200,8 +193,12 @@ def test_depth_has_one_bound(body, forgetful_client):
             ],
         ),
         (
-            r'{"id":1,"name":"a\u0000b"}',
-            [r'name: "a\u0000b" does not match "^[^\u0000]*$"'],
+            # SQL text cannot hold U+0000.
+            r'{"id":1,"name":"a\u0000b","tag":"\u0000"}',
+            [
+                r'name: "a\u0000b" does not match "^[^\u0000]*$"',
+                r'tag: "\u0000" does not match "^[^\u0000]*$"',
+            ],
         ),
         ('[]', ['body: [] is not an object']),
     ],
@@ -232,14 +229,9 @@ def test_long_input_is_cut_in_the_message(body, forgetful_client):
 # ---- names that are answered as they were sent
 
 NAMES = [
-    *[
-        'a\r\nSet-Cookie: x',
-        '\x1b[31m\x7f\x85\u2028',
-        '\ufeffFern\uffff',
-        ' a ',
-        'A\u030a',
-    ],
-    *['"\\u0041\\ud800\\0', '%00{0}</script>', '\U0001f469\u200d\U0001f33e'],
+    *['', 'x' * 30_000, 'a\r\nSet-Cookie: x', '\x1b[31m\x7f\x85\u2028', ' a '],
+    *['\ufeffFern\uffff', 'A\u030a', '"\\u0041\\ud800\\0', '%00{0}</script>'],
+    '\U0001f469\u200d\U0001f33e',
 ]
 
 
@@ -408,7 +400,6 @@ NEAR_PLANTS = st.fixed_dictionaries(
         'x': VALUES,
     },
 )
-MANY_EXAMPLES = settings(max_examples=60, deadline=None, database=None)
 
 
 def is_new_plant(value):
@@ -426,7 +417,6 @@ def is_new_plant(value):
     )
 
 
-@MANY_EXAMPLES
 @given(value=VALUES | NEAR_PLANTS, escaped=st.booleans())
 def test_only_new_plants_are_accepted(forgetful_client, value, escaped):
     """Every JSON value that is a NewPlant is 200, every other one 40005."""
@@ -459,7 +449,7 @@ def test_rule_means_what_jsonschema_says(rule, edit):
     checker = Draft4Validator.TYPE_CHECKER  # an integer is an integer literal
     reference = extend(Draft202012Validator, type_checker=checker)(rule)
 
-    @settings(MANY_EXAMPLES, max_examples=20)
+    @settings(max_examples=20)
     @given(x=VALUES)
     def check(x):
         try:
@@ -486,7 +476,6 @@ SPOILED = st.builds(
 )
 
 
-@MANY_EXAMPLES
 @given(body=st.binary(min_size=1) | SPOILED)
 def test_any_bytes_are_a_plant_or_an_error_of_the_body(forgetful_client, body):
     """Whatever the body is, the answer is a plant, 40004 or 40005."""
