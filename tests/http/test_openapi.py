@@ -133,16 +133,12 @@ def test_edited_file_changes_the_description(edit, serve, store):
     assert described['Soil'] == soil
 
 
-def test_limit_is_described(store, serve):
-    """The description names the configured body limit."""
+def test_version_and_limit_are_those_of_the_service(serve, store):
+    """The description has the version, and names the configured body limit."""
     description = serve(store, max_body_bytes=1234).get('/openapi.json').json
+    assert description['info']['version'] == __version__
     body = description['paths']['/plants']['post']['requestBody']
     assert '1234' in body['description']
-
-
-def test_version_is_that_of_the_service(description):
-    """The version in the description is that of the service."""
-    assert description['info']['version'] == __version__
 
 
 @pytest.mark.parametrize('base', ['http://a', 'https://a:1/b/c'])

@@ -12,7 +12,7 @@ from errors import assert_error
 
 import app
 from app import create_app, get_app
-from store import Plant, open_store
+from store import Plant
 from store.memory import MemoryStore
 from web.settings import Settings
 
@@ -84,68 +84,43 @@ def test_metrics_without_their_package_are_refused(monkeypatch):
         Settings.from_environ({'PLANTS_METRICS': '1'})
 
 
-@pytest.mark.parametrize('url', ['', 'plants.jsonl', 'Memory:', 'redis://x'], ids=repr)
-def test_bad_store_url_is_refused(url):
-    """A URL of no known store is refused; the message lists the stores."""
-    with pytest.raises(ValueError, match=r'^PLANTS_STORE: ') as raised:
-        Settings.from_environ({'PLANTS_STORE': url})
-    assert repr(url) in str(raised.value)
-    assert 'jsonl:PATH' in str(raised.value)
+# What a variable accepts, in the words of the message, and what it does not accept.
+REFUSED = {
+    'PLANTS_STORE': ('jsonl:PATH', ['', 'plants.jsonl', 'Memory:', 'redis://x']),
+    'PLANTS_MAX_BODY': (
+        'positive number of bytes',
+        ['', '0', '-1', '64k', '1\n', '\u0661', '9' * 19],
+    ),
+    'PLANTS_LOG': ('text or json', ['', 'JSON ']),
+    'PLANTS_METRICS': ('0 or 1', ['', 'true']),
+    'PLANTS_CORS_ORIGINS': (
+        'an origin like https://example.org',
+        [
+            *['', 'a.example', 'https://a.example/', 'https://A.example', 'null'],
+            *['*,https://a.example', 'https://*.a.example', 'https://a.example\nx'],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ('variable', 'text'),
+    [(name, text) for name, (_, texts) in REFUSED.items() for text in texts],
+)
+def test_bad_value_is_refused(variable, text):
+    """The message has the variable, the value and what is accepted."""
+    with pytest.raises(ValueError, match=f'^{variable}: ') as raised:
+        Settings.from_environ({variable: text})
+    assert repr(text.split(',')[0]) in str(raised.value)
+    assert REFUSED[variable][0] in str(raised.value)
 
 
 @pytest.mark.parametrize(
     'text',
-    ['', '0', '-1', '64k', '1\n', '\u0661', '9' * 19],
-    ids=ascii,
-)
-def test_bad_max_body_is_refused(text):
-    """A limit that is not a positive number of bytes is refused."""
-    with pytest.raises(ValueError, match=r'^PLANTS_MAX_BODY: ') as raised:
-        Settings.from_environ({'PLANTS_MAX_BODY': text})
-    assert repr(text) in str(raised.value)
-    assert 'positive number of bytes' in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ('variable', 'accepted'),
-    [('PLANTS_LOG', 'text or json'), ('PLANTS_METRICS', '0 or 1')],
-)
-def test_only_two_values_are_accepted(variable, accepted):
-    """Every value but two is refused."""
-    for text in accepted.split(' or '):
-        assert Settings.from_environ({variable: text})
-    for text in ('', 'JSON ', 'true'):
-        with pytest.raises(ValueError, match=f'^{variable}: ') as raised:
-            Settings.from_environ({variable: text})
-        assert f'{text!r} is not {accepted}' in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    'text',
-    [
-        *['', 'a.example', 'https://a.example/', 'https://A.example', 'null'],
-        *['*,https://a.example', 'https://*.a.example', 'https://a.example\nx'],
-    ],
-    ids=repr,
-)
-def test_bad_origin_is_refused(text):
-    """An origin that no browser sends is refused; the message has an example."""
-    with pytest.raises(ValueError, match=r'^PLANTS_CORS_ORIGINS: ') as raised:
-        Settings.from_environ({'PLANTS_CORS_ORIGINS': text})
-    assert 'https://example.org' in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    'text',
-    [
-        '*',
-        'https://xn--a-ecp.example:8443',
-        'http://[::1]:3000',
-        'moz-extension://0a1b',
-    ],
+    ['https://xn--a-ecp.example:8443', 'http://[::1]:3000', 'moz-extension://0a1b'],
 )
 def test_origin_of_a_browser_is_accepted(text):
-    """Every kind of origin that a browser sends is accepted, and * for all."""
+    """Every kind of origin that a browser sends is accepted."""
     assert Settings.from_environ({'PLANTS_CORS_ORIGINS': text}).cors_origins == (text,)
 
 
@@ -210,13 +185,6 @@ def test_create_app_refuses_what_is_no_store(store):
         create_app(store, tokens=TOKEN)
 
 
-def test_closed_store_is_named():
-    """With a store that is closed each answer says so."""
-    with open_store('memory:') as store:
-        client = Client(create_app(store, tokens=TOKEN), TOKEN)
-    assert 'the store is closed' in assert_error(client.add(FERN), 50300)
-
-
 def test_two_applications_are_independent():
     """Stores, tokens and limits belong to an application, not to the process."""
     stores = [MemoryStore(), MemoryStore()]
@@ -227,13 +195,9 @@ def test_two_applications_are_independent():
     assert list(stores[0]) == [Plant(1, 'Fern')]
     assert list(stores[1]) == [Plant(1, 'Moss')]
     assert_error(first.add(FERN, authorization=f'Bearer {OTHER}'), 40101)
-    assert_error(second.add(FERN, authorization=f'Bearer {TOKEN}'), 40101)
     long = {'id': 2, 'name': 'x' * 40}
     assert first.add(long).status_int == 200
     assert_error(second.add(long), 40003)
-    stores[0].close()
-    assert_error(first.add(FERN), 50300)
-    assert second.add({'id': 1, 'name': 'Moss'}).status_int == 200
 
 
 # ---- app:app
@@ -313,7 +277,7 @@ def test_get_app_closes_the_store_at_the_end(at_exit):
     client = Client(get_app({'PLANTS_STORE': 'memory:', 'PLANTS_TOKENS': 'a'}), 'a')
     (close,) = at_exit
     close()
-    assert_error(client.add(FERN), 50300)
+    assert 'the store is closed' in assert_error(client.add(FERN), 50300)
 
 
 def test_token_is_generated_and_printed_once(at_exit, capsys):
