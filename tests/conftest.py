@@ -7,11 +7,9 @@ import shutil
 import sys
 import tempfile
 import warnings
-from unittest import mock
 
 import pytest
 from hypothesis import settings
-from jsonschema import Draft202012Validator
 from server import TOKEN
 
 import schemas
@@ -42,22 +40,6 @@ if (
     and shutil.disk_usage(MEMORY_DIRECTORY).free > 2 * 2**30
 ):
     os.environ['TMPDIR'] = tempfile.tempdir = MEMORY_DIRECTORY
-
-
-@pytest.fixture(scope='session', autouse=True)
-def checked_once():
-    """Check each schema once: it takes most of the time of ``create_app``."""
-    check = Draft202012Validator.check_schema
-    sound = set()
-
-    def check_once(schema):
-        text = json.dumps(schema)
-        if text not in sound:
-            check(schema)
-            sound.add(text)
-
-    with mock.patch.object(Draft202012Validator, 'check_schema', check_once):
-        yield
 
 
 class Client(TestApp):

@@ -73,29 +73,16 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
 
 # ---- in a browser
 
-# Mounted as Django, Flask or Werkzeug would; and behind a proxy that removes the prefix
-# without a header that says so.
-MOUNTED = """
-from werkzeug.exceptions import NotFound
-from werkzeug.middleware.dispatcher import DispatcherMiddleware
-import app
-
-site = DispatcherMiddleware(NotFound(), {'/home/garden': app.app})
-"""
+# Behind a proxy that removes a prefix without a header that says so.
 STRIPPED = """
-from werkzeug.exceptions import NotFound
 import app
 
 def site(environ, start_response):
     before, prefix, path = environ['PATH_INFO'].partition('/home/garden')
-    inner = app.app if prefix and not before else NotFound()
-    return inner(environ | {'PATH_INFO': path}, start_response)
+    environ['PATH_INFO'] = '/nowhere' if before or not prefix else path
+    return app.app(environ, start_response)
 """
-SITES = {
-    'alone': (None, ''),
-    'mounted': (MOUNTED, '/home/garden'),
-    'stripped': (STRIPPED, '/home/garden'),
-}
+SITES = {'app:app': '', 'stripped:site': '/home/garden'}
 
 
 @pytest.fixture(scope='module')
@@ -166,15 +153,12 @@ class Page:
 @pytest.fixture(scope='module', params=SITES)
 def server(request, tmp_path_factory):
     """A server of one of the SITES, and the URL of the application in it."""
-    code, prefix = SITES[request.param]
     directory = tmp_path_factory.mktemp('server')
-    if code:
-        (directory / 'site_of_test.py').write_text(code)
-    arguments = ['site_of_test:site' if code else 'app:app']
-    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', *arguments]
+    (directory / 'stripped.py').write_text(STRIPPED)
+    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', request.param]
     path = f'{REPOSITORY}:{directory}'
     with Server(directory, command=command, workers=None, PYTHONPATH=path) as server:
-        yield server, f'http://127.0.0.1:{server.port}{prefix}'
+        yield server, f'http://127.0.0.1:{server.port}{SITES[request.param]}'
 
 
 @pytest.fixture
@@ -196,7 +180,7 @@ def test_page_adds_a_plant(page, server):
     assert page.console_messages() == []
 
 
-@pytest.mark.parametrize('server', ['alone'], indirect=True)
+@pytest.mark.parametrize('server', ['app:app'], indirect=True)
 def test_page_shows_the_error_of_a_wrong_token(page):
     """With a wrong token the page shows the error; the browser asks for no password."""
     page.authorize('guessed')
@@ -239,7 +223,7 @@ return [...document.querySelectorAll('body, body *')].filter(element => {
 """
 
 
-@pytest.mark.parametrize('server', ['alone'], indirect=True)
+@pytest.mark.parametrize('server', ['app:app'], indirect=True)
 def test_page_fits_a_narrow_window(page, browser):
     """Everything fits a window of 400 pixels, and no button covers an answer."""
     screen = {'width': 400, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
