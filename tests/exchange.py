@@ -206,15 +206,19 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def copy(checkout):
-    """A checkout whose files can be edited."""
-    for link in list(checkout.iterdir()):
-        original = link.resolve()
-        link.unlink()
-        if original.is_dir():
-            # With the bytecode, but without what another process just writes of it.
-            shutil.copytree(original, link, ignore=shutil.ignore_patterns('*.pyc.*'))
+def copy_checkout(directory):
+    """Copy the files of a checkout into a directory."""
+    # With the bytecode, but without what another process just writes of it.
+    ignore = shutil.ignore_patterns('*.pyc.*')
+    for name in ROOMS:
+        if name.endswith('.py'):
+            shutil.copy(REPOSITORY / name, directory)
         else:
-            shutil.copy(original, link)
-    return checkout
+            shutil.copytree(REPOSITORY / name, directory / name, ignore=ignore)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkout whose files can be edited."""
+    copy_checkout(tmp_path)
+    return tmp_path

@@ -4,7 +4,6 @@ import atexit
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+from server import free_port
 
 from store import StoreUnavailable
 from store.testing import wait_until
@@ -129,9 +129,7 @@ class PostgreSQL:
     def __init__(self, primary=None):
         self.directory = new_directory()
         self.data = self.directory / 'data'
-        with socket.socket() as free:
-            free.bind(('127.0.0.1', 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._process = None
         self._schemas = count()
         if primary is None:

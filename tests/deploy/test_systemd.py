@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from exchange import copy_checkout
 from server import (
     PATIENCE,
     REPOSITORY,
-    ROOMS,
     SCRIPTS,
     TOKEN,
     RawClient,
@@ -136,8 +136,7 @@ class Service:
         checkout = Path(f'{self._installed}-{version}')
         if not checkout.exists():
             checkout.mkdir()
-            sources = [REPOSITORY / name for name in ROOMS]
-            subprocess.run(['cp', '-r', *sources, checkout], check=True)
+            copy_checkout(checkout)
             path = checkout / 'store/__init__.py'
             code = re.sub(r"(?<=__version__ = ').*(?=')", version, path.read_text())
             path.write_text(code)
