@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import select
 import shutil
@@ -76,10 +77,15 @@ def hurried(directory, **limits):
 
 
 def free_port():
-    """Return a port that no process listens on."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        return free.getsockname()[1]
+    """Return a port that no process listens on.
+
+    It is below the ports that Linux gives to clients and to servers without a port.
+    """
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(('127.0.0.1', port))
+            return port
 
 
 def socket_to(path):
