@@ -122,26 +122,22 @@ class Prometheus:
         return wait_until(answer, query)
 
 
-def dashboard():
-    """Return the queries of the dashboard."""
-    panels = json.loads((RECIPE / 'grafana.json').read_text())['panels']
-    assert len({panel['id'] for panel in panels}) == len(panels)
-    return [target['expr'] for panel in panels for target in panel['targets']]
-
-
 def test_service_is_scraped(directory, tmp_path):
     """Prometheus scrapes /metrics with the token, and finds what the recipes ask for.
 
     Each metric and label of the rules exists, and each query of the dashboard has data.
     node_exporter does not run in this test.
     """
+    panels = json.loads((RECIPE / 'grafana.json').read_text())['panels']
+    assert len({panel['id'] for panel in panels}) == len(panels)
+    dashboard = [target['expr'] for panel in panels for target in panel['targets']]
     with (
         Server(tmp_path, PLANTS_METRICS='1', workers=2) as server,
         Prometheus(directory, server.port) as prometheus,
     ):
         for text in (f'Bearer {TOKEN}', 'Bearer wrong'):
             server.ask(request(body={'id': 1, 'name': 'Fern'}, authorization=text))
-        for query in dashboard():
+        for query in dashboard:
             if not query.startswith('node_'):
                 query = query.replace('$__rate_interval', '1m')
                 prometheus.series(query.replace('$instance', '127.0.0.1:.*'))
