@@ -185,7 +185,9 @@ FAULTS = {
 @table(('value', 'data'), FAULTS)
 def test_error_of_nginx_has_the_same_value(server, nginx, value, data):
     """A request that nginx refuses gets the error value of the service."""
-    assert_error(nginx.ask(data), value)
+    answer = nginx.ask(data)
+    assert_error(answer, value)
+    assert 'nginx' in answer.json['message']
 
 
 def test_plain_http_is_refused(nginx):
