@@ -3,7 +3,6 @@
 import socket
 import threading
 from contextlib import ExitStack, contextmanager
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.validate import validator
 
 import cheroot.wsgi
@@ -66,26 +65,7 @@ def served_by_cheroot(application):
         yield server.bind_addr[1]
 
 
-class QuietHandler(WSGIRequestHandler):
-    def log_message(self, format, *args):
-        """Keep the access log out of the test report."""
-
-
-@contextmanager
-def served_by_wsgiref(application):
-    """Yield the port where wsgiref serves an application."""
-    with (
-        make_server('127.0.0.1', 0, application, handler_class=QuietHandler) as server,
-        in_thread(lambda: server.serve_forever(0.02), server.shutdown),
-    ):
-        yield server.server_port
-
-
-SERVERS = {
-    'waitress': served_by_waitress,
-    'cheroot': served_by_cheroot,
-    'wsgiref': served_by_wsgiref,
-}
+SERVERS = {'waitress': served_by_waitress, 'cheroot': served_by_cheroot}
 
 
 @pytest.fixture
@@ -147,7 +127,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize('headers', CHUNKED.values(), ids=CHUNKED)
-@pytest.mark.parametrize('server', ['waitress', 'cheroot'])
+@pytest.mark.parametrize('server', SERVERS)
 def test_chunked_body_is_read(start, application, store, server, headers):
     """A chunked body is read where the server marks its end."""
     answer = exchange(start(server, application), chunked(*PIECES, **headers))

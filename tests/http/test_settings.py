@@ -3,20 +3,17 @@
 import re
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 from conftest import TOKEN, Client
 from errors import assert_error
+from server import PATIENCE, REPOSITORY
 
 import app
 from app import create_app, get_app
 from store import Plant
 from store.memory import MemoryStore
 from web.settings import Settings
-
-ROOT = Path(__file__).resolve().parents[2]
 
 FERN = {'id': 1, 'name': 'Fern'}
 
@@ -203,50 +200,36 @@ def test_two_applications_are_independent():
 # ---- app:app
 
 
-def run(script, directory, **environ):
-    """Run a script in an interpreter of its own; return what it printed."""
-    finished = subprocess.run(
-        [sys.executable, '-c', textwrap.dedent(script)],
-        cwd=directory,
-        env={'PYTHONPATH': str(ROOT), 'PYTHONDONTWRITEBYTECODE': '1', **environ},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout, finished.stderr
+IMPORT = f"""
+import logging, os, signal, sys, threading
+handlers = [signal.getsignal(number) for number in signal.valid_signals()]
 
+import app
+assert 'app' not in vars(app)
+assert threading.active_count() == 1
+assert not logging.getLogger().handlers
+assert not logging.getLogger('plants').handlers
+assert handlers == [signal.getsignal(number) for number in signal.valid_signals()]
+assert 'gunicorn' not in sys.modules
 
-def test_import_has_no_side_effect(tmp_path):
-    """Importing reads no variable, touches no file, and prints or starts nothing."""
-    script = """
-        import logging, signal, sys, threading
-        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-        import app
-        assert 'app' not in vars(app)
-        assert threading.active_count() == 1
-        assert not logging.getLogger().handlers
-        assert not logging.getLogger('plants').handlers
-        assert handlers == [signal.getsignal(n) for n in signal.valid_signals()]
-        assert 'gunicorn' not in sys.modules
-    """
-    environ = {'PLANTS_STORE': 'bad', 'PLANTS_TOKENS': '', 'PLANTS_MAX_BODY': 'bad'}
-    assert run(script, tmp_path, **environ) == ('', '')
-    assert list(tmp_path.iterdir()) == []
+os.environ |= {{'PLANTS_STORE': 'memory:', 'PLANTS_TOKENS': '{TOKEN}'}}
+from app import app as imported
+assert callable(imported)
+assert imported is app.app
+"""
 
 
 def test_application_is_made_at_first_access(tmp_path):
-    """``app:app`` is one application, made from the environment at first access."""
-    script = """
-        import app
-        first = app.app
-        assert first is app.app
-        assert callable(first)
-        from app import app as imported
-        assert imported is first
-    """
-    environ = {'PLANTS_STORE': 'memory:', 'PLANTS_TOKENS': TOKEN}
-    assert run(script, tmp_path, **environ) == ('', '')
+    """Importing has no side effect and reads no variable; the first access does."""
+    done = subprocess.run(
+        [sys.executable, '-c', IMPORT],
+        cwd=tmp_path,
+        env={'PYTHONPATH': str(REPOSITORY), 'PLANTS_STORE': 'bad'},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,7 +242,10 @@ def at_exit(monkeypatch):
 
 
 def test_get_app_follows_the_environment(at_exit, capsys):
-    """Store, tokens and limit are those of the environment; nothing is printed."""
+    """Store, tokens and limit are those of the environment; nothing is printed.
+
+    The end of the process closes the store.
+    """
     environ = {
         'PLANTS_STORE': 'memory:',
         'PLANTS_TOKENS': f'{TOKEN},{OTHER}',
@@ -270,11 +256,6 @@ def test_get_app_follows_the_environment(at_exit, capsys):
     assert client.add(FERN, authorization=f'Bearer {OTHER}').status_int == 200
     assert_error(client.send(b' ' * 101), 40003)
     assert capsys.readouterr() == ('', '')
-
-
-def test_get_app_closes_the_store_at_the_end(at_exit):
-    """The end of the process closes the store."""
-    client = Client(get_app({'PLANTS_STORE': 'memory:', 'PLANTS_TOKENS': 'a'}), 'a')
     (close,) = at_exit
     close()
     assert 'the store is closed' in assert_error(client.add(FERN), 50300)
