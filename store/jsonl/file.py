@@ -165,7 +165,6 @@ class PlantFile:
             self._opened.close()
 
     def abandon(self) -> None:
-        self._index.abandon()
         self._opened.close()
 
     # The life of a plant: buffered, written, durable, acknowledged.

@@ -60,9 +60,6 @@ TAIL = 256  # bytes before the mark that are compared
 # Called with the first offset of an id, and another offset of the same id.
 Repeat = Callable[[int, int], None]
 
-# New tables that a forked child has inherited. To close one would roll it back.
-_inherited: list[sqlite3.Connection] = []
-
 
 class Index:
     """The index of a plant file, as one process has it open.
@@ -358,11 +355,6 @@ class Index:
                 self._new.close()
                 self._new = None
                 self._new_path.unlink(missing_ok=True)
-
-    def abandon(self) -> None:
-        """Keep a table that the parent builds from being closed in a forked child."""
-        if self._new is not None:
-            _inherited.append(self._new)
 
 
 def _report_repeats(
