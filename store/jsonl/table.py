@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Ids of one INSERT. json.dumps() holds the GIL, 0.2 ms for so many.
 ROWS = 1_024
@@ -68,22 +68,17 @@ class IndexDamaged(Exception):
     """The index cannot be believed and must be built again."""
 
 
-def _lock_of_sqlite() -> Any:  # an RLock, which is no type
-    """Return a lock that is free while a process is forked, also in the child.
-
-    SQLite has locks for all its connections. A child that is forked while another
-    thread holds one would wait for it forever, with the lock of the plant file.
-    """
-    lock = threading.RLock()
+# Held while connections are used: two, so that lookups do not wait for a flush. A fork
+# waits for both. SQLite has locks for all its connections: a child that is forked while
+# another thread holds one would wait for it forever, with the lock of the plant file.
+_reading, _writing = threading.RLock(), threading.RLock()
+for _lock in _reading, _writing:
     # NOTE: these are never removed, so they must not keep this module in memory.
     os.register_at_fork(
-        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+        before=_lock.acquire,
+        after_in_parent=_lock.release,
+        after_in_child=_lock.release,
     )
-    return lock
-
-
-# Two, so that lookups do not wait for a flush. A fork waits for both.
-_reading, _writing = _lock_of_sqlite(), _lock_of_sqlite()
 
 
 @contextmanager
@@ -106,28 +101,25 @@ def writing() -> Iterator[None]:
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
 
-# The connections that read, and the process that has made them.
-_readers: set[sqlite3.Connection] = set()
-_pid = os.getpid()
+# The connections that read, each with the process that has made it.
+_readers: dict[sqlite3.Connection, int] = {}
 
 
 def connect(path: Path) -> sqlite3.Connection:
     """Return a connection that only reads. REQUIRES: ``reading``."""
-    global _pid
-    if _pid != os.getpid():
-        # Connections of one process share their locks. If one that a forked child has
-        # inherited stayed open, those of the child would take none.
-        _pid = os.getpid()
-        for inherited in list(_readers):
+    # Connections of one process share their locks. If one that a forked child has
+    # inherited stayed open, those of the child would take none.
+    for inherited, pid in [*_readers.items()]:
+        if pid != os.getpid():
             disconnect(inherited)
     connection = _connect(f'{path.as_uri()}?mode=ro')
-    _readers.add(connection)
+    _readers[connection] = os.getpid()
     return connection
 
 
 def disconnect(connection: sqlite3.Connection) -> None:
     """Close a connection that reads. REQUIRES: ``reading``."""
-    _readers.discard(connection)
+    _readers.pop(connection, None)
     connection.close()
 
 
