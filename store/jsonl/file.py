@@ -37,8 +37,7 @@ from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
 from store.jsonl.disk import CHUNK, open_file, open_or_make, unavailable, write
-from store.jsonl.flusher import Flusher
-from store.jsonl.index import Index
+from store.jsonl.index import Flusher, Index
 from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, Call, FileLock
 from store.jsonl.synced import Synced
 from store.jsonl.table import IndexDamaged
@@ -82,7 +81,6 @@ class PlantFile:
         self._failed_write = 0  # the length of the latest write, if it failed
         self._synced_end = 0
         self._messages: list[tuple[int, str]] = []  # logged without the lock
-        self._flusher = Flusher(lambda: self._index.flush(), path)
         self._commit = GroupCommit(
             self._append, self._sync, scheduler=scheduler, observe=self._report_sync
         )
@@ -113,6 +111,7 @@ class PlantFile:
                 self._index = self._open_index(crashed=True)
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
+            self._flusher = Flusher(lambda: self._index.flush(), path)
             self._opened = opened.pop_all()
 
     def add(self, plant: Plant) -> bool:
@@ -123,7 +122,7 @@ class PlantFile:
         batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
         if end := self._append(batch):
             self._sync(end)
-            self._note_synced(is_bulk=True)
+            self._note_synced()
         # Bounds the memory of this process. Another one may be stopped in its flush.
         give_up = time.monotonic() + LOCK_WITHIN
         with suppress(OSError):
@@ -241,17 +240,16 @@ class PlantFile:
         self._note_synced()
         self._observe(plants, seconds)
 
-    def _note_synced(self, *, is_bulk: bool = False) -> None:
+    def _note_synced(self) -> None:
         """Note the end of the latest sync, before plants are acknowledged.
 
-        Not in the thread of the sync, which would wait for the GIL once more. The ids
-        of a bulk add are flushed in large sets, which change fewer pages.
+        Not in the thread of the sync, which would wait for the GIL once more.
         """
         end = self._synced_end
         if end > self._index.synced:
             self._index.synced = end
             self._notes.note_end(end)
-        self._flusher.want(at_once=self._index.is_full() and not is_bulk)
+        self._flusher.want()
 
     def _refusal(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
@@ -337,7 +335,6 @@ class PlantFile:
         """
         index = Index(self._path, self._fd, new=rebuild)
         try:
-            index.synced = max(index.synced, self._notes.read()[0])
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, self._fd, size, index.synced)
             if index.reason and size:

@@ -1,18 +1,17 @@
 """The index of a plant file: from an id to the offset of its line.
 
-It is on disk and shared by all processes, so that a start costs the same with ten
-plants and ten million. Only the plant file is truth. The index has two parts:
+It is on disk and shared by all processes. Only the plant file is truth. It has two
+parts:
 
 * The *table*, ``plants.jsonl.index``, is an SQLite file (``table.py``). It has the ids
   of the lines before the *mark*, an end of the plant file that was synced. Ids and mark
   change in one transaction. So after a crash the table may be behind the plant file,
   never ahead of it, and the lines from the mark on are read again.
-* The *recent ids*, of the lines from the mark on, are a dictionary in each process,
-  which reads them from the end of the plant file. So an add writes nothing to SQLite.
+* The *recent ids*, of the lines from the mark on, are a dictionary in each process. An
+  add writes nothing to SQLite.
 
-A *flush* enters recent ids that are synced into the table: a second after an add, or
-sooner when there are many. One process at a time flushes, with a lock of its own, and
-no reader waits for it.
+A *flush* enters recent ids that are synced into the table, a second after an add. One
+process at a time flushes, and no reader waits for it.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
 A miss is believed if SQLite has read it from files that still have their names, and if
@@ -32,31 +31,39 @@ Every method REQUIRES the lock of the plant file, unless it says otherwise.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sqlite3
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from store.jsonl import table
 from store.jsonl.disk import index_path, new_file, remove_index, sync_directory
 from store.jsonl.lock import take_flock, try_flock
-from store.jsonl.synced import UNKNOWN
+from store.jsonl.synced import read_synced
 from store.jsonl.table import IndexDamaged, State, reading, writing
 
-# Recent ids, or bytes of the plant file behind the mark, after which a flush begins.
-FLUSH_AT = 16_384
-FLUSH_BYTES = 32 * 1024 * 1024
+log = logging.getLogger(__name__)
+
+# Seconds from an add to the flush of its id. The stretch behind the mark must be short:
+# there damage by a person cannot always be told from what a crash leaves.
+FLUSH_WITHIN = 1.0
 # A process that adds many plants flushes before it goes on when it has more recent ids.
 MOST_RECENT = 100_000
+SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
 # If more bytes are behind the mark, building the table anew takes less memory.
-MOST_BEHIND = 64 * 1024 * 1024
+MOST_BEHIND = 128 * 1024 * 1024
 CHUNK = 250_000  # ids in memory while a table is built
 TAIL = 256  # bytes before the mark that are compared
 
+# The id and the offset of each line, in the order of the file.
+Records = Iterator[tuple[int, int]]
 # Called with the first offset of an id, and another offset of the same id.
 Repeat = Callable[[int, int], None]
 
@@ -80,17 +87,16 @@ class Index:
         self._plants_path = path
         self._path = index_path(path)
         self._new_path = index_path(path, '-new')
-        self._lock_path = index_path(path, '-synced')
         self._plants = plants
         self._inode = os.fstat(plants).st_ino
         self._table: sqlite3.Connection | None = None
-        self._files: list[int | None] = []  # the inodes of the table, -wal and -shm
+        self._paths = [f'{self._path}{suffix}' for suffix in ('', '-wal', '-shm')]
+        self._files: dict[str, int] = {}  # inodes, up to the first that is missing
         self._new: sqlite3.Connection | None = None  # the table that is being built
         self._recent: dict[int, int] = {}
         self._tail = b''  # the last bytes before the end
-        self._paths = [f'{self._path}{suffix}' for suffix in ('', '-wal', '-shm')]
         self.mark = self.end = 0
-        self.synced = UNKNOWN
+        self.synced = read_synced(path, plants)
         self.reason: str | None = 'a new one is wanted'
         if not new:
             try:
@@ -108,7 +114,7 @@ class Index:
             self._files = self._inodes()
         if state.inode != self._inode:
             raise IndexDamaged('it is of another file')
-        self.synced = state.mark
+        self.synced = max(self.synced, state.mark)
         status = os.fstat(self._plants)
         found = status.st_size, status.st_mtime_ns
         if state.mtime is not None and (state.mark, state.mtime) != found:
@@ -136,12 +142,9 @@ class Index:
             files = self._inodes()
         # Checked after the read. A process that opens the index later makes a missing
         # file anew, and flushes into it: from then on this connection reads old pages.
-        if files != self._files:
-            # The first flush makes -wal and -shm.
-            known = zip(files, self._files, strict=True)
-            if any(old not in (None, new) for new, old in known):
-                raise IndexDamaged('a file of it was removed or replaced')
-            self._files = files
+        if not self._files.items() <= files.items():
+            raise IndexDamaged('a file of it was removed or replaced')
+        self._files = files  # the first flush makes -wal and -shm
         if mark < self.mark:
             raise IndexDamaged('it is an older one')
         if mark > self.mark:
@@ -152,13 +155,11 @@ class Index:
         recent = self._recent
         return found | {id: recent[id] for id in ids if id in recent}
 
-    def _inodes(self) -> list[int | None]:
-        inodes: list[int | None] = []
-        for path in self._paths:
-            try:
-                inodes.append(os.stat(path).st_ino)
-            except FileNotFoundError:
-                inodes.append(None)
+    def _inodes(self) -> dict[str, int]:
+        inodes = {}
+        with suppress(FileNotFoundError):
+            for path in self._paths:
+                inodes[path] = os.stat(path).st_ino
         return inodes
 
     # ---- learning ids
@@ -166,11 +167,15 @@ class Index:
     def know(self, end: int) -> None:
         """Note that all ids up to an end are known."""
         self.end = end
-        self._tail = read_tail(self._plants, end)
+        self._tail = self._read_tail(end)
 
     def is_at_end(self) -> bool:
         """Whether the bytes before ``end`` are still those that were there."""
-        return self._tail == read_tail(self._plants, self.end)
+        return self._tail == self._read_tail(self.end)
+
+    def _read_tail(self, end: int) -> bytes:
+        start = max(0, end - TAIL)
+        return os.pread(self._plants, end - start, start)
 
     def enter(self, offsets: dict[int, int], lines: bytes) -> None:
         """Enter the ids of lines that have just been appended."""
@@ -179,66 +184,34 @@ class Index:
         self._tail = (self._tail + lines)[-TAIL:]
 
     def learn(
-        self,
-        records: Iterable[tuple[int, int]],
-        repeat: Repeat,
-        ids: Iterable[int] = (),
+        self, records: Records, repeat: Repeat, ids: Iterable[int] = ()
     ) -> dict[int, int]:
         """Enter the ids of the lines from ``end`` on, as recent ids.
 
         Args:
-            records: Ids and offsets, in the order of the file.
-            repeat: See ``Repeat``.
+            records: These lines.
+            repeat: Called for each line whose id is that of an earlier line.
             ids: What to find; one query finds these and repeated ids.
 
         Returns:
             The offsets of those ids that are known then.
         """
-        new: dict[int, int] = {}
-        for id, offset in records:
-            first = self._recent.get(id)
-            if first is None:
-                first = new.setdefault(id, offset)
-            if first != offset:
-                repeat(first, offset)
-        found = self.find({*ids, *new})
-        _report_repeats(found, new, repeat)
-        self._recent.update(new)
-        return found | {id: new[id] for id in ids if id in new}
+        lines = list(records)
+        found = self.find({*ids, *(id for id, _ in lines)})
+        for id, offset in lines:
+            if id not in found:
+                found[id] = self._recent[id] = offset
+            elif found[id] != offset:
+                repeat(found[id], offset)
+        return {id: found[id] for id in ids if id in found}
 
-    def build(
-        self,
-        records: Iterable[tuple[int, int]],
-        repeat: Repeat,
-        *,
-        temporary: bool = False,
-    ) -> None:
-        """Enter the ids of all lines into a new table; ``install`` must follow.
-
-        Args:
-            records: Ids and offsets, in the order of the file.
-            repeat: See ``Repeat``.
-            temporary: Build a table that is never used; ``close`` must follow.
-        """
+    def build(self, records: Records, repeat: Repeat) -> None:
+        """Enter the ids of all lines into a new table; ``install`` must follow."""
         with writing():
-            if not temporary:
-                self._new_path.unlink(missing_ok=True)
-                os.close(new_file(self._new_path, os.fstat(self._plants)))
-            self._new = new = table.new_table(None if temporary else self._new_path)
-        records = iter(records)
-        while chunk := list(islice(records, CHUNK)):
-            entries: dict[int, int] = {}
-            for id, offset in chunk:
-                if entries.setdefault(id, offset) != offset:
-                    repeat(entries[id], offset)
-            earlier: dict[int, int] = {}
-            with writing():
-                changes = new.total_changes
-                # Sorted, so that scattered ids change each page once.
-                table.insert(new, dict(sorted(entries.items())), 0, sys.maxsize)
-                if new.total_changes - changes < len(entries):
-                    _, earlier = table.find(new, entries)
-            _report_repeats(earlier, entries, repeat)
+            self._new_path.unlink(missing_ok=True)
+            os.close(new_file(self._new_path, os.fstat(self._plants)))
+            self._new = table.new_table(self._new_path)
+        _fill(self._new, records, repeat)
 
     def install(self, end: int) -> None:
         """Use the new table. REQUIRES: it has all ids before an end, which is synced.
@@ -247,16 +220,11 @@ class Index:
             OSError: It cannot be written, or another process does not end its flush.
         """
         assert self._new is not None
-        with writing(), self._flush_lock() as lock:
-            take_flock(self._plants_path, lock)
-            table.commit(self._new, self._state(end))
+        with writing(), self._open_lock() as lock:
+            take_flock(self._plants_path, lock.fileno())
+            table.commit(self._new, self._state(end))  # and sync
             self._new.close()
             self._new = None
-            fd = os.open(self._new_path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
             remove_index(self._plants_path)
             # NOTE: or a power cut could leave an old -wal beside the new table.
             sync_directory(self._path)
@@ -265,10 +233,6 @@ class Index:
         self._load()
 
     # ---- flushing
-
-    def is_full(self) -> bool:
-        """Whether a flush should begin at once."""
-        return len(self._recent) >= FLUSH_AT or self.end - self.mark >= FLUSH_BYTES
 
     def is_overfull(self) -> bool:
         """Whether a process that adds many plants should wait for a flush."""
@@ -281,21 +245,19 @@ class Index:
             is_last: Also note that nobody has the plant file open, if that is so.
 
         Returns:
-            Whether this was done; false while another process flushes.
+            False if another process flushes.
 
         Raises:
             OSError: The table cannot be written.
         """
-        with writing(), self._flush_lock() as lock:
-            if not try_flock(lock):
+        with writing(), self._open_lock() as lock:
+            if not try_flock(lock.fileno()):
                 return False
-            with closing(table.connect_for_writing(self._path)) as connection:
+            with table.connect_for_writing(self._path) as connection:
                 mtime = None
                 if is_last and table.leave_wal(connection):
                     mtime = os.fstat(self._plants).st_mtime_ns
                 self._flush_into(connection, mtime)
-                if mtime is None:
-                    table.checkpoint(connection, self._path)
         return True
 
     def _flush_into(self, connection: sqlite3.Connection, mtime: int | None) -> None:
@@ -308,29 +270,17 @@ class Index:
             connection.execute('BEGIN IMMEDIATE')
             # NOTE: copy() is atomic; other threads enter ids meanwhile.
             recent = self._recent.copy()
-            if len(recent) > 2 * FLUSH_AT:  # a bulk add: change each page once
+            if len(recent) >= SORTED:
                 recent = dict(sorted(recent.items()))
             table.insert(connection, recent, state.mark, end)
             table.commit(connection, self._state(end, mtime))
 
-    @contextmanager
-    def _flush_lock(self) -> Iterator[int]:
-        """Open the file of the flush lock; yield its descriptor.
-
-        A descriptor of its own: threads of a process exclude each other, too.
-        """
-        try:
-            fd = os.open(self._lock_path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError as ex:  # the next look at the plant file makes it
-            raise OSError(errno.ESTALE, 'a file of the index was removed') from ex
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def _open_lock(self) -> IO[str]:
+        """Open the file of the flush lock, which is released when it is closed."""
+        return os.fdopen(os.open(index_path(self._plants_path, '-synced'), os.O_RDWR))
 
     def _state(self, mark: int, mtime: int | None = None) -> State:
-        tail = zlib.crc32(read_tail(self._plants, mark))
-        return State(self._inode, mark, tail, mtime)
+        return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
 
     # ---- the end
 
@@ -357,15 +307,71 @@ class Index:
                 self._new_path.unlink(missing_ok=True)
 
 
-def _report_repeats(
-    earlier: dict[int, int], entries: dict[int, int], repeat: Repeat
-) -> None:
-    for id, first in earlier.items():
-        if entries.get(id, first) != first:
-            repeat(first, entries[id])
+class Flusher:
+    """The thread that flushes an index, within a second after an add.
+
+    Args:
+        flush: See ``Index.flush``.
+        path: The path of the plant file, for messages.
+    """
+
+    def __init__(self, flush: Callable[[], bool], path: Path) -> None:
+        self._flush = flush
+        self._path = path
+        self._wanted = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def want(self) -> None:
+        """Have the index flushed."""
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def stop(self) -> None:
+        """End the thread, after a flush that is in progress."""
+        self._stopped.set()
+        self._wanted.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        failure = ''
+        while self._wanted.wait():
+            self._wanted.clear()  # before the check, or it could undo what stop() sets
+            if self._stopped.wait(FLUSH_WITHIN):
+                break
+            try:
+                if self._flush():
+                    failure = ''
+                    continue
+            except OSError as ex:
+                if str(ex) != failure:  # once, though the disk stays full
+                    failure = str(ex)
+                    log.info('%s: the index is not flushed: %s', self._path, ex)
+            self._wanted.set()  # another process flushes, or this one cannot
 
 
-def read_tail(fd: int, end: int) -> bytes:
-    """Return the last bytes of a file before an offset."""
-    start = max(0, end - TAIL)
-    return os.pread(fd, end - start, start)
+def find_repeats(records: Records, repeat: Repeat) -> None:
+    """Find repeated ids with a temporary table: all ids would need much memory."""
+    with writing():
+        temporary = table.new_table()
+    try:
+        _fill(temporary, records, repeat)
+    finally:
+        with writing():
+            temporary.close()
+
+
+def _fill(new: sqlite3.Connection, records: Records, repeat: Repeat) -> None:
+    while chunk := list(islice(records, CHUNK)):
+        firsts = dict(reversed(chunk))
+        with writing():
+            changes = new.total_changes
+            # Sorted, so that scattered ids change each page once.
+            table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
+            if new.total_changes - changes == len(chunk):
+                continue
+            _, firsts = table.find(new, firsts)
+        for id, offset in chunk:
+            if firsts[id] != offset:
+                repeat(firsts[id], offset)

@@ -37,9 +37,9 @@ from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
 from store.jsonl.disk import CHUNK, copy_aside, open_file
-from store.jsonl.index import Index
+from store.jsonl.index import Index, find_repeats
 from store.jsonl.lock import take_flock
-from store.jsonl.synced import UNKNOWN, read_synced
+from store.jsonl.synced import UNKNOWN
 from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
         with open(open_file(path, flags), 'rb') as file:
             fd = file.fileno()
             with closing(Index(path, fd)) as index:
-                synced = max(index.synced, read_synced(path, fd))
+                synced = index.synced
             yield fd, synced
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
@@ -194,7 +194,10 @@ def learn(
 
     if index.reason is None:
         return index.learn(records(), repeat, ids), torn
-    index.build(records(), repeat, temporary=temporary)
+    if temporary:
+        find_repeats(records(), repeat)
+    else:
+        index.build(records(), repeat)
     return {}, torn
 
 
@@ -210,8 +213,7 @@ def check_opening(path: Path) -> None:
         closing(Index(path, file.fileno())) as index,
     ):
         fd = file.fileno()
-        # Before the size: other processes append and sync meanwhile.
-        index.synced = max(index.synced, read_synced(path, fd))
+        # After the synced end is known: other processes append and sync meanwhile.
         end = whole_size(path, fd)
         check_length(path, fd, end, index.synced)
         with suppress(IndexDamaged):  # an open builds such an index again

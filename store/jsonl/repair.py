@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from store.errors import StoreUnavailable
 from store.jsonl import recovery
 from store.jsonl.disk import copy_aside, index_path, sync_directory
-from store.jsonl.index import Index
+from store.jsonl.index import Index, find_repeats
 from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
 from store.jsonl.table import IndexDamaged
@@ -132,12 +132,8 @@ def _find_damage(
                 )
             yield from batch
 
-    with (
-        closing(Index(path, fd)) as present,
-        closing(Index(path, fd, new=True)) as new,
-    ):
-        records = compared(sound())
-        new.build(records, lambda *pair: repeated.append(pair), temporary=True)
+    with closing(Index(path, fd)) as present:
+        find_repeats(compared(sound()), lambda *pair: repeated.append(pair))
     for first, again in repeated:
         line, plant = recovery.line_at(fd, again), recovery.line_at(fd, first).plant
         if plant is not None and line.plant != plant:

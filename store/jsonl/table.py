@@ -14,15 +14,15 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 # Ids of one INSERT. json.dumps() holds the GIL, 0.2 ms for so many.
 ROWS = 1_024
-# A checkpoint syncs two files. It begins when the WAL has so many bytes.
-CHECKPOINT_BYTES = 4 * 1024 * 1024
+# A checkpoint syncs two files. A commit begins it when the WAL has so many pages.
+CHECKPOINT_PAGES = 1_000
 # Cache of SQLite while a table is built: scattered ids change nearly every page again
 # and again. With a small cache each page would be written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
@@ -97,6 +97,8 @@ def writing() -> Iterator[None]:
     try:
         with _writing:
             yield
+    except FileNotFoundError as ex:  # not the plant file
+        raise OSError(errno.ESTALE, 'a file of the index was removed') from ex
     except (sqlite3.Error, TypeError) as ex:
         raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
 
@@ -123,33 +125,31 @@ def disconnect(connection: sqlite3.Connection) -> None:
     connection.close()
 
 
-def connect_for_writing(path: Path) -> sqlite3.Connection:
-    """Return a connection that commits. REQUIRES: the flush lock."""
-    connection = _connect(f'{path.as_uri()}?mode=rw')
-    try:
+@contextmanager
+def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
+    """Yield a connection that commits. REQUIRES: the flush lock."""
+    with closing(_connect(f'{path.as_uri()}?mode=rw')) as connection:
         connection.execute('PRAGMA synchronous = NORMAL')
-        connection.execute('PRAGMA wal_autocheckpoint = 0')
         connection.execute('PRAGMA journal_mode = WAL')
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        connection.execute('PRAGMA journal_size_limit = 0')  # after a checkpoint
+        connection.execute(f'PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}')
+        yield connection
 
 
 def new_table(path: Path | None = None) -> sqlite3.Connection:
     """Return a connection to a new table, in a transaction.
 
-    An unfinished table is removed, never rolled back. So it needs no journal, and no
-    sync before the last one.
+    An unfinished table is removed, never rolled back. So it needs no journal, and only
+    the commit syncs.
 
     Args:
         path: An empty file, or ``None`` for a table that SQLite removes.
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
-        'PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;'
+        'PRAGMA journal_mode = OFF; PRAGMA synchronous = NORMAL;'
         f'PRAGMA locking_mode = EXCLUSIVE; PRAGMA cache_size = -{BUILD_CACHE_KIB};'
-        f'{SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL); BEGIN'
+        f'BEGIN; {SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL)'
     )
     return connection
 
@@ -190,16 +190,6 @@ def commit(connection: sqlite3.Connection, state: State) -> None:
     """Commit the transaction, with a new state."""
     connection.execute(UPDATE, state)
     connection.execute('COMMIT')
-
-
-def checkpoint(connection: sqlite3.Connection, path: Path) -> None:
-    """Empty the WAL if it is long. REQUIRES: the flush lock.
-
-    Not in a commit, where SQLite does it by itself: a client may wait for the commit.
-    """
-    if os.stat(f'{path}-wal').st_size >= CHECKPOINT_BYTES:
-        # A reader may be in the way; then the next flush does it.
-        connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
 
 
 def leave_wal(connection: sqlite3.Connection) -> bool:

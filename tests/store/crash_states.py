@@ -9,9 +9,10 @@ the content of each file of one directory. Four rules say what a crash may leave
   between them, whatever its blocks hold.
 * Of the changes to the directory since its last sync, any may be lost. A rename is one
   change.
-* The table of the index is as of any commit since the last checkpoint, as SQLite
-  documents it for WAL and ``synchronous=NORMAL`` (sqlite.org/pragma.html). Another
-  table that was put in its place is there when the directory is synced.
+* The table of the index is as of any commit since the last process has left the WAL
+  mode, as SQLite documents it for ``synchronous=NORMAL`` (sqlite.org/pragma.html). A
+  checkpoint in a commit may leave fewer states. Another table that was put in its
+  place is there when the directory is synced.
 
 So a state is one *choice* for each *question*: each block, each size, the mtime of each
 file, each change to the directory, and the table. Choice 0 is what the processes saw.
@@ -40,7 +41,7 @@ UNSEEN = 'a write that bypassed os'
 # What follows the plant file's name in the names of the index files, and of the table.
 INDEX = '.index'
 TABLE = '', '-journal', '-new', '-shm', '-wal'
-CHECKPOINTS = 'PRAGMA wal_checkpoint', 'PRAGMA journal_mode = DELETE'
+LEAVE_WAL = 'PRAGMA journal_mode = DELETE'
 
 Question = tuple[str | int, ...]
 Choices = dict[Question, int]
@@ -237,8 +238,9 @@ class Recorder:
                 self.note('commit')
                 self.table.versions.append(Version(self.now, connection.serialize()))
             elif sql == 'COMMIT':
-                self._draft_is_synced = False
-            elif sql.startswith(CHECKPOINTS):
+                mode = sqlite3.Connection.execute(connection, 'PRAGMA synchronous')
+                self._draft_is_synced = mode.fetchone() != (0,)
+            elif sql == LEAVE_WAL:
                 wal = path.with_name(f'{path.name}-wal')
                 is_complete = not wal.exists() or not wal.stat().st_size
                 if is_complete and self.table.synced[-1][1] >= self._installed:
@@ -294,8 +296,6 @@ class Recorder:
             elif os.path.samestat(os.fstat(fd), self.directory.stat()):
                 self.directory_syncs.append((self.now, changes))
                 self.table.synced.append((self.now, installed))
-            else:
-                self._draft_is_synced = True
 
         return sync
 

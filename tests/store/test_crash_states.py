@@ -231,8 +231,8 @@ def flushes(disk, opened):
             process.ping()
         disk.before_sync = flush_during_a_sync
         for process in store, other, store, store, other:
-            limit = 2**22 if process is store else 1
-            with mock.patch.object(table, 'CHECKPOINT_BYTES', limit):
+            pages = 1000 if process is store else 1
+            with mock.patch.object(table, 'CHECKPOINT_PAGES', pages):
                 disk.add(process, *(Plant(next(numbers), 'Fir' * 99) for _ in range(3)))
         disk.before_sync = None
 

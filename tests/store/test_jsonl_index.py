@@ -22,7 +22,7 @@ from disk import (
 )
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
-from store.jsonl import JSONLinesStore, file, flusher, index, table
+from store.jsonl import JSONLinesStore, file, index, table
 from store.jsonl.repair import verify
 from store.scheduler import Scheduler
 from store.testing import in_child, in_threads, wait_until
@@ -49,8 +49,8 @@ def wait_for_flush(path):
 @pytest.fixture
 def frequent(monkeypatch):
     """Flush soon after each add, with a checkpoint after some flushes."""
-    monkeypatch.setattr(flusher, 'FLUSH_WITHIN', 0.01)
-    monkeypatch.setattr(table, 'CHECKPOINT_BYTES', 100_000)
+    monkeypatch.setattr(index, 'FLUSH_WITHIN', 0.01)
+    monkeypatch.setattr(table, 'CHECKPOINT_PAGES', 25)
 
 
 @pytest.fixture(params=['running', 'stopped', 'killed'])
@@ -283,6 +283,14 @@ class TestBuilt:
         with JSONLinesStore(path) as store:
             assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
 
+    def test_check_leaves_a_table_that_is_built(self, path):
+        """A check removes no table that another process is building."""
+        path.write_bytes(lines(*ferns(50)))
+        index_of(path, '-new').touch()
+        JSONLinesStore(path).check_opening()
+        verify(path)
+        assert index_of(path, '-new').exists()
+
     def test_cut_of_a_torn_tail_keeps_the_index(self, path, caplog):
         """After a torn tail was cut off while in use, the index is still used."""
         with JSONLinesStore(path) as store:
@@ -359,7 +367,7 @@ class TestFlush:
     def test_add_many_is_bounded(self, path, monkeypatch):
         """A process that adds many plants waits for the flush of their ids."""
         monkeypatch.setattr(index, 'MOST_RECENT', 100)
-        monkeypatch.setattr(flusher, 'FLUSH_WITHIN', 100)
+        monkeypatch.setattr(index, 'FLUSH_WITHIN', 100)
         with JSONLinesStore(path) as store:
             for number in range(0, 1000, 50):
                 store.add_many(ferns(number, number + 50))
