@@ -75,9 +75,12 @@ class StrictRequest(Request):  # type: ignore[misc]
     max_buffer_headers: int
     request_id = ''
 
-    def parse(self, unreader: SocketUnreader) -> Any:
-        self.max_buffer_headers = min(self.max_buffer_headers, MAX_HEAD)
-        return super().parse(unreader)
+    def read_into(
+        self, unreader: SocketUnreader, buf: bytearray, stop: bool = False
+    ) -> None:
+        if len(buf) >= MAX_HEAD:
+            raise errors.LimitRequestHeaders('the head is too long')
+        super().read_into(unreader, buf, stop)
 
     def set_body_reader(self) -> None:
         options: set[str] = set()
@@ -89,6 +92,8 @@ class StrictRequest(Request):  # type: ignore[misc]
         if self.version >= (1, 1) and 'HOST' not in dict(self.headers):
             raise errors.InvalidHeader('HOST')  # RFC 9112, section 3.2
         self.environ = {}
+        # The trailers of a chunked body have the limit of the head.
+        self.max_buffer_headers = min(self.max_buffer_headers, MAX_HEAD)
         super().set_body_reader()
         self.must_close = 'close' in options or super().should_close()
         reader = self.body.reader

@@ -5,6 +5,7 @@ from importlib import metadata
 
 import pytest
 from gunicorn.config import Config
+from gunicorn.http import errors
 
 from serving import heads
 
@@ -35,12 +36,14 @@ class Bytes:
     """A client that has sent some bytes."""
 
     has_ended = False
+    piece = 3_000  # bytes that are received at once
 
     def __init__(self, data):
         self._data = data
         self.sent = b''
 
     def recv(self, size):
+        size = min(size, self.piece)
         data, self._data = self._data[:size], self._data[size:]
         return data
 
@@ -125,6 +128,35 @@ def test_request_id_is_read_as_the_settings_say(settings, name, value, line):
         )
         fresh = heads.Exchanges(settings)
         assert requests(exchanges, data) == requests(fresh, data)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'begin'),
+    [
+        ('limit_request_line', 0, b'GET /'),
+        ('limit_request_field_size', 0, b'GET / HTTP/1.1\r\nX: '),
+        ('proxy_protocol', 'v1', b'PROXY '),
+    ],
+)
+def test_head_is_limited_whatever_the_settings_say(settings, name, value, begin):
+    """A head of 32 KiB is read, and one that does not end is refused soon after."""
+    settings.set(name, value)
+    exchanges = heads.Exchanges(settings)
+    client = Bytes(begin + b'a' * 100_000)
+    with pytest.raises(errors.LimitRequestHeaders):
+        next(exchanges.requests(client, CLIENT, LISTENER))
+    assert len(client._data) > 50_000
+
+
+def test_head_below_the_limit_is_read_with_a_body_behind_it(settings):
+    """The bytes of a body do not count as part of the head."""
+    settings.set('limit_request_fields', 9)
+    lines = b'Host: a\r\n' + b''.join(b'X: %s\r\n' % (b'a' * 7_500) for _ in range(4))
+    data = b'POST / HTTP/1.1\r\n' + lines + b'Content-Length: 9000\r\n\r\n'
+    client = Bytes(data + b'b' * 9_000)
+    client.piece = 7_500
+    request = next(heads.Exchanges(settings).requests(client, CLIENT, LISTENER))
+    assert request.body.read() == b'b' * 9_000
 
 
 def test_version_of_gunicorn_is_the_one_that_was_checked():
