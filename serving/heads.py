@@ -126,6 +126,8 @@ class StrictRequest(Request):  # type: ignore[misc]
             return True
         if isinstance(self.body, BytesIO):
             return False
+        if self.body.failed:
+            return True  # where the next request begins is not known
         # If much of the body is unread the client must be told so in this answer.
         reader = self.body.reader
         if isinstance(reader, LengthReader):

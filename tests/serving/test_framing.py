@@ -91,6 +91,29 @@ def test_body_that_ends_early_is_refused(service, connection, data):
     assert service.lines() == before
 
 
+READS_AGAIN = """
+def app(environ, start_response):
+    try:
+        environ['wsgi.input'].read()
+    except Exception:
+        environ['wsgi.input'].read()
+    start_response('200 OK', [('Content-Length', '2')])
+    return [b'ok']
+"""
+
+
+def test_broken_body_that_is_read_again_ends_the_connection(tmp_path):
+    """What follows broken chunks is no request, also if the application reads on."""
+    (tmp_path / 'again.py').write_text(READS_AGAIN)
+    with (
+        Server(tmp_path, 'again:app', '-w1', workers=None) as server,
+        server.connect() as client,
+    ):
+        client.send(chunked(end=b'xyz\r\n') + request('GET'))
+        assert client.receive().announces_close
+        assert client.receive() is None
+
+
 def test_bytes_after_a_body_store_nothing(service, connection):
     """Bytes after the end of a body are never stored as a plant."""
     before = service.lines()
