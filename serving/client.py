@@ -40,7 +40,8 @@ class ClientGone(OSError):
 class Client:
     """A client's socket, with a time limit for everything that waits for the client.
 
-    Answers are buffered until the worker waits for the client.
+    Answers are buffered until the worker waits for the client. What waits raises
+    ``ClientGone`` if the connection has failed.
 
     Args:
         sock: The connection.
@@ -64,11 +65,7 @@ class Client:
         self.expect_request(REQUEST_TIMEOUT)
 
     def start_tls(self, context: Any) -> None:
-        """Have the first read make a TLS handshake.
-
-        Raises:
-            OSError: The connection has failed.
-        """
+        """Have the first read make a TLS handshake."""
         self._sock = context.wrap_socket(
             self._sock, server_side=True, do_handshake_on_connect=False
         )
@@ -85,11 +82,7 @@ class Client:
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
 
     def recv(self, size: int) -> bytes:
-        """Receive bytes; none at the end of the stream and after the time limit.
-
-        Raises:
-            ClientGone: The connection has failed.
-        """
+        """Receive bytes; none at the end of the stream and after the time limit."""
         if self._buffer:
             self.flush()
         if self.is_idle and self._waits_before_read:
@@ -112,11 +105,7 @@ class Client:
     send = sendall
 
     def flush(self) -> None:
-        """Send the buffered answers.
-
-        Raises:
-            ClientGone: The connection has failed.
-        """
+        """Send the buffered answers."""
         buffer, self._buffer = self._buffer, []
         if self._buffered <= MAX_BUFFERED:
             buffer = [b''.join(buffer)]  # else without a copy: large data is shared

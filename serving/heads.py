@@ -26,6 +26,8 @@ from gunicorn.http.body import Body, LengthReader
 from gunicorn.http.message import Request
 from gunicorn.http.unreader import SocketUnreader
 
+from serving.client import Client
+
 # The longest head of a request, in bytes. An unfinished head is held in memory.
 MAX_HEAD = 32 * 1024
 # What gunicorn reads away after an answer is shorter than this, in bytes.
@@ -166,17 +168,14 @@ class Exchanges:
         self._cfg = cfg
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
 
-    def requests(self, client: Any, address: Any, listener: Any) -> Iterator[Any]:
-        """Yield the requests of a connection, one after another.
-
-        Args:
-            client: The connection, a ``Client``.
-            address: The address of the client.
-            listener: The address that the client has connected to.
+    def requests(
+        self, client: Client, address: Any, listener: Any
+    ) -> Iterator[StrictRequest]:
+        """Yield the requests of a client, which has connected to a listener's address.
 
         Raises:
             OSError: The connection ended in the middle of a head.
-            Exception: What ``status_of`` knows: the request is refused.
+            ParseException: The request is refused, see ``status_of``.
         """
         unreader = SocketUnreader(client)
         # gunicorn trusts the forwarding headers of some hosts only.
@@ -240,7 +239,7 @@ class Exchanges:
         """Return the response to a request, empty yet, and the WSGI environment.
 
         Raises:
-            Exception: What ``status_of`` knows: the path is outside of SCRIPT_NAME.
+            ConfigurationProblem: The path is outside of SCRIPT_NAME.
         """
         client, address = request.unreader.sock, request.peer_addr
         if request.environ:

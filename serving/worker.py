@@ -143,7 +143,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
         Raises:
             ClientGone: The connection has failed.
-            Exception: What ``status_of`` knows, before the application is called.
+            ConfigurationProblem: The path is outside of SCRIPT_NAME.
         """
         began = time.monotonic()
         self.cfg.pre_request(self, request)
