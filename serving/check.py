@@ -18,7 +18,7 @@ from web.settings import Settings, is_in_memory
 
 
 def check(cfg: Config, *, is_bound: bool) -> Settings:
-    """Try what a start does, but for building the application; return the settings.
+    """Try what a start does before it builds the application; return the settings.
 
     Args:
         cfg: gunicorn's settings.

@@ -4,10 +4,9 @@ The master builds the application once, before it forks, and every worker serves
 object: schemas, tokens, code, which file the store is. So does a worker that starts
 later, when files are half edited or gone. A reload (``master.py``) builds a new one.
 
-The master opens the store once before it makes workers, in the foreground. So a damaged
-file, a bad URL or an index to build is dealt with there, with a sentence or a progress
-line, and not by workers that die in a loop. Afterwards the master never waits for a
-store, a lock or another process.
+The master opens the store once before it makes workers. So a damaged file or an index
+to build is dealt with in the foreground, and not by workers that die in a loop.
+Afterwards the master never waits for a store, a lock or another process.
 """
 
 from __future__ import annotations
@@ -174,11 +173,7 @@ def _build(
     made_token: str | None,
     metrics: bool | Path = False,
 ) -> tuple[PlantStore, PlantsApp]:
-    """Build what workers serve; the store is opened by them.
-
-    Raises:
-        ValueError: There is no token, or a schema is not valid, for example.
-    """
+    """Build what workers serve; the store is opened by them."""
     is_gevent = issubclass(cfg.worker_class, PlantsWorker)
     scheduler = GeventScheduler() if is_gevent else THREADS
     store = open_store(settings.store, create='never', scheduler=scheduler)

@@ -39,11 +39,10 @@ from serving.log import PlantsLogger
 from serving.scheduler import Turns, poll_sockets
 from web import errors, middleware
 
-# How often the worker looks for a signal to stop, and for clients whose time is up, in
-# seconds.
+# Seconds between two looks for a signal to stop, and for clients whose time is up.
 TICK = 0.2
-# How long, in seconds, a worker with more connections leaves a new one to the others,
-# and how often before it accepts: the others may be in the middle of a turn.
+# How many seconds a worker with more connections leaves a new one to the others, and
+# how often before it accepts: the others may be in the middle of a turn.
 STAND_BACK = 0.001
 STAND_BACKS = 5
 
