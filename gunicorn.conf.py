@@ -31,6 +31,8 @@ worker_connections = 1_000
 # For the heartbeat of workers. On a disk that hangs, gunicorn would kill the workers.
 if Path('/dev/shm').is_dir():
     worker_tmp_dir = '/dev/shm'
+# A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
+control_socket_disable = True
 
 # ---- requests
 
@@ -39,6 +41,8 @@ http_parser = 'python'
 # By default a client on this machine may set SCRIPT_NAME and PATH_INFO with headers,
 # and get a 500 for it.
 forwarder_headers = ''
+# sendfile() would bypass the response buffer.
+sendfile = False
 
 # ---- time limits, in seconds
 
@@ -47,13 +51,6 @@ forwarder_headers = ''
 keepalive = 15
 # Longer than any sync: before a worker stops it answers the requests it has begun.
 graceful_timeout = 30
-
-# ---- what is off
-
-# sendfile() would bypass the response buffer.
-sendfile = False
-# A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
-control_socket_disable = True
 
 # ---- the log
 
