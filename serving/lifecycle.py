@@ -127,11 +127,7 @@ def nworkers_changed(server: Master, new: int, old: int | None) -> None:
 
 
 def on_reload(server: Master) -> None:
-    """Check and build again, with the current code, schemas and settings.
-
-    Raises:
-        ValueError: It is not possible: the master goes on as before.
-    """
+    """Check and build again; where this raises, the master goes on as before."""
     if server.store is None:
         return
     settings = check(server.cfg, is_bound=True)
@@ -187,10 +183,7 @@ def _build(
 
 
 def _counters(cfg: Config) -> Path:
-    """Return a directory in memory, private to the user that serves.
-
-    Both masters of an upgrade use one, so that each worker reports all processes.
-    """
+    """Return a directory for the user that serves alone; an upgrade goes on with it."""
     if inherited := os.environ.get(COUNTERS_VARIABLE):
         return Path(inherited)
     made = Path(tempfile.mkdtemp(prefix='plants-counters-', dir=cfg.worker_tmp_dir))

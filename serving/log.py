@@ -119,15 +119,11 @@ class BatchingHandler(logging.Handler):
 
 
 class PlantsLogger(Logger):  # type: ignore[misc]
-    """gunicorn's log in our formats, with the service's own lines in it.
-
-    NOTE: ``--statsd-host`` works only with gunicorn's own logger class for it.
-    """
+    """gunicorn's log in our formats, with the service's own lines in it."""
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
-        # Python documents these switches for speed. Otherwise it finds out the source
-        # line, the thread and the process for every record, and we show none of them.
+        # Switches that Python documents for speed: no line shows what they leave out.
         logging._srcfile = None
         logging.logThreads = False
         logging.logMultiprocessing = False

@@ -14,8 +14,8 @@ So this module imports none of them, and all that outlives a reload is an attrib
 ``Master``. The old modules are freed unless something that stays refers to them: do not
 register their classes and functions with a library (``atexit``, ``copyreg``).
 
-gunicorn documents little of its master. When a test says that its version has changed,
-compare ``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
+gunicorn documents little of its master. For another version of gunicorn compare
+``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
 """
 
 from __future__ import annotations
@@ -206,11 +206,7 @@ class Master(Arbiter):  # type: ignore[misc]
         self.setup(app)
 
     def _start_workers(self, old: set[int]) -> None:
-        """Start new workers beside the old ones; return when all of them serve.
-
-        Raises:
-            RuntimeError: One of them does not; the log says why.
-        """
+        """Start new workers beside the old ones; return when all of them serve."""
         deadline = time.monotonic() + BOOT_SECONDS
         for _ in range(self.num_workers):
             self.spawn_worker()
