@@ -93,8 +93,13 @@ def when_ready(server: Master) -> None:
     """
     if server.app.app_uri != OURS:
         return
-    # There is no listener if each worker binds its own (reuse_port).
-    addresses = [str(listener) for listener in server.LISTENERS] or server.cfg.bind
+    addresses = [str(listener) for listener in server.LISTENERS]
+    if not addresses:  # each worker binds its own (reuse_port)
+        scheme = 'https' if server.cfg.is_ssl else 'http'
+        addresses = [
+            bind if bind.startswith('unix:') else f'{scheme}://{bind}'
+            for bind in server.cfg.bind
+        ]
     urls = [address for address in addresses if address.startswith('http')]
     url = urls[0].replace('0.0.0.0', '127.0.0.1') if urls else ''
     settings = Settings.from_environ(os.environ)
@@ -193,7 +198,7 @@ def _counters(cfg: Config) -> Path:
 
 def _summary(cfg: Config, settings: Settings) -> dict[str, object]:
     """Return what a check or a start says about a server, by label."""
-    tokens = len(settings.tokens or ()) or 'none configured, one will be made'
+    tokens = len(settings.tokens or ()) or 'none configured: a start makes one'
     store = masked(settings.store)
     if store.startswith('jsonl:'):
         store = f'jsonl:{Path(store[6:]).absolute()}'

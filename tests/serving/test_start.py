@@ -199,7 +199,7 @@ def check(directory, *arguments, option='--check-config', **environment):
 @pytest.mark.parametrize('option', ['--check', '--check-config'])
 def test_check_prints_what_a_start_would_use(tmp_path, option):
     """A check prints what a start would use, creates no file and prints no token."""
-    expected = {None: 'none configured, one will be made', TOKEN: '1'}
+    expected = {None: 'none configured: a start makes one', TOKEN: '1'}
     for tokens, words in expected.items():
         code, printed = check(tmp_path, option=option, PLANTS_TOKENS=tokens)
         assert code == 0
@@ -286,10 +286,11 @@ def test_daemon_serves_until_sigterm(tmp_path):
         wait_until(lambda: not is_alive(number), 'it ends')
 
 
-@pytest.mark.parametrize('address', ['127.0.0.1:0', 'unix:s'])
+@pytest.mark.parametrize('address', ['http://127.0.0.1:0', 'unix:s'])
 def test_reuse_port_names_the_configured_address(tmp_path, address):
     """With a socket for each worker, the message names the address as configured."""
-    server = Server(tmp_path, '--reuse-port', '--bind', address)
+    bind = address.removeprefix('http://')
+    server = Server(tmp_path, '--reuse-port', '--bind', bind)
     server.start()
     try:
         wait_until(lambda: 'Booting worker' in server.log, 'it starts')
