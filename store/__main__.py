@@ -71,8 +71,9 @@ BATCH_CHARACTERS = 2**20
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of argparse, which may repeat a password."""
-        quoted = re.sub("'([^']*)'", lambda found: repr(masked(found[1])), message)
-        super().error(masked(quoted))
+        # Also where it is no URL: "unrecognized arguments: USER:PASSWORD@HOST".
+        secret = re.compile(':(?! |//).*@', re.DOTALL)
+        super().error(secret.sub(':***@', masked(message)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

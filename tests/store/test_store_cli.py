@@ -389,6 +389,8 @@ USAGE = {
     'copy-to-nothing': (['copy', 'memory:'], 'DST'),
     'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
     'password': (['copy', 'x', 'password=x'], "'password=***' is not a store"),
+    'more': (['list', 'x', 'u:hush@host'], 'unrecognized arguments: u:***@host'),
+    'value': (['check', '--repair=u:hu"\'sh@host'], "explicit argument 'u:***@host"),
 }
 
 
