@@ -155,15 +155,18 @@ class GroupCommit(Generic[Item, Written]):
         # From here on the next batch may be appended while this one is synced. It
         # may even be durable first: no caller waits for both.
         if written:
-            began = perf_counter()
+            began, failed = perf_counter(), False
             try:
                 self._scheduler.call(partial(self._sync, written))
             except BaseException as ex:
                 _fail(batch, ex)
+                failed = True
             took = perf_counter() - began
             with self._lock:
                 self._syncing -= 1
-                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if took > SLOW_SYNC else 1
+                # A quick failure must not make the next batches wait for a slow one.
+                is_slow = failed or took > SLOW_SYNC
+                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if is_slow else 1
                 self._wake_leader()
             self._observe(len(batch), took)
         for entry in batch:

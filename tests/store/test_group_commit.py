@@ -282,6 +282,28 @@ def test_slow_syncs_overlap_up_to_a_limit(slow):
     assert disk.batches[-1] == list(places)[SLOW_SYNCS_IN_FLIGHT:]
 
 
+def test_quick_failures_wait_for_no_slow_sync(quick):
+    """While syncs fail quickly, as in an outage, no batch waits for a slow one."""
+    disk, gate = Disk(), Gate()
+
+    def fail():
+        raise Failure
+
+    def submit_behind():
+        wait_until(lambda: gate.held)
+        disk.before_sync = fail
+        for record in range(10):
+            with pytest.raises(Failure):
+                disk.submit(record)
+        gate.open()
+
+    disk.before_sync = fail
+    with pytest.raises(Failure):
+        disk.submit('first')
+    disk.before_sync = gate
+    in_threads(submit_behind, lambda: disk.submit('slow'))
+
+
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [Failure(), KeyboardInterrupt(), SystemExit()])
 def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
