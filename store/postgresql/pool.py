@@ -91,6 +91,7 @@ class Pool:
         with self._changed:
             if self._closed:
                 raise StoreClosed
+            asks = self._outage is not None
             if self._outage is not None and time.monotonic() < self._next_attempt:
                 raise StoreUnavailable(self._outage, store=self._shown)
             self._next_attempt = math.inf  # until this caller has asked
@@ -108,7 +109,7 @@ class Pool:
                 outage = ex.reason
             raise
         finally:
-            self._give_back(connection, outage)
+            self._give_back(connection, outage, asks)
 
     def ping(self) -> None:
         self.run(Connection.execute, PROBE)
@@ -120,13 +121,17 @@ class Pool:
             while self._idle:
                 self._idle.pop().close()
 
-    def _give_back(self, connection: Connection | None, outage: str | None) -> None:
+    def _give_back(
+        self, connection: Connection | None, outage: str | None, asks: bool
+    ) -> None:
         if connection is not None and not connection.is_idle():
             connection.close()
         with self._changed:
             self._lent -= 1
-            self._outage = outage
-            self._next_attempt = time.monotonic() + RETRY_AFTER
+            # A caller from before an outage lets no second one ask when it ends.
+            if asks or self._outage is None:
+                self._outage = outage
+                self._next_attempt = time.monotonic() + RETRY_AFTER
             if connection is not None:
                 self._idle.append(connection)
                 if self._closed or connection.closed:
@@ -141,9 +146,12 @@ class Pool:
             return self._connect()
         except psycopg.OperationalError:
             with self._changed:
+                self._lent -= 1  # callers that fail at once do not wait for each other
+                self._changed.notify_all()
                 self._changed.wait_for(
-                    lambda: self._idle or self._lent == 1, CONNECT_WITHIN
+                    lambda: self._idle or not self._lent, CONNECT_WITHIN
                 )
+                self._lent += 1
                 if not self._idle:
                     raise
                 return self._idle.pop()

@@ -256,26 +256,52 @@ def test_lost_response_is_unavailable(far, proxy, short_limits, after):
 
 
 def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
-    """While the server is silent, one caller tries to connect; others fail at once."""
+    """While the server is silent, one caller tries to connect; others fail at once.
+
+    A caller from before the outage lets no second one try when it ends.
+    """
     far.add(FERN)
-    proxy.stop()
-    with refused():
-        far.add(MOSS)
-    monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
+    monkeypatch.setattr(pool, 'CONNECT_WITHIN', 0.1)  # to wait for the lent connection
     database = far._backend()
     connecting = threading.Thread(target=lambda: can_add(far))
-    wait_until(lambda: time.monotonic() > database._next_attempt)
-    connecting.start()
-    wait_until(lambda: database._next_attempt == math.inf)
-    for _ in range(10):
+    with database.lend():
+        proxy.stop()
         with refused():
-            database.ping()
+            far.add(MOSS)
+        monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
+        wait_until(lambda: time.monotonic() > database._next_attempt)
+        connecting.start()
+        wait_until(lambda: database._next_attempt == math.inf)
+    for _ in range(10):
+        for use in (database.ping, lambda: far.add(MOSS)):
+            with refused():
+                use()
     assert connecting.is_alive()
     connecting.join(PATIENCE)
     monkeypatch.undo()
     proxy.go_on()
     database._next_attempt = 0
     wait_until(lambda: can_add(far))
+
+
+def test_failed_connections_wait_for_no_other(store, monkeypatch):
+    """Callers that connect at once in vain fail at once, not after a time limit."""
+    database = store._backend()
+    server_closed = database.lend()
+    together = threading.Barrier(4)
+
+    def connect(**parameters):
+        together.wait(PATIENCE)
+        raise psycopg.OperationalError('refused')
+
+    def use():
+        with refused('there is no connection to the database', within=1):
+            database.ping()
+
+    with server_closed as connection:
+        connection.close()
+    monkeypatch.setattr(pool.Connection, 'connect', connect)
+    in_threads(*[use] * 4)
 
 
 @pytest.mark.parametrize('stored', [False, True])
