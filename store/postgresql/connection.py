@@ -73,7 +73,8 @@ SETTINGS = {
     'idle_in_transaction_session_timeout': '0',
     'transaction_timeout': '0',
     'statement_timeout': f'{STATEMENT_WITHIN}s',
-    'lock_timeout': f'{LOCK_WITHIN}s',
+    # A whole number: engines of PostgreSQL 11 read no fractions.
+    'lock_timeout': f'{1000 * LOCK_WITHIN:.0f}ms',
 }
 # Reading all plants takes as long as the reader likes.
 READER_SETTINGS = {'statement_timeout': '0', 'lock_timeout': f'{STATEMENT_WITHIN}s'}
