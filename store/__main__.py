@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ from store import (
     masked,
     open_store,
 )
-from store.base import Create
+from store.base import Create, batches
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
 
@@ -62,10 +62,6 @@ exit codes:
   2    the command or a URL is wrong
   130  interrupted by Ctrl-C
 """
-
-# A batch of a copy is one statement to a database, which has a time limit.
-BATCH_PLANTS = 1000
-BATCH_CHARACTERS = 2**20
 
 
 class _Parser(argparse.ArgumentParser):
@@ -205,8 +201,8 @@ def _copy_plants(plants: Iterable[Plant], target: PlantStore) -> int:
     bar_hidden = getattr(plants, 'external_write_mode', nullcontext)
     copied = present = conflicting = 0
     try:
-        with closing(_batches(plants)) as batches:
-            for batch in batches:
+        with closing(batches(plants)) as parts:
+            for batch in parts:
                 outcomes = target.add_many(batch)
                 copied += outcomes.count(True)
                 present += outcomes.count(False)
@@ -223,19 +219,6 @@ def _copy_plants(plants: Iterable[Plant], target: PlantStore) -> int:
             f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
         )
     return int(conflicting > 0)
-
-
-def _batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
-    batch: list[Plant] = []
-    size = 0
-    for plant in plants:
-        batch.append(plant)
-        size += len(plant.name) + len(plant.tag or '')
-        if len(batch) == BATCH_PLANTS or size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _progress(source: object) -> Progress:

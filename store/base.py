@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Self
 
 from store.errors import IdTaken
@@ -13,6 +13,9 @@ Create = Literal['always', 'first', 'never']
 
 ID_MIN = -(2**63)
 ID_MAX = 2**63 - 1
+# A batch of a bulk add is one statement to a database, which has a time limit.
+BATCH_PLANTS = 1000
+BATCH_CHARACTERS = 2**20
 
 
 class Plant(NamedTuple):
@@ -57,6 +60,20 @@ def _check_text(member: str, text: object) -> None:
         text.isascii() or text.encode()
     except UnicodeEncodeError:
         raise ValueError(f'{member}: it holds a lone surrogate') from None
+
+
+def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
+    """Split plants into batches of a limited size."""
+    batch: list[Plant] = []
+    size = 0
+    for plant in plants:
+        batch.append(plant)
+        size += len(plant.name) + len(plant.tag or '')
+        if len(batch) == BATCH_PLANTS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 class PlantStore(abc.ABC):
@@ -107,7 +124,7 @@ class PlantStore(abc.ABC):
         """
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        """Store plants, each as ``add`` would; in one batch, if the store can do that.
+        """Store plants, each as ``add`` would; in batches, if the store can do that.
 
         Returns:
             For each plant what ``add`` would return, or the ``IdTaken`` it would raise.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from store.base import Plant, PlantStore, check_plant
+from store.base import Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
 from store.scheduler import THREADS, Scheduler
 
@@ -73,7 +73,8 @@ class LazyStore(PlantStore, Generic[BackendT]):
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         for plant in plants:
             check_plant(plant)
-        return self._backend().add_many(plants)
+        backend = self._backend()
+        return [new for batch in batches(plants) for new in backend.add_many(batch)]
 
     def ping(self) -> None:
         """Share one ping among all callers that wait, so that it takes one thread.

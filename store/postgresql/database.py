@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate, groupby
 
 from psycopg import errors
 from psycopg.rows import args_row
@@ -26,8 +25,6 @@ LOCKED_FOR = 0.5
 ALONE_WITHIN = 1
 # For a batch that the server cannot serialize, with pauses of half a second in all.
 ATTEMPTS = 9
-# Characters of one statement in a bulk copy, so that it ends in time.
-MOST_CHARACTERS = 1_000_000
 
 
 class Database(Pool):
@@ -57,15 +54,11 @@ class Database(Pool):
         self._locked: dict[int, tuple[float, StoreUnavailable]] = {}
 
     def add(self, plant: Plant) -> bool:
-        return self._batches.submit(plant, _size(plant))
+        return self._batches.submit(plant, len(plant.name) + len(plant.tag or ''))
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        entries = [Entry(plant, _size(plant)) for plant in plants]
-        ends = accumulate(entry.size for entry in entries)
-        numbers = (end // MOST_CHARACTERS for end in ends)  # of the statements
-        numbered = zip(numbers, entries, strict=True)
-        for _, part in groupby(numbered, lambda pair: pair[0]):
-            self._store([entry for _, entry in part])
+        entries = [Entry(plant, 0) for plant in plants]
+        self._store(entries)
         for entry in entries:
             if isinstance(entry.error, StoreUnavailable):
                 raise entry.error
@@ -138,10 +131,6 @@ class Database(Pool):
         for entry in batch:
             if stored[entry.item.id] != entry.item:
                 entry.error = IdTaken(entry.item.id)
-
-
-def _size(plant: Plant) -> int:
-    return 100 + len(plant.name) + len(plant.tag or '')  # 100 for the row itself
 
 
 # Databases whose connections a forked child has inherited from its parent.
