@@ -161,8 +161,6 @@ class StoreContract:
         assert sorted(self.raw_plants(store)) == sorted(plants)
         assert sorted(store) == sorted(plants)
 
-    # ---- promise 1: what ``add`` acknowledges
-
     def test_any_plant_is_stored_once(self, store: PlantStore) -> None:
         """When ``add`` returns, the plant is durable: any id, name and tag.
 
@@ -208,8 +206,6 @@ class StoreContract:
         assert store.add_many([]) == []
         self.assert_holds(store, Plant(5, 'Fern'), *new)
 
-    # ---- promise 2: ``IdTaken``
-
     def test_taken_id_is_refused(self, store: PlantStore) -> None:
         """When ``add`` raises ``IdTaken``, the store is unchanged."""
         stored = [Plant(id, *texts) for id, texts in enumerate(SIMILAR)]
@@ -222,8 +218,6 @@ class StoreContract:
         self.assert_holds(store, *stored)
         assert not any(store.add(plant) for plant in stored)
 
-    # ---- promise 3: ``StoreUnavailable``
-
     def test_unavailable_store_recovers(self, store: PlantStore) -> None:
         """When ``add`` raises ``StoreUnavailable``: repeat the call."""
         store.add(Plant(1, 'Fern'))
@@ -234,8 +228,6 @@ class StoreContract:
         store.ping()
         store.add(Plant(2, 'Moss'))
         self.assert_holds(store, Plant(1, 'Fern'), Plant(2, 'Moss'))
-
-    # ---- promise 4: threads and processes
 
     @pytest.mark.parametrize('run', [in_threads, in_child])
     def test_adds_at_once(
@@ -270,8 +262,6 @@ class StoreContract:
         self.assert_holds(store, *won, *same)
         assert not any(store.add(plant) for plant in [*won, *same])
 
-    # ---- promise 5: iteration
-
     def test_iterate_while_adding(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added before it began, each once."""
         before = [Plant(id, 'Fern') for id in range(50)]
@@ -285,8 +275,6 @@ class StoreContract:
             plants += iterator
             assert len(plants) == len(set(plants))
             assert set(plants) >= set(before)
-
-    # ---- promise 6: ``ping``
 
     def test_ping_adds_nothing(self, store: PlantStore) -> None:
         """``ping`` returns if an ``add`` would work now; so does ``check_opening``.
@@ -303,8 +291,6 @@ class StoreContract:
                 store.check_opening()
                 store.ping()
             self.assert_holds(store, *plants)
-
-    # ---- promise 7: ``close``
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_closed_store_refuses(self, store: PlantStore, used: bool) -> None:
@@ -346,8 +332,6 @@ class StoreContract:
         in_threads(close, *adds)
         assert set(added) <= set(self.raw_plants(store))
 
-    # ---- promise 8: forks
-
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_store_works_after_a_fork(self, store: PlantStore, used: bool) -> None:
         """A store that was made before a fork works after it, in both processes."""
@@ -373,8 +357,6 @@ class StoreContract:
         store.add(by_parent)
         self.assert_holds(store, before, by_parent, *shared)
 
-    # ---- promise 9: what is no plant
-
     def test_plant_that_is_none_is_refused(self, store: PlantStore) -> None:
         """``add`` and ``add_many`` raise ``ValueError``, before anything is stored."""
         fern = Plant(1, 'Fern')
@@ -385,8 +367,6 @@ class StoreContract:
             with pytest.raises(ValueError, match=r'^(id|name|tag): '):
                 store.add_many([Plant(2, 'Moss'), plant])
         self.assert_holds(store, fern)
-
-    # ---- all of them
 
     def test_store_behaves_as_a_dict(self, store: PlantStore) -> None:
         """After any sequence of calls a store holds the plants that a dict would."""
