@@ -95,7 +95,6 @@ class GroupCommit(Generic[Item, Written]):
         self._observe = observe
         self._lock = threading.Lock()  # guards what follows; never held across I/O
         self._waiting: deque[Entry[Item]] = deque()
-        self._waiting_bytes = 0
         self._appending = False
         self._syncing = 0
         self._sync_limit = 1
@@ -115,7 +114,6 @@ class GroupCommit(Generic[Item, Written]):
         try:
             with self._lock:
                 self._waiting.append(entry)
-                self._waiting_bytes += size
                 must_wait = self._appending or self._syncing >= self._sync_limit
                 if must_wait:
                     wait, entry._wake = self._scheduler.waiter()
@@ -127,7 +125,6 @@ class GroupCommit(Generic[Item, Written]):
             with self._lock, suppress(ValueError):
                 if not entry._leads:
                     self._waiting.remove(entry)
-                    self._waiting_bytes -= size
             raise
         finally:
             if entry._leads:
@@ -176,9 +173,7 @@ class GroupCommit(Generic[Item, Written]):
     def _gather(self) -> None:
         """Let callers submit that are about to, so that they share this batch."""
         gathered, more = 0, True
-        while (
-            more and gathered < len(self._waiting) and self._waiting_bytes < BATCH_BYTES
-        ):
+        while more and gathered < len(self._waiting):
             gathered = len(self._waiting)
             more = self._scheduler.give_way()
 
@@ -190,7 +185,6 @@ class GroupCommit(Generic[Item, Written]):
                 entry = self._waiting.popleft()
                 size += entry.size
                 batch.append(entry)
-            self._waiting_bytes -= size
         return batch
 
     def _wake_leader(self) -> None:
