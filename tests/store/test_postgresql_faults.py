@@ -18,7 +18,7 @@ from postgresql import refused
 from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
-from store.postgresql import connection, pool
+from store.postgresql import connection, database
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -26,7 +26,9 @@ MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
 # Seconds of the longest add: a lost response, its cancellation, then the connection of
 # a caller that waited behind it; and 2 s for a busy machine.
-LONGEST = connection.ANSWER_WITHIN + connection.CANCEL_WITHIN + pool.CONNECT_WITHIN + 2
+LONGEST = 2 + sum(
+    [connection.ANSWER_WITHIN, connection.CANCEL_WITHIN, database.CONNECT_WITHIN]
+)
 # Of a process that adds with any number of threads: four batches, and a probe.
 MOST_CONNECTIONS = 5
 LOCKED = 'another session has locked the plant'
@@ -196,9 +198,9 @@ def test_ended_sessions_are_replaced(server, url, store):
 
 def test_ended_idle_sessions_fail_no_add(server, store):
     """Sessions that ended while idle are replaced, and no add fails."""
-    database = store._backend()
+    backend = store._backend()
     for use in (lambda: store.add(FERN), store.ping):
-        with database.lend(), database.lend(), database.lend():
+        with backend.lend(), backend.lend(), backend.lend():
             pass
         assert len(server.sessions()) == 3
         server.terminate_sessions()
@@ -261,33 +263,32 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     A caller from before the outage lets no second one try when it ends.
     """
     far.add(FERN)
-    monkeypatch.setattr(pool, 'CONNECT_WITHIN', 0.1)  # to wait for the lent connection
-    database = far._backend()
+    monkeypatch.setattr(database, 'CONNECT_WITHIN', 0.1)  # to wait for what is lent
+    backend = far._backend()
     connecting = threading.Thread(target=lambda: can_add(far))
-    with database.lend():
+    with backend.lend():
         proxy.stop()
         with refused():
             far.add(MOSS)
-        monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
-        wait_until(lambda: time.monotonic() > database._next_attempt)
+        monkeypatch.setattr(database, 'RETRY_AFTER', PATIENCE)
+        wait_until(lambda: time.monotonic() > backend._next_attempt)
         connecting.start()
-        wait_until(lambda: database._next_attempt == math.inf)
+        wait_until(lambda: backend._next_attempt == math.inf)
     for _ in range(10):
-        for use in (database.ping, lambda: far.add(MOSS)):
+        for use in (backend.ping, lambda: far.add(MOSS)):
             with refused():
                 use()
     assert connecting.is_alive()
     connecting.join(PATIENCE)
     monkeypatch.undo()
     proxy.go_on()
-    database._next_attempt = 0
+    backend._next_attempt = 0
     wait_until(lambda: can_add(far))
 
 
 def test_failed_connections_wait_for_no_other(store, monkeypatch):
     """Callers that connect at once in vain fail at once, not after a time limit."""
-    database = store._backend()
-    server_closed = database.lend()
+    backend = store._backend()
     together = threading.Barrier(4)
 
     def connect(**parameters):
@@ -296,11 +297,11 @@ def test_failed_connections_wait_for_no_other(store, monkeypatch):
 
     def use():
         with refused('there is no connection to the database', within=1):
-            database.ping()
+            backend.ping()
 
-    with server_closed as connection:
-        connection.close()
-    monkeypatch.setattr(pool.Connection, 'connect', connect)
+    with backend.lend() as open_connection:
+        open_connection.close()
+    monkeypatch.setattr(database.Connection, 'connect', connect)
     in_threads(*[use] * 4)
 
 
