@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 from store.base import Plant, PlantStore, check_plant
@@ -14,24 +13,20 @@ class MemoryStore(PlantStore):
 
     def __init__(self) -> None:
         self._plants: dict[int, Plant] = {}
-        self._lock = threading.Lock()
         self._closed = False
 
     def add(self, plant: Plant) -> bool:
         check_plant(plant)
-        with self._lock:
-            self.ping()
-            stored = self._plants.get(plant.id)
-            if stored is None:
-                self._plants[plant.id] = plant
-            elif stored != plant:
-                raise IdTaken(plant.id)
-            return stored is None
+        self.ping()
+        new = Plant(*plant)  # an object of its own, to tell it from the stored one
+        stored = self._plants.setdefault(plant.id, new)  # atomic
+        if stored != new:
+            raise IdTaken(plant.id)
+        return stored is new
 
     def __iter__(self) -> Iterator[Plant]:
-        with self._lock:
-            self.ping()
-            return iter(list(self._plants.values()))
+        self.ping()
+        return iter(list(self._plants.values()))
 
     def ping(self) -> None:
         if self._closed:
