@@ -84,24 +84,21 @@ READER_SETTINGS = {'statement_timeout': '0', 'lock_timeout': f'{STATEMENT_WITHIN
 # choose its SQLSTATE freely.
 NOT_OF_ONE_PLANT = ('08', '25', '40003', '53', '57', '58')
 
-RULE = 'a rule of the table plants does not permit it'
 # By SQLSTATE or its class. A client sees these words; the log also has the server's.
-REASONS = {
+REASONS: dict[str | None, str] = {
+    **dict.fromkeys(
+        ('22', '23', '44', '54', 'P0'), 'a rule of the table plants does not permit it'
+    ),
     None: 'there is no connection to the database',
-    '22': RULE,
-    '23': RULE,
     '25006': 'the database is read-only',
     '40': 'the database is busy with other changes of the same plants',
     '40003': 'the database does not say whether the plant is safe',
     '42': 'the database does not permit it',
     '42P01': 'there is no table plants',
-    '44': RULE,
     '53': 'the database is out of room',
-    '54': RULE,
     '55P03': 'another session has locked the plant',
     '57': 'the database is shutting down or starting up',
     '57014': 'the database did not answer in time',
-    'P0': RULE,
 }
 
 
