@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urldefrag
 
 import falcon
 from falcon import Response
@@ -112,7 +111,7 @@ def _components() -> dict[str, Any]:
     files = schemas.load()
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
-            target, place = urldefrag(part.get('$ref', '#none'))
+            target, _, place = part.get('$ref', '#none').partition('#')
             target = target or file
             # An anchor (#name) stays: it is found anywhere in a document.
             if target in files and place[:1] in ('', '/'):

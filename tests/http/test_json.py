@@ -345,7 +345,7 @@ def test_broken_rule_of_an_operator_is_named(rule, fault, edit, serve, store):
     [
         *[{'type': 'strin'}, {'maxLength': -1}, {'pattern': '('}],
         *[{'$ref': 'Plont.json'}, {'$ref': 'https://example.org/name.json'}],
-        {'items': {'not': {'$ref': '#/properties/nome'}}},
+        *[{'items': {'not': {'$ref': '#/properties/nome'}}}, {'$ref': 'http://[#a'}],
     ],
     ids=str,
 )
