@@ -19,8 +19,8 @@ DEFAULT_MAX_BODY_BYTES = 65_536
 # Each variable, what it sets, and its default.
 VARIABLES = {
     'PLANTS_STORE': 'memory:, jsonl:PATH or postgresql://... (jsonl:plants.jsonl)',
-    'PLANTS_TOKENS': 'accepted tokens, separated by commas (a new one, printed)',
-    'PLANTS_TOKENS_FILE': 'file with accepted tokens, one a line (none)',
+    'PLANTS_TOKENS': 'tokens or sha256:HEX, separated by commas (a new one, printed)',
+    'PLANTS_TOKENS_FILE': 'file of lines [NAME] TOKEN, read again if it changes (none)',
     'PLANTS_MAX_BODY': f'longest body, in bytes ({DEFAULT_MAX_BODY_BYTES})',
     'PLANTS_LOG': 'format of the log: text or json (text)',
     'PLANTS_METRICS': '1 serves /metrics for Prometheus (0)',
