@@ -45,9 +45,18 @@ class Tokens:
         if not isinstance(tokens, Mapping):
             # It may be None: a variable that is not set.
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
-        self._tokens = _by_digest(
-            (name, text, Token(name)) for name, text in tokens.items()
+        self._accept(
+            (_digest(text, name), Token(name)) for name, text in tokens.items()
         )
+
+    def _accept(self, tokens: Iterable[tuple[bytes, Token]]) -> None:
+        """Accept these tokens, given by their digests, and no others."""
+        accepted = dict(tokens)
+        if not accepted:
+            raise ValueError('there is no token')
+        if not all(token.name.isprintable() for token in accepted.values()):
+            raise ValueError('the name of a token may have only printable characters')
+        self._tokens = accepted
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -74,22 +83,6 @@ class Tokens:
         ):
             return 'metrics'
         return 'plants'
-
-
-def _by_digest(entries: Iterable[tuple[str, str, Token]]) -> dict[bytes, Token]:
-    """Return what is known about tokens, by the SHA-256 digest of their text.
-
-    Args:
-        entries: Where each token is, for messages; its text; what is known about it.
-    """
-    tokens = {}
-    for where, text, token in entries:
-        if not token.name.isprintable():
-            raise ValueError('the name of a token may have only printable characters')
-        tokens[_digest(text, where)] = token
-    if not tokens:
-        raise ValueError('there is no token')
-    return tokens
 
 
 def _digest(token: str, where: str) -> bytes:
@@ -127,7 +120,7 @@ class TokensFile(Tokens):
         self._path = path
         self._next_check = time.monotonic() + self.CHECK_EVERY
         self._version = self._stat()
-        self._tokens = self._read()
+        self._read()
 
     def find(self, text: str) -> Token | None:
         if time.monotonic() >= self._next_check:
@@ -141,7 +134,7 @@ class TokensFile(Tokens):
         if self._version == before:
             return
         try:
-            self._tokens = self._read()
+            self._read()
         except ValueError as ex:
             log.error('%s; the tokens stay as they were', ex)
             self.on_failed_reload()
@@ -155,16 +148,16 @@ class TokensFile(Tokens):
             return ()
         return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def _read(self) -> dict[bytes, Token]:
+    def _read(self) -> None:
         try:
-            return _by_digest(_parse(self._path.read_text('utf-8-sig').split('\n')))
+            self._accept(_parse(self._path.read_text('utf-8-sig').split('\n')))
         except (OSError, ValueError) as ex:
             reason = ex.strerror if isinstance(ex, OSError) else ex
             raise ValueError(f'{self._path}: {reason}') from ex
 
 
-def _parse(lines: Iterable[str]) -> Iterator[tuple[str, str, Token]]:
-    """Yield the entries of a tokens file; # begins a comment."""
+def _parse(lines: Iterable[str]) -> Iterator[tuple[bytes, Token]]:
+    """Yield the digests and tokens of a tokens file; # begins a comment."""
     for number, line in enumerate(lines, 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
         if words[2:] not in ([], ['metrics']):
@@ -173,7 +166,8 @@ def _parse(lines: Iterable[str]) -> Iterator[tuple[str, str, Token]]:
             )
         if words:
             name = words[0] if len(words) > 1 else f'token-{number}'
-            yield f'line {number}', words[:2][-1], Token(name, *words[2:])
+            digest = _digest(words[:2][-1], f'line {number}')
+            yield digest, Token(name, *words[2:])
 
 
 def make_token(address: str) -> str:
