@@ -84,14 +84,12 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
 
 def _media_type_fault(req: PlantsRequest) -> str:
     """Return what is wrong with the media type, or nothing."""
-    content_type = req.content_type
-    if content_type != falcon.MEDIA_JSON:  # the usual value needs no parsing
-        content_type, parameters = falcon.parse_header(content_type or '')
-        if content_type.lower() != falcon.MEDIA_JSON:
-            return 'the Content-Type must be application/json'
-        charset = parameters.get('charset', 'utf-8')
-        if charset.lower() != 'utf-8':
-            return f'the charset {show(charset)} must be utf-8'
+    content_type, parameters = falcon.parse_header(req.content_type or '')
+    if content_type.lower() != falcon.MEDIA_JSON:
+        return 'the Content-Type must be application/json'
+    charset = parameters.get('charset', 'utf-8')
+    if charset.lower() != 'utf-8':
+        return f'the charset {show(charset)} must be utf-8'
     if req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower() != 'identity':
         return 'the body must not have a Content-Encoding'
     return ''
