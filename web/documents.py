@@ -90,9 +90,8 @@ def _describe(max_body_bytes: int, metrics: bool) -> dict[str, Any]:
     The URL of the service in it is relative to that of the description (OpenAPI 3.1.0,
     section 4.8.5): right under any prefix, without trust in what a request claims.
     """
-    description: dict[str, Any] = json.loads(
-        Path(__file__).with_name('openapi.json').read_bytes()
-    )
+    template = Path(__file__).with_name('openapi.json').read_bytes()
+    description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
     description['components']['schemas'] = _components()
     body = description['paths']['/plants']['post']['requestBody']

@@ -102,8 +102,7 @@ class Metrics:
     def collect(self) -> Iterator[prometheus.Metric]:
         """Yield the metrics whose values are looked up for each answer."""
         meaning = 'Version of the plant store; the value is always 1.'
-        version = {'version': __version__}
-        yield InfoMetricFamily('plant_store_build', meaning, version)
+        yield InfoMetricFamily('plant_store_build', meaning, {'version': __version__})
         ready = False
         with suppress(Exception):  # /readyz reports the reason
             self._store.ping()
