@@ -42,11 +42,11 @@ _LITERAL = {
 _MASK = '\0'
 
 
-class NotJSON(ValueError):
+class NotJSON(Exception):
     """Bytes are not JSON text; the message says why."""
 
 
-class Invalid(ValueError):
+class Invalid(Exception):
     """A value breaks rules of a schema; the message names every fault."""
 
 
@@ -91,33 +91,6 @@ _decode = json.JSONDecoder(
 ).decode
 
 
-def parse(text: bytes) -> Any:
-    """Return the value of JSON text, read strictly: docs/api.md has the rules.
-
-    The stack of the interpreter bounds nesting, at some hundreds of levels.
-
-    Raises:
-        NotJSON: The text is not such JSON.
-    """
-    try:
-        decoded = text.decode()
-        if decoded.startswith('\ufeff'):
-            raise NotJSON('it begins with a byte order mark')
-        value = _decode(decoded)
-        if '\\u' in decoded:  # only an escape can make a lone surrogate
-            encode(value)
-    except UnicodeDecodeError as ex:
-        raise NotJSON(f'byte {ex.start} is not UTF-8') from ex
-    except UnicodeEncodeError as ex:
-        raise NotJSON('a string holds a lone surrogate') from ex
-    except RecursionError as ex:
-        raise NotJSON('it is nested too deeply') from ex
-    except json.JSONDecodeError as ex:
-        message = ex.msg.removesuffix(' at')
-        raise NotJSON(f'{message} at character {ex.pos}') from ex
-    return value
-
-
 class Schema:
     """A schema, ready to check values; build it once.
 
@@ -150,17 +123,33 @@ class Schema:
     def read(self, text: bytes) -> Any:
         """Return the value of JSON text, which must keep the rules of the schema.
 
+        ``docs/api.md`` says how strictly the text is read. The stack of the interpreter
+        bounds nesting, at some hundreds of levels.
+
         Raises:
-            NotJSON: The text is not JSON.
+            NotJSON: The text is not such JSON.
             Invalid: Its value breaks rules of the schema.
         """
-        value = parse(text)
         try:
+            decoded = text.decode()
+            if decoded.startswith('\ufeff'):
+                raise NotJSON('it begins with a byte order mark')
+            value = _decode(decoded)
+            if '\\u' in decoded:  # only an escape can make a lone surrogate
+                encode(value)
             if self._validator.is_valid(value):
                 return value
             # A schema may include two others that find the same fault.
             faults = dict.fromkeys(map(_describe, self._validator.iter_errors(value)))
-        except ValueError as ex:  # rules that compare values have a limit of their own
+        except UnicodeDecodeError as ex:
+            raise NotJSON(f'byte {ex.start} is not UTF-8') from ex
+        except UnicodeEncodeError as ex:
+            raise NotJSON('a string holds a lone surrogate') from ex
+        except json.JSONDecodeError as ex:
+            message = ex.msg.removesuffix(' at')
+            raise NotJSON(f'{message} at character {ex.pos}') from ex
+        except (RecursionError, ValueError) as ex:
+            # ValueError: rules that compare values have a limit of their own.
             raise NotJSON('it is nested too deeply') from ex
         raise Invalid('; '.join(faults))
 

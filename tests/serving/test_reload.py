@@ -284,7 +284,7 @@ def load():
 
 first, second = load(), load()
 master._free_modules()
-assert len(first) == len(second) > 50
+assert len(first) == len(second) > 40
 print([ref() for ref in first if ref() is not None])
 """
 
