@@ -45,11 +45,9 @@ class RequestLog:
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         req.context.began = time.perf_counter()
-        id = req.env.get('HTTP_X_REQUEST_ID')
-        if id is None or not _SANE_ID.fullmatch(id):
-            id = new_request_id()
-        req.context.id = id
-        resp.set_header('X-Request-Id', id)
+        id = req.env.get('HTTP_X_REQUEST_ID', '')
+        req.context.id = id if _SANE_ID.fullmatch(id) else new_request_id()
+        resp.set_header('X-Request-Id', req.context.id)
 
     def process_response(
         self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool

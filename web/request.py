@@ -37,11 +37,7 @@ class PlantsRequest(falcon.Request):
 
 
 def read_body(req: PlantsRequest, limit: int) -> bytes:
-    """Return the body of a request that must have one, of type application/json.
-
-    Args:
-        req: The request.
-        limit: The longest body, in bytes.
+    """Return the body of a request that must have one, of at most ``limit`` bytes.
 
     Raises:
         Fault: The body is missing, too large, of another type, or ends too early.
