@@ -92,10 +92,7 @@ _decode = json.JSONDecoder(
 
 
 class Schema:
-    """A schema, ready to check values; build it once.
-
-    Args:
-        name: The name of the file without ``.json``.
+    """The schema in the file ``{name}.json``, ready to check bodies; build it once.
 
     Raises:
         ValueError: A file is not a JSON Schema; the message is a sentence.

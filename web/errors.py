@@ -43,18 +43,12 @@ class ErrorValue(enum.IntEnum):
 
 
 class Fault(Exception):
-    """A request ends with an ``Error``.
-
-    Attributes:
-        value: The ``error`` of the response, which also gives the HTTP status.
-        message: For people; by default the meaning of the value.
-        headers: Further headers of the response, with ``_`` for ``-`` in their names.
-    """
+    """A request ends with an ``Error``."""
 
     def __init__(self, value: int, message: str = '', **headers: str) -> None:
-        self.value = value
-        self.message = message or ErrorValue(value).meaning
-        self.headers = headers
+        self.value = value  # the error of the response, which also gives the status
+        self.message = message or ErrorValue(value).meaning  # for people
+        self.headers = headers  # of the response, with _ for - in their names
         super().__init__(self.message)
 
 

@@ -110,14 +110,10 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 
 
 class BearerAuth:
-    """Middleware: no responder runs without a valid bearer token (RFC 6750).
+    """Middleware: only ``public`` paths are open without a bearer token (RFC 6750).
 
     It runs before the body is read and before the router, so a path that does not
     exist is answered 401 to a client without a token, not 404.
-
-    Args:
-        tokens: The accepted tokens.
-        public: Paths that need no token.
     """
 
     def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:

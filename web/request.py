@@ -40,10 +40,10 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
     """Return the body of a request that must have one, of at most ``limit`` bytes.
 
     Raises:
-        Fault: The body is missing, too large, of another type, or ends too early.
+        Fault: The body is missing, too large, no application/json, or ends too early.
     """
     # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored.
-    # It can be read only if the server marks its end in the input
+    # A chunked body can be read only if the server marks its end in the input
     # (wsgi.input_terminated); under other servers it counts as missing.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
     if chunked and not req.env.get('wsgi.input_terminated'):
