@@ -42,11 +42,8 @@ _SECONDS = (
 class Metrics:
     """Middleware and resource: measure requests and answer ``/metrics``.
 
-    Args:
-        store: The store whose syncs and readiness are reported.
-        tokens: The tokens whose failed reloads are counted.
-        directory: Shared by all processes that are reported, for their files alone; by
-            default only this process is reported.
+    Processes that share a ``directory``, which is for their files alone, are reported
+    together. Without one only this process is reported.
     """
 
     def __init__(

@@ -82,11 +82,8 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     path, so it does not tell which paths exist. Cookies stay forbidden: a page sets the
     header with the token by itself.
 
-    Args:
-        origins: Origins as browsers send them; ``*`` alone stands for all of them.
-
     Raises:
-        ValueError: No browser sends such an origin.
+        ValueError: No browser sends such an origin, and it is not ``*`` alone.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
