@@ -78,11 +78,8 @@ class Tokens:
 
         Every token may read ``/metrics`` as long as none is for that alone.
         """
-        if path == '/metrics' and any(
-            token.scope == 'metrics' for token in self._tokens.values()
-        ):
-            return 'metrics'
-        return 'plants'
+        scopes = (token.scope for token in self._tokens.values())
+        return 'metrics' if path == '/metrics' and 'metrics' in scopes else 'plants'
 
 
 def _digest(token: str, where: str) -> bytes:
