@@ -350,6 +350,7 @@ class PlantFile:
                 # NOTE: not fdatasync, which leaves out the mtime: the index has it.
                 os.fsync(self._fd)
                 index.synced = index.end
+                self._notes.note_end(index.end)
             if index.reason:
                 index.install(index.end)
         except BaseException as ex:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gzip
 import logging
 import os
@@ -316,6 +317,19 @@ class TestShortened:
                         with pytest.raises(StoreUnavailable, match='cut short'):
                             use(store)
         assert path.read_bytes() == text
+
+    def test_file_cut_short_after_a_repeat(self, path):
+        """A repeat is an acknowledgement: its end is known, too, before a flush."""
+        with JSONLinesStore(path) as writer, JSONLinesStore(path) as store:
+            writer.add(PLANTS[0])
+            with index_of(path, '-synced').open() as flushing:
+                fcntl.flock(flushing, fcntl.LOCK_EX)
+                append(path, lines(PLANTS[1]))
+                assert store.add(PLANTS[1]) is False
+                os.truncate(path, len(lines(PLANTS[0])))
+                refused = pytest.raises(StoreUnavailable, match='cut short')
+                with JSONLinesStore(path) as other, refused:
+                    other.ping()
 
     @pytest.mark.parametrize('end', [0, 60, len(lines(*PLANTS[:3]))])
     def test_repair_accepts_the_loss(self, path, end):
