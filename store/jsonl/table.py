@@ -87,7 +87,9 @@ def reading() -> Iterator[None]:
     try:
         with _reading:
             yield
-    except (sqlite3.Error, OSError, TypeError, ValueError) as ex:
+    except OSError as ex:
+        raise IndexDamaged(str(ex.strerror)) from ex  # a client sees it: no path
+    except (sqlite3.Error, TypeError, ValueError) as ex:
         raise IndexDamaged(str(ex)) from ex
 
 

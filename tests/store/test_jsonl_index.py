@@ -1,5 +1,6 @@
 """The index of a plant file: it is disposable, and never gives an id twice."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import sqlite3
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -206,6 +208,25 @@ class TestSpoiled:
                 store.ping()
             disk.resume()
             assert_stored(store, ferns(50), free=[1])
+
+    def test_reason_shows_no_path(self, path, monkeypatch):
+        """A client learns that the index cannot be read, and not where it is."""
+        stat = os.stat
+
+        def refuse(name, **options):
+            if str(name).endswith('.index'):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+            return stat(name, **options)
+
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, 'stat', refuse)
+                patch.setattr(Path, 'exists', lambda path: True)
+                with pytest.raises(StoreUnavailable) as caught:
+                    store.add(Plant(2, 'Moss'))
+            assert caught.value.reason == 'the index: Input/output error'
+            assert_stored(store, [Plant(1, 'Fern')])
 
 
 class TestBuilt:
