@@ -53,9 +53,10 @@ class Synced:
     def read(self) -> tuple[int, int]:
         """Return the synced end, or ``UNKNOWN``, and the length of a failed write."""
         if not os.fstat(self._fd).st_nlink:  # it was removed
+            # Not closed first: another thread may note an end meanwhile.
             fd = self._open()
-            os.close(self._fd)
-            self._fd = fd
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
         data = os.pread(self._fd, 2 * SIZE, 0)
         inode = self._like.st_ino
         return _value(data, inode), max(_value(data[SIZE:], inode), 0)
@@ -73,7 +74,9 @@ class Synced:
             write(self._fd, _record(self._like.st_ino, value), offset)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file; a thread that has just synced may note an end after this."""
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 def read_synced(path: Path, plants: int) -> int:

@@ -397,6 +397,23 @@ class TestThreads:
         # A close that did not wait would end long before this timeout.
         close_during_sync(disk, lambda closed: not closed.wait(0.2))
 
+    def test_close_between_a_sync_and_its_note(self, path, tmp_path, monkeypatch):
+        """A note that comes after a close is not written into another file."""
+        note = plant_file.PlantFile._note_synced
+
+        def note_late(plants):
+            path.rename(tmp_path / 'moved')  # so the close does not note the end itself
+            store.close()
+            with contextlib.ExitStack() as opened:
+                for number in range(20):
+                    opened.enter_context((tmp_path / f'new-{number}').open('w+'))
+                note(plants)
+
+        monkeypatch.setattr(plant_file.PlantFile, '_note_synced', note_late)
+        store = JSONLinesStore(path)
+        store.add(Plant(1, 'Fern'))
+        assert not any(new.stat().st_size for new in tmp_path.glob('new-*'))
+
     def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
