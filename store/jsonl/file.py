@@ -337,9 +337,11 @@ class PlantFile:
         try:
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, self._fd, size, index.synced)
-            if index.reason and size:
-                text = f'{self._path}: building the index: {index.reason}'
-                self._messages.append((logging.INFO, text))
+            if index.reason:
+                index.build()
+                if size:
+                    text = f'{self._path}: building the index: {index.reason}'
+                    self._messages.append((logging.INFO, text))
             self._learn(index, crashed=crashed)
             if index.synced < index.end:
                 # Plants of another process may not be on the disk, and this process

@@ -37,9 +37,8 @@ import sqlite3
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -59,13 +58,10 @@ MOST_RECENT = 100_000
 SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
 # If more bytes are behind the mark, building the table anew takes less memory.
 MOST_BEHIND = 128 * 1024 * 1024
-CHUNK = 250_000  # ids in memory while a table is built
 TAIL = 256  # bytes before the mark that are compared
 
 # The id and the offset of each line, in the order of the file.
-Records = Iterator[tuple[int, int]]
-# Called with the first offset of an id, and another offset of the same id.
-Repeat = Callable[[int, int], None]
+Lines = list[tuple[int, int]]
 
 
 class Index:
@@ -86,13 +82,13 @@ class Index:
     def __init__(self, path: Path, plants: int, *, new: bool = False) -> None:
         self._plants_path = path
         self._path = index_path(path)
-        self._new_path = index_path(path, '-new')
         self._plants = plants
         self._inode = os.fstat(plants).st_ino
         self._table: sqlite3.Connection | None = None
         self._paths = [f'{self._path}{suffix}' for suffix in ('', '-wal', '-shm')]
         self._files: dict[str, int] = {}  # inodes, up to the first that is missing
         self._new: sqlite3.Connection | None = None  # the table that is being built
+        self._new_path: Path | None = None
         self._recent: dict[int, int] = {}
         self._tail = b''  # the last bytes before the end
         self.mark = self.end = 0
@@ -183,35 +179,39 @@ class Index:
         self.end += len(lines)
         self._tail = (self._tail + lines)[-TAIL:]
 
-    def learn(
-        self, records: Records, repeat: Repeat, ids: Iterable[int] = ()
-    ) -> dict[int, int]:
-        """Enter the ids of the lines from ``end`` on, as recent ids.
+    def learn(self, lines: Lines, ids: Iterable[int] = ()) -> dict[int, int]:
+        """Enter the ids of lines: in the new table, or as recent ids.
 
         Args:
-            records: These lines.
-            repeat: Called for each line whose id is that of an earlier line.
-            ids: What to find; one query finds these and repeated ids.
+            lines: The next lines of the plant file.
+            ids: More ids to find, with the same query; not in a new table.
 
         Returns:
-            The offsets of those ids that are known then.
+            The offset of the first line of each of these ids, as far as it is known.
         """
-        lines = list(records)
+        if self._new is not None:
+            return _fill(self._new, lines)
         found = self.find({*ids, *(id for id, _ in lines)})
         for id, offset in lines:
             if id not in found:
                 found[id] = self._recent[id] = offset
-            elif found[id] != offset:
-                repeat(found[id], offset)
-        return {id: found[id] for id in ids if id in found}
+        return found
 
-    def build(self, records: Records, repeat: Repeat) -> None:
-        """Enter the ids of all lines into a new table; ``install`` must follow."""
+    def build(self, *, temporary: bool = False) -> None:
+        """Begin a new table, for all lines; ``install`` or ``close`` must follow.
+
+        Args:
+            temporary: Make a table that only finds repeated ids: all ids would need
+                much memory. SQLite removes it.
+        """
         with writing():
-            self._new_path.unlink(missing_ok=True)
-            os.close(new_file(self._new_path, os.fstat(self._plants)))
+            self._new_path = (
+                None if temporary else index_path(self._plants_path, '-new')
+            )
+            if self._new_path is not None:
+                self._new_path.unlink(missing_ok=True)
+                os.close(new_file(self._new_path, os.fstat(self._plants)))
             self._new = table.new_table(self._new_path)
-        _fill(self._new, records, repeat)
 
     def install(self, end: int) -> None:
         """Use the new table. REQUIRES: it has all ids before an end, which is synced.
@@ -220,6 +220,7 @@ class Index:
             OSError: It cannot be written, or another process does not end its flush.
         """
         assert self._new is not None
+        assert self._new_path is not None
         with writing(), self._open_lock() as lock:
             take_flock(self._plants_path, lock.fileno())
             table.commit(self._new, self._state(end))  # and sync
@@ -304,7 +305,8 @@ class Index:
             if self._new is not None:
                 self._new.close()
                 self._new = None
-                self._new_path.unlink(missing_ok=True)
+                if self._new_path is not None:
+                    self._new_path.unlink(missing_ok=True)
 
 
 class Flusher:
@@ -351,27 +353,13 @@ class Flusher:
             self._wanted.set()  # another process flushes, or this one cannot
 
 
-def find_repeats(records: Records, repeat: Repeat) -> None:
-    """Find repeated ids with a temporary table: all ids would need much memory."""
+def _fill(new: sqlite3.Connection, lines: Lines) -> dict[int, int]:
+    """Enter ids into a new table; return the offset of the first line of each."""
+    firsts = dict(reversed(lines))
     with writing():
-        temporary = table.new_table()
-    try:
-        _fill(temporary, records, repeat)
-    finally:
-        with writing():
-            temporary.close()
-
-
-def _fill(new: sqlite3.Connection, records: Records, repeat: Repeat) -> None:
-    while chunk := list(islice(records, CHUNK)):
-        firsts = dict(reversed(chunk))
-        with writing():
-            changes = new.total_changes
-            # Sorted, so that scattered ids change each page once.
-            table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
-            if new.total_changes - changes == len(chunk):
-                continue
+        changes = new.total_changes
+        # Sorted, so that scattered ids change each page once.
+        table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
+        if new.total_changes - changes < len(lines):
             _, firsts = table.find(new, firsts)
-        for id, offset in chunk:
-            if firsts[id] != offset:
-                repeat(firsts[id], offset)
+    return firsts

@@ -37,7 +37,7 @@ from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
 from store.jsonl.disk import CHUNK, copy_aside, open_file
-from store.jsonl.index import Index, find_repeats
+from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.synced import UNKNOWN
 from store.jsonl.table import IndexDamaged
@@ -48,6 +48,7 @@ BLOCK = 512  # bytes; the smallest that a disk loses
 # The longest torn tail, in bytes. A batch has 1 MiB, four may wait for a sync, and
 # several processes may write.
 MOST_TORN = 64 * 1024 * 1024
+LEARNED = 8 * CHUNK  # bytes whose ids an index learns at a time
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 
 # The beginning of each line that we write.
@@ -140,7 +141,6 @@ def learn(
     ids: Iterable[int] = (),
     *,
     crashed: bool = False,
-    temporary: bool = False,
 ) -> tuple[dict[int, int], Line | None]:
     """Enter the lines that an index does not know; progress goes to the log.
 
@@ -151,11 +151,10 @@ def learn(
         end: The size of the plant file, in bytes.
         ids: What to find.
         crashed: Whether there may be lost blocks since the latest sync.
-        temporary: Whether a table that is built is never used.
 
     Returns:
-        The offsets of those ids that are known then, unless the index was built; and
-        the first line of a torn tail, or ``None``.
+        The offsets of those ids that are known then, unless the index is being built;
+        and the first line of a torn tail, or ``None``.
 
     Raises:
         IndexDamaged: The index must be built again.
@@ -163,42 +162,40 @@ def learn(
             id. (A plant may be in the file twice.)
     """
     start, size = index.end, end - index.end
+    began = reported = time.monotonic()
+    found: dict[int, int] = {}
     torn: Line | None = None
+    for base, chunk in _chunks(fd, start, end, LEARNED):
+        lines: list[tuple[int, int]] = []
+        try:
+            lines.extend(record.scan_ids(chunk, base))
+        except record.DamagedRecord as ex:  # the lines before it were entered
+            torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
+            if torn is None:
+                # Only a program that ignores the lock can have removed the damage.
+                reason = 'another program changes the file'
+                raise StoreUnavailable(reason, store=str(path)) from ex
+        found = index.learn(lines, ids)
+        for id, offset in lines:
+            if found[id] != offset:
+                _check_repeat(path, fd, found[id], offset)
+        if torn is not None:
+            break
+        now = time.monotonic()
+        if now - reported > PROGRESS_EVERY:
+            reported = now
+            percent = 100 * (base + len(chunk) - start) // size
+            text = '%s: %d %% of %d MiB read, %d s'
+            log.info(text, path, percent, size >> 20, now - began)
+    return {id: found[id] for id in ids if id in found}, torn
 
-    def records() -> Iterator[tuple[int, int]]:
-        nonlocal torn
-        began = reported = time.monotonic()
-        for base, chunk in _chunks(fd, start, end):
-            try:
-                yield from record.scan_ids(chunk, base)
-            except record.DamagedRecord as ex:
-                torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
-                if torn is None:
-                    # Only a program that ignores the lock can have removed the damage.
-                    reason = 'another program changes the file'
-                    raise StoreUnavailable(reason, store=str(path)) from ex
-                return
-            now = time.monotonic()
-            if now - reported > PROGRESS_EVERY:
-                reported = now
-                percent = 100 * (base + len(chunk) - start) // size
-                text = '%s: %d %% of %d MiB read, %d s'
-                log.info(text, path, percent, size >> 20, now - began)
 
-    def repeat(first: int, again: int) -> None:
-        plant, other = line_at(fd, first).plant, line_at(fd, again).plant
-        if plant is None or other is None or plant.id != other.id:
-            raise IndexDamaged('an entry is not of this file')
-        if plant != other:
-            raise _corrupt(path, fd, again, repeated(plant.id))
-
-    if index.reason is None:
-        return index.learn(records(), repeat, ids), torn
-    if temporary:
-        find_repeats(records(), repeat)
-    else:
-        index.build(records(), repeat)
-    return {}, torn
+def _check_repeat(path: Path, fd: int, first: int, again: int) -> None:
+    plant, other = line_at(fd, first).plant, line_at(fd, again).plant
+    if plant is None or other is None or plant.id != other.id:
+        raise IndexDamaged('an entry is not of this file')
+    if plant != other:
+        raise _corrupt(path, fd, again, repeated(plant.id))
 
 
 def check_opening(path: Path) -> None:
@@ -216,8 +213,10 @@ def check_opening(path: Path) -> None:
         # After the synced end is known: other processes append and sync meanwhile.
         end = whole_size(path, fd)
         check_length(path, fd, end, index.synced)
+        if index.reason is not None:
+            index.build(temporary=True)
         with suppress(IndexDamaged):  # an open builds such an index again
-            learn(path, fd, index, end, crashed=True, temporary=True)
+            learn(path, fd, index, end, crashed=True)
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:
@@ -290,14 +289,16 @@ def count_lines(fd: int, start: int, end: int) -> int:
     return sum(chunk.count(b'\n') for _, chunk in _chunks(fd, start, end))
 
 
-def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+def _chunks(
+    fd: int, start: int, end: int, size: int = CHUNK
+) -> Iterator[tuple[int, bytes]]:
     """Yield a file in chunks of whole lines, each with its offset.
 
     Only the last chunk may end without a line feed.
     """
     offset = start
     pieces: list[bytes] = []  # of a line; joined once, however long it is
-    while start < end and (data := os.pread(fd, min(CHUNK, end - start), start)):
+    while start < end and (data := os.pread(fd, min(size, end - start), start)):
         start += len(data)
         cut = data.rfind(b'\n') + 1
         if cut:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from store.errors import StoreUnavailable
 from store.jsonl import recovery
 from store.jsonl.disk import copy_aside, index_path, sync_directory
-from store.jsonl.index import Index, find_repeats
+from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
 from store.jsonl.table import IndexDamaged
 
-COMPARED = 10_000  # ids that are compared with the index at a time
+COMPARED = 100_000  # ids that are compared with the index at a time
 
 # Shows how far a file is read; yields the items that it is given.
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -121,19 +121,21 @@ def _find_damage(
             else:
                 yield line.plant.id, line.offset
 
-    def compared(records: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        nonlocal wrong
-        while batch := list(islice(records, COMPARED)):
+    with (
+        closing(Index(path, fd)) as present,
+        closing(Index(path, fd, new=True)) as new,
+    ):
+        new.build(temporary=True)
+        lines = sound()
+        while batch := list(islice(lines, COMPARED)):
             with suppress(IndexDamaged):  # an open will build it again
                 found = present.find([id for id, _ in batch])
                 wrong += sum(
                     offset < present.mark and found.get(id, offset + 1) > offset
                     for id, offset in batch
                 )
-            yield from batch
-
-    with closing(Index(path, fd)) as present:
-        find_repeats(compared(sound()), lambda *pair: repeated.append(pair))
+            firsts = new.learn(batch)
+            repeated += [(firsts[id], at) for id, at in batch if firsts[id] != at]
     for first, again in repeated:
         line, plant = recovery.line_at(fd, again), recovery.line_at(fd, first).plant
         if plant is not None and line.plant != plant:

@@ -24,7 +24,7 @@ from disk import (
 )
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
-from store.jsonl import JSONLinesStore, file, index, table
+from store.jsonl import JSONLinesStore, file, index, recovery, table
 from store.jsonl.repair import verify
 from store.scheduler import Scheduler
 from store.testing import in_child, in_threads, wait_until
@@ -243,7 +243,7 @@ class TestBuilt:
     @pytest.mark.parametrize('first', [0, 30, 250])
     def test_build_refuses_two_plants_with_one_id(self, path, monkeypatch, first):
         """A build accepts a repeated line, and refuses another plant with its id."""
-        monkeypatch.setattr(index, 'CHUNK', 100)
+        monkeypatch.setattr(recovery, 'LEARNED', 5000)  # bytes of about 100 lines
         plants = ferns(300)
         text = lines(*plants, plants[first])
         path.write_bytes(text)
