@@ -25,7 +25,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -37,14 +37,17 @@ from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
 from store.jsonl.disk import CHUNK, open_file, open_or_make, unavailable, write
-from store.jsonl.index import Flusher, Index
-from store.jsonl.lock import LOCK_WITHIN, LONGEST_PAUSE, Call, FileLock
+from store.jsonl.index import Index
+from store.jsonl.lock import Call, FileLock
 from store.jsonl.synced import Synced
 from store.jsonl.table import IndexDamaged
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
+# Seconds from an add to the flush of its id. The stretch behind the mark must be short:
+# there damage by a person cannot always be told from what a crash leaves.
+FLUSH_WITHIN = 1.0
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 # Bytes of other processes that are read in the event loop of a server. More are read in
 # scheduler.call().
@@ -111,7 +114,9 @@ class PlantFile:
                 self._index = self._open_index(crashed=True)
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
-            self._flusher = Flusher(lambda: self._index.flush(), path)
+            self._closing = threading.Event()
+            self._flusher = threading.Thread(target=self._flush, daemon=True)
+            self._flusher.start()
             self._opened = opened.pop_all()
 
     def add(self, plant: Plant) -> bool:
@@ -123,13 +128,7 @@ class PlantFile:
         if end := self._append(batch):
             self._sync(end)
             self._note_synced()
-        # Bounds the memory of this process. Another one may be stopped in its flush.
-        give_up = time.monotonic() + LOCK_WITHIN
-        with suppress(OSError):
-            while self._index.is_overfull() and time.monotonic() < give_up:
-                if self._index.flush():
-                    break
-                time.sleep(LONGEST_PAUSE)
+        self._index.flush_if_full()
         return outcomes(batch)
 
     def ping(self) -> None:
@@ -144,7 +143,8 @@ class PlantFile:
                 os.ftruncate(self._fd, end)
 
     def close(self) -> None:
-        self._flusher.stop()
+        self._closing.set()
+        self._flusher.join()
         # On timeout a sync, or the holder of the lock, is stuck. Leave the files open:
         # the end of the process closes them.
         with suppress(StoreUnavailable, Empty):
@@ -249,7 +249,18 @@ class PlantFile:
         if end > self._index.synced:
             self._index.synced = end
             self._notes.note_end(end)
-        self._flusher.want()
+
+    def _flush(self) -> None:
+        """Flush the index within a second after an add, in a thread of its own."""
+        failure = ''
+        while not self._closing.wait(FLUSH_WITHIN):
+            try:
+                if self._index.flush():
+                    failure = ''
+            except OSError as ex:
+                if str(ex) != failure:  # once, though the disk stays full
+                    failure = str(ex)
+                    log.info('%s: the index is not flushed: %s', self._path, ex)
 
     def _refusal(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))

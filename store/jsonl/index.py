@@ -31,13 +31,11 @@ Every method REQUIRES the lock of the plant file, unless it says otherwise.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sqlite3
 import sys
-import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -45,14 +43,9 @@ from typing import IO
 from store.jsonl import table
 from store.jsonl.disk import index_path, new_file, remove_index, sync_directory
 from store.jsonl.lock import take_flock, try_flock
-from store.jsonl.synced import read_synced
+from store.jsonl.synced import UNKNOWN, read_synced
 from store.jsonl.table import IndexDamaged, State, reading, writing
 
-log = logging.getLogger(__name__)
-
-# Seconds from an add to the flush of its id. The stretch behind the mark must be short:
-# there damage by a person cannot always be told from what a crash leaves.
-FLUSH_WITHIN = 1.0
 # A process that adds many plants flushes before it goes on when it has more recent ids.
 MOST_RECENT = 100_000
 SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
@@ -90,6 +83,7 @@ class Index:
         self._new: sqlite3.Connection | None = None  # the table that is being built
         self._new_path: Path | None = None
         self._recent: dict[int, int] = {}
+        self._flushed = UNKNOWN  # a mark that this process has set or seen in a flush
         self._tail = b''  # the last bytes before the end
         self.mark = self.end = 0
         self.synced = read_synced(path, plants)
@@ -235,9 +229,14 @@ class Index:
 
     # ---- flushing
 
-    def is_overfull(self) -> bool:
-        """Whether a process that adds many plants should wait for a flush."""
-        return len(self._recent) >= MOST_RECENT
+    def flush_if_full(self) -> None:
+        """Flush before a process that adds many plants has too many recent ids.
+
+        While another process flushes, or is stopped in its flush, the adds go on.
+        """
+        if len(self._recent) >= MOST_RECENT:
+            with suppress(OSError):
+                self.flush()
 
     def flush(self, *, is_last: bool = False) -> bool:
         """Enter the recent ids that are synced into the table; it needs no lock.
@@ -251,6 +250,8 @@ class Index:
         Raises:
             OSError: The table cannot be written.
         """
+        if self.synced <= self._flushed and not is_last:
+            return True
         with writing(), self._open_lock() as lock:
             if not try_flock(lock.fileno()):
                 return False
@@ -275,6 +276,7 @@ class Index:
                 recent = dict(sorted(recent.items()))
             table.insert(connection, recent, state.mark, end)
             table.commit(connection, self._state(end, mtime))
+        self._flushed = end
 
     def _open_lock(self) -> IO[str]:
         """Open the file of the flush lock, which is released when it is closed."""
@@ -307,50 +309,6 @@ class Index:
                 self._new = None
                 if self._new_path is not None:
                     self._new_path.unlink(missing_ok=True)
-
-
-class Flusher:
-    """The thread that flushes an index, within a second after an add.
-
-    Args:
-        flush: See ``Index.flush``.
-        path: The path of the plant file, for messages.
-    """
-
-    def __init__(self, flush: Callable[[], bool], path: Path) -> None:
-        self._flush = flush
-        self._path = path
-        self._wanted = threading.Event()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def want(self) -> None:
-        """Have the index flushed."""
-        if not self._wanted.is_set():
-            self._wanted.set()
-
-    def stop(self) -> None:
-        """End the thread, after a flush that is in progress."""
-        self._stopped.set()
-        self._wanted.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        failure = ''
-        while self._wanted.wait():
-            self._wanted.clear()  # before the check, or it could undo what stop() sets
-            if self._stopped.wait(FLUSH_WITHIN):
-                break
-            try:
-                if self._flush():
-                    failure = ''
-                    continue
-            except OSError as ex:
-                if str(ex) != failure:  # once, though the disk stays full
-                    failure = str(ex)
-                    log.info('%s: the index is not flushed: %s', self._path, ex)
-            self._wanted.set()  # another process flushes, or this one cannot
 
 
 def _fill(new: sqlite3.Connection, lines: Lines) -> dict[int, int]:

@@ -43,7 +43,7 @@ def another_process(system):
     try:
         for module in modules():
             module.os = system
-        importlib.import_module(f'{PACKAGE}.index').FLUSH_WITHIN = None
+        importlib.import_module(f'{PACKAGE}.file').FLUSH_WITHIN = None
         return store.jsonl.JSONLinesStore
     finally:
         sys.modules.update(ours)

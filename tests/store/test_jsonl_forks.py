@@ -12,7 +12,7 @@ import pytest
 from disk import Disk, append, assert_stored, installed, lines
 
 from store import IdTaken, Plant
-from store.jsonl import JSONLinesStore, index
+from store.jsonl import JSONLinesStore, file
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -161,7 +161,7 @@ def work_and_fork(path, attempt, writer):
 
 def test_fork_while_threads_add_and_flush(path, monkeypatch):
     """A child of a parent whose threads add, flush and log can use the store."""
-    monkeypatch.setattr(index, 'FLUSH_WITHIN', 0)
+    monkeypatch.setattr(file, 'FLUSH_WITHIN', 0.001)
     done = threading.Event()
     with JSONLinesStore(path) as store:
 

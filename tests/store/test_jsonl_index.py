@@ -51,7 +51,7 @@ def wait_for_flush(path):
 @pytest.fixture
 def frequent(monkeypatch):
     """Flush soon after each add, with a checkpoint after some flushes."""
-    monkeypatch.setattr(index, 'FLUSH_WITHIN', 0.01)
+    monkeypatch.setattr(file, 'FLUSH_WITHIN', 0.01)
     monkeypatch.setattr(table, 'CHECKPOINT_PAGES', 25)
 
 
@@ -388,7 +388,7 @@ class TestFlush:
     def test_add_many_is_bounded(self, path, monkeypatch):
         """A process that adds many plants waits for the flush of their ids."""
         monkeypatch.setattr(index, 'MOST_RECENT', 100)
-        monkeypatch.setattr(index, 'FLUSH_WITHIN', 100)
+        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
         with JSONLinesStore(path) as store:
             for number in range(0, 1000, 50):
                 store.add_many(ferns(number, number + 50))
