@@ -87,6 +87,13 @@ def write(fd: int, data: bytes, offset: int) -> None:
         written += count
 
 
+def pieces(fd: int, start: int, end: int, size: int = CHUNK) -> Iterator[bytes]:
+    """Yield the bytes between two offsets of a file, as far as it reaches."""
+    while start < end and (data := os.pread(fd, min(size, end - start), start)):
+        yield data
+        start += len(data)
+
+
 def sync_directory(path: Path) -> None:
     """Make a new name in a directory durable: a sync of the file does not cover it."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -103,7 +110,7 @@ def copy_aside(
 
     Args:
         path: The path of the plant file.
-        fd: A descriptor of the plant file.
+        fd: A descriptor of it.
         spans: Where each part begins and ends, in bytes.
         kind: A word of the name: ``torn`` makes ``plants.jsonl.torn-1``, or ``-2`` ...
 
@@ -117,12 +124,9 @@ def copy_aside(
     size = 0
     try:
         for start, end in spans:
-            while start < end and (
-                data := os.pread(fd, min(CHUNK, end - start), start)
-            ):
+            for data in pieces(fd, start, end):
                 write(copy, data, size)
                 size += len(data)
-                start += len(data)
         os.fsync(copy)
         sync_directory(side)
     except BaseException:

@@ -36,7 +36,7 @@ from typing import NamedTuple
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.disk import CHUNK, copy_aside, open_file
+from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces
 from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.synced import UNKNOWN
@@ -146,7 +146,7 @@ def learn(
 
     Args:
         path: The path of the plant file.
-        fd: A descriptor of the plant file.
+        fd: A descriptor of it.
         index: Its ``synced`` end tells a torn tail from damage.
         end: The size of the plant file, in bytes.
         ids: What to find.
@@ -297,18 +297,17 @@ def _chunks(
     Only the last chunk may end without a line feed.
     """
     offset = start
-    pieces: list[bytes] = []  # of a line; joined once, however long it is
-    while start < end and (data := os.pread(fd, min(size, end - start), start)):
-        start += len(data)
+    unfinished: list[bytes] = []  # of a line; joined once, however long it is
+    for data in pieces(fd, start, end, size):
         cut = data.rfind(b'\n') + 1
         if cut:
-            whole = b''.join((*pieces, data[:cut]))
-            pieces.clear()
+            whole = b''.join((*unfinished, data[:cut]))
+            unfinished.clear()
             yield offset, whole
             offset += len(whole)
-        pieces.append(data[cut:])
-    if any(pieces):
-        yield offset, b''.join(pieces)
+        unfinished.append(data[cut:])
+    if any(unfinished):
+        yield offset, b''.join(unfinished)
 
 
 def _torn_tail(
