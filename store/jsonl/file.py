@@ -155,7 +155,9 @@ class PlantFile:
                     if end > self._index.synced:
                         os.fsync(self._fd)
                         self._notes.note_end(end)
-                    self._index.leave(end)
+                    self._index.synced = end
+                    self._index.close()
+                    self._index.flush(is_last=True)
             # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get(timeout=CLOSE_WITHIN)

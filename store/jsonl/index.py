@@ -242,7 +242,8 @@ class Index:
         """Enter the recent ids that are synced into the table; it needs no lock.
 
         Args:
-            is_last: Also note that nobody has the plant file open, if that is so.
+            is_last: Also note that nobody has the plant file open, if that is so: the
+                index is complete then. REQUIRES: ``close``.
 
         Returns:
             False if another process flushes.
@@ -284,18 +285,6 @@ class Index:
 
     def _state(self, mark: int, mtime: int | None = None) -> State:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
-
-    # ---- the end
-
-    def leave(self, end: int) -> None:
-        """Close the index for good. REQUIRES: all ids before an end, which is synced.
-
-        If no other process has it open, it is marked as complete.
-        """
-        self.synced = end
-        self.close()
-        with suppress(OSError):
-            self.flush(is_last=True)
 
     def close(self) -> None:
         """Close the files, and remove a table that is not installed."""
