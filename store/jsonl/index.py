@@ -81,7 +81,7 @@ class Index:
         self._paths = [f'{self._path}{suffix}' for suffix in ('', '-wal', '-shm')]
         self._files: dict[str, int] = {}  # inodes, up to the first that is missing
         self._new: sqlite3.Connection | None = None  # the table that is being built
-        self._new_path: Path | None = None
+        self._new_path: Path | None = None  # None for a temporary one
         self._recent: dict[int, int] = {}
         self._flushed = UNKNOWN  # a mark that this process has set or seen in a flush
         self._tail = b''  # the last bytes before the end
@@ -199,10 +199,8 @@ class Index:
                 much memory. SQLite removes it.
         """
         with writing():
-            self._new_path = (
-                None if temporary else index_path(self._plants_path, '-new')
-            )
-            if self._new_path is not None:
+            if not temporary:
+                self._new_path = index_path(self._plants_path, '-new')
                 self._new_path.unlink(missing_ok=True)
                 os.close(new_file(self._new_path, os.fstat(self._plants)))
             self._new = table.new_table(self._new_path)
