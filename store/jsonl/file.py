@@ -320,12 +320,10 @@ class PlantFile:
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
         is_far = size - index.end > CATCH_UP_BYTES
-        if is_far:
-            index.find([])  # perhaps another process has entered most of it
-            recovery.check_length(self._path, self._fd, size, index.end)
-        if size == index.end:
-            offsets = index.find(ids)
-        else:
+        offsets: dict[int, int] = {}
+        if is_far or size == index.end:
+            offsets = index.find(ids)  # perhaps another process has entered more
+        if size != index.end:
             learn = partial(self._learn, index, ids)
             offsets = call(learn) if is_far else learn()
         plants: dict[int, Plant] = {}

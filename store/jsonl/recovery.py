@@ -158,6 +158,7 @@ def learn(
 
     Raises:
         IndexDamaged: The index must be built again.
+        StoreUnavailable: The index knows lines behind the end of the file.
         StoreCorrupt: A line is damaged, and it is no torn tail; or two plants have one
             id. (A plant may be in the file twice.)
     """
@@ -187,6 +188,8 @@ def learn(
             percent = 100 * (base + len(chunk) - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
+    # The table may know lines of other processes behind the end of the file.
+    check_length(path, fd, end, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
 

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, recovery
 from store.jsonl.repair import verify
+from store.testing import wait_until
 
 PLANTS = [
     Plant(1, 'Fern'),
@@ -316,6 +317,21 @@ class TestShortened:
                     for use in self.USES:
                         with pytest.raises(StoreUnavailable, match='cut short'):
                             use(store)
+        assert path.read_bytes() == text
+
+    @pytest.mark.parametrize('end', [2, 3, 4])
+    def test_file_cut_short_and_note_removed(self, path, end):
+        """A mark behind the end of the file is enough to refuse it."""
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            store.add_many(PLANTS[:2])
+            assert other.add(PLANTS[0]) is False  # it knows two lines
+            store.add_many(PLANTS[2:5])
+            wait_until(store._backend()._index.flush)
+            index_of(path, '-synced').unlink()
+            text = lines(*PLANTS[:end])
+            os.truncate(path, len(text))
+            with pytest.raises(StoreUnavailable, match='cut short'):
+                other.add(PLANTS[4]._replace(id=100))
         assert path.read_bytes() == text
 
     def test_file_cut_short_after_a_repeat(self, path):
