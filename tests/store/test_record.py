@@ -16,12 +16,6 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 PLANTS = st.builds(Plant, INT64 | st.sampled_from(IDS), TEXTS, st.none() | TEXTS)
 
 
-@given(PLANTS)
-def test_round_trip(plant):
-    """A decoded record is exactly the plant that was encoded."""
-    assert decode(encode(plant)) == plant
-
-
 @pytest.mark.parametrize('number', range(17))
 def test_round_trip_of_every_character(number):
     """Every character that a plant may hold is decoded as it was encoded."""
@@ -31,38 +25,19 @@ def test_round_trip_of_every_character(number):
 
 @given(PLANTS)
 def test_record_is_compact_json(plant):
-    """A record is one line of JSON in UTF-8, without needless bytes."""
+    """A record is JSON in UTF-8 without needless bytes, and is decoded as the plant."""
     line = encode(plant)
     members = {'id': plant.id, 'name': plant.name, 'tag': plant.tag}
     if plant.tag is None:
         del members['tag']
     text = json.dumps(members, ensure_ascii=False, separators=(',', ':'))
     assert line == text.encode() + b'\n'
-    assert line.count(b'\n') == 1
-
-
-def test_only_required_characters_are_escaped():
-    """Only quotation marks, backslashes and control characters are escaped."""
-    text = ''.join(map(chr, range(1, 0x80)))
-    escaped = encode(Plant(1, text)).decode()[len('{"id":1,"name":"') : -3]
-    named = dict(zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True))
-    for character in text:
-        if character in named:
-            expected = f'\\{named[character]}'
-        elif character < ' ':
-            expected = f'\\u{ord(character):04x}'
-        else:
-            expected = character
-        assert escaped.startswith(expected)
-        escaped = escaped[len(expected) :]
-    assert not escaped
+    assert decode(line) == plant
 
 
 # Valid records, and their plants.
 VALID = {
     'ours': (b'{"id":1,"name":"Fern"}\n', Plant(1, 'Fern')),
-    'tag': (b'{"id":1,"name":"Fern","tag":"shade"}\n', Plant(1, 'Fern', 'shade')),
-    'empty': (b'{"id":1,"name":"","tag":""}\n', Plant(1, '', '')),
     'smallest': (b'{"id":-9223372036854775808,"name":""}\n', Plant(-(2**63), '')),
     'largest': (b'{"id":9223372036854775807,"name":""}\n', Plant(2**63 - 1, '')),
     'minus-zero': (b'{"id":-0,"name":""}\n', Plant(0, '')),
@@ -73,8 +48,6 @@ VALID = {
     'escaped-member': (b'{"\\u0069d":1,"name":"a"}\n', Plant(1, 'a')),
     'escaped': (b'{"id":1,"name":"\\u00e9\\/\\"\\n"}\n', Plant(1, 'é/"\n')),
     'pair': (b'{"id":1,"name":"\\ud83c\\udf31"}\n', Plant(1, '🌱')),
-    'delete': (b'{"id":1,"name":"\x7f"}\n', Plant(1, '\x7f')),
-    'last-character': (b'{"id":1,"name":"\xf4\x8f\xbf\xbf"}\n', Plant(1, '\U0010ffff')),
     'long-number': (
         b'{"id":1,"name":"","x":' + b'1' * 5000 + b'}\n',
         Plant(1, ''),
@@ -91,73 +64,37 @@ NO_INT64 = 'id: it is not a 64-bit integer'
 
 # Lines that are not records, and the reasons.
 INVALID = {
-    'nothing': (b'', NOT_JSON),
     'torn': (b'{"id":1,"na', NOT_JSON),
     'empty': (b'\n', NOT_JSON),
-    'blank': (b' \r\n', NOT_JSON),
     'zeros': (bytes(100) + b'\n', NOT_JSON),
     'zero-at-end': (b'{"id":1,"name":"a"}\0\n', NOT_JSON),
-    'half': (b'{"id":1,"name":"a"\n', NOT_JSON),
     'open-string': (b'{"id":1,"name":"a}\n', NOT_JSON),
     'two': (b'{"id":1,"name":"a"}{"id":2,"name":"b"}\n', NOT_JSON),
-    'comma': (b'{"id":1,"name":"a",}\n', NOT_JSON),
     'leading-zero': (b'{"id":01,"name":"a"}\n', NOT_JSON),
-    'plus': (b'{"id":+1,"name":"a"}\n', NOT_JSON),
     'minus': (b'{"id":-,"name":"a"}\n', NOT_JSON),
-    'hexadecimal': (b'{"id":0x1,"name":"a"}\n', NOT_JSON),
-    'other-digits': ('{"id":\u0661,"name":"a"}\n'.encode(), NOT_JSON),
-    'other-space': ('{"id":\u00a01,"name":"a"}\n'.encode(), NOT_JSON),
-    'form-feed': (b'{"id":1,\x0c"name":"a"}\n', NOT_JSON),
-    'apostrophes': (b"{'id':1,'name':'a'}\n", NOT_JSON),
-    'comment': (b'{"id":1,"name":"a"} // Fern\n', NOT_JSON),
     'control': (b'{"id":1,"name":"\x1f"}\n', NOT_JSON),
     'tab': (b'{"id":1,"name":"\t"}\n', NOT_JSON),
-    'bad-escape': (b'{"id":1,"name":"\\x"}\n', NOT_JSON),
-    'short-escape': (b'{"id":1,"name":"\\u12"}\n', NOT_JSON),
     'nan': (b'{"id":1,"name":"a","x":NaN}\n', NOT_JSON),
-    'infinity': (b'{"id":1,"name":"a","x":[Infinity]}\n', NOT_JSON),
-    'minus-infinity': (b'{"id":1,"name":"a","x":{"y":-Infinity}}\n', NOT_JSON),
     'byte-order-mark': (b'\xef\xbb\xbf{"id":1,"name":"a"}\n', NOT_JSON),
-    'utf-16': ('{"id":1,"name":"a"}'.encode('utf-16-be') + b'\n', NOT_JSON),
+    'nested': (b'{"id":1,"name":"a","x":' + b'[' * 100_000 + b'\n', NOT_JSON),
     'latin-1': (b'{"id":1,"name":"\xe9"}\n', NOT_UTF8),
-    'overlong': (b'{"id":1,"name":"\xc0\xaf"}\n', NOT_UTF8),
-    'overlong-zero': (b'{"id":1,"name":"\xc0\x80"}\n', NOT_UTF8),
     'encoded-surrogate': (b'{"id":1,"name":"\xed\xa0\x80"}\n', NOT_UTF8),
-    'beyond-unicode': (b'{"id":1,"name":"\xf4\x90\x80\x80"}\n', NOT_UTF8),
-    'half-a-character': (b'{"id":1,"name":"\xf0\x9f\x8c"}\n', NOT_UTF8),
     'null': (b'null\n', NOT_AN_OBJECT),
-    'number': (b'1\n', NOT_AN_OBJECT),
     'array': (b'[{"id":1,"name":"a"}]\n', NOT_AN_OBJECT),
-    'string': (b'"{\\"id\\":1}"\n', NOT_AN_OBJECT),
-    'no-members': (b'{}\n', 'id: None is not an integer'),
     'no-id': (b'{"name":"a"}\n', 'id: None is not an integer'),
-    'null-id': (b'{"id":null,"name":"a"}\n', 'id: None is not an integer'),
     'true-id': (b'{"id":true,"name":"a"}\n', 'id: True is not an integer'),
-    'string-id': (b'{"id":"1","name":"a"}\n', "id: '1' is not an integer"),
     'float-id': (b'{"id":1.0,"name":"a"}\n', 'id: 1.0 is not an integer'),
-    'exponent-id': (b'{"id":1e3,"name":"a"}\n', 'id: 1000.0 is not an integer'),
     'too-large': (b'{"id":9223372036854775808,"name":"a"}\n', NO_INT64),
     'too-small': (b'{"id":-9223372036854775809,"name":"a"}\n', NO_INT64),
     'far-too-large': (b'{"id":' + b'9' * 400 + b',"name":"a"}\n', NO_INT64),
     'no-name': (b'{"id":1}\n', 'name: None is not a string'),
-    'null-name': (b'{"id":1,"name":null}\n', 'name: None is not a string'),
-    'number-name': (b'{"id":1,"name":1}\n', 'name: 1 is not a string'),
     'null-tag': (b'{"id":1,"name":"a","tag":null}\n', 'tag: null is not a string'),
     'array-tag': (b'{"id":1,"name":"a","tag":["b"]}\n', "tag: ['b'] is not a string"),
     'nul-name': (b'{"id":1,"name":"a\\u0000"}\n', 'name: it holds U+0000'),
-    'nul-tag': (b'{"id":1,"name":"a","tag":"\\u0000"}\n', 'tag: it holds U+0000'),
     'surrogate-name': (
         b'{"id":1,"name":"\\ud800"}\n',
         'name: it holds a lone surrogate',
     ),
-    'surrogate-tag': (
-        b'{"id":1,"name":"a","tag":"\\udc00\\ud800"}\n',
-        'tag: it holds a lone surrogate',
-    ),
-}
-
-WHOLE_INVALID = {
-    name: line for name, (line, _) in INVALID.items() if line.endswith(b'\n')
 }
 
 
@@ -165,36 +102,7 @@ WHOLE_INVALID = {
 def test_valid_line_is_decoded(line, plant):
     """A line that follows the format is a record, also in a form we never write."""
     assert decode(line) == plant
-    assert list(scan_ids(line, 0)) == [(plant.id, 0)]
-
-
-@pytest.mark.parametrize(('line', 'reason'), INVALID.values(), ids=INVALID)
-def test_invalid_line_is_refused(line, reason):
-    """A line that breaks the format is refused, with the reason."""
-    with pytest.raises(DamagedRecord) as caught:
-        decode(line)
-    assert str(caught.value) == reason
-
-
-@pytest.mark.parametrize('opening', ['[', '{"x":'], ids=['arrays', 'objects'])
-def test_deep_nesting_is_refused(opening):
-    """A line that is nested too deeply is damaged, not a RecursionError."""
-    line = b'{"id":1,"name":"a","x":' + opening.encode() * 100_000 + b'\n'
-    with pytest.raises(DamagedRecord):
-        decode(line)
-    with pytest.raises(DamagedRecord):
-        list(scan_ids(line, 0))
-
-
-@pytest.mark.parametrize('line', WHOLE_INVALID.values(), ids=WHOLE_INVALID)
-def test_scan_stops_at_an_invalid_line(line):
-    """A scan yields the ids before an invalid line, then refuses."""
-    first = encode(Plant(7, 'Gräser'))
-    sound = first + encode(Plant(8, 'a"b'))
-    scan = scan_ids(sound + line + sound, 100)
-    assert [next(scan), next(scan)] == [(7, 100), (8, 100 + len(first))]
-    with pytest.raises(DamagedRecord):
-        next(scan)
+    assert list(scan_ids(line, 100)) == [(plant.id, 100)]
 
 
 def decode_lines(chunk):
@@ -217,6 +125,17 @@ def scan(chunk):
         yield str(ex)
 
 
+@pytest.mark.parametrize(('line', 'reason'), INVALID.values(), ids=INVALID)
+def test_invalid_line_is_refused(line, reason):
+    """A line that breaks the format ends a scan, with the reason."""
+    with pytest.raises(DamagedRecord) as caught:
+        decode(line)
+    assert str(caught.value) == reason
+    first = encode(Plant(7, 'Gräser'))
+    found = list(scan(first + encode(Plant(8, 'a"b')) + line))
+    assert found == [(7, 0), (8, len(first)), reason]
+
+
 LINES = st.one_of(
     PLANTS.map(encode),
     st.integers().map(b'{"id":%d,"name":"a"}\n'.__mod__),
@@ -224,7 +143,7 @@ LINES = st.one_of(
     st.sampled_from([encode(Plant(1, text, text)) for text in HOSTILE]),
 )
 BROKEN = st.one_of(
-    st.sampled_from(list(WHOLE_INVALID.values())),
+    st.sampled_from([line for line, _ in INVALID.values() if line.endswith(b'\n')]),
     st.binary(max_size=40).map(lambda data: data.replace(b'\n', b'') + b'\n'),
 )
 
@@ -244,8 +163,3 @@ def test_scan_equals_decode_when_damaged(plant, data):
     line[at] = data.draw(st.integers(0, 255))
     chunk = bytes(line).rstrip(b'\n') + b'\n' + encode(Plant(5, 'Fern'))
     assert list(scan(chunk)) == list(decode_lines(chunk))
-
-
-def test_scan_of_no_lines():
-    """A scan of no bytes yields no ids."""
-    assert list(scan_ids(b'', 0)) == []
