@@ -1,9 +1,7 @@
 """The file store in forked processes: nothing that was opened before is used after."""
 
-import contextlib
 import logging
 import os
-import random
 import signal
 import sqlite3
 import threading
@@ -11,40 +9,13 @@ import threading
 import pytest
 from disk import Disk, append, assert_stored, installed, lines
 
-from store import IdTaken, Plant
+from store import Plant
 from store.jsonl import JSONLinesStore, file
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
 PLANTS = [Plant(number, 'Fern') for number in range(1, 13)]
-
-
-def test_parent_and_child_add_at_once(path):
-    """Parent and child may add to one store at once: each id has one winner."""
-    store = JSONLinesStore(path)
-    winners = {name: path.with_name(name) for name in ('parent', 'child')}
-
-    def add_all(name):
-        with winners[name].open('w') as file:
-            for id in random.Random(name).sample(range(300), 250):
-                with contextlib.suppress(IdTaken):
-                    store.add(Plant(id, name))
-                    print(id, file=file)
-
-    with store:
-        store.ping()
-        in_threads(
-            lambda: in_child(lambda: add_all('child')), lambda: add_all('parent')
-        )
-        won = [
-            Plant(int(line), name)
-            for name, file in winners.items()
-            for line in file.read_text().split()
-        ]
-        assert_stored(store, won)
-        assert sorted(store) == sorted(won)
-        assert len({plant.id for plant in won}) == len(won)
 
 
 def test_parent_child_and_grandchild_add_in_turn(path):
@@ -61,22 +32,6 @@ def test_parent_child_and_grandchild_add_in_turn(path):
             in_child(use)
             store.add(PLANTS[number + 3])
     assert path.read_bytes() == lines(*PLANTS)
-
-
-@pytest.mark.parametrize('leave', [JSONLinesStore.close, lambda store: None])
-def test_parent_goes_on_after_its_child_ends(path, leave):
-    """A child that ends, with a close or without, does not affect its parent."""
-    with JSONLinesStore(path) as store:
-        store.add(PLANTS[0])
-        in_child(lambda: leave(store))
-        store.add(PLANTS[1])
-
-        def use_and_leave():
-            store.add(PLANTS[2])
-            leave(store)
-
-        in_child(use_and_leave)
-        assert_stored(store, PLANTS[:3], free=[100])
 
 
 def test_child_closes_inherited_descriptors(path):
@@ -208,37 +163,6 @@ def test_log_that_blocks_holds_no_lock(path):
         finally:
             logging.getLogger('store').removeHandler(handler)
         assert_stored(store, PLANTS[:4])
-
-
-def test_fork_during_a_sync(path):
-    """After a fork while a thread syncs, the store works in both processes."""
-    syncing, go = threading.Event(), threading.Event()
-    disk = Disk(path)
-
-    def hold(name, *arguments):
-        if name == 'fdatasync':
-            syncing.set()
-            assert go.wait(PATIENCE)
-
-    def use():
-        disk.resume()
-        store.add(PLANTS[1])
-        with pytest.raises(IdTaken):
-            store.add(PLANTS[0]._replace(name='Reed'))
-
-    def fork():
-        assert syncing.wait(PATIENCE)
-        try:
-            in_child(use)
-        finally:
-            go.set()
-
-    with installed(disk), JSONLinesStore(path) as store:
-        store.ping()
-        disk.before = hold
-        in_threads(lambda: store.add(PLANTS[0]), fork)
-        disk.resume()
-        assert_stored(store, PLANTS[:2], free=[100])
 
 
 @pytest.mark.parametrize('use', ['reads', 'writes'])
