@@ -299,13 +299,11 @@ class Gate:
     Attributes:
         held: The descriptors of the blocked syncs, in order of arrival.
         failing: The descriptors whose sync fails.
-        then: The value of ``disk.before`` once the gate is open.
     """
 
     def __init__(self, disk):
         self.held = []
         self.failing = set()
-        self.then = no_fault
         self._disk = disk
         self._change = threading.Condition()
         self._released = set()
@@ -316,7 +314,7 @@ class Gate:
         return self
 
     def __exit__(self, *exc_info):
-        self._disk.before = self.then
+        self._disk.before = no_fault
         with self._change:
             self._open = True
             self._change.notify_all()

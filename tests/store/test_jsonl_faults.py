@@ -68,7 +68,6 @@ def failing_at_open(path):
     return Fault('fsync', 1, effect, lasting=True)
 
 
-ERRORS = [errno.ENOSPC, errno.EIO, errno.EINTR]
 CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
 # The store does not tell errors apart.
 EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
@@ -94,21 +93,14 @@ def unsynced_line(disk, torn=b'', with_index=False):
 
 
 def torn_line(disk):
-    """Start with the file of a process that was killed during a write."""
-    return unsynced_line(disk, TORN)
-
-
-def torn_line_and_index(disk):
-    """Start with such a file, and an index that covers its first line."""
+    """Start as after a kill in a write; the index has the first line."""
     return unsynced_line(disk, TORN, with_index=True)
 
 
 class TestEveryCall:
     @pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
     @pytest.mark.parametrize(('call', 'effect'), EFFECTS.values(), ids=EFFECTS)
-    @pytest.mark.parametrize(
-        'prepare', [no_file, unsynced_line, torn_line, torn_line_and_index]
-    )
+    @pytest.mark.parametrize('prepare', [no_file, unsynced_line, torn_line])
     def test_failing_call_loses_nothing(self, tmp_path, prepare, call, effect, lasting):
         """Whichever call fails, acknowledged plants stay and the file is sound."""
         plants = [FERN, MOSS, IVY, REED, OAK, ASH]
@@ -160,21 +152,20 @@ class TestFullDisk:
             store.add(FERN)
             yield store
 
-    @pytest.mark.parametrize('number', [*ERRORS, errno.EDQUOT, errno.EROFS])
     @pytest.mark.parametrize('written', [0, 5])
-    def test_failed_write_leaves_no_byte(self, path, disk, store, number, written):
+    def test_failed_write_leaves_no_byte(self, path, disk, store, written):
         """A failed write is rolled back; the store is not ready until writes work."""
 
         def effect(fd, data, offset):
             if offset > len(lines(FERN)) or not written:
-                raise failure(number)
+                raise failure(errno.EDQUOT)
             return written
 
         disk.before = Fault('pwrite', 1, effect, lasting=True)
         for use in (lambda: store.add(MOSS)), (lambda: store.add(IVY)), store.ping:
             with pytest.raises(StoreUnavailable) as caught:
                 use()
-            assert caught.value.reason == os.strerror(number)
+            assert caught.value.reason == os.strerror(errno.EDQUOT)
             assert path.read_bytes() == lines(FERN)
         store.add(FERN)
         with pytest.raises(IdTaken):
@@ -234,19 +225,6 @@ class TestFullDisk:
         store.add(MOSS)
         assert TORN in side_files(path).values()
 
-    @pytest.mark.parametrize('number', [errno.EROFS, errno.EACCES, errno.EMFILE])
-    def test_failed_open_is_unavailable(self, path, disk, number):
-        """A store whose file cannot be opened is unavailable until it can."""
-        disk.before = Fault('open', 1, failing(number), lasting=True)
-        with JSONLinesStore(path) as store:
-            for attempt in (store.ping, lambda: store.add(FERN)):
-                with pytest.raises(StoreUnavailable, match=os.strerror(number)):
-                    attempt()
-            disk.resume()
-            store.ping()
-            store.add(FERN)
-        assert disk.durable == lines(FERN)
-
 
 class TestFailedSync:
     @pytest.fixture
@@ -270,14 +248,6 @@ class TestFailedSync:
                 doubtful.ping()
         assert path.read_bytes() == lines(FERN, MOSS)
         assert disk.durable == lines(FERN)
-
-    @pytest.mark.parametrize('number', ERRORS)
-    def test_failed_sync_is_never_retried(self, path, disk, number):
-        """A failed sync is not just repeated, whatever its error is."""
-        with JSONLinesStore(path) as store:
-            store.ping()
-            disk.before = Fault('fdatasync', 1, failing(number))
-            assert not try_add(store, FERN, times=3)
 
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
     def test_next_open_writes_doubtful_lines_again(
@@ -317,12 +287,6 @@ class TestFailedSync:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
-    def test_another_store_writes_doubtful_lines_again(self, path, disk, doubtful):
-        """Another store writes lines in doubt again, also while the first is open."""
-        with JSONLinesStore(path) as store:
-            store.add(MOSS)
-            assert disk.durable == lines(FERN, MOSS)
-
     def test_lines_in_doubt_are_known_beside_a_new_index(self, path, disk):
         """Lines in doubt are known to stores that already use a new index."""
         store, other, third = (JSONLinesStore(path) for _ in range(3))
@@ -341,21 +305,19 @@ class TestFailedSync:
         path.touch()
         other = path.with_name('other')
         other.touch()
-        opened = []
+        opens = itertools.count()
 
         def exchange(name, target, *arguments):
-            if name == 'open':
-                opened.append(target == path)
-                back = not opened[-1] and opened.count(False) == 1
-                if opened == [True, True] or back:
-                    path.rename(path.with_name('third'))
-                    other.rename(path)
-                    path.with_name('third').rename(other)
+            # Another file is there while its first descriptor for syncs is opened.
+            if name == 'open' and target == path and next(opens) in (3, 4):
+                path.rename(path.with_name('third'))
+                other.rename(path)
+                path.with_name('third').rename(other)
 
         disk.before = exchange
         with JSONLinesStore(path) as store:
             assert not try_add(store, FERN) or disk.durable == lines(FERN)
-        assert opened.count(True) > 1
+        assert next(opens) > 3
 
     def test_failed_sync_during_close(self, path, disk, pool):
         """A sync that fails during a close leaves its line in doubt, too."""
@@ -374,21 +336,6 @@ class TestFailedSync:
         with JSONLinesStore(path) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
-
-    def test_failure_reaches_every_sync_in_flight(self, path, disk, pool, slow_syncs):
-        """Each sync in flight has its own descriptor, so each learns of a failure."""
-        with JSONLinesStore(path) as store:
-            store.add(FERN)
-            with Gate(disk) as gate:
-                adds = gate.add_each(pool, store, MOSS, IVY)
-                assert len(set(gate.held)) == 2
-                gate.failing.add(gate.held[0])
-                gate.release(gate.held[0])
-                wait_until(lambda: any(add.done() for add in adds))
-            for add in adds:
-                with pytest.raises(StoreUnavailable):
-                    add.result(PATIENCE)
-        assert disk.durable == lines(FERN)
 
     def test_syncs_in_flight_share_no_descriptor(self, path, disk, pool, slow_syncs):
         """At the most syncs in flight, each still has its own descriptor."""
@@ -452,35 +399,3 @@ class TestRepeat:
             repeat.result(PATIENCE)
             first.result(PATIENCE)
         assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
-
-    def test_repeats_in_one_batch_are_written_once(self, path, disk, pool):
-        """Of equal plants in one batch one is written, and all are acknowledged."""
-        with JSONLinesStore(path) as store:
-            store.add(FERN)
-            with Gate(disk) as gate:
-                first = pool.submit(store.add, IVY)
-                gate.wait_for(1)
-                adds = [pool.submit(store.add, MOSS) for _ in range(4)]
-                adds.append(pool.submit(store.add, MOSS._replace(tag='sun')))
-            outcomes = [add.exception(PATIENCE) for add in (first, *adds)]
-        assert sum(outcome is None for outcome in outcomes) in (2, 5)
-        assert all(isinstance(outcome, IdTaken) for outcome in outcomes if outcome)
-        assert len(raw_plants(disk.durable)) == 3
-        assert path.read_bytes() == disk.durable
-
-    def test_conflict_with_a_plant_that_fails(self, path, disk, pool, monkeypatch):
-        """A plant is not refused for a rival in its batch that was never written."""
-        # One sync in flight, so that the rivals wait for it together.
-        monkeypatch.setattr(group_commit, 'SLOW_SYNC', float('inf'))
-        with JSONLinesStore(path) as store:
-            store.add(FERN)
-            with Gate(disk) as gate:
-                first = pool.submit(store.add, IVY)
-                gate.wait_for(1)
-                rivals = [MOSS, MOSS._replace(tag='sun')]
-                adds = [pool.submit(store.add, rival) for rival in rivals]
-                gate.then = Fault('pwrite', 1, failing(errno.ENOSPC), lasting=True)
-            first.result(PATIENCE)
-            for add in adds:
-                with pytest.raises(StoreUnavailable):
-                    add.result(PATIENCE)
