@@ -137,23 +137,6 @@ def run_behind(disk, first, *jobs, gate):
     in_threads(first, *followers, release)
 
 
-def submit_failing(disk, record, error):
-    """Submit a record, and check that it fails with this very error."""
-    with pytest.raises(Failure) as caught:
-        disk.submit(record)
-    assert caught.value is error
-
-
-def test_single_records_are_appended_then_synced():
-    """Records without concurrency are batches of one, each appended, then synced."""
-    disk = Disk()
-    for record in range(3):
-        disk.submit(record)
-        assert disk.appended[record] < disk.syncs[record][0]
-    assert disk.batches == [[0], [1], [2]]
-    assert len(disk.syncs) == 3
-
-
 @pytest.mark.parametrize('where', ['before_append', 'before_sync'])
 def test_waiters_share_a_batch(quick, where):
     """Records that wait together are one batch, in the order in which they came."""
@@ -249,12 +232,10 @@ def test_quick_syncs_do_not_overlap(slow, monkeypatch):
     disk.submit('slow')
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: 0.0)
     disk.submit('quick')
-    in_threads(
-        *[
-            lambda name=name: [disk.submit((name, number)) for number in range(100)]
-            for name in range(8)
-        ]
-    )
+    disk.before_sync = gate = Gate()
+    jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
+    run_behind(disk, *jobs, gate=gate)
+    assert disk.batches[2:] == [[1], [2, 3]]
     assert disk.most_syncs == 1
 
 
@@ -346,30 +327,6 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     assert len(disk.syncs) == 2
 
 
-@pytest.mark.parametrize('needs_sync', [True, False])
-def test_error_of_one_record_reaches_its_caller_only(quick, needs_sync):
-    """An error that the append sets on a record reaches only its caller."""
-    errors = {record: Failure(record) for record in (1, 3)}
-    disk = Disk()
-    disk.before_append = gate = Gate()
-
-    def choose(batch):
-        for entry in batch:
-            entry.error = errors.get(entry.item)
-        return needs_sync
-
-    disk.choose = choose
-    run_behind(
-        disk,
-        lambda: disk.submit(0),
-        lambda: submit_failing(disk, 1, errors[1]),
-        lambda: disk.submit(2),
-        lambda: submit_failing(disk, 3, errors[3]),
-        gate=gate,
-    )
-    assert disk.batches == [[0], [1, 2, 3]]
-
-
 def test_failed_sync_replaces_the_error_of_a_record(quick):
     """When the sync fails, a refused record gets that error, not the refusal."""
     failed = Failure('sync')
@@ -384,7 +341,9 @@ def test_failed_sync_replaces_the_error_of_a_record(quick):
 
     disk.choose = refuse
     disk.before_sync = fail
-    submit_failing(disk, 0, failed)
+    with pytest.raises(Failure) as caught:
+        disk.submit(0)
+    assert caught.value is failed
 
 
 class Interrupt(Exception):
