@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from disk import assert_stored, fill, lines
 
-from store import Plant, StoreUnavailable
+from store import Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
@@ -99,6 +99,16 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
         monkeypatch.setattr(plant_lock.time, 'sleep', sleep)
         with lock.held():
             assert clock[0] <= held_for + max(0.000_05, held_for / 8)
+
+
+def test_lock_of_a_closed_file_raises(path):
+    """After a close, taking the lock raises ``StoreClosed``."""
+    store = JSONLinesStore(path)
+    store.add(FERN)
+    lock = store._backend()._lock
+    store.close()
+    with pytest.raises(StoreClosed), lock.held():
+        pytest.fail('the lock was taken')
 
 
 def test_interrupted_wait_leaves_no_lock(path):
