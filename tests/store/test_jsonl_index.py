@@ -296,6 +296,17 @@ class TestBuilt:
         with JSONLinesStore(path) as store:
             assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
 
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_index_with_a_wrong_entry_is_built_again(self, path):
+        """A line that has not the id of its entry shows that the index is wrong."""
+        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
+        with stopped(path, plants, 'killed') as store, store:
+            text = path.read_bytes()
+            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
+            assert store.add(Plant(100, 'Moss'))
+            with pytest.raises(IdTaken):
+                store.add(Plant(999, 'Moss'))
+
     def test_check_leaves_a_table_that_is_built(self, path):
         """A check removes no table that another process is building."""
         path.write_bytes(lines(*ferns(50)))

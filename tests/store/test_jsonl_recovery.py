@@ -529,14 +529,10 @@ def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
 def test_zeros_that_are_no_lost_block_are_damage(path, synced, end, running):
     """Zeros that no crash can have left are damage: nothing is touched."""
     batch = [Plant(id, 'Moss', 'y' * 100) for id in range(10, 40)]
-    with JSONLinesStore(path) as store:
-        store.ping()
+    text = bytes(end) + lines(*batch)[end:]
+    with opened(path, True, b'') as store:
         if synced:
             store.add_many(batch)
-        else:
-            append(path, lines(*batch))
-        text = path.read_bytes()
-        text = bytes(end) + text[end:]
         if running:
             path.write_bytes(text)
             with pytest.raises(StoreCorrupt):
