@@ -111,13 +111,6 @@ class TestExample:
         assert output == b'250 plants verified, no damage\n'
         assert back.read_bytes() == there.read_bytes()
 
-    def test_missing_store_is_not_made_by_a_reader(self, tmp_path, run):
-        """A command that reads reports that the store is missing."""
-        code, _, (error,) = run('list', f'sqlite:{tmp_path}/plants.db')
-        assert code == 1
-        assert error == f'Error: {tmp_path}/plants.db: unable to open database file'
-        assert not (tmp_path / 'plants.db').exists()
-
 
 class TestRefused:
     def test_unknown_scheme(self, site):
@@ -142,11 +135,9 @@ class TestRefused:
         ('entry', 'source', 'message'),
         [
             ('gone:Store', '', "ModuleNotFoundError: No module named 'gone'"),
-            ('trees:Store', '', "AttributeError: module 'trees' has no .* 'Store'"),
             ('trees:Store', '1 / 0', 'ZeroDivisionError: division by zero'),
-            ('trees:Store', 'Store = (', 'SyntaxError: .*'),
         ],
-        ids=['no-module', 'no-name', 'raises', 'syntax'],
+        ids=['no-module', 'raises'],
     )
     def test_package_does_not_load(self, site, run, entry, source, message):
         """The error names the package that does not load, and the reason."""
@@ -162,7 +153,6 @@ class TestRefused:
         ('source', 'message'),
         [
             ('def Store(url): ...', 'trees:Store raised TypeError'),
-            ('Store = 3', 'trees:Store raised TypeError'),
             ('def Store(url, **options): raise ValueError("no colour")', 'no colour'),
             (
                 'def Store(url, **options): raise ValueError(url)',
@@ -177,7 +167,7 @@ class TestRefused:
                 'trees:Store raised ValueError',
             ),
         ],
-        ids=['parameters', 'not-callable', 'url', 'repeated', 'other', 'int'],
+        ids=['parameters', 'url', 'repeated', 'other', 'int'],
     )
     def test_package_does_not_make_its_store(self, site, source, message):
         """The error names the package and the reason, and shows no password."""

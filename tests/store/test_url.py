@@ -50,6 +50,9 @@ def test_masked_url_shows_no_secret(url, shown):
         'mysql://gardener:secret@host/plants',
         '//gardener:secret@host',
         'gardener:secret@host',
+        'jsonl:',
+        'memory:plants',
+        '',
     ],
 )
 def test_malformed_url_is_refused(url):
