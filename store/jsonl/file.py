@@ -93,7 +93,7 @@ class PlantFile:
             self._status = os.fstat(self._fd)
             if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
-            self._lock = FileLock(path)
+            self._lock = FileLock(path, self._open_again())
             opened.callback(self._lock.close)
             # NOTE: the kernel reports a failed write-back once to each open file, at
             # its next sync. Syncs that overlap on one descriptor would share that one
@@ -102,10 +102,8 @@ class PlantFile:
             # an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
-                fd = open_file(path)
+                fd = self._open_again()
                 opened.callback(os.close, fd)
-                if not os.path.sameopenfile(fd, self._fd):
-                    raise self._refusal(REPLACED)
                 self._sync_fds.put(fd)
             with self._locked():
                 self._check_file()
@@ -118,6 +116,14 @@ class PlantFile:
             self._flusher = threading.Thread(target=self._flush, daemon=True)
             self._flusher.start()
             self._opened = opened.pop_all()
+
+    def _open_again(self) -> int:
+        """Return another descriptor of the file, which may be replaced meanwhile."""
+        fd = open_file(self._path)
+        if not os.path.samestat(os.fstat(fd), self._status):
+            os.close(fd)
+            raise self._refusal(REPLACED)
+        return fd
 
     def add(self, plant: Plant) -> bool:
         line = record.encode(plant)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from store.errors import StoreClosed, StoreUnavailable
-from store.jsonl.disk import open_file
 from store.scheduler import THREADS
 
 LOCK_WITHIN = 5.0  # seconds
@@ -50,14 +49,15 @@ class FileLock:
 
     Args:
         path: The path of the plant file.
+        fd: A descriptor of it, which belongs to the lock.
 
     Attributes:
         closed: Set by a holder of the lock: nobody takes it after that.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._fd = open_file(path)
-        _open[self] = _Descriptor(self._fd)
+    def __init__(self, path: Path, fd: int) -> None:
+        self._fd = fd
+        _open[self] = _Descriptor(fd)
         self._path = path
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
         self.closed = False

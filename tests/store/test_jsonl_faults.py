@@ -300,24 +300,28 @@ class TestFailedSync:
             third.add(MOSS)
             assert disk.durable == lines(FERN, MOSS)
 
-    def test_file_exchanged_during_open(self, path, disk):
-        """A store whose file was exchanged while it opened syncs the file it writes."""
+    @pytest.mark.parametrize('first', [2, 3], ids=['lock', 'sync'])
+    def test_file_exchanged_during_open(self, path, disk, first):
+        """A store locks and syncs the file it writes, also if it was exchanged."""
         path.touch()
         other = path.with_name('other')
         other.touch()
         opens = itertools.count()
 
         def exchange(name, target, *arguments):
-            # Another file is there while its first descriptor for syncs is opened.
-            if name == 'open' and target == path and next(opens) in (3, 4):
+            # Another file is there while one of its descriptors is opened.
+            is_open = name == 'open' and target == path
+            if is_open and next(opens) in (first, first + 1):
                 path.rename(path.with_name('third'))
                 other.rename(path)
                 path.with_name('third').rename(other)
 
         disk.before = exchange
         with JSONLinesStore(path) as store:
-            assert not try_add(store, FERN) or disk.durable == lines(FERN)
-        assert next(opens) > 3
+            assert not try_add(store, FERN)
+            assert next(opens) > first
+            store.add(FERN)
+        assert disk.durable == lines(FERN)
 
     def test_failed_sync_during_close(self, path, disk, pool):
         """A sync that fails during a close leaves its line in doubt, too."""

@@ -88,7 +88,8 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
     clock = [0.0]
     monkeypatch.setattr(plant_lock.time, 'monotonic', lambda: clock[0])
     path.touch()
-    with path.open('rb') as other, closing(plant_lock.FileLock(path)) as lock:
+    lock = plant_lock.FileLock(path, os.open(path, os.O_RDWR))
+    with path.open('rb') as other, closing(lock):
         fcntl.flock(other, fcntl.LOCK_EX)
 
         def sleep(seconds):
