@@ -403,7 +403,6 @@ class TestFlush:
     def test_stopped_flush_stops_no_add(self, path, monkeypatch):
         """While another process flushes, or is stopped in it, adds go on."""
         monkeypatch.setattr(index, 'MOST_RECENT', 100)
-        monkeypatch.setattr(file, 'LOCK_WITHIN', 0.05)  # how long a bulk add waits
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
             wait_for_flush(path)
