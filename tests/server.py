@@ -284,7 +284,7 @@ class Server:
         with self._log_path.open('wb') as log:
             if self._is_warm:
                 self._process = WarmProcess(
-                    self._command, self.directory, self._environment, log
+                    self._command, self.directory, self._environment, self._log_path
                 )
                 return
             self._process = subprocess.Popen(
