@@ -12,13 +12,12 @@ from exchange import (
     chunked,
     fern,
     ids,
-    raw_head,
+    table,
 )
 from server import TOKEN, Server, request, wait_until
 
 ACCEPTED = {
     'every member': '{"id":ID,"name":"","tag":"\U0001f33f","height":{"cm":[30]}}',
-    'largest id': '{"id":9223372036854775807,"name":"\\ud83c\\udf3f"}',
     'largest body': '{"id":ID,"name":"Fern"}'.ljust(MAX_BODY - 8),
 }
 
@@ -37,12 +36,10 @@ def test_plant_is_stored_once_however_often_it_is_sent(service, connection, text
 
 
 REFUSED = {
-    'not HTTP': (40000, raw_head('GET / FTP/1.1')),
     'empty chunked body': (40001, chunked(content_type='application/json')),
     'body too large': (40003, request(body=b' ' * (MAX_BODY + 1))),
-    'member twice': (40004, request(body=b'{"id": 7, "id": 7, "name": "x"}')),
-    'deep': (40004, request(body=b'[' * 30_000 + b']' * 30_000)),
-    'id is no integer literal': (40005, request(body=b'{"id": 1.0, "name": "x"}')),
+    'not JSON': (40004, request(body=b'[' * 30_000 + b']' * 30_000)),
+    'no plant': (40005, request(body=b'{"id": 1.0, "name": "x"}')),
     'id is taken': (40006, request(body=STORED_PLANT | {'tag': 'other'})),
     'no token': (40100, request(target='/none', authorization=None)),
     'wrong token': (40101, request(body=fern(), authorization=f'Bearer {SECRET}')),
@@ -50,49 +47,27 @@ REFUSED = {
     'no such path': (40400, request(target='/none', body=fern())),
     'other method': (40500, request('PUT', body=fern())),
 }
-HEADERS = {
-    'no token': ('www-authenticate', 'Bearer'),
-    'wrong token': ('www-authenticate', 'Bearer error="invalid_token"'),
-    'other method': ('allow', 'POST'),
-}
 
 
-@pytest.mark.parametrize('kind', REFUSED)
-def test_refused_request_has_its_value_and_stores_nothing(service, connection, kind):
+@table('value, data', REFUSED)
+def test_refused_request_has_its_value_and_stores_nothing(
+    service, connection, value, data
+):
     """A refused request gets its error value and headers, and stores nothing."""
-    value, data = REFUSED[kind]
-    name, text = HEADERS.get(kind, ('allow', None))
     before = service.lines()
     answer = ask_in_step(connection, data)
     assert_error(answer, value)
-    assert answer.headers.get(name) == text
+    assert ('www-authenticate' in answer.headers) == (answer.status == 401)
+    assert answer.headers.get('allow') == ('POST' if value == 40500 else None)
     assert answer.headers['x-request-id']
     assert service.lines() == before
 
 
-@pytest.mark.parametrize('path', ['/livez', '/readyz', '/openapi.json', '/docs'])
-def test_public_paths_need_no_token(connection, path):
-    """The probes and the documents need no token; HEAD is answered without a body."""
-    for method in ('GET', 'HEAD'):
-        data = request(method, path, authorization=None)
-        answer = ask_in_step(connection, data, head=method == 'HEAD')
-        assert answer.status == 200
-        assert int(answer.headers['content-length']) > 0
-
-
-def test_missing_plant_file_is_503_until_it_is_back(tmp_path):
-    """Adds are 503 while the plant file is missing, and 200 when it is back."""
-    plants = tmp_path / 'plants.jsonl'
-    with Server(tmp_path) as server, server.connect() as client:
-        assert client.ask(request(body=fern())).status == 200
-        plants.rename(tmp_path / 'away')
-        for data in (request(body=fern()), request('GET', '/readyz')):
-            answer = ask_in_step(client, data)
-            assert_error(answer, 50300)
-            assert int(answer.headers['retry-after']) > 0
-        assert not plants.exists()
-        (tmp_path / 'away').rename(plants)
-        assert client.ask(request(body=fern())).status == 200
+def test_head_is_answered_without_a_body(connection):
+    """HEAD is answered without a body, with the length that GET would have."""
+    answer = ask_in_step(connection, request('HEAD', '/docs'), head=True)
+    assert answer.status == 200
+    assert int(answer.headers['content-length']) > 0
 
 
 BROKEN_APPLICATION = f"""

@@ -42,17 +42,9 @@ INVALID = {
     'no end of chunk': chunked(end=b'2\r\n{}XX0\r\n\r\n'),
     'extension broken': chunked(end=b'2;=\r\n{}\r\n0\r\n\r\n'),
     'trailer not allowed': chunked(end=b'2\r\n{}\r\n0\r\nContent-Length: 2\r\n\r\n'),
-    **{
-        f'length {name}': request(body=fern(), content_length=length)
-        for name, length in {
-            'negative': '-1',
-            'signed': '+30',
-            'not a number': 'ten',
-            'a list': '30, 30',
-            'twice': ['30', '30'],
-            'of thousands of digits': '9' * 5_000,
-        }.items()
-    },
+    'length signed': request(body=fern(), content_length='+30'),
+    'length twice': request(body=fern(), content_length=['30', '30']),
+    'length of thousands of digits': request(content_length='9' * 5_000),
     'length and chunks': chunked(b'{}', content_length='30'),
 }
 
@@ -123,15 +115,6 @@ def test_bytes_after_a_body_store_nothing(service, connection):
     assert_error(connection.receive(), 40000)
     assert connection.receive() is None
     assert service.lines() == before
-
-
-def test_expectation_is_answered_with_100(service, connection):
-    """A client that sends ``Expect: 100-continue`` gets 100 before its body."""
-    plant = fern()
-    head, _, body = request(body=plant, expect='100-continue').partition(b'\r\n\r\n')
-    assert connection.ask(head + b'\r\n\r\n').status == 100
-    assert ask_in_step(connection, body).status == 200
-    assert plant in service.plants()
 
 
 def test_pipelined_requests_are_answered_in_order(service, connection):

@@ -1,8 +1,8 @@
 """Request heads that are invalid or ambiguous are refused, never guessed."""
 
 import time
-from contextlib import ExitStack
 from email.utils import format_datetime, parsedate_to_datetime
+from itertools import product
 
 import pytest
 from exchange import SECRET, ask_in_step, assert_error, chunked, fern, raw_head, table
@@ -23,13 +23,8 @@ TOO_MUCH = {
     'request line too long': (41400, request(target='/' + SECRET * 400)),
     'line without an end': (41400, SECRET.encode() * 8_000),
     'header too large': (43100, request(x=SECRET * 400)),
-    'token too large': (43100, request(authorization=f'Bearer {SECRET * 400}')),
     'too many headers': (43100, request(**{f'x{n}': SECRET for n in range(200)})),
     'head without an end': (43100, request('GET', x=SECRET * 80_000)[:-4]),
-    'header without an end': (
-        43100,
-        raw_head('GET / HTTP/1.1', 'X: ' + 'a' * 200_000)[:-4],
-    ),
     'expects something else': (41700, request(body=fern(), expect='200-ok')),
 }
 
@@ -41,31 +36,20 @@ SMUGGLED = {
     'bare line feeds at the end': request('GET', '/livez')[:-4] + b'\n\n',
     'two spaces': raw_head('GET  /livez HTTP/1.1', 'Host: x'),
     'two spaces before the version': raw_head('GET /livez  HTTP/1.1', 'Host: x'),
-    'tab in the request line': raw_head('GET\t/livez\tHTTP/1.1', 'Host: x'),
-    'space before the method': raw_head(' GET /livez HTTP/1.1', 'Host: x'),
     'no host': request(body=fern(), host=None),
     'two hosts': request(body=fern(), host=['localhost', 'localhost']),
     'two content types': request(body=fern(), content_type=['application/json'] * 2),
     'coding before chunked': chunked(b'{}').replace(b'chunked', b'gzip, chunked'),
     'coding behind chunked': chunked(b'{}').replace(b'chunked', b'chunked, gzip'),
     'coding without chunks': request(body=fern(), transfer_encoding='gzip'),
-    'coding identity': request(body=fern(), transfer_encoding='identity'),
-    'coding identity, chunked': chunked(b'{}').replace(
-        b'chunked', b'identity, chunked'
-    ),
-    'coding unknown': request(body=fern(), transfer_encoding=SECRET),
     'coding empty': request(body=fern(), transfer_encoding=''),
     'coding twice': request(body=b'0\r\n\r\n', transfer_encoding=['chunked'] * 2),
-    'chunked twice': chunked(b'{}').replace(b'chunked', b'chunked, chunked'),
     'chunked in HTTP/1.0': chunked(b'{}', version='1.0'),
     **heads(
         folded='X: a\r\n b',
-        folded_length='Content-Length:\r\n 3',
         folded_first=' X: a',
         name_with_a_space='Transfer-Encoding : chunked',
-        name_with_a_line_feed='Transfer\n-Encoding: chunked',
         carriage_return_in_a_value='X: a\rContent-Length: 0',
-        carriage_return_before_the_end='X: a\r',
         NUL='X: a\0',
         vertical_tab_before_chunked='Transfer-Encoding: \x0bchunked',
     ),
@@ -73,21 +57,15 @@ SMUGGLED = {
 
 NOT_HTTP = {
     'empty lines': b'\r\n\r\n\r\n',
-    'one word': raw_head(SECRET),
     'no version': raw_head(f'GET /{SECRET}'),
     'version unknown': raw_head(f'GET /{SECRET} HTTP/9.9'),
     'version of FTP': raw_head('GET / FTP/1.1'),
     'method in small letters': raw_head('get / HTTP/1.1', f'A: {SECRET}'),
-    'method of symbols': raw_head('G@T / HTTP/1.1', f'A: {SECRET}'),
     'target with a space': raw_head(f'GET /{SECRET} {SECRET} HTTP/1.1'),
     'target relative': raw_head('GET plants HTTP/1.1'),
-    'target * for GET': raw_head('GET * HTTP/1.1'),
-    'target of NUL': raw_head('GET /\0 HTTP/1.1'),
     'target not ASCII': raw_head(f'GET /plants?access_token={SECRET}\xff HTTP/1.1'),
     'target with half an address': raw_head(f'GET http://[?token={SECRET} HTTP/1.1'),
     'header without colon': raw_head('GET / HTTP/1.1', f'Authorization {SECRET}'),
-    'header name missing': raw_head('GET / HTTP/1.1', f': Bearer {SECRET}'),
-    'zeros': b'\0' * 100 + b'\r\n',
     'HTTP/2': b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0',
     'TLS': b'\x16\x03\x01\0\xf4\x01\0\0\xf0\x03\x03',
 }
@@ -130,11 +108,9 @@ def test_empty_line_before_a_request_is_ignored(connection):
 
 
 CONNECTIONS = {
-    'close': ['close'],
     'close first': ['close', 'keep-alive'],
     'close second': ['keep-alive', 'close'],
-    'close in a list': ['keep-alive, Close'],
-    'close behind another word': ['x', 'y , close ,z'],
+    'close in a list': ['x', 'y , Close ,z'],
 }
 
 
@@ -169,20 +145,18 @@ def test_http_1_0_connection_is_kept_on_request(connection):
     assert answer.headers['connection'] == 'keep-alive'
 
 
-@pytest.mark.parametrize('where', ['loopback', 'unix socket'])
-def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path, where):
+def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path):
     """SCRIPT_NAME and the like are dropped, also from a proxy on this machine."""
     bound = ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s')
-    with Server(tmp_path, *bound) as server, ExitStack() as opened:
-        client = server.connect()
-        if where == 'unix socket':
-            client.close()
-            client = RawClient(over=opened.enter_context(socket_to(tmp_path / 's')))
-        opened.enter_context(client)
-        for name in ('SCRIPT_NAME', 'PATH_INFO', 'CONTENT_LENGTH'):
-            head, rest = request(body=fern()).split(b'\r\n', 1)
-            line = f'\r\n{name}: /x\r\n'.encode()
-            assert ask_in_step(client, head + line + rest).status == 200
+    with (
+        Server(tmp_path, *bound) as server,
+        server.connect() as client,
+        RawClient(over=socket_to(tmp_path / 's')) as proxy,
+    ):
+        named = ('SCRIPT_NAME: /x', 'PATH_INFO: /x', 'CONTENT_LENGTH: /x')
+        for line, sender in product(named, (client, proxy)):
+            data = heads(line=line)['line']
+            assert ask_in_step(sender, data).status == 200
 
 
 def test_path_outside_of_script_name_is_404(tmp_path):
