@@ -109,6 +109,15 @@ def only_worker(server):
     return pid
 
 
+def child_pids(pid):
+    """Return the process ids of the children of a process."""
+    found = set()
+    for task in Path(f'/proc/{pid}/task').iterdir():  # threads have children, too
+        with suppress(FileNotFoundError):  # it has just ended
+            found |= set(map(int, (task / 'children').read_text().split()))
+    return found
+
+
 def count_sockets(server):
     """Return how many sockets the only worker has open."""
     names = []
@@ -150,10 +159,10 @@ def upgraded(server):
 
 
 @contextmanager
-def locked(path):
-    """Hold the lock of a plant file, like a process that recovers it."""
+def locked(path, how=fcntl.LOCK_EX):
+    """Hold the lock of a plant file, as any process may that can read the file."""
     with path.open('rb') as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, how)
         yield
 
 

@@ -6,11 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from exchange import assert_error, edit, fern
+from exchange import assert_error, child_pids, edit, fern, locked
 from server import (
     GUNICORN,
     REPOSITORY,
@@ -37,15 +37,6 @@ def replace_worker(server):
     wait_until(lambda: not Path(f'/proc/{victim}').exists(), 'it is reaped', 5)
 
 
-def child_pids(pid):
-    """Return the process ids of the children of a process."""
-    found = set()
-    for task in Path(f'/proc/{pid}/task').iterdir():  # threads have children, too
-        with suppress(FileNotFoundError):  # it has just ended
-            found |= set(map(int, (task / 'children').read_text().split()))
-    return found
-
-
 def add_plants(server):
     """Add plants, each on a connection of its own; return the set of statuses."""
     with ExitStack() as opened:
@@ -55,10 +46,15 @@ def add_plants(server):
 
 def test_reload_uses_all_new_files(copy):
     """New workers run the code, the schemas and the configuration as they are now."""
+    variable = "raw_env = ['PLANTS_MAX_BODY=10']"
+    settings = copy / 'gunicorn.conf.py'
+    settings.write_text(f'{settings.read_text()}\n{variable}\n')
     with Server(copy, command=IN_PLACE) as server:
+        assert_error(server.ask(request(body=fern())), 40003)
+        edit(settings, variable, '')
         edit(copy / 'app.py', "Resource('live')", "Resource('still alive')")
         edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
-        edit(copy / 'gunicorn.conf.py', 'keepalive = 15', 'keepalive = 0')
+        edit(settings, 'keepalive = 15', 'keepalive = 0')
         server.reload()
         answer = server.ask(request('GET', '/livez'))
         assert answer.json == {'status': 'still alive'}
@@ -180,28 +176,10 @@ def test_file_may_break_at_any_moment_of_a_reload(copy, name):
         assert add_plants(server) == {200}
 
 
-def test_generated_token_survives_a_reload(tmp_path):
-    """The generated token is printed once and is still accepted after SIGHUP."""
-    with Server(tmp_path, PLANTS_TOKENS=None) as server:
-        [header] = re.findall("'(Authorization: .+?)'", server.log)
-        token = header.rpartition(' ')[2]
-        server.reload()
-        data = request(body=fern(), authorization=f'Bearer {token}')
-        assert server.ask(data).status == 200
-        assert server.log.count('No token is configured') == 1
-
-
-@contextmanager
-def locked(directory):
-    """Hold the lock of the plant file, as any process may that can read the file."""
-    with (directory / 'plants.jsonl').open('rb') as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
-
-
 def test_master_does_not_wait_for_the_lock(tmp_path):
     """While another process has the lock, the server reloads, and ends."""
-    with Server(tmp_path, workers=2) as server, locked(tmp_path):
+    plants = tmp_path / 'plants.jsonl'
+    with Server(tmp_path, workers=2) as server, locked(plants, fcntl.LOCK_SH):
         replace_worker(server)
         server.reload()
         assert server.ask(request('GET', '/livez')).status == 200
@@ -302,16 +280,6 @@ def test_reload_frees_the_old_code(tmp_path):
         text=True,
     )
     assert (done.stdout, done.stderr) == ('[]\n', '')
-
-
-def test_reload_forgets_the_variables_of_the_old_configuration(tmp_path):
-    """A variable that only the old configuration has set is gone after a reload."""
-    limit = "raw_env = ['PLANTS_MAX_BODY=10']"
-    with Server(tmp_path, *configured(tmp_path, limit)) as server:
-        assert_error(server.ask(request(body=fern())), 40003)
-        configured(tmp_path)
-        server.reload()
-        assert add_plants(server) == {200}
 
 
 def test_reload_may_change_the_worker_class(copy):

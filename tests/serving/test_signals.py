@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from exchange import STORED_PLANT, assert_error, fern, upgraded
+from exchange import STORED_PLANT, assert_error, fern, table, upgraded
 from server import (
     GUNICORN,
     SCRIPTS,
@@ -54,51 +54,14 @@ def test_interrupt_ends_all_at_once(busy, times):
     assert_clean_end(busy, seconds=3)
 
 
-def test_interrupt_under_load_ends_all(tmp_path):
-    """Ctrl-C ends the server at once, also under many requests."""
-    done = threading.Event()
-
-    def pour():
-        with suppress(OSError):  # the server ends: cut off, then refused
-            while not done.is_set():
-                with server.connect(timeout=5) as client:
-                    for _ in range(10):
-                        client.ask(request('GET', '/livez'))
-
-    with Server(tmp_path, workers=2) as server, ThreadPoolExecutor(8) as pool:
-        try:
-            loads = [pool.submit(pour) for _ in range(8)]
-            wait_until(lambda: server.log.count('/livez 200') > 200, 'there is load')
-            server.interrupt()
-            assert_clean_end(server, seconds=3)
-        finally:
-            done.set()
-        for load in loads:
-            load.result()
-
-
-def test_killed_worker_is_replaced_and_no_plant_lost(tmp_path):
-    """After kill -9 of the only worker another one serves, with every plant."""
-    plant = fern()
-    with Server(tmp_path) as server:
-        assert server.ask(request(body=plant)).status == 200
-        [pid] = server.worker_pids()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(pid), 'it is dead')
-        assert server.ask(request(body=plant)).status == 200
-        assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
-        assert server.plants() == [plant]
-        assert len(server.worker_pids()) == 1
-
-
 SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
 class Load:
     """Clients that add plants in three ways, and record every request that fails.
 
-    Some *keep* a connection and send one request after another, some *pause* between
-    requests, so that the connection idles, and some open a *fresh* one for each.
+    Some send one request after another on a connection, some open one for each, and
+    some pause between requests, so that the connection idles.
 
     Args:
         server: The server to load.
@@ -109,7 +72,7 @@ class Load:
         refused: The plants for which no connection could be made.
     """
 
-    CLIENTS = ('keep', 'fresh', 'pause') * 2
+    CLIENTS = 2 * ((0, 'keep-alive'), (0, 'close'), (0.02, 'keep-alive'))
 
     def __init__(self, server):
         self._port = server.port
@@ -121,7 +84,7 @@ class Load:
     @contextmanager
     def running(self):
         with ThreadPoolExecutor(len(self.CLIENTS)) as pool:
-            clients = [pool.submit(getattr(self, f'_{way}')) for way in self.CLIENTS]
+            clients = [pool.submit(self._add_all, *way) for way in self.CLIENTS]
             try:
                 self.wait_for_adds()
                 yield
@@ -135,7 +98,7 @@ class Load:
         wanted = len(self.added) + 100
         wait_until(lambda: len(self.added) >= wanted, 'the load goes on')
 
-    def _keep(self, pause=0.0, connection='keep-alive'):
+    def _add_all(self, pause, connection):
         while not self._done.is_set():
             plant = fern()
             try:
@@ -148,12 +111,6 @@ class Load:
                 while self._add(client, plant, connection) and not self._done.is_set():
                     self._done.wait(pause)
                     plant = fern()
-
-    def _pause(self):
-        self._keep(pause=0.02)
-
-    def _fresh(self):
-        self._keep(connection='close')
 
     def _add(self, client, plant, connection):
         answer = None
@@ -210,9 +167,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ('operate', 'arguments'), OPERATIONS.values(), ids=OPERATIONS.keys()
-)
+@table('operate, arguments', OPERATIONS)
 def test_no_request_fails_while_workers_are_replaced(tmp_path, operate, arguments):
     """While workers start and end, every request on every connection is answered."""
     with Server(tmp_path, *arguments, workers=2) as server:
@@ -240,16 +195,24 @@ def test_upgrade_loses_no_request(tmp_path):
             assert len(server.plants()) == len(load.added)
 
 
-def test_terminate_under_load_stores_only_answered_plants(tmp_path):
-    """After SIGTERM under load, the stored plants are those answered with 200."""
+@pytest.mark.parametrize('end', ['SIGTERM', 'Ctrl-C'])
+def test_server_that_ends_under_load_has_each_plant(tmp_path, end):
+    """A server ends in time under load, and every plant answered with 200 is stored.
+
+    After SIGTERM no other plant is stored.
+    """
     with Server(tmp_path, workers=2) as server:
         load = Load(server)
         with load.running():
-            server.signal(signal.SIGTERM)
-            assert server.wait(5) == 0
+            if end == 'SIGTERM':
+                server.signal(signal.SIGTERM)
+            else:
+                server.interrupt()
+            assert_clean_end(server, seconds=5)
         # A connection that no worker had accepted is cut off unread: nothing is stored.
         assert_all_stored(server, load)
-        assert len(server.plants()) == len(load.added)
+        if end == 'SIGTERM':
+            assert len(server.plants()) == len(load.added)
 
 
 def test_reload_ends_idle_connections_in_order(tmp_path):
@@ -288,14 +251,16 @@ def test_worker_that_is_starting_stops_at_once(tmp_path):
         server.stop()
 
 
-def test_upgrade_keeps_the_generated_token(tmp_path):
-    """The new master of SIGUSR2 accepts the token that the old one has printed."""
+def test_generated_token_survives_reload_and_upgrade(tmp_path):
+    """The token that was printed once is accepted after SIGHUP and after SIGUSR2."""
     with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
         [token] = re.findall("'Authorization: Bearer (.+?)'", server.log)
+        data = request(body=fern(), authorization=f'Bearer {token}')
+        server.reload()
+        assert server.ask(data).status == 200
         with upgraded(server):
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
-            data = request(body=fern(), authorization=f'Bearer {token}')
             assert server.ask(data).status == 200
             assert_error(server.ask(request(body=fern())), 40101)
         assert server.log.count('No token is configured') == 1
