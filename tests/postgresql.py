@@ -192,7 +192,6 @@ class PostgreSQL:
         if number == signal.SIGKILL:
             self.kill()
         else:
-            self.resume()
             self._process.send_signal(number)
         try:
             self._process.wait(20)
@@ -202,18 +201,6 @@ class PostgreSQL:
 
     def kill(self):
         """Kill all processes of the server at once."""
-        self._signal_all(signal.SIGKILL)
-        self._process.wait()
-
-    def pause(self):
-        """Suspend all processes of the server."""
-        self._signal_all(signal.SIGSTOP)
-
-    def resume(self):
-        """Resume all processes of the server."""
-        self._signal_all(signal.SIGCONT)
-
-    def _signal_all(self, number):
         # NOTE: not by group or session: each backend is the leader of its own.
         parent = self._process.pid
         with suppress(OSError):
@@ -221,7 +208,8 @@ class PostgreSQL:
             children = Path(f'/proc/{parent}/task/{parent}/children').read_text()
             for pid in map(int, [*children.split(), parent]):
                 with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGKILL)
+        self._process.wait()
 
     @property
     def log(self):
@@ -258,14 +246,6 @@ class PostgreSQL:
             'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
             "WHERE application_name = 'plants'"
         )
-
-    def promote(self):
-        """Promote this standby to primary; do not wait for it."""
-        self.execute('SELECT pg_promote(wait => false)')
-
-    def is_primary(self):
-        """Return whether the server is a primary, which accepts writes."""
-        return self.execute('SELECT NOT pg_is_in_recovery()') == [(True,)]
 
     def _accepts_connections(self):
         code = self._process.poll()

@@ -160,11 +160,6 @@ def configured(server, setting, value, otherwise):
         set_value(otherwise)
 
 
-def with_setting(url, setting):
-    """Return a URL whose sessions have one more setting."""
-    return f'{url}%20-c{setting.replace("=", "%3D")}'
-
-
 # ---- the server restarts
 
 
@@ -185,17 +180,6 @@ def test_restart_loses_no_acknowledged_plant(server, url, store, end):
     store.ping()
 
 
-def test_ended_sessions_are_replaced(server, url, store):
-    """When all sessions are terminated, the store soon opens others."""
-    with Load(store) as load:
-        for _ in range(20):
-            server.terminate_sessions()
-            load.wait_for_more()
-        assert load.longest < LONGEST
-    assert_stored(server, url, load)
-    assert len(server.sessions()) <= MOST_CONNECTIONS
-
-
 def test_ended_idle_sessions_fail_no_add(server, store):
     """Sessions that ended while idle are replaced, and no add fails."""
     backend = store._backend()
@@ -209,25 +193,6 @@ def test_ended_idle_sessions_fail_no_add(server, store):
 
 
 # ---- the server or the network hangs
-
-
-def test_adds_fail_in_time_while_the_server_hangs(server, url, store, short_limits):
-    """While the server hangs, waits are limited, and later callers fail at once."""
-    store.add(FERN)
-    with Load(store) as load:
-        server.pause()
-        try:
-            wait_until(lambda: len(load.failures) >= 8)
-            count = threading.active_count()
-            for _ in range(20):
-                with refused():
-                    store.add(MOSS)
-            assert threading.active_count() <= count
-        finally:
-            server.resume()
-        load.wait_for_more()
-        assert load.longest < LONGEST
-    assert_stored(server, url, load)
 
 
 def test_first_use_of_a_server_that_hangs(url, proxy, server):
@@ -424,8 +389,8 @@ def test_batches_never_deadlock(server, store):
 
 TRIGGER = (
     'CREATE SEQUENCE turn; '
-    "CREATE FUNCTION act() RETURNS trigger AS $$BEGIN IF nextval('turn') {when} THEN "
-    '{act}; END IF; RETURN NEW; END$$ LANGUAGE plpgsql; '
+    "CREATE FUNCTION act() RETURNS trigger AS $$BEGIN IF nextval('turn') <> 4 THEN "
+    '{}; END IF; RETURN NEW; END$$ LANGUAGE plpgsql; '
     'CREATE TRIGGER act BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION act()'
 )
 
@@ -437,13 +402,9 @@ TRIGGER = (
 )
 def test_short_conflicts_are_waited_for(server, url, store, act):
     """A conflict that ends soon only delays an add; one that stays is an error."""
-    server.execute(TRIGGER.format(when='< 4', act=act), url=url)
+    server.execute(TRIGGER.format(act), url=url)
     assert store.add(FERN) is True
-    server.execute('DROP TRIGGER act ON plants', url=url)
-    server.execute('DROP SEQUENCE turn; DROP FUNCTION act', url=url)
-    server.execute(TRIGGER.format(when='> 0', act=act), url=url)
-    reason = 'the database is busy with other changes of the same plants'
-    with refused(reason):
+    with refused('the database is busy with other changes of the same plants'):
         store.add(MOSS)
 
 
@@ -639,6 +600,7 @@ def test_each_id_has_one_winner_while_sessions_end(server, url, store):
 
     in_threads(kill, *(lambda name=name: add_all(name) for name in 'abcdef'))
     assert won
+    assert len(server.sessions()) <= MOST_CONNECTIONS
     stored = rows(server, url)
     winners = {plant.id: {plant.name} for plant in stored}
     assert len(stored) == len(winners)

@@ -37,22 +37,6 @@ class TestPostgreSQLStore(StoreContract):
         self.server.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
 
 
-def test_table_is_made_by_the_first_add(url):
-    """A reader finds nothing where a table is missing; check_opening accepts that."""
-    with open_store(url) as store:
-        assert list(store) == []
-    with open_store(url, create='never') as store:
-        store.check_opening()
-        with pytest.raises(StoreUnavailable, match='there is no table plants'):
-            list(store)
-    elsewhere = url.replace('/postgres?', '/nowhere?')
-    with (
-        open_store(elsewhere, create='never') as store,
-        pytest.raises(StoreUnavailable, match='nowhere'),
-    ):
-        store.check_opening()
-
-
 def test_standby_is_read():
     """Plants can be read from a standby, which is not ready for adds."""
     with PostgreSQL() as primary:
