@@ -207,14 +207,6 @@ def connection(service):
         yield connection
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    """A directory with the files of a checkout, and no plant file."""
-    for name in ROOMS:
-        (tmp_path / name).symlink_to(REPOSITORY / name)
-    return tmp_path
-
-
 def copy_checkout(directory):
     """Copy the files of a checkout into a directory."""
     # With the bytecode, but without what another process just writes of it.
@@ -227,7 +219,7 @@ def copy_checkout(directory):
 
 
 @pytest.fixture
-def copy(tmp_path):
-    """A checkout whose files can be edited."""
+def checkout(tmp_path):
+    """A directory with the files of a checkout, which can be edited."""
     copy_checkout(tmp_path)
     return tmp_path

@@ -44,16 +44,20 @@ def add_plants(server):
         return {client.ask(request(body=fern())).status for client in clients}
 
 
-def test_reload_uses_all_new_files(copy):
+def test_reload_uses_all_new_files(checkout):
     """New workers run the code, the schemas and the configuration as they are now."""
     variable = "raw_env = ['PLANTS_MAX_BODY=10']"
-    settings = copy / 'gunicorn.conf.py'
+    settings = checkout / 'gunicorn.conf.py'
     settings.write_text(f'{settings.read_text()}\n{variable}\n')
-    with Server(copy, command=IN_PLACE) as server:
+    with Server(checkout, command=IN_PLACE) as server:
         assert_error(server.ask(request(body=fern())), 40003)
         edit(settings, variable, '')
-        edit(copy / 'app.py', "Resource('live')", "Resource('still alive')")
-        edit(copy / 'schemas' / 'Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
+        edit(checkout / 'app.py', "Resource('live')", "Resource('still alive')")
+        edit(
+            checkout / 'schemas' / 'Plant.json',
+            '"examples": ["Fern"]',
+            '"maxLength": 4',
+        )
         edit(settings, 'keepalive = 15', 'keepalive = 0')
         server.reload()
         answer = server.ask(request('GET', '/livez'))
@@ -93,12 +97,12 @@ def try_to_reload(server):
     return server.log[log:]
 
 
-def test_reload_that_would_fail_changes_nothing(copy, subtests):
+def test_reload_that_would_fail_changes_nothing(checkout, subtests):
     """What new workers could not start with is refused, until it is corrected."""
-    settings = copy / 'gunicorn.conf.py'
+    settings = checkout / 'gunicorn.conf.py'
     ours = f"{settings.read_text()}\nbind = '127.0.0.1:0'\n"
     settings.write_text(ours)
-    with Server(copy, command=IN_PLACE, GUNICORN_CMD_ARGS=None) as server:
+    with Server(checkout, command=IN_PLACE, GUNICORN_CMD_ARGS=None) as server:
         workers = server.worker_pids()
         for name, (line, words) in REFUSED.items():
             settings.write_text(f'{ours}{line}\n')
@@ -152,18 +156,18 @@ def child_exit(server, worker):
 @pytest.mark.parametrize(
     'name', ['app.py', 'gunicorn.conf.py', 'store/base.py', 'schemas/Plant.json']
 )
-def test_file_may_break_at_any_moment_of_a_reload(copy, name):
+def test_file_may_break_at_any_moment_of_a_reload(checkout, name):
     """Whenever a file breaks, the server goes on: as before, or reloaded."""
-    configuration = copy / 'gunicorn.conf.py'
+    configuration = checkout / 'gunicorn.conf.py'
     configuration.write_text(BREAKING + configuration.read_text() + HOOKS)
-    sound = (copy / name).read_text()
-    with Server(copy, command=IN_PLACE, workers=2) as server:
+    sound = (checkout / name).read_text()
+    with Server(checkout, command=IN_PLACE, workers=2) as server:
         for step in ('checked', 'read', 'build', 'set up', 'fork', 'stop'):
             old = server.worker_pids()
-            (copy / 'order').write_text(f'{step}:{name}')
+            (checkout / 'order').write_text(f'{step}:{name}')
             log = try_to_reload(server)
             assert is_alive(server.pid)
-            wait_until(lambda: not (copy / 'order').exists(), 'it breaks')
+            wait_until(lambda: not (checkout / 'order').exists(), 'it breaks')
             wait_until(lambda: len(server.worker_pids()) == 2, 'it is over')
             if 'Not reloaded' in log:
                 assert server.worker_pids() == old
@@ -171,7 +175,7 @@ def test_file_may_break_at_any_moment_of_a_reload(copy, name):
             replace_worker(server)  # it serves what the others serve
             assert add_plants(server) == {200}
             assert 'Traceback' not in log
-            (copy / name).write_text(sound)
+            (checkout / name).write_text(sound)
         server.reload()
         assert add_plants(server) == {200}
 
@@ -282,12 +286,12 @@ def test_reload_frees_the_old_code(tmp_path):
     assert (done.stdout, done.stderr) == ('[]\n', '')
 
 
-def test_reload_may_change_the_worker_class(copy):
+def test_reload_may_change_the_worker_class(checkout):
     """A reload may change to gunicorn's gthread worker, and back to ours."""
-    settings = copy / 'gunicorn.conf.py'
+    settings = checkout / 'gunicorn.conf.py'
     ours = settings.read_text()
     threads = ours.replace('worker_class = PlantsWorker', "worker_class = 'gthread'")
-    with Server(copy, command=IN_PLACE, workers=2) as server:
+    with Server(checkout, command=IN_PLACE, workers=2) as server:
         for text in (threads, ours):
             settings.write_text(text)
             server.reload()

@@ -125,13 +125,13 @@ def test_damaged_file_stops_the_start(tmp_path):
         ),
     },
 )
-def test_broken_schema_stops_a_start_and_a_check(copy, schema, words):
+def test_broken_schema_stops_a_start_and_a_check(checkout, schema, words):
     """A schema that cannot be used stops the start with a sentence that names it."""
-    (copy / 'schemas' / 'Plant.json').write_text(schema)
+    (checkout / 'schemas' / 'Plant.json').write_text(schema)
     for option in ('--check-config', '--bind=127.0.0.1:0'):
         command = [SCRIPTS / 'gunicorn', option]
-        assert_start_refused(Server(copy, command=command), *words)
-    assert not (copy / 'plants.jsonl').exists()
+        assert_start_refused(Server(checkout, command=command), *words)
+    assert not (checkout / 'plants.jsonl').exists()
 
 
 FAILING_RELOAD = "if '--check-config' not in sys.argv: on_reload = lambda server: 1 / 0"
