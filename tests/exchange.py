@@ -34,6 +34,11 @@ SHORT_LIMITS = [
     'client.REQUEST_TIMEOUT = 1',
     'keepalive = 60',
 ]
+SHORT_DATABASE_LIMITS = [
+    'from store.postgresql import connection',
+    'connection.ANSWER_WITHIN = 1',
+    'connection.CANCEL_WITHIN = 0.5',
+]
 
 ids = itertools.count(1)
 

@@ -64,18 +64,6 @@ def configured(directory, *lines):
     return '-c', str(path)
 
 
-def hurried(directory, **limits):
-    """Return arguments for gunicorn that shorten the time limits of the database.
-
-    Args:
-        directory: The server's directory.
-        limits: Names in ``store.postgresql.connection``, in seconds.
-    """
-    lines = ['from store.postgresql import connection']
-    lines += [f'connection.{name} = {seconds}' for name, seconds in limits.items()]
-    return configured(directory, *lines)
-
-
 def free_port():
     """Return a port that no process listens on.
 
@@ -353,7 +341,7 @@ class Server:
 
     @property
     def port(self):
-        found = re.search(r'(?:Listening at:|Serving on) http://\S+?:(\d+)', self.log)
+        found = re.search(r'(?:Listening at:|Serving on) https?://\S+?:(\d+)', self.log)
         return found and int(found[1])
 
     def worker_pids(self):

@@ -153,9 +153,7 @@ def child_exit(server, worker):
 """
 
 
-@pytest.mark.parametrize(
-    'name', ['app.py', 'gunicorn.conf.py', 'store/base.py', 'schemas/Plant.json']
-)
+@pytest.mark.parametrize('name', ['app.py', 'gunicorn.conf.py', 'schemas/Plant.json'])
 def test_file_may_break_at_any_moment_of_a_reload(checkout, name):
     """Whenever a file breaks, the server goes on: as before, or reloaded."""
     configuration = checkout / 'gunicorn.conf.py'

@@ -11,29 +11,25 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from exchange import MAX_ANSWER_SECONDS, locked
+from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, locked
 from proxy import Proxy
-from server import REPOSITORY, Server, hurried, request, wait_until
+from server import REPOSITORY, Server, configured, request, wait_until
 
 CROWD = 40  # requests; more than the worker's pool has threads
+READY = request('GET', '/readyz')
 
 
 def send_crowd(server, opened):
     """Send 40 adds and 40 probes; return the clients."""
     clients = [opened.enter_context(server.connect()) for _ in range(2 * CROWD)]
     for id, client in enumerate(clients):
-        client.send(add_request(id) if id % 2 else ready_request())
+        client.send(add_request(id) if id % 2 else READY)
     return clients
 
 
 def add_request(id):
     """Return a request that adds a plant."""
     return request(body={'id': id, 'name': 'Fern'})
-
-
-def ready_request():
-    """Return a request that asks whether an add would work."""
-    return request('GET', '/readyz')
 
 
 def assert_prompt(server):
@@ -122,7 +118,7 @@ def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
         Proxy(port) as proxy,
         Server(
             tmp_path,
-            *hurried(tmp_path, ANSWER_WITHIN=1),
+            *configured(tmp_path, *SHORT_DATABASE_LIMITS),
             PLANTS_STORE=url.replace(str(port), str(proxy.port)),
         ) as server,
     ):
@@ -130,10 +126,9 @@ def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
         proxy.stop()
         clients = send_crowd(server, opened)
         assert_prompt(server)
-        statuses = {client.receive().status for client in clients}
-        assert statuses == {503}
+        assert {client.receive().status for client in clients} == {503}
         proxy.go_on()
-        wait_until(lambda: server.ask(ready_request()).status == 200, 'it is ready')
+        wait_until(lambda: server.ask(READY).status == 200, 'it is ready')
         assert server.ask(add_request(1)).status == 200
 
 

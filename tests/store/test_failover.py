@@ -8,13 +8,12 @@ import time
 from contextlib import ExitStack, suppress
 
 import pytest
+from exchange import SHORT_DATABASE_LIMITS
 from postgresql import PostgreSQL
 from proxy import Proxy
-from server import PATIENCE, Server, hurried, request, wait_until
+from server import PATIENCE, Server, configured, request, wait_until
 
 CLIENTS = 8
-# Time limits in seconds, shorter than the defaults.
-LIMITS = {'ANSWER_WITHIN': 1, 'CANCEL_WITHIN': 0.5}
 
 
 def add_all(server, place, added, ended):
@@ -75,7 +74,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
     with Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
-        limits = hurried(tmp_path, **LIMITS)
+        limits = configured(tmp_path, *SHORT_DATABASE_LIMITS)
         with Server(tmp_path, *limits, workers=2, PLANTS_STORE=url) as server:
             added = [[] for _ in range(CLIENTS)]
             ended = threading.Event()

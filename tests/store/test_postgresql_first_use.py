@@ -1,7 +1,6 @@
 """The PostgreSQL store and its database: table, rights, settings, URL."""
 
 import logging
-import socket
 import time
 import traceback
 from contextlib import ExitStack, suppress
@@ -11,6 +10,7 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from postgresql import PostgreSQL, refused
+from server import free_port
 
 from store import IdTaken, Plant, StoreUnavailable, masked, open_store
 from store.base import BATCH_CHARACTERS
@@ -426,14 +426,6 @@ def test_password_may_have_any_character(server):
             assert escaped not in masked(url) + repr(store)
 
 
-@pytest.fixture
-def closed_port():
-    """A port on which nothing listens."""
-    with socket.socket() as held:
-        held.bind(('127.0.0.1', 0))
-        yield held.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ('change', 'detail'),
     [
@@ -446,16 +438,13 @@ def closed_port():
     ],
     ids=['password', 'database', 'name', 'hosts', 'number', 'ssl'],
 )
-def test_connection_error_shows_no_password(
-    server, closed_port, change, detail, caplog
-):
+def test_connection_error_shows_no_password(server, change, detail, caplog):
     """A connection error comes in time, with its reason, and never the password."""
     escaped = quote(PASSWORD, safe='')
     at = f'127.0.0.1:{server.port}/postgres?application_name=it'
     caplog.set_level(logging.DEBUG)
-    with open_store(
-        change(f'postgresql://sealed:{escaped}@{at}', closed_port)
-    ) as store:
+    url = change(f'postgresql://sealed:{escaped}@{at}', free_port())
+    with open_store(url) as store:
         with refused('there is no connection to the database') as caught:
             store.add(FERN)
         assert detail in caught.value.detail

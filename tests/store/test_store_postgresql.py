@@ -12,7 +12,8 @@ from store.testing import StoreContract
 
 class TestPostgreSQLStore(StoreContract):
     @pytest.fixture
-    def store(self, url):
+    def store(self, url, server):
+        self.server = server
         with open_store(url) as store:
             yield store
 
@@ -22,10 +23,6 @@ class TestPostgreSQLStore(StoreContract):
         except UndefinedTable:  # the store was not used yet
             rows = []
         return [Plant(*row) for row in rows]
-
-    @pytest.fixture(autouse=True)
-    def _with_server(self, server):
-        self.server = server
 
     def url(self, store):
         return store._url
