@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,24 @@ def configured(directory, *lines):
     ]
     path.write_text('\n'.join([*begin, *lines]))
     return '-c', str(path)
+
+
+@contextmanager
+def command(*arguments, **options):
+    """Run a command of the store in a child process; kill it at the end."""
+    environment = {
+        name: text for name, text in os.environ.items() if name != 'PYTHONUNBUFFERED'
+    }
+    with subprocess.Popen(
+        [sys.executable, '-m', 'store', *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=environment,
+        **{'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, **options},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def free_port():

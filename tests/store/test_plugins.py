@@ -12,7 +12,6 @@ import tomllib
 import traceback
 
 import pytest
-from cli import command
 from server import (
     GUNICORN,
     PATIENCE,
@@ -20,6 +19,7 @@ from server import (
     SCRIPTS,
     RawClient,
     Server,
+    command,
     request,
 )
 

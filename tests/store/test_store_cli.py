@@ -9,11 +9,10 @@ import threading
 from contextlib import suppress
 
 import pytest
-from cli import command
 from disk import files
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server import REPOSITORY
+from server import REPOSITORY, command
 
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store

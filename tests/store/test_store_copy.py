@@ -13,9 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from cli import command
 from postgresql import PostgreSQL
-from server import PATIENCE, REPOSITORY, wait_until
+from server import PATIENCE, REPOSITORY, command, wait_until
 
 from store import Plant, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore, record
