@@ -43,7 +43,7 @@ log_min_messages = warning
 """
 
 
-def run(program, *arguments, **options):
+def run(program, *arguments):
     """Run a program to its end, as the user that runs the server."""
     return subprocess.run(
         [program, *map(str, arguments)],
@@ -53,7 +53,6 @@ def run(program, *arguments, **options):
         timeout=60,
         cwd='/',
         **USER,
-        **options,
     )
 
 

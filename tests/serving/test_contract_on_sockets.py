@@ -14,7 +14,7 @@ from exchange import (
     ids,
     table,
 )
-from server import TOKEN, Server, request, wait_until
+from server import TOKEN, request
 
 ACCEPTED = {
     'every member': '{"id":ID,"name":"","tag":"\U0001f33f","height":{"cm":[30]}}',
@@ -68,30 +68,3 @@ def test_head_is_answered_without_a_body(connection):
     answer = ask_in_step(connection, request('HEAD', '/docs'), head=True)
     assert answer.status == 200
     assert int(answer.headers['content-length']) > 0
-
-
-BROKEN_APPLICATION = f"""
-from app import create_app
-from store.memory import MemoryStore
-
-class BrokenStore(MemoryStore):
-    def add(self, plant):
-        raise ZeroDivisionError('{SECRET}\\nsecond line')
-
-app = create_app(BrokenStore(), tokens=['{TOKEN}'])
-"""
-
-
-def test_unexpected_fault_is_500_and_logged(tmp_path):
-    """An unexpected exception is 500; its traceback is one line of the JSON log."""
-    (tmp_path / 'broken.py').write_text(BROKEN_APPLICATION)
-    with Server(tmp_path, 'broken:app', PLANTS_LOG='json') as server:
-        with server.connect() as client:
-            assert_error(ask_in_step(client, request(body=fern())), 50000)
-        wait_until(lambda: 'Traceback' in server.log, 'it is logged')
-    [line] = [
-        line for line in map(json.loads, server.log.splitlines()) if 'exception' in line
-    ]
-    assert line['level'] == 'ERROR'
-    assert line['exception'].startswith('Traceback')
-    assert line['exception'].endswith(f'ZeroDivisionError: {SECRET}\nsecond line')

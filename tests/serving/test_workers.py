@@ -15,6 +15,7 @@ from exchange import (
     ask_in_step,
     assert_error,
     fern,
+    parse_json_log,
     stop,
 )
 from server import (
@@ -156,7 +157,8 @@ def broken():
 def test_application_that_fails_ends_only_its_connection(tmp_path):
     """After an exception of an application, also in mid-answer, its worker goes on.
 
-    The operator's hook is called after these requests, too.
+    The operator's hook is called after these requests, too. A traceback is one line of
+    a log in JSON.
     """
     path = tmp_path / 'other.py'
     path.write_text(OTHER_APP)
@@ -165,7 +167,8 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
         'worker.log.info("hook called")'
     )
     more = configured(tmp_path, hook)
-    with Server(tmp_path, *more, 'other:app', workers=None) as server:
+    arguments = (*more, 'other:app')
+    with Server(tmp_path, *arguments, workers=None, PLANTS_LOG='json') as server:
         hooks = server.log.count('hook called')
         with server.connect() as kept:
             assert kept.ask(request('GET')).body == path.read_bytes()
@@ -179,8 +182,9 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
                 answer = client.receive()
             assert_error(answer, 50000)
             assert f'{answer.headers["x-request-id"]}: request failed' in server.log
-        assert server.log.count('ValueError: broken') == 1
-        assert server.log.count('Traceback') == 4
+        logged = [line.get('exception', '') for line in parse_json_log(server.log)]
+        assert sum(text.startswith('Traceback') for text in logged) == 4
+        assert sum(text.endswith('\nValueError: broken') for text in logged) == 1
         assert server.log.count('hook called') >= hooks + 9
 
 
