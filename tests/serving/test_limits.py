@@ -243,10 +243,14 @@ def test_connections_are_bounded(tmp_path):
             assert waiting.receive().status == 200
 
 
+def limited(kind=''):
+    """Return a command that serves with 64 open files, at first or at most."""
+    return ['bash', '-c', f'ulimit {kind} -n 64; exec "$@"', '', *GUNICORN]
+
+
 def test_connections_above_the_file_limit_wait(tmp_path):
     """A worker at its file limit survives, and serves again when files are closed."""
-    command = ['bash', '-c', 'ulimit -n 64; exec "$@"', 'limited', *GUNICORN]
-    with Server(tmp_path, command=command) as server:
+    with Server(tmp_path, command=limited()) as server:
         pid = only_worker(server)
         with ExitStack() as connections:
             for _ in range(100):
@@ -260,11 +264,11 @@ def test_connections_above_the_file_limit_wait(tmp_path):
         assert 'Traceback' not in server.log
 
 
-def test_workers_raise_their_file_limit(service):
+def test_worker_raises_its_file_limit(tmp_path):
     """The soft limit of open files of a worker is the hard limit."""
-    for pid in service.worker_pids():
-        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        assert soft == hard
+    with Server(tmp_path, command=limited('-S')) as server:
+        soft, hard = resource.prlimit(only_worker(server), resource.RLIMIT_NOFILE)
+        assert soft == hard > 64
 
 
 def test_client_that_disconnects_leaves_no_socket(impatient):
