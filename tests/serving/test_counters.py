@@ -108,13 +108,3 @@ def test_counts_survive_an_upgrade(tmp_path):
             add_plants(server, 21, 10)
             assert read_metric(server, route='/plants') == 30
         assert not directory.exists()
-
-
-def test_multiprocess_directory_of_the_environment_is_not_used(tmp_path):
-    """A PROMETHEUS_MULTIPROC_DIR that was set before is neither used nor removed."""
-    foreign = tmp_path / 'foreign'
-    foreign.mkdir()
-    settings = {'PLANTS_METRICS': '1', 'PROMETHEUS_MULTIPROC_DIR': str(foreign)}
-    with Server(tmp_path, **settings) as server:
-        add_plants(server, 1, 1)
-    assert list(foreign.iterdir()) == []

@@ -115,22 +115,12 @@ def test_damaged_file_stops_the_start(tmp_path):
     assert (tmp_path / 'plants.jsonl').read_bytes() == damaged
 
 
-@table(
-    'schema, words',
-    {
-        'no object': ('true', ['Plant.json', 'true is not an object']),
-        'reference to no file': (
-            '{"properties": {"tag": {"$ref": "Tag.json"}}}',
-            ['Plant.json', "'Tag.json' is not present"],
-        ),
-    },
-)
-def test_broken_schema_stops_a_start_and_a_check(checkout, schema, words):
+def test_broken_schema_stops_a_start_and_a_check(checkout):
     """A schema that cannot be used stops the start with a sentence that names it."""
-    (checkout / 'schemas' / 'Plant.json').write_text(schema)
+    (checkout / 'schemas' / 'Plant.json').write_text('true')
     for option in ('--check-config', '--bind=127.0.0.1:0'):
-        command = [SCRIPTS / 'gunicorn', option]
-        assert_start_refused(Server(checkout, command=command), *words)
+        server = Server(checkout, command=[SCRIPTS / 'gunicorn', option])
+        assert_start_refused(server, 'Plant.json', 'true is not an object')
     assert not (checkout / 'plants.jsonl').exists()
 
 
