@@ -139,6 +139,7 @@ def test_dropped_table_is_not_made_again(server, made):
     with open_store(made) as store:
         store.add(FERN)
         server.execute('DROP TABLE plants', url=made)
+        server.terminate_sessions()  # a new one must not make it either
         for use in (lambda: store.add(MOSS), store.ping):
             with refused('there is no table plants'):
                 use()
