@@ -78,6 +78,8 @@ REFUSED = {
         'a new worker does not serve',
     ),
     'hook of a worker that has begun': (
+        'workers = 1\n'
+        "raw_env = ['PLANTS_STORE=memory:']\n"
         'post_worker_init = lambda worker: worker.sockets.append(None)',
         'a new worker does not serve',
     ),
@@ -114,6 +116,8 @@ def test_reload_that_would_fail_changes_nothing(checkout, subtests):
                 assert words in refusal
                 assert server.ask(request(body=fern())).status == 200
                 assert server.worker_pids() == workers
+        server.signal(signal.SIGTTIN)  # a store in memory would permit no second one
+        wait_until(lambda: server.worker_pids() > workers, 'there is another worker')
         settings.write_text(ours)
         server.reload()
         assert server.ask(request(body=fern())).status == 200
