@@ -48,12 +48,7 @@ PlantsApp: TypeAlias = falcon.App[PlantsRequest, Response]
 
 
 class PlantsResource:
-    """``/plants``.
-
-    Args:
-        store: The store that plants are added to.
-        max_body_bytes: The longest body that is read.
-    """
+    """``/plants``; the body of a request has at most ``max_body_bytes``."""
 
     def __init__(self, store: PlantStore, max_body_bytes: int) -> None:
         self._store = store
@@ -78,12 +73,7 @@ class PlantsResource:
 
 
 class ProbeResource:
-    """``/livez`` and ``/readyz``.
-
-    Args:
-        status: What the answer says.
-        check: Raises if it is not so.
-    """
+    """``/livez`` and ``/readyz``: answer with the status, unless its check raises."""
 
     def __init__(self, status: str, check: Callable[[], None] = lambda: None) -> None:
         self._data = encode({'status': status})

@@ -20,10 +20,7 @@ from web.settings import Settings, is_in_memory
 def check(cfg: Config, *, is_bound: bool) -> Settings:
     """Try what a start does before it builds the application; return the settings.
 
-    Args:
-        cfg: gunicorn's settings.
-        is_bound: Whether a server has these addresses already: this is its reload, or
-            its upgrade.
+    ``is_bound`` means that a server has these addresses: a reload or an upgrade.
 
     Raises:
         ValueError: A start would fail; the message is a sentence.

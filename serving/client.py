@@ -42,16 +42,11 @@ class Client:
 
     Answers are buffered until the worker waits for the client. What waits raises
     ``ClientGone`` if the connection has failed.
-
-    Args:
-        sock: The connection.
-        turns: How this greenlet waits for the client's next request.
-
-    Attributes:
-        deadline: When the client is expired, in seconds on the monotonic clock.
-        is_idle: Whether the next byte begins a request.
-        has_ended: Whether the client has sent its last byte, or is expired.
     """
+
+    deadline: float  # when the client is expired, in seconds (monotonic)
+    is_idle: bool  # whether the next byte begins a request
+    has_ended = False  # whether the client has sent its last byte, or is expired
 
     def __init__(self, sock: GeventSocket, turns: Turns) -> None:
         self._sock = sock
@@ -61,7 +56,6 @@ class Client:
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._is_sending = False
-        self.has_ended = False
         self.expect_request(REQUEST_TIMEOUT)
 
     def start_tls(self, context: Any) -> None:

@@ -59,20 +59,13 @@ class StrictRequest(Request):  # type: ignore[misc]
 
     gunicorn has no hook between the head and the body, and asks ``should_close`` when
     it writes the head of the response.
-
-    Attributes:
-        body: A file with the body.
-        content_length: Its length in bytes; ``None`` if it comes in chunks.
-        environ: What the head says in terms of WSGI, once it is known; requests with
-            the same head share it.
-        request_id: The header X-Request-Id, which they do not share; or empty.
     """
 
-    body: Any
-    content_length: int | None = None
-    environ: dict[str, Any]
+    body: Any  # a file
+    content_length: int | None = None  # in bytes; None if the body comes in chunks
+    environ: dict[str, Any]  # of WSGI, once known; requests with the same head share it
     max_buffer_headers: int
-    request_id = ''
+    request_id = ''  # the header X-Request-Id, which they do not share
 
     def read_into(
         self, unreader: SocketUnreader, buf: bytearray, stop: bool = False

@@ -73,20 +73,15 @@ def install(before: Callable[[WSGIApplication], None]) -> None:
 
 
 class Master(Arbiter):  # type: ignore[misc]
-    """gunicorn's master.
-
-    Attributes:
-        made_token: The token that was made because none was configured.
-        counters: The directory in which workers share their metrics, if they do.
-        store: The store of the application that new workers serve, which the master
-            does not open; ``None`` for an application of somebody else.
-    """
+    """gunicorn's master."""
 
     app: Any
     cfg: Any
     log: Any
-    made_token: str | None = None
-    counters: Path | None = None
+    made_token: str | None = None  # because none was configured
+    counters: Path | None = None  # the directory in which workers share their metrics
+    # Of the application that new workers serve; the master does not open it. None for
+    # an application of somebody else.
     store: Any = None
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
