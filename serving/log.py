@@ -130,14 +130,13 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         for logger in loggers():
             for handler in logger.handlers:
                 if isinstance(handler, logging.FileHandler) and handler.stream:
+                    path = handler.baseFilename
                     streams: list[Any] = [handler.stream]
                     if captures and logger is self.error_log:
                         streams += self.logfile, sys.stdout, sys.stderr
                     try:
-                        with open(handler.baseFilename, 'a') as new:
+                        with open(path, 'a') as new:
                             for fd in [each.fileno() for each in streams]:
                                 os.dup2(new.fileno(), fd, os.get_inheritable(fd))
                     except OSError as ex:
-                        logger.error(
-                            '%s: not opened again: %s', handler.baseFilename, ex
-                        )
+                        logger.error('%s: not opened again: %s', path, ex)

@@ -138,12 +138,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.count_connection(-1)
 
     def _answer(self, request: Any, client: Client, listener: Any) -> bool:
-        """Have the application answer a request; return whether others may follow.
-
-        Raises:
-            ClientGone: The connection has failed.
-            ConfigurationProblem: The path is outside of SCRIPT_NAME.
-        """
+        """Have the application answer a request; return whether others may follow."""
         began = time.monotonic()
         self.cfg.pre_request(self, request)
         response, environ = self._exchanges.respond(request, listener)

@@ -38,11 +38,6 @@ class RequestLog:
     The ``args`` of the log record are a mapping, for formatters that write members.
     """
 
-    LINE = (
-        '%(request_id)s %(token)s %(method)s %(path)s %(status)d %(error)d '
-        '%(duration_ms).1f ms %(bytes)d bytes'
-    )
-
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         req.context.began = time.perf_counter()
         id = req.env.get('HTTP_X_REQUEST_ID', '')
@@ -67,7 +62,11 @@ class RequestLog:
             'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
             'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
         }
-        log.info(self.LINE, members)
+        log.info(
+            '%(request_id)s %(token)s %(method)s %(path)s %(status)d %(error)d '
+            '%(duration_ms).1f ms %(bytes)d bytes',
+            members,
+        )
 
 
 # As browsers write it: in lower case, without a path (RFC 6454, section 6.2).
