@@ -60,7 +60,7 @@ def before_run(application: WSGIApplication) -> None:
     checks_only = cfg.check_config or cfg.print_config
     try:
         settings = check(cfg, is_bound='GUNICORN_FD' in os.environ)
-        _build(cfg, settings, 'unused')
+        _build(cfg, settings, made_token='unused', metrics=False)
         if checks_only:
             with as_user(cfg):
                 open_store(settings.store).check_opening()
@@ -169,10 +169,7 @@ def _serve(server: Master, settings: Settings) -> None:
 
 
 def _build(
-    cfg: Config,
-    settings: Settings,
-    made_token: str | None,
-    metrics: bool | Path = False,
+    cfg: Config, settings: Settings, made_token: str | None, metrics: bool | Path
 ) -> tuple[PlantStore, PlantsApp]:
     """Build what workers serve; the store is opened by them."""
     is_gevent = issubclass(cfg.worker_class, PlantsWorker)
