@@ -87,10 +87,7 @@ def before_run(application: WSGIApplication) -> None:
 
 
 def when_ready(server: Master) -> None:
-    """Build what workers serve; say once what it is, and where.
-
-    With no token configured a random one is made: the service never runs open.
-    """
+    """Build what workers serve, and say once what it is, and where."""
     if server.app.app_uri != OURS:
         return
     addresses = [str(listener) for listener in server.LISTENERS]
