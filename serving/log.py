@@ -103,10 +103,6 @@ class PlantsLogger(Logger):  # type: ignore[misc]
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
-        # Switches that Python documents for speed: no line shows what they leave out.
-        logging._srcfile = None
-        logging.logThreads = False
-        logging.logMultiprocessing = False
         if is_json_log(os.environ | cfg.env):  # --env is set later
             for handler in self.access_log.handlers:
                 handler.setFormatter(JSONFormatter())

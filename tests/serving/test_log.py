@@ -1,5 +1,6 @@
 """The log: its two formats, its fields, and the secrets that it never shows."""
 
+import json
 import re
 import shutil
 import signal
@@ -167,3 +168,14 @@ def test_syslog_has_the_lines_of_requests(tmp_path):
             server.ask(request(body=FERN, x_request_id='my-id'))
             while b'my-id' not in syslog.recv(4096):
                 pass
+
+
+def test_formatter_of_a_log_config_is_used(tmp_path):
+    """Lines of requests have the format of --log-config-json, with its thread."""
+    form = '%(threadName)s [%(process)d] [%(levelname)s] %(message)s'
+    file = tmp_path / 'log.json'
+    file.write_text(json.dumps({'formatters': {'generic': {'format': form}}}))
+    with Server(tmp_path, '--log-config-json', str(file)) as server:
+        server.ask(request(body=FERN, x_request_id='my-id'))
+        line = r'(?m)^MainThread \[[0-9]+\] \[INFO\] my-id '
+        wait_until(lambda: re.search(line, server.log), 'the line is written')
