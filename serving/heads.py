@@ -12,7 +12,10 @@ version is installed than the one that they were checked against.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
+from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
 from typing import Any
@@ -126,6 +129,26 @@ class StrictRequest(Request):  # type: ignore[misc]
         return self.body.failed or reader.parser is not None
 
 
+class Response(wsgi.Response):  # type: ignore[misc]
+    """gunicorn's response; the date is formatted once a second, which takes 5 us."""
+
+    def default_headers(self) -> list[str]:
+        major, minor = self.req.version
+        connection = 'close' if self.should_close() else 'keep-alive'
+        return [
+            f'HTTP/{major}.{minor} {self.status}\r\n',
+            f'Server: {self.version}\r\n',
+            f'Date: {_http_date(int(time.time()))}\r\n',
+            f'Connection: {"upgrade" if self.upgrade else connection}\r\n',
+            *(['Transfer-Encoding: chunked\r\n'] if self.chunked else []),
+        ]
+
+
+@lru_cache(maxsize=1)
+def _http_date(second: int) -> str:
+    return formatdate(second, usegmt=True)  # RFC 9110, section 5.6.7
+
+
 class Exchanges:
     """The requests of all connections of a worker, and their WSGI environments.
 
@@ -204,7 +227,7 @@ class Exchanges:
 
     def respond(
         self, request: StrictRequest, listener: Any
-    ) -> tuple[wsgi.Response, dict[str, Any]]:
+    ) -> tuple[Response, dict[str, Any]]:
         """Return the response to a request, empty yet, and the WSGI environment.
 
         Raises:
@@ -212,7 +235,7 @@ class Exchanges:
         """
         client, address = request.unreader.sock, request.peer_addr
         if request.environ:
-            response = wsgi.Response(request, client, self._cfg)
+            response = Response(request, client, self._cfg)
             environ = request.environ.copy()
             environ['wsgi.input'] = request.body
             environ['gunicorn.socket'] = client
@@ -221,7 +244,9 @@ class Exchanges:
             if isinstance(address, tuple):
                 environ['REMOTE_PORT'] = str(address[1])
             return response, environ
-        response, environ = wsgi.create(request, client, address, listener, self._cfg)
+        response, environ = wsgi.create(
+            request, client, address, listener, self._cfg, Response
+        )
         # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
         if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
             raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
