@@ -103,6 +103,11 @@ class PlantsLogger(Logger):  # type: ignore[misc]
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
+        if not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json):
+            # Switches that Python documents for speed: our lines do not show this.
+            logging._srcfile = None
+            logging.logThreads = False
+            logging.logMultiprocessing = False
         if is_json_log(os.environ | cfg.env):  # --env is set later
             for handler in self.access_log.handlers:
                 handler.setFormatter(JSONFormatter())
