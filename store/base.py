@@ -19,17 +19,11 @@ BATCH_CHARACTERS = 2**20
 
 
 class Plant(NamedTuple):
-    """One plant, as it was sent and as it is stored.
+    """One plant, as it was sent and as it is stored."""
 
-    Attributes:
-        id: A signed 64-bit integer, unique in a store.
-        name: Any text without U+0000 and lone surrogates, also empty.
-        tag: The same, or ``None`` if the plant has no tag.
-    """
-
-    id: int
-    name: str
-    tag: str | None = None
+    id: int  # signed, of 64 bits, unique in a store
+    name: str  # any text without U+0000 and lone surrogates, also empty
+    tag: str | None = None  # the same, or None if the plant has no tag
 
 
 def check_plant(plant: Plant) -> None:
@@ -99,13 +93,10 @@ class PlantStore(abc.ABC):
        before a fork works after it.
     9. ``add`` and ``add_many`` raise ``ValueError`` for a plant that is none, before
        anything is stored: they call ``check_plant`` first.
-
-    Attributes:
-        on_sync: Called after each sync of a batch, with the number of plants and the
-            time of the sync in seconds; it must not raise. A store without batches
-            ignores it.
     """
 
+    # Called after each sync of a batch, with the number of plants and the time of the
+    # sync in seconds; it must not raise. A store without batches ignores it.
     on_sync: Callable[[int, float], None] | None = None
 
     @abc.abstractmethod

@@ -8,11 +8,7 @@ class StoreError(Exception):
 
 
 class IdTaken(StoreError):
-    """A different plant holds the id; the store is unchanged.
-
-    Attributes:
-        id: The id of both plants.
-    """
+    """A different plant holds the ``id``; the store is unchanged."""
 
     def __init__(self, id: int) -> None:
         super().__init__(f'id: {id} is taken by a different plant')
@@ -23,19 +19,15 @@ class StoreUnavailable(StoreError):
     """The store cannot take plants now.
 
     The plant may or may not be there afterwards, never half of it: repeat the call.
-
-    Attributes:
-        reason: What is wrong, without a path, so that a client may see it.
-        store: The name of the store, for example a path; part of the message.
-        detail: More for the operator; part of the message.
+    The message has all three arguments.
     """
 
     def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
         message = f'{store}: {reason}' if store else reason
         super().__init__(f'{message} ({detail})' if detail else message)
-        self.reason = reason
-        self.store = store
-        self.detail = detail
+        self.reason = reason  # what is wrong, without a path: a client may see it
+        self.store = store  # its name, for example a path
+        self.detail = detail  # more for the operator
 
     @classmethod
     def refused(cls, error: OSError, store: object) -> StoreUnavailable:
@@ -44,14 +36,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """A stored line is damaged, and it is not a torn tail.
-
-    Attributes:
-        path: The damaged file.
-        line: The number of its first damaged line, counted from 1.
-        offset: Where that line begins, in bytes from the start of the file.
-        reason: What is wrong with the line.
-    """
+    """A stored line is damaged, and it is not a torn tail."""
 
     def __init__(self, path: str, line: int, offset: int, reason: str) -> None:
         super().__init__(
@@ -60,9 +45,9 @@ class StoreCorrupt(StoreError):
             f'python -m store check --repair jsonl:{path}'
         )
         self.path = path
-        self.line = line
-        self.offset = offset
-        self.reason = reason
+        self.line = line  # the first damaged one, counted from 1
+        self.offset = offset  # where it begins, in bytes from the start of the file
+        self.reason = reason  # what is wrong with the line
 
 
 class StoreClosed(StoreError):

@@ -40,21 +40,15 @@ BATCH_BYTES = 1024 * 1024
 
 
 class Entry(Generic[Item]):
-    """A record on its way to the disk.
-
-    Attributes:
-        item: The argument of ``submit``.
-        size: Its length in bytes.
-        new: Set by the append or the sync: the result of ``submit``.
-        error: Set by the append or the sync: the exception that ``submit`` raises.
-    """
+    """A record on its way to the disk."""
 
     __slots__ = ('_leads', '_wake', 'error', 'item', 'new', 'size')
     _wake: Callable[[], object]  # set when its caller waits
 
     def __init__(self, item: Item, size: int) -> None:
         self.item = item
-        self.size = size
+        self.size = size  # in bytes
+        # Set by the append or the sync: what submit() returns, or raises.
         self.new = False
         self.error: BaseException | None = None
         self._leads = False
@@ -100,11 +94,7 @@ class GroupCommit(Generic[Item, Written]):
         self._sync_limit = 1
 
     def submit(self, item: Item, size: int) -> bool:
-        """Return the record's ``new`` when the record is durable.
-
-        Args:
-            item: Handed to ``append`` as it is.
-            size: Its length in bytes.
+        """Return the ``new`` of a record, of a size in bytes, when it is durable.
 
         Raises:
             StoreUnavailable: The leader was interrupted; the record may be there.
