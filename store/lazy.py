@@ -13,10 +13,7 @@ from store.scheduler import THREADS, Scheduler
 
 
 class Backend(Protocol):
-    """The open part of a store: its files, or its connections.
-
-    Its methods are those of ``PlantStore``, for plants that were checked.
-    """
+    """The open part of a store; its methods get plants that were checked."""
 
     def add(self, plant: Plant) -> bool: ...
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]: ...
@@ -48,9 +45,6 @@ class LazyStore(PlantStore, Generic[BackendT]):
     lock that is held at the fork stays held. So the backend belongs to one process id,
     which is compared at each use. Not with ``os.register_at_fork``: its callbacks can
     never be removed, and would keep the code from before a reload in memory.
-
-    Args:
-        scheduler: How the callers wait.
     """
 
     def __init__(self, *, scheduler: Scheduler = THREADS) -> None:
