@@ -232,26 +232,21 @@ class Database:
                 outage = ex.reason
             raise
         finally:
-            self._give_back(connection, outage, asks)
-
-    def _give_back(
-        self, connection: Connection | None, outage: str | None, asks: bool
-    ) -> None:
-        if connection is not None and not connection.is_idle():
-            connection.close()
-        with self._changed:
-            self._lent -= 1
-            # A caller from before an outage lets no second one ask when it ends.
-            if asks or self._outage is None:
-                self._outage = outage
-                self._next_attempt = time.monotonic() + RETRY_AFTER
-            if connection is not None:
-                self._idle.append(connection)
-                if self._closed or connection.closed:
-                    # All of them: the cause has probably broken the others, too.
-                    while self._idle:
-                        self._idle.pop().close()
-            self._changed.notify_all()
+            if connection is not None and not connection.is_idle():
+                connection.close()
+            with self._changed:
+                self._lent -= 1
+                # A caller from before an outage lets no second one ask when it ends.
+                if asks or self._outage is None:
+                    self._outage = outage
+                    self._next_attempt = time.monotonic() + RETRY_AFTER
+                if connection is not None:
+                    self._idle.append(connection)
+                    if self._closed or connection.closed:
+                        # All of them: the cause has probably broken the others, too.
+                        while self._idle:
+                            self._idle.pop().close()
+                self._changed.notify_all()
 
     def _connect_or_wait(self) -> Connection:
         """Connect; or wait for a connection, if the server allows no more of them."""
