@@ -32,14 +32,11 @@ from store.url import masked
 Result = TypeVar('Result')
 Batch = Sequence[Entry[Plant]]
 
-# Time limits in seconds. To make a connection.
+# Time limits in seconds.
 CONNECT_WITHIN = 2
-# Between two attempts to reach a database that does not answer.
-RETRY_AFTER = 0.1
-# A plant that was found locked is refused at once for so long.
-LOCKED_FOR = 0.5
-# For the plants of a refused batch, each by itself, until the last begins.
-ALONE_WITHIN = 1
+RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
+LOCKED_FOR = 0.5  # a plant that was found locked is refused at once for so long
+ALONE_WITHIN = 1  # for the plants of a refused batch, each alone, until the last begins
 # For a batch that the server cannot serialize, with pauses of half a second in all.
 ATTEMPTS = 9
 
@@ -128,8 +125,7 @@ class Database:
                 self._idle.pop().close()
 
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
-        """Keep the connections, which are the parent's: to close them would warn."""
-        _abandoned.append(self)
+        """Leave the connections to the parent: psycopg closes them nowhere else."""
 
     def _store(self, batch: Batch) -> None:
         """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
@@ -294,7 +290,3 @@ class Database:
                 connection.execute(CREATE_TABLE)
             connection.execute(PROBE)
         self._may_create = False
-
-
-# Databases whose connections a forked child has inherited from its parent.
-_abandoned: list[Database] = []
