@@ -31,25 +31,6 @@ from store.postgresql.database import Database
 from store.scheduler import THREADS, Scheduler
 
 
-def _check_url(url: str) -> None:
-    """Raise ``ValueError`` for a URL that cannot be used, without repeating it."""
-    # Where a password has one of these characters, libpq takes the rest of it for the
-    # host or a parameter, and its error message shows that. An @ in a parameter looks
-    # the same.
-    pattern = '@.*@|[/?#].*@|%(?![0-9a-f]{2})'
-    if re.search(pattern, url.partition('://')[2], re.DOTALL | re.IGNORECASE):
-        raise ValueError(
-            'percent-encode special characters in the password: % is %25, @ is %40, '
-            '/ is %2F, ? is %3F, # is %23'
-        )
-    try:
-        ports = conninfo_to_dict(url).get('port', '')
-    except psycopg.ProgrammingError:
-        raise ValueError('it is not a URL that libpq accepts') from None
-    if not re.fullmatch('[0-9,]*', str(ports)):
-        raise ValueError('the port is not a number')
-
-
 class PostgreSQLStore(LazyStore[Database]):
     """Keep plants in the table ``plants``; as durable as a commit of the database.
 
@@ -67,7 +48,21 @@ class PostgreSQLStore(LazyStore[Database]):
         self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
     ) -> None:
         super().__init__(scheduler=scheduler)
-        _check_url(url)
+        # Where a password has one of these characters, libpq takes the rest of it for
+        # the host or a parameter, and its error message shows that. An @ in a parameter
+        # looks the same.
+        pattern = '@.*@|[/?#].*@|%(?![0-9a-f]{2})'
+        if re.search(pattern, url.partition('://')[2], re.DOTALL | re.IGNORECASE):
+            raise ValueError(
+                'percent-encode special characters in the password: % is %25, '
+                '@ is %40, / is %2F, ? is %3F, # is %23'
+            )
+        try:
+            ports = conninfo_to_dict(url).get('port', '')
+        except psycopg.ProgrammingError:
+            raise ValueError('it is not a URL that libpq accepts') from None
+        if not re.fullmatch('[0-9,]*', str(ports)):
+            raise ValueError('the port is not a number')
         self._url = url
         self._create = create
 
