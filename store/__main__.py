@@ -238,11 +238,7 @@ def _progress(source: object) -> Progress:
 
 
 def _read_plants() -> Iterator[Plant]:
-    """Yield the plants of the standard input.
-
-    Raises:
-        StoreUnavailable: It cannot be read, or a line is no plant.
-    """
+    """Yield the plants of the standard input; ``StoreUnavailable`` if one is none."""
     name = 'the standard input'
     try:
         for number, line in enumerate(sys.stdin.buffer, 1):
@@ -266,10 +262,7 @@ def _write(data: bytes = b'', *, flush: bool = True) -> bool:
     """Write to the standard output; return whether anybody still reads it.
 
     A reader may close a pipe early, as ``head`` does; then a copy goes on without it.
-
-    Raises:
-        StoreUnavailable: The output cannot be written. It is no ``OSError``, which a
-            store may raise, too.
+    Raises ``StoreUnavailable`` if the output cannot be written.
     """
     try:
         sys.stdout.buffer.write(data)
