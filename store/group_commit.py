@@ -70,9 +70,7 @@ class GroupCommit(Generic[Item, Written]):
         sync: Called with the result of ``append``; when it returns, the batch is
             durable. Calls may overlap. It reports errors in the same two ways.
         scheduler: How the callers wait.
-        observe: Called after each sync, before the callers return, with the number of
-            records in the batch and the time that the sync took, in seconds; it must
-            not raise.
+        observe: Called before the callers return, as ``PlantStore.on_sync``.
     """
 
     def __init__(

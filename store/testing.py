@@ -2,13 +2,9 @@
 
 To test a store of your own, write a subclass of ``StoreContract``: see
 ``docs/example_store/test_plants_in_sqlite.py``. Its fixture ``store`` makes an empty
-store that was not used yet. ``raw_plants`` reads the stored plants without the code
-that is tested; the store may be closed, or not used yet.
-
-``url`` is for a store whose plants outlive the object: the tests open such a store
-again by ``open_store``, in this process and in others. So its package must be
-installed, with the entry point that names its scheme (see ``store/url.py``). Override
-``unavailable`` if a test can keep the store from working for a moment.
+store that was not used yet. A store that has a ``url`` is opened again by
+``open_store``, in this process and in others. So its package must be installed, with
+the entry point that names its scheme (see ``store/url.py``).
 
 Each test quotes the promise of ``PlantStore`` that it checks. pytest is needed here,
 and nowhere else in this package. For readable failures put
@@ -138,7 +134,7 @@ class StoreContract:
     """The tests of one store class; see the top of this module for the subclass."""
 
     def raw_plants(self, store: Any) -> list[Plant]:
-        """Return the stored plants, read without the code of the store."""
+        """Return the plants of a store, open or not, read without its code."""
         raise NotImplementedError
 
     def url(self, store: Any) -> str | None:

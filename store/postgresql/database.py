@@ -183,10 +183,7 @@ class Database:
         """Call a function with a connection, and once more if the connection is lost.
 
         The server may have ended an idle session long ago. To repeat an add is safe: a
-        committed plant is found, and compared.
-
-        Raises:
-            StoreUnavailable, StoreClosed: As ``lend`` does.
+        committed plant is found, and compared. Raises as ``lend`` does.
         """
         with self.lend() as connection:
             try:
