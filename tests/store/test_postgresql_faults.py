@@ -17,8 +17,8 @@ import pytest
 from postgresql import refused
 from proxy import Proxy
 
-from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
-from store.postgresql import connection, database
+from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
+from store.postgresql import connection
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -27,7 +27,7 @@ MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
 # Seconds of the longest add: a lost response, its cancellation, then the connection of
 # a caller that waited behind it; and 2 s for a busy machine.
 LONGEST = 2 + sum(
-    [connection.ANSWER_WITHIN, connection.CANCEL_WITHIN, database.CONNECT_WITHIN]
+    [connection.ANSWER_WITHIN, connection.CANCEL_WITHIN, postgresql.CONNECT_WITHIN]
 )
 # Of a process that adds with any number of threads: four batches, and a probe.
 MOST_CONNECTIONS = 5
@@ -228,14 +228,14 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     A caller from before the outage lets no second one try when it ends.
     """
     far.add(FERN)
-    monkeypatch.setattr(database, 'CONNECT_WITHIN', 0.1)  # to wait for what is lent
+    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.1)  # to wait for what is lent
     backend = far._backend()
     connecting = threading.Thread(target=lambda: can_add(far))
     with backend.lend():
         proxy.stop()
         with refused():
             far.add(MOSS)
-        monkeypatch.setattr(database, 'RETRY_AFTER', PATIENCE)
+        monkeypatch.setattr(postgresql, 'RETRY_AFTER', PATIENCE)
         wait_until(lambda: time.monotonic() > backend._next_attempt)
         connecting.start()
         wait_until(lambda: backend._next_attempt == math.inf)
@@ -266,7 +266,7 @@ def test_failed_connections_wait_for_no_other(store, monkeypatch):
 
     with backend.lend() as open_connection:
         open_connection.close()
-    monkeypatch.setattr(database.Connection, 'connect', connect)
+    monkeypatch.setattr(postgresql.Connection, 'connect', connect)
     in_threads(*[use] * 4)
 
 

@@ -14,8 +14,8 @@ from server import free_port
 
 from store import IdTaken, Plant, StoreUnavailable, masked, open_store
 from store.base import BATCH_CHARACTERS
+from store.postgresql import RETRY_AFTER
 from store.postgresql.connection import LOCK_WITHIN, STATEMENT_WITHIN
-from store.postgresql.database import RETRY_AFTER
 from store.testing import in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
