@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 from gunicorn.config import Config
@@ -19,6 +21,18 @@ from web.settings import is_json_log
 BATCH_SECONDS = 0.005  # how long a line may wait for more lines
 
 _encode = json.JSONEncoder(default=str).encode
+
+
+@lru_cache(maxsize=1)
+def _format_time(second: int, format: str) -> str:
+    return time.strftime(format, time.localtime(second))
+
+
+class TextFormatter(logging.Formatter):
+    """A formatter that formats the time once a second."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _format_time(int(record.created), datefmt or Logger.datefmt)
 
 
 class JSONFormatter(logging.Formatter):
@@ -103,17 +117,20 @@ class PlantsLogger(Logger):  # type: ignore[misc]
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
+        formatter: logging.Formatter | None = None
         if not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json):
             # Switches that Python documents for speed: our lines do not show this.
             logging._srcfile = None
             logging.logThreads = False
             logging.logMultiprocessing = False
+            formatter = TextFormatter(self.error_fmt, self.datefmt)
         if is_json_log(os.environ | cfg.env):  # --env is set later
+            formatter = JSONFormatter()
             for handler in self.access_log.handlers:
-                handler.setFormatter(JSONFormatter())
-            for handler in self.error_log.handlers:
-                if isinstance(handler, logging.StreamHandler):
-                    handler.setFormatter(JSONFormatter())
+                handler.setFormatter(formatter)
+        for handler in self.error_log.handlers if formatter else ():
+            if isinstance(handler, logging.StreamHandler):
+                handler.setFormatter(formatter)
         self.batching = BatchingHandler(self.error_log.handlers)
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)

@@ -111,6 +111,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._hub = hub = gevent.get_hub()
+        self._waiting = set[Any]()
         self._arrived: list[Any] = []
         self._pipelined = deque[Any]()
         self._idle = hub.loop.idle()
@@ -119,10 +120,22 @@ class Turns:
         self._check.start(self._next)
 
     def wait_for_data(self, readable: Any) -> None:
-        """Return when a watcher has reported its socket."""
-        readable.start(self._arrived.append, getcurrent())
+        """Return when a watcher has reported its socket.
+
+        The watcher stays active: to stop and start it takes a system call.
+        """
+        greenlet = getcurrent()
+        self._waiting.add(greenlet)
+        if not readable.active:
+            readable.start(self._report, readable, greenlet)
         self._hub.switch()
-        readable.stop()
+
+    def _report(self, readable: Any, greenlet: Any) -> None:
+        if greenlet in self._waiting:
+            self._waiting.remove(greenlet)
+            self._arrived.append(greenlet)
+        else:
+            readable.stop()  # until its greenlet waits again
 
     def wait_for_others(self) -> None:
         """Return when it is the turn of this greenlet, which has a request to read."""
