@@ -108,11 +108,8 @@ def copy_aside(
 ) -> Path:
     """Copy parts of a plant file to a new side file, durably; return its path.
 
-    Args:
-        path: The path of the plant file.
-        fd: A descriptor of it.
-        spans: Where each part begins and ends, in bytes.
-        kind: A word of the name: ``torn`` makes ``plants.jsonl.torn-1``, or ``-2`` ...
+    Each span is where a part begins and ends, in bytes. The kind ``torn`` makes
+    ``plants.jsonl.torn-1``, or ``-2`` if that is there.
 
     Raises:
         OSError: A system call failed. There is no side file.

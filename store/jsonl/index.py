@@ -64,12 +64,6 @@ class Index:
         path: The path of the plant file.
         plants: A descriptor of the plant file.
         new: Whether to build a new table, and not to read the present one.
-
-    Attributes:
-        mark: The mark, when the table was last read.
-        end: The end of the plant file up to which the ids are known.
-        synced: An end of the plant file that is known to be synced, or ``UNKNOWN``.
-        reason: Why the table must be built, or ``None``.
     """
 
     def __init__(self, path: Path, plants: int, *, new: bool = False) -> None:
@@ -85,8 +79,10 @@ class Index:
         self._recent: dict[int, int] = {}
         self._flushed = UNKNOWN  # a mark that this process has set or seen in a flush
         self._tail = b''  # the last bytes before the end
-        self.mark = self.end = 0
-        self.synced = read_synced(path, plants)
+        self.mark = 0  # when the table was last read
+        self.end = 0  # of the plant file, up to which the ids are known
+        self.synced = read_synced(path, plants)  # an end that was synced, or UNKNOWN
+        # Why the table must be built, or None.
         self.reason: str | None = 'a new one is wanted'
         if not new:
             try:

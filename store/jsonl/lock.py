@@ -50,9 +50,6 @@ class FileLock:
     Args:
         path: The path of the plant file.
         fd: A descriptor of it, which belongs to the lock.
-
-    Attributes:
-        closed: Set by a holder of the lock: nobody takes it after that.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -60,7 +57,7 @@ class FileLock:
         _open[self] = _Descriptor(fd)
         self._path = path
         self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
-        self.closed = False
+        self.closed = False  # set by a holder of the lock: nobody takes it after that
 
     def close(self) -> None:
         """Close the descriptor, which a forked child has done already."""

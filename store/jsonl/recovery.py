@@ -142,15 +142,9 @@ def learn(
     *,
     crashed: bool = False,
 ) -> tuple[dict[int, int], Line | None]:
-    """Enter the lines that an index does not know; progress goes to the log.
+    """Enter the lines up to ``end`` into an index; progress goes to the log.
 
-    Args:
-        path: The path of the plant file.
-        fd: A descriptor of it.
-        index: Its ``synced`` end tells a torn tail from damage.
-        end: The size of the plant file, in bytes.
-        ids: What to find.
-        crashed: Whether there may be lost blocks since the latest sync.
+    After a crash of the machine there may be lost blocks.
 
     Returns:
         The offsets of those ids that are known then, unless the index is being built;

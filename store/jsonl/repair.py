@@ -24,19 +24,13 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class Verified(NamedTuple):
-    """The result of reading every plant of a store.
+    """The result of reading every plant of a store."""
 
-    Attributes:
-        plants: The number of sound plants.
-        damaged: A sentence for each line that is not a plant, or has the id of an
-            earlier plant, and for what is missing at the end.
-        side_file: The file that damaged lines were moved to, if there were any.
-        repaired: Whether the damage was repaired.
-    """
-
-    plants: int
+    plants: int  # the number of sound ones
+    # A sentence for each line that is not a plant, or has the id of an earlier plant,
+    # and for what is missing at the end.
     damaged: tuple[str, ...] = ()
-    side_file: Path | None = None
+    side_file: Path | None = None  # what damaged lines were moved to
     repaired: bool = False
 
 

@@ -32,10 +32,6 @@ class Synced:
     """The file ``plants.jsonl.index-synced``, open.
 
     Making it and ``read`` REQUIRE the lock of the plant file.
-
-    Args:
-        path: The path of the plant file.
-        plants: A descriptor of the plant file.
     """
 
     def __init__(self, path: Path, plants: int) -> None:

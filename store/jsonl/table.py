@@ -48,19 +48,13 @@ UPDATE = 'UPDATE state SET inode = ?, mark = ?, tail = ?, mtime = ?'
 
 
 class State(NamedTuple):
-    """The one row of the table ``state``.
+    """The one row of the table ``state``."""
 
-    Attributes:
-        inode: That of the plant file.
-        mark: The end of the lines whose ids are in the table.
-        tail: The CRC-32 of the bytes of the plant file before the mark.
-        mtime: That of the plant file, in nanoseconds, since the last process has
-            closed the index; ``None`` while one has it in use.
-    """
-
-    inode: int
-    mark: int
-    tail: int
+    inode: int  # that of the plant file
+    mark: int  # the end of the lines whose ids are in the table
+    tail: int  # the CRC-32 of the bytes of the plant file before the mark
+    # That of the plant file, in nanoseconds, since the last process has closed the
+    # index; None while one has it in use.
     mtime: int | None
 
 
