@@ -130,7 +130,11 @@ class StrictRequest(Request):  # type: ignore[misc]
 
 
 class Response(wsgi.Response):  # type: ignore[misc]
-    """gunicorn's response; the date is formatted once a second, which takes 5 us."""
+    """gunicorn's response; the date is formatted once a second.
+
+    Without this and the switches in ``log.py`` an add takes 200 and 125 us of CPU, with
+    them 182 and 110 (side by side, two workers, 16 and 64 connections).
+    """
 
     def default_headers(self) -> list[str]:
         major, minor = self.req.version

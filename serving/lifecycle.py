@@ -46,9 +46,6 @@ def default_workers() -> int:
     return 1 if is_in_memory(os.environ) else len(os.sched_getaffinity(0))
 
 
-# ---- before gunicorn makes a file, a socket or a process
-
-
 def before_run(application: WSGIApplication) -> None:
     """Check, and open the store once, or end with a sentence and exit code 1.
 
@@ -83,7 +80,7 @@ def before_run(application: WSGIApplication) -> None:
         sys.exit()
 
 
-# ---- hooks, in the order of a server's life
+# Hooks, in the order of a server's life.
 
 
 def when_ready(server: Master) -> None:
@@ -92,11 +89,8 @@ def when_ready(server: Master) -> None:
         return
     addresses = [str(listener) for listener in server.LISTENERS]
     if not addresses:  # each worker binds its own (reuse_port)
-        scheme = 'https' if server.cfg.is_ssl else 'http'
-        addresses = [
-            bind if bind.startswith('unix:') else f'{scheme}://{bind}'
-            for bind in server.cfg.bind
-        ]
+        binds = server.cfg.bind
+        addresses = [bind if 'unix:' in bind else f'http://{bind}' for bind in binds]
     urls = [address for address in addresses if address.startswith('http')]
     url = urls[0].replace('0.0.0.0', '127.0.0.1') if urls else ''
     settings = Settings.from_environ(os.environ)
@@ -150,9 +144,6 @@ def on_exit(server: Master) -> None:
     """Remove the counters, unless the other master of an upgrade still uses them."""
     if server.counters is not None and not server.has_twin:
         shutil.rmtree(server.counters, ignore_errors=True)
-
-
-# ---- what the hooks share
 
 
 def _serve(server: Master, settings: Settings) -> None:

@@ -97,8 +97,6 @@ class Master(Arbiter):  # type: ignore[misc]
         """Whether the other master of an upgrade (SIGUSR2) runs, too."""
         return bool(self.reexec_pid or self.master_pid)
 
-    # ---- step 1: the check
-
     def handle_hup(self) -> None:
         if self.store is None:
             super().handle_hup()
@@ -144,8 +142,6 @@ class Master(Arbiter):  # type: ignore[misc]
 
     def _refuse(self, reason: str) -> None:
         self.log.error('Not reloaded, the server goes on as before: %s', reason)
-
-    # ---- steps 2 and 3
 
     def _replace(self) -> None:
         """Replace configuration, code and workers; if anything fails, none of them."""
@@ -216,8 +212,6 @@ class Master(Arbiter):  # type: ignore[misc]
             time.sleep(0.01)
             with suppress(HaltServer):  # one could not start
                 self.reap_workers()
-
-    # ---- signals
 
     def signal(self, number: int, frame: object) -> None:
         """Queue a signal; end a worker that has no signal handlers of its own yet.

@@ -113,8 +113,6 @@ class Index:
         self.mark = state.mark
         self.reason = None
 
-    # ---- finding ids
-
     def find(self, ids: Collection[int]) -> dict[int, int]:
         """Return the offsets of those ids that are known.
 
@@ -147,8 +145,6 @@ class Index:
             for path in self._paths:
                 inodes[path] = os.stat(path).st_ino
         return inodes
-
-    # ---- learning ids
 
     def know(self, end: int) -> None:
         """Note that all ids up to an end are known."""
@@ -220,8 +216,6 @@ class Index:
             os.rename(self._new_path, self._path)
             sync_directory(self._path)
         self._load()
-
-    # ---- flushing
 
     def flush_if_full(self) -> None:
         """Flush before a process that adds many plants has too many recent ids.

@@ -29,10 +29,7 @@ RECORD = struct.Struct('<QqL')  # inode, value, CRC-32 of both
 
 
 class Synced:
-    """The file ``plants.jsonl.index-synced``, open.
-
-    Making it and ``read`` REQUIRE the lock of the plant file.
-    """
+    """The file, open. Making it and ``read`` REQUIRE the lock of the plant file."""
 
     def __init__(self, path: Path, plants: int) -> None:
         self._like = os.fstat(plants)
