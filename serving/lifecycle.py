@@ -127,6 +127,7 @@ def on_reload(server: Master) -> None:
     if server.store is None:
         return
     settings = check(server.cfg, is_bound=True)
+    open_store(settings.store, create='never')  # the user may not read its module
     with about('PLANTS_STORE'), as_user(server.cfg):
         open_store(settings.store, create='always').close()
     _serve(server, settings)
