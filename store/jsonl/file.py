@@ -331,7 +331,7 @@ class PlantFile:
             offsets = index.find(ids)  # perhaps another process has entered more
         if size != index.end:
             learn = partial(self._learn, index, ids)
-            offsets = call(learn) if is_far else learn()
+            offsets |= call(learn) if is_far else learn()
         plants: dict[int, Plant] = {}
         for id, offset in offsets.items():
             plant = None
