@@ -9,10 +9,11 @@ At a SIGHUP:
    workers are killed, and everything is put back.
 3. The old workers stop when they have answered the requests that they have begun.
 
-**Importing twice.** Step 2 imports every module of the service again, except this one.
-So this module imports none of them, and all that outlives a reload is an attribute of
-``Master``. The old modules are freed unless something that stays refers to them: do not
-register their classes and functions with a library (``atexit``, ``copyreg``).
+**Importing twice.** Step 2 imports every module of the service again, except this one:
+a change of it takes a restart. So this module imports none of them, and all that
+outlives a reload is an attribute of ``Master``. The old modules are freed unless
+something that stays refers to them: do not register their classes and functions with a
+library (``atexit``, ``copyreg``).
 
 gunicorn documents little of its master. For another version of gunicorn compare
 ``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
@@ -34,7 +35,6 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from gunicorn.app import base
@@ -55,7 +55,7 @@ CHECK_SECONDS = 300
 BOOT_SECONDS = 60
 
 
-def install(before: Callable[[WSGIApplication], None]) -> None:
+def install(first: Callable[[WSGIApplication], None]) -> None:
     """Have gunicorn run ``Master``, and call a function before it does anything.
 
     gunicorn's own check only imports the application and calls no hook, and what is
@@ -64,7 +64,7 @@ def install(before: Callable[[WSGIApplication], None]) -> None:
     run = WSGIApplication.run
 
     def run_after(application: WSGIApplication) -> None:
-        before(application)
+        first(application)
         run(application)
 
     if base.Arbiter is not Master:  # a reload reads the configuration again
@@ -144,41 +144,32 @@ class Master(Arbiter):  # type: ignore[misc]
         self.log.error('Not reloaded, the server goes on as before: %s', reason)
 
     def _replace(self) -> None:
-        """Replace configuration, code and workers; if anything fails, none of them."""
-        state, environ = vars(self).copy(), dict(os.environ)
-        modules = _take_modules()
-        old = set(self.WORKERS)
+        """Load everything anew and start new workers, or leave all as it was.
+
+        ``_load`` changes only this process, and the new workers serve beside the old
+        ones. So until an old worker is stopped, everything can be undone.
+        """
+        snapshot, old = _Snapshot(self), set(self.WORKERS)
         try:
             self._load()
             self._start_workers(old)
-        except BaseException as ex:  # also SystemExit
+        except BaseException as ex:  # also SystemExit, of a hook
             if os.getpid() != self.pid:
-                raise  # this is a new worker, and it has ended
-            while new := self.WORKERS.keys() - old:
-                for pid in new:
-                    self.kill_worker(pid, signal.SIGKILL)
-                time.sleep(0.01)
-                with suppress(HaltServer):
-                    self.reap_workers()
-            _take_modules()
-            sys.modules.update(modules)
-            self.__dict__.update(state)
-            os.environ.clear()
-            os.environ.update(environ)
-            with suppress(Exception):
-                os.chdir(self.cfg.chdir)
-                self.log.setup(self.cfg)
+                raise  # a worker that was forked in _start_workers ends so
+            self._kill_workers_but(old)
+            snapshot.put_back(self)
             is_sentence = isinstance(ex, ValueError | OSError | RuntimeError)
             self._refuse(str(ex) if is_sentence else f'{type(ex).__name__}: {ex}')
         else:
             self._stats['reloads'] += 1
             self.log.info('Reloaded: the new workers serve')
-            self.manage_workers()  # stops the old ones
+            self.manage_workers()  # stops the oldest that are too many
 
     def _load(self) -> None:
         """Read the configuration, import the code and build the application."""
         if self.has_twin:
             raise ValueError('two masters run since SIGUSR2: end one of them first')
+        _forget_modules()
         importlib.invalidate_caches()
         os.environ.clear()
         os.environ.update(self.cfg.env_orig)  # without what the configuration added
@@ -205,12 +196,21 @@ class Master(Arbiter):  # type: ignore[misc]
             new = [worker for pid, worker in self.WORKERS.items() if pid not in old]
             if len(new) < self.num_workers or time.monotonic() > deadline:
                 raise RuntimeError('a new worker does not serve; the log has more')
-            # The file of a worker is made with the time of day; the first heartbeat
-            # sets it to that of the monotonic clock.
+            # Until its first heartbeat, the file of a worker has the time of day, far
+            # above the monotonic clock.
             if all(worker.tmp.last_update() <= time.monotonic() for worker in new):
                 return
             time.sleep(0.01)
             with suppress(HaltServer):  # one could not start
+                self.reap_workers()
+
+    def _kill_workers_but(self, old: set[int]) -> None:
+        """Kill the workers that a failed reload has started; return when they ended."""
+        while new := self.WORKERS.keys() - old:
+            for pid in new:
+                self.kill_worker(pid, signal.SIGKILL)
+            time.sleep(0.01)
+            with suppress(HaltServer):
                 self.reap_workers()
 
     def signal(self, number: int, frame: object) -> None:
@@ -224,10 +224,37 @@ class Master(Arbiter):  # type: ignore[misc]
         super().signal(number, frame)
 
 
-def _take_modules() -> dict[str, ModuleType]:
-    """Forget the modules of the service, and return them by their names."""
-    names = [name for name in sys.modules if MODULES.match(name) and name != __name__]
-    return {name: sys.modules.pop(name) for name in names}
+class _Snapshot:
+    """What ``_load`` changes in the process of the master, as it was before."""
+
+    def __init__(self, master: Master) -> None:
+        # A shallow copy: for cfg, app, log, worker_class, store and the like, which are
+        # replaced. WORKERS stays the same dictionary: an old worker may have ended.
+        self._attributes = vars(master).copy()
+        self._environ = dict(os.environ)
+        self._modules = {name: sys.modules[name] for name in _module_names()}
+
+    def put_back(self, master: Master) -> None:
+        _forget_modules()
+        sys.modules.update(self._modules)
+        master.__dict__.update(self._attributes)
+        os.environ.clear()
+        os.environ.update(self._environ)
+        with suppress(OSError):  # it may be gone
+            os.chdir(master.cfg.chdir)
+        with suppress(Exception):  # the directory of a log file, too
+            master.log.setup(master.cfg)
+
+
+def _module_names() -> list[str]:
+    """Return the names of the modules of the service, without this one."""
+    return [name for name in sys.modules if MODULES.match(name) and name != __name__]
+
+
+def _forget_modules() -> None:
+    """Have the next import of a module of the service read it again."""
+    for name in _module_names():
+        del sys.modules[name]
 
 
 def _free_modules() -> None:

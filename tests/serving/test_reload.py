@@ -250,7 +250,7 @@ import weakref
 from serving import master
 
 def load():
-    master._take_modules()
+    master._forget_modules()
     import app, schemas
     from serving import lifecycle
     from store import open_store
