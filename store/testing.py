@@ -22,13 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from store import IdTaken, Plant, PlantStore, StoreClosed, StoreUnavailable, open_store
 
-PATIENCE = 60  # seconds after which a test takes something for hanging
+# Seconds after which a test takes something for hanging. A busy machine may need more.
+PATIENCE = float(os.environ.get('PATIENCE', '60'))
+Result = TypeVar('Result')
 FORK = multiprocessing.get_context('fork')
 
 IDS = [
@@ -121,12 +123,18 @@ def _run(workers: Sequence[threading.Thread | ForkProcess]) -> None:
         worker.join(max(0, deadline - time.monotonic()))
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Return when a condition holds; fail if it never does."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, 'it never came true'
-        time.sleep(0.001)
+def wait_until(
+    condition: Callable[[], Result], what: str = 'it holds', seconds: float = PATIENCE
+) -> Result:
+    """Call a function until it returns something true, and return that.
+
+    A failure says what did not come true in the time.
+    """
+    deadline = time.monotonic() + seconds
+    while not (outcome := condition()):
+        assert time.monotonic() < deadline, f'{what}: not within {seconds:g} s'
+        time.sleep(0.002)
+    return outcome
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')

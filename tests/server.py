@@ -10,13 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from warm import WarmProcess
+
+from store.testing import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The files of a checkout that a server needs.
@@ -27,17 +28,6 @@ GUNICORN = (
     *('-c', str(REPOSITORY / 'gunicorn.conf.py')),
 )
 TOKEN = 'a-token-that-no-log-may-show'
-# Seconds; far longer than any wait of a test that passes. A busy machine may need more.
-PATIENCE = float(os.environ.get('PATIENCE', '60'))
-
-
-def wait_until(condition, what, seconds=PATIENCE):
-    """Poll a condition until it returns something true, and return that."""
-    deadline = time.monotonic() + seconds
-    while not (outcome := condition()):
-        assert time.monotonic() < deadline, f'{what}: not within {seconds} s'
-        time.sleep(0.01)
-    return outcome
 
 
 def installed(program, packages):
