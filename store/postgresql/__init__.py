@@ -97,8 +97,13 @@ class PostgreSQLStore(LazyStore['Database']):
         return self._backend().plants()
 
     def check_opening(self) -> None:
+        self._check_open()
         try:
-            self.ping()
+            # A ping of this one may make the table.
+            with PostgreSQLStore(
+                self._url, create='never', scheduler=self._scheduler
+            ) as other:
+                other.ping()
         except StoreUnavailable as ex:
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
