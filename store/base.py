@@ -33,7 +33,7 @@ def check_plant(plant: Plant) -> None:
     U+0000.
 
     Raises:
-        ValueError: It is no plant; the message is a sentence that names the member.
+        ValueError: It is not valid; the message is a sentence that names the member.
     """
     id, name, tag = plant
     if not isinstance(id, int) or isinstance(id, bool):
@@ -90,9 +90,10 @@ class PlantStore(abc.ABC):
     7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
     8. A store is opened by the process that first uses it. So a store that was made
-       before a fork works after it.
-    9. ``add`` and ``add_many`` raise ``ValueError`` for a plant that is none, before
-       anything is stored: they call ``check_plant`` first.
+       before a fork works after it. Neither the constructor nor ``check_opening``
+       makes a missing store.
+    9. ``add`` and ``add_many`` raise ``ValueError`` if ``check_plant`` does, before
+       anything is stored.
     """
 
     # Called after each sync of a batch, with the number of plants and the time of the
@@ -111,7 +112,7 @@ class PlantStore(abc.ABC):
             StoreUnavailable: The store cannot take plants now.
             StoreCorrupt: The stored plants cannot be read.
             StoreClosed: ``close`` was called.
-            ValueError: It is no plant.
+            ValueError: ``check_plant`` refuses it.
         """
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
@@ -123,7 +124,7 @@ class PlantStore(abc.ABC):
         Raises:
             StoreError: As ``add``, except ``IdTaken``; then any of the plants may be
                 stored.
-            ValueError: One of them is no plant; then none is stored.
+            ValueError: ``check_plant`` refuses one of them; then none is stored.
         """
         for plant in plants:
             check_plant(plant)
@@ -146,8 +147,9 @@ class PlantStore(abc.ABC):
     def check_opening(self) -> None:
         """Return if a server would start with this store; raises as ``add`` does.
 
-        It changes nothing, and a start may make what is missing, also for a store that
-        does not (``create='never'``). The default is for a store that is always there.
+        It changes nothing. A store that is missing is no fault, even with
+        ``create='never'``: the start would make it. This default is for stores that
+        are never missing.
         """
         self.ping()
 

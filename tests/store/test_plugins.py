@@ -5,6 +5,7 @@ with its metadata, on the search path of Python.
 """
 
 import errno
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tomllib
 import traceback
 
 import pytest
+from exchange import table
 from server import (
     GUNICORN,
     PATIENCE,
@@ -66,6 +68,63 @@ def example(site):
     install(site, module, project['project']['entry-points'][GROUP], source)
 
 
+MISSING, FORK = 'missing_store_is_made_by_its_first_use', 'store_works_after_a_fork'
+# Methods that break the example: the test of the kit that fails, and what it says.
+BROKEN = {
+    'constructor makes the file': (
+        *(MISSING, 'the constructor must make no'),
+        """
+        def __init__(self, url, **options):
+            super().__init__(url, **options)
+            self.path.touch()
+        """,
+    ),
+    'never makes it': (
+        *(MISSING, "create='never' none"),
+        """
+        def __init__(self, url, *, create, scheduler):
+            super().__init__(url, create='first', scheduler=scheduler)
+        """,
+    ),
+    'check makes it': (
+        *(MISSING, 'check_opening must make no'),
+        """
+        def check_opening(self):
+            if self._create == 'first':
+                self.ping()
+        """,
+    ),
+    'password is shown': (
+        *('wrong_url_is_not_repeated', 'must not repeat the URL'),
+        """
+        def __init__(self, url, **options):
+            if '@' in url:
+                raise ValueError(f'{url}: this is wrong')
+            super().__init__(url, **options)
+        """,
+    ),
+    'scheduler is not used': (
+        *('scheduler_calls_what_blocks', 'scheduler.call was not called'),
+        """
+        def add(self, plant):
+            return self._add(plant)
+        """,
+    ),
+    'connection is kept': (
+        *(FORK, 'works after it'),
+        """
+        @contextmanager
+        def _database(self):
+            if not hasattr(self, 'kept'):
+                self.kept = sqlite3.connect(self.path)
+                self.kept.execute(TABLE)
+            with self.kept:
+                yield self.kept
+        """,
+    ),
+}
+
+
 @pytest.mark.usefixtures('example')
 class TestExample:
     def test_its_tests_pass(self, tmp_path):
@@ -82,6 +141,23 @@ class TestExample:
         assert done.returncode == 0, done.stdout
         assert ' passed' in done.stdout
         assert 'skipped' not in done.stdout
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    @table('test, promise, methods', BROKEN)
+    def test_its_tests_find_a_broken_promise(
+        self, site, tmp_path, test, promise, methods
+    ):
+        """A test of the kit fails, and names the promise that a store breaks."""
+        source = 'from plants_in_sqlite import *\nclass Broken(SQLiteStore):' + methods
+        install(site, 'broken', {'broken': 'broken:Broken'}, source)
+        kit = runpy.run_path(EXAMPLE / 'test_plants_in_sqlite.py')['TestSQLiteStore']()
+        others = {MISSING: [tmp_path], FORK: [True]}.get(test, [])
+        with (
+            open_store(f'broken:{tmp_path}/plants.db') as store,
+            pytest.raises((AssertionError, pytest.fail.Exception)) as caught,
+        ):
+            getattr(kit, f'test_{test}')(store, *others)
+        assert promise in '\n'.join([str(caught.value), *caught.value.__notes__])
 
     def test_server_serves_it(self, tmp_path):
         """PLANTS_STORE may name a store of another package; workers share it."""
