@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from wsgiref.validate import validator
 
 import cheroot.wsgi
@@ -10,8 +10,7 @@ import pytest
 import waitress.server
 import waitress.wasyncore
 from conftest import Client
-from errors import assert_error
-from exchange import chunked
+from exchange import assert_error, chunked
 from server import PATIENCE, TOKEN, request
 from webtest import TestResponse
 
@@ -48,7 +47,8 @@ def served_by_waitress(application):
 
     def stop():
         # In the server's thread: closing a descriptor that it polls would be an error.
-        server.trigger.pull_trigger(lambda: waitress.wasyncore.close_all(sockets))
+        with suppress(OSError):  # it has closed the trigger already
+            server.trigger.pull_trigger(lambda: waitress.wasyncore.close_all(sockets))
 
     with in_thread(server.run, stop):
         yield server.effective_port
