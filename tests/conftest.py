@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore', DeprecationWarning)
     from webtest import TestApp
 
-pytest.register_assert_rewrite('errors', 'disk')
+pytest.register_assert_rewrite('disk')
 
 # A deadline would fail on a busy machine, and a database would make runs differ.
 settings.register_profile('tests', deadline=None, database=None, max_examples=60)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 from server import (
     REPOSITORY,
     ROOMS,
@@ -40,6 +41,16 @@ SHORT_DATABASE_LIMITS = [
     'connection.CANCEL_WITHIN = 0.5',
 ]
 
+# jsonschema itself reads the published file, with none of our code in between.
+ERROR = Draft202012Validator(
+    json.loads((REPOSITORY / 'schemas/Error.json').read_bytes())
+)
+CHALLENGES = {
+    40100: 'Bearer',
+    40101: 'Bearer error="invalid_token"',
+    40300: 'Bearer error="insufficient_scope"',
+}
+
 ids = itertools.count(1)
 
 
@@ -61,14 +72,31 @@ def chunked(*pieces, end=b'0\r\n\r\n', **how):
 
 
 def assert_error(answer, value):
-    """Check that an answer is an ``Error`` with a value, and shows no secret."""
-    assert (answer.status, answer.json['error']) == (value // 100, value), answer
-    assert answer.json.keys() == {'error', 'message'}
-    message = answer.json['message']
-    assert len(message) > 5
+    """Check that an answer is an ``Error`` with its headers, and shows no secret.
+
+    Args:
+        answer: The answer, as ``RawClient`` or WebTest returns it.
+        value: The expected ``error``.
+
+    Returns:
+        Its ``message``.
+    """
+    headers = {name.lower(): text for name, text in answer.headers.items()}
+    error = json.loads(answer.body)
+    ERROR.validate(error)
+    assert error.keys() == {'error', 'message'}
+    status = int(str(answer.status)[:3])  # WebTest adds the phrase
+    assert (status, error['error']) == (value // 100, value), error['message']
+    assert headers['content-type'] == 'application/json'
+    challenge = headers.get('www-authenticate', '').partition(', scope=')[0]
+    assert challenge == CHALLENGES.get(value, '')
+    assert ('allow' in headers) == (value == 40500)
+    assert ('retry-after' in headers) == (status == 503)
+    assert int(headers.get('retry-after', 1)) > 0
+    assert len(error['message']) > 5
     for secret in (TOKEN, SECRET, str(REPOSITORY), 'Traceback', '<html'):
-        assert secret not in message
-        assert secret not in str(answer.headers)
+        assert secret not in f'{error["message"]} {headers}'
+    return error['message']
 
 
 def ask_in_step(client, data, *, pipelined=True, head=False):

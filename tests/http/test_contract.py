@@ -6,10 +6,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from errors import FaultyStore, assert_error
+from exchange import assert_error
 from jsonschema import Draft202012Validator
 
 from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
+from store.memory import MemoryStore
 from web.tokens import TokensFile
 
 PLANT_SCHEMA = Draft202012Validator(
@@ -17,6 +18,21 @@ PLANT_SCHEMA = Draft202012Validator(
         (Path(__file__).resolve().parents[2] / 'schemas/Plant.json').read_bytes()
     )
 )
+
+
+class FaultyStore(MemoryStore):
+    """A store of which ``add`` and ``ping`` raise an exception."""
+
+    def __init__(self, exception):
+        super().__init__()
+        self._exception = exception
+
+    def add(self, plant):
+        raise self._exception
+
+    def ping(self):
+        raise self._exception
+
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import Client
-from errors import assert_error
+from exchange import assert_error
 
 PAGE = 'https://a.example'
 OTHER = 'https://b.example'

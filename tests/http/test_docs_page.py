@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from conftest import Client
-from errors import assert_error
+from exchange import assert_error
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait

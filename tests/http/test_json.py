@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Client
-from errors import assert_error
+from exchange import assert_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft4Validator, Draft202012Validator

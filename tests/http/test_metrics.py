@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from conftest import Client
-from errors import assert_error
+from exchange import assert_error
 from prometheus_client.parser import text_string_to_metric_families
 from server import TOKEN
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import TOKEN, Client
-from errors import assert_error
+from exchange import assert_error
 from server import PATIENCE, REPOSITORY
 
 import app

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import TOKEN, Client
-from errors import assert_error
+from exchange import assert_error
 
 from app import create_app
 from store.memory import MemoryStore
