@@ -119,7 +119,7 @@ def anonymous(app):
 
 
 @pytest.fixture
-def edit(tmp_path, monkeypatch):
+def edit_schema(tmp_path, monkeypatch):
     """Return a function that changes a schema in a copy of the files.
 
     The function gets the name of the schema, and what changes it in place.
@@ -128,13 +128,13 @@ def edit(tmp_path, monkeypatch):
     shutil.copytree(schemas.DIRECTORY, directory)
     monkeypatch.setattr(schemas, 'DIRECTORY', directory)
 
-    def edit(name, change):
+    def edit_schema(name, change):
         path = directory / f'{name}.json'
         schema = json.loads(path.read_bytes()) if path.exists() else {}
         change(schema)
         path.write_text(json.dumps(schema))
 
-    return edit
+    return edit_schema
 
 
 @pytest.fixture

@@ -102,13 +102,13 @@ def forgetful_client():
 
 
 @pytest.mark.parametrize(('text', 'value'), ACCEPTED.items(), ids=case_id)
-def test_text_is_accepted(text, value, edit, forgetful_client):
+def test_text_is_accepted(text, value, edit_schema, forgetful_client):
     """Valid JSON text (RFC 8259) is parsed to one value, of the right types.
 
     As a body it is no plant, and so 40005, never 40004.
     """
     # Equality is not enough: 1 == 1.0 == True, and 0.0 == -0.0.
-    edit('Anything', dict.copy)
+    edit_schema('Anything', dict.copy)
     assert repr(Schema('Anything').read(text)) == repr(value)
     assert_error(forgetful_client.send(text), 40005)
 
@@ -258,13 +258,13 @@ def test_similar_names_differ(client):
 
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant'])
-def test_operator_bounds_a_name(name, edit, serve, store):
+def test_operator_bounds_a_name(name, edit_schema, serve, store):
     """A ``maxLength`` in either file holds from the next start on."""
 
     def bound(schema):
         schema['properties'].setdefault('name', {})['maxLength'] = 4
 
-    edit(name, bound)
+    edit_schema(name, bound)
     client = serve(store)
     assert client.add(FERN).status_int == 200
     message = assert_error(client.add({'id': 2, 'name': 'Ferns'}), 40005)
@@ -272,17 +272,19 @@ def test_operator_bounds_a_name(name, edit, serve, store):
     assert list(store) == [Plant(**FERN)]
 
 
-def test_operator_requires_a_tag(edit, serve, store):
+def test_operator_requires_a_tag(edit_schema, serve, store):
     """A member that the operator requires is reported as missing."""
-    edit('Plant', lambda schema: schema['required'].append('tag'))
+    edit_schema('Plant', lambda schema: schema['required'].append('tag'))
     message = assert_error(serve(store).add({'id': 1, 'name': 'Fern'}), 40005)
     assert message == 'tag: is missing'
 
 
-def test_operator_adds_a_nested_member(edit, serve, store):
+def test_operator_adds_a_nested_member(edit_schema, serve, store):
     """A fault inside a member that the operator added is named by its path."""
     pot = {'required': ['size'], 'properties': {'size': {'type': 'integer'}}}
-    edit('Plant', lambda schema: schema['properties'].update(pots={'items': pot}))
+    edit_schema(
+        'Plant', lambda schema: schema['properties'].update(pots={'items': pot})
+    )
     body = {**FERN, 'pots': [{'size': 1}, {'size': 'big'}, {}]}
     message = assert_error(serve(store).add(body), 40005)
     assert message == 'pots.1.size: "big" is not an integer; pots.2.size: is missing'
@@ -292,9 +294,9 @@ INTEGER = {'type': 'integer'}
 
 
 @pytest.mark.parametrize('rule', [{'uniqueItems': True}, {'const': [1]}], ids=str)
-def test_rule_that_compares_values_has_a_bound(rule, edit, serve, store):
+def test_rule_that_compares_values_has_a_bound(rule, edit_schema, serve, store):
     """64 levels are read where a rule compares values; more are never a 500."""
-    edit('Plant', lambda schema: schema['properties'].update(soil=rule))
+    edit_schema('Plant', lambda schema: schema['properties'].update(soil=rule))
     client = serve(store)
     for depth, values in [(62, (200, 40005)), (900, (200, 40004, 40005))]:
         soil = b'[%s,1]' % SHAPES['arrays'](depth)
@@ -313,9 +315,9 @@ def test_rule_that_compares_values_has_a_bound(rule, edit, serve, store):
     ],
     ids=str,
 )
-def test_integer_is_a_literal_in_every_rule(rule, edit, serve, store):
+def test_integer_is_a_literal_in_every_rule(rule, edit_schema, serve, store):
     """A number with a fraction or an exponent is no integer, whatever the rule is."""
-    edit('Plant', lambda schema: schema['properties'].update(size=rule))
+    edit_schema('Plant', lambda schema: schema['properties'].update(size=rule))
     client = serve(store)
     body = b'{"id": 1, "name": "Fern", "size": %s}'
     for literal in (b'1.0', b'1e0', b'1e300'):
@@ -333,9 +335,9 @@ def test_integer_is_a_literal_in_every_rule(rule, edit, serve, store):
     ],
     ids=str,
 )
-def test_broken_rule_of_an_operator_is_named(rule, fault, edit, serve, store):
+def test_broken_rule_of_an_operator_is_named(rule, fault, edit_schema, serve, store):
     """The sentence has the broken rule, and the beginning of a long value."""
-    edit('Plant', lambda schema: schema['properties'].update(size=rule))
+    edit_schema('Plant', lambda schema: schema['properties'].update(size=rule))
     body = f'{{"id": 1, "name": "Fern", "size": {"1" * 99}}}'
     message = assert_error(serve(store).send(body.encode()), 40005)
     assert message.startswith(f'size: {"1" * 60}... {fault}')
@@ -350,9 +352,9 @@ def test_broken_rule_of_an_operator_is_named(rule, fault, edit, serve, store):
     ],
     ids=str,
 )
-def test_broken_schema_stops_the_start(change, edit, serve, store):
+def test_broken_schema_stops_the_start(change, edit_schema, serve, store):
     """An invalid schema is found at the start; the message is one sentence."""
-    edit('Plant', lambda schema: schema['properties'].update(size=change))
+    edit_schema('Plant', lambda schema: schema['properties'].update(size=change))
     with pytest.raises(ValueError, match=r'Plant\.json: .') as raised:
         serve(store)
     assert '\n' not in str(raised.value)
@@ -362,18 +364,20 @@ def test_broken_schema_stops_the_start(change, edit, serve, store):
     'reference',
     ['Plant.json', '#', 'Plant.json#/properties/name', '#pot', 'pots/Pot.json'],
 )
-def test_valid_reference_is_accepted(reference, edit, serve, store):
+def test_valid_reference_is_accepted(reference, edit_schema, serve, store):
     """A reference may be to a file, a place in it, an anchor or an embedded schema."""
     pot = {'$id': 'pots/Pot.json', 'items': {'$ref': '../Plant.json'}}
     members = {'pot': {'$ref': reference}, 'pots': pot, 'size': {'$anchor': 'pot'}}
-    edit('NewPlant', lambda schema: schema['properties'].update(members))
+    edit_schema('NewPlant', lambda schema: schema['properties'].update(members))
     assert serve(store).add(FERN).status_int == 200
 
 
 @pytest.mark.parametrize(
     ('text', 'reason'), [('true', 'true is not an object'), ('{', '.* line 1')]
 )
-def test_file_that_is_no_schema_stops_the_start(text, reason, edit, serve, store):
+def test_file_that_is_no_schema_stops_the_start(
+    text, reason, edit_schema, serve, store
+):
     """A schema file that is no JSON, or no object, is found at the start."""
     Path(schemas.DIRECTORY, 'Plant.json').write_text(text)
     with pytest.raises(ValueError, match=rf'Plant\.json: {reason}'):
@@ -443,9 +447,9 @@ RULES = [
 
 
 @pytest.mark.parametrize('rule', RULES, ids=str)
-def test_rule_means_what_jsonschema_says(rule, edit):
+def test_rule_means_what_jsonschema_says(rule, edit_schema):
     """What is accepted is what jsonschema accepts, also with an operator's rules."""
-    edit('Plant', lambda schema: schema['properties'].update(x=rule))
+    edit_schema('Plant', lambda schema: schema['properties'].update(x=rule))
     schema = Schema('NewPlant')
     checker = Draft4Validator.TYPE_CHECKER  # an integer is an integer literal
     reference = extend(Draft202012Validator, type_checker=checker)(rule)

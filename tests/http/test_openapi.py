@@ -37,10 +37,10 @@ def test_description_is_valid_openapi(description, validate):
     validate(description)
 
 
-def test_description_is_made_at_the_start(serve, store, edit):
+def test_description_is_made_at_the_start(serve, store, edit_schema):
     """The description shows the schemas as they were at the start, which are in use."""
     client = serve(store)
-    edit('Plant', lambda schema: schema.update(title='Shrub'))
+    edit_schema('Plant', lambda schema: schema.update(title='Shrub'))
     assert 'Shrub' not in client.get('/openapi.json').text
 
 
@@ -98,7 +98,7 @@ def test_shapes_are_the_files(description, name):
     assert description['components']['schemas'][name] == schema
 
 
-def test_edited_file_changes_the_description(edit, serve, store):
+def test_edited_file_changes_the_description(edit_schema, serve, store):
     """An operator's edit of a file is described; references lead to the same place."""
     soil = {'$defs': {'ph': {'type': 'number'}}, 'properties': {'a': True}}
     properties = {
@@ -111,8 +111,8 @@ def test_edited_file_changes_the_description(edit, serve, store):
         'bud': {'$ref': '#leaf'},
         'data': {'const': {'$ref': 'Soil.json'}},
     }
-    edit('Soil', lambda schema: schema.update(soil, **{'$id': 'Soil.json'}))
-    edit('Plant', lambda schema: schema.update(properties=properties))
+    edit_schema('Soil', lambda schema: schema.update(soil, **{'$id': 'Soil.json'}))
+    edit_schema('Plant', lambda schema: schema.update(properties=properties))
     components = '#/components/schemas/'
     description = serve(store).get('/openapi.json').json
     described = description['components']['schemas']

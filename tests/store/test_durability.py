@@ -41,7 +41,7 @@ def client_of_each_worker(server):
         yield list(clients.values())
 
 
-def fern(id, length=0):
+def plant_of(id, length=0):
     """Return the plant of an id, with a name of at least this length."""
     return {'id': id, 'name': 'Fern'.ljust(length, '.')}
 
@@ -208,12 +208,12 @@ def replaced(path):
     """Replace a file by another plant file, and restore it."""
     with removed(path):
         # Longer than the original, so that the size alone does not reveal it.
-        others = [fern(id) for id in range(50, 100)]
+        others = [plant_of(id) for id in range(50, 100)]
         path.write_text(''.join(f'{json.dumps(plant)}\n' for plant in others))
         yield
 
 
-PLANTS = [fern(id) for id in range(10, 20)]
+PLANTS = [plant_of(id) for id in range(10, 20)]
 
 
 def add_first_plants(clients):
@@ -228,7 +228,7 @@ def assert_out_of_service(path, server):
     with client_of_each_worker(server) as clients:
         for client in clients:
             assert not is_ready(client)
-            assert_error(post(client, fern(1)), 50300)
+            assert_error(post(client, plant_of(1)), 50300)
     assert (path.exists() and path.read_bytes()) == before
 
 
@@ -258,7 +258,7 @@ def test_changed_file_is_refused_until_restored(tmp_path, path, swap):
         with client_of_each_worker(server) as clients:
             for number, client in enumerate(clients):
                 assert is_ready(client)
-                plants.append(fern(number))
+                plants.append(plant_of(number))
                 assert_added(client, plants[-1])
                 assert_remembered(client, plants)
     assert_stored(path, plants)
@@ -286,9 +286,9 @@ def test_file_cut_short_under_a_server_is_refused(tmp_path, path, run):
     old = path.with_name('old.jsonl')
     with Server(tmp_path, workers=WORKERS) as server:
         with client_of_each_worker(server) as (asked, other):
-            assert_added(asked, fern(1))
+            assert_added(asked, plant_of(1))
             shutil.copy(path, old)
-            assert_added(asked, fern(100))
+            assert_added(asked, plant_of(100))
             shutil.copyfile(old, path)
             for client in other, asked:
                 assert_error(post(client, fake(100)), 50300)
@@ -307,8 +307,8 @@ def test_file_cut_short_under_a_server_is_refused(tmp_path, path, run):
         server.reload()
         with client_of_each_worker(server) as clients:
             assert_added(clients[0], fake(100))
-            assert_error(post(clients[1], fern(100)), 40006)
-            assert_remembered(clients[1], [fern(1)])
+            assert_error(post(clients[1], plant_of(100)), 40006)
+            assert_remembered(clients[1], [plant_of(1)])
 
 
 # ---- a full disk
@@ -330,7 +330,7 @@ def test_full_disk_loses_no_plant(tmp_path, path, run):
         add_first_plants(clients)
         limit_files(server, 100_000)
         for client, id in zip(itertools.cycle(clients), itertools.count(100)):
-            plant = fern(id, 1_000)
+            plant = plant_of(id, 1_000)
             if post(client, plant).status != 200:
                 break
             plants.append(plant)
