@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,10 +46,11 @@ class DamagedRecord(ValueError):
     """A line is not a record; the message says why."""
 
 
-def _int(literal: str) -> int:
-    # No id is longer. The conversion of a long number takes time with the square of its
-    # length, and it may be in a member that means nothing here.
-    return int(literal) if len(literal) <= 20 else 2 * ID_MAX
+def _int(literal: str) -> float:
+    # int() refuses longer ones, because it takes time with the square of the length.
+    # They may be in a member that means nothing here; elsewhere inf is no integer.
+    is_short = len(literal) <= sys.int_info.default_max_str_digits
+    return int(literal) if is_short else float(literal)
 
 
 # NOTE: int() refuses NaN and Infinity, which are not JSON.
