@@ -2,12 +2,14 @@
 
 import hashlib
 import logging
+import os
 import time
 from types import SimpleNamespace
 
 import pytest
 from conftest import TOKEN, Client
 from exchange import assert_error
+from server import wait_until
 
 from app import create_app
 from store.memory import MemoryStore
@@ -159,7 +161,7 @@ def test_metrics_token_reads_metrics_and_nothing_else(path):
     assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 40300
     assert value_of(client, f'Bearer {TOKEN}') == 200
     assert value_of(client, f'Bearer {OTHER}', '/metrics') == 200
-    for other_path in ('/plants', '/nowhere', '/'):
+    for other_path in ('/plants', '/nowhere', '/', '/metrics2'):
         assert value_of(client, f'Bearer {OTHER}', other_path) == 40300
     refused = client.add(FERN, authorization=f'Bearer {OTHER}')
     challenge = 'Bearer error="insufficient_scope", scope="plants"'
@@ -251,12 +253,30 @@ def test_tokens_are_rotated(path, pass_a_second, caplog):
     assert_shows_no_token(caplog.text)
 
 
-def test_replaced_tokens_file_is_read(path, pass_a_second):
-    """A file replaced by a rename is read, whatever its size and time."""
-    tokens = TokensFile(path)
+def rename(path, text):
+    """Replace a file by another one."""
     spare = path.with_name('spare')
-    spare.write_text(f'new {TOKEN[::-1]}\n')
+    spare.write_text(text)
     spare.replace(path)
+
+
+def overwrite(path, text):
+    """Write into a file, and put its time back."""
+    before = path.stat()
+
+    def has_another_ctime():
+        path.write_text(text)
+        return path.stat().st_ctime_ns != before.st_ctime_ns
+
+    wait_until(has_another_ctime, 'the clock of the file system goes on')
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize('replace', [rename, overwrite])
+def test_replaced_tokens_file_is_read(replace, path, pass_a_second):
+    """A token that was replaced is refused, whatever size and time the file has."""
+    tokens = TokensFile(path)
+    replace(path, f'new {TOKEN[::-1]}\n')
     pass_a_second()
     assert tokens.find(TOKEN) is None
     assert tokens.find(TOKEN[::-1]) == Token('new')
