@@ -68,6 +68,19 @@ def test_endless_body_is_refused_at_once_and_cut_off(impatient, head, piece):
                 done.set()
 
 
+@pytest.mark.parametrize(('length', 'closes'), [(65_535, False), (65_536, True)])
+def test_body_of_a_refused_request_is_read_away_if_it_is_short(
+    connection, length, closes
+):
+    """After a refusal 64 KiB that were not read end the connection, fewer do not."""
+    head = request(content_length=length, authorization=None)
+    answer = connection.ask(head)
+    assert_error(answer, 40100)
+    assert answer.announces_close == closes
+    if not closes:
+        assert connection.ask(b' ' * length + request('GET', '/livez')).status == 200
+
+
 LINGERING = {
     'connection: close': request(body=STORED_PLANT, connection='close'),
     'not HTTP': b'\r\n\r\n\r\n',
