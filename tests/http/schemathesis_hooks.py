@@ -10,19 +10,17 @@ used_ids = set()
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Give each plant an integer literal for its id, and no other plant's.
+    """Write integers as literals, and give each plant an id that no other has.
 
     To JSON Schema 1.0 is an integer, and it does not know which ids are taken.
     """
-    if isinstance(case.body, dict) and 'id' in case.body:
-        id = case.body['id']
-        if type(id) is float and id.is_integer():
-            id = int(id)
-        if type(id) is int and id in used_ids:
-            id = next(new_ids)
-        if type(id) is int:
+    if isinstance(case.body, dict):
+        for name, value in case.body.items():
+            if type(value) is float and value.is_integer():
+                case.body[name] = int(value)
+        if type(id := case.body.get('id')) is int:
+            case.body['id'] = id = next(new_ids) if id in used_ids else id
             used_ids.add(id)
-        case.body['id'] = id
 
 
 @schemathesis.check
