@@ -14,9 +14,6 @@ a change of it takes a restart. So this module imports none of them, and all tha
 outlives a reload is an attribute of ``Master``. The old modules are freed unless
 something that stays refers to them: do not register their classes and functions with a
 library (``atexit``, ``copyreg``).
-
-gunicorn documents little of its master. For another version of gunicorn compare
-``gunicorn/arbiter.py``, above all ``reload``, ``setup`` and ``reap_workers``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from postgresql import programs
 from server import (
     PATIENCE,
     REPOSITORY,
+    ROOMS,
     SCRIPTS,
     TOKEN,
     Server,
@@ -138,6 +139,17 @@ def test_make_targets_are_listed():
     assert sorted(target or 'all' for target in listed) == sorted(phony.split())
     named = re.findall(r'(?:`|\$ |^)make ([a-z-]+)', '\n'.join(PAGES.values()), re.M)
     assert set(named) <= set(phony.split())
+
+
+def test_modules_are_listed_with_their_tests():
+    """Each module has a row, and each module of tests is in one."""
+    table = rows(section('docs/developing.md', '## The house on one screen'))
+    rooms = [REPOSITORY / name for name in ROOMS if '.' not in name]
+    modules = [path for room in rooms for path in room.rglob('[!_]*.py')]
+    assert {REPOSITORY / quoted(cells[0])[0] for cells in table} >= {*modules}
+    tests = REPOSITORY / 'tests'
+    listed = {tests / name for cells in table for name in quoted(cells[2])}
+    assert listed == {*tests.glob('[hs]*/test_*.py')}
 
 
 def test_metrics_and_alerts_are_listed(serve, store):

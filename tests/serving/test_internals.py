@@ -1,12 +1,15 @@
 """gunicorn's internals: the version that was checked, and heads that are known."""
 
 import random
+import re
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from gunicorn.config import Config
 from gunicorn.http import errors
 
+import serving
 from serving import heads
 
 CLIENT = ('127.0.0.1', 40_000)
@@ -161,8 +164,15 @@ def test_head_below_the_limit_is_read_with_a_body_behind_it(settings):
 
 def test_version_of_gunicorn_is_the_one_that_was_checked():
     """For another version, review each use of an internal."""
-    assert metadata.version('gunicorn') == '27.0.1', (
-        'gunicorn has another version: read serving/ (heads, client, worker, check, '
-        'master), see whether what it uses is as it was, or a setting by now, and then '
-        'change this test'
+    assert metadata.version('gunicorn') == serving.CHECKED, (
+        'gunicorn has another version: read what serving/__init__.py lists, see '
+        'whether it is as it was, or a setting by now, and then change CHECKED'
     )
+
+
+def test_modules_that_use_internals_are_listed():
+    """Each module that imports gunicorn is in the list of serving/__init__.py."""
+    listed = set(re.findall(r'^\* ``(\w+)``', serving.__doc__, re.M))
+    modules = Path(serving.__file__).parent.glob('*.py')
+    using = {path.stem for path in modules if 'from gunicorn' in path.read_text()}
+    assert using <= listed
