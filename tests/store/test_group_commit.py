@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -32,10 +33,6 @@ class Gate:
         assert self._opened.wait(PATIENCE)
 
 
-def pass_through():
-    """Let every caller pass."""
-
-
 class Disk:
     """The append and the sync of a group commit; notes when each begins and ends.
 
@@ -55,7 +52,7 @@ class Disk:
         self.appended = {}
         self.syncs = []
         self.most_syncs = 0
-        self.before_append = self.before_sync = pass_through
+        self.before_append = self.before_sync = lambda: None
         self.choose = lambda batch: True
         self._appending = threading.Lock()
         self._syncing = 0
@@ -130,23 +127,31 @@ def run_behind(disk, first, *jobs, gate):
         wait_until(lambda: gate.held and disk.waiting() == len(jobs))
         gate.open()
 
-    followers = [
-        lambda place=place, job=job: follow(place, job)
-        for place, job in enumerate(jobs)
-    ]
+    followers = [partial(follow, place, job) for place, job in enumerate(jobs)]
     in_threads(first, *followers, release)
 
 
 @pytest.mark.parametrize('where', ['before_append', 'before_sync'])
-def test_waiters_share_a_batch(quick, where):
-    """Records that wait together are one batch, in the order in which they came."""
-    disk = Disk()
-    gate = Gate()
+@pytest.mark.parametrize(
+    ('sizes', 'batches'),
+    [
+        ([1] * 9, [[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
+        ([40, 40, 40, 40], [[1, 2, 3], [4]]),
+        ([100, 1, 99, 1], [[1], [2, 3], [4]]),
+        ([1000, 1000, 1000], [[1], [2], [3]]),
+        ([99, 1000, 1], [[1, 2], [3]]),
+        ([0, 0, 0], [[1, 2, 3]]),
+    ],
+)
+def test_records_that_wait_share_a_batch(quick, monkeypatch, where, sizes, batches):
+    """Records that wait are one batch, in their order; it ends at BATCH_BYTES."""
+    monkeypatch.setattr(group_commit, 'BATCH_BYTES', 100)
+    disk, gate = Disk(), Gate()
     setattr(disk, where, gate)
-    jobs = [lambda record=record: disk.submit(record) for record in range(10)]
+    jobs = [partial(disk.submit, at, size) for at, size in enumerate([1, *sizes])]
     run_behind(disk, *jobs, gate=gate)
-    assert disk.batches == [[0], list(range(1, 10))]
-    assert [plants for plants, _ in disk.observed] == [1, 9]
+    assert disk.batches == [[0], *batches]
+    assert [plants for plants, _ in disk.observed] == [1, *map(len, batches)]
 
 
 class OneByOne(Scheduler):
@@ -191,39 +196,15 @@ def test_batch_grows_while_records_come(monkeypatch, more, limit, gathered):
     assert disk.batches[0] == ['first', *gathered]
 
 
-@pytest.mark.parametrize(
-    ('sizes', 'batches'),
-    [
-        ([40, 40, 40, 40], [[1, 2, 3], [4]]),
-        ([100, 1, 99, 1], [[1], [2, 3], [4]]),
-        ([1000, 1000, 1000], [[1], [2], [3]]),
-        ([99, 1000, 1], [[1, 2], [3]]),
-        ([0, 0, 0], [[1, 2, 3]]),
-    ],
-)
-def test_waiting_records_are_split_by_size(quick, monkeypatch, sizes, batches):
-    """A batch takes no further record once it has BATCH_BYTES."""
-    monkeypatch.setattr(group_commit, 'BATCH_BYTES', 100)
-    disk = Disk()
-    disk.before_append = gate = Gate()
-    jobs = [
-        lambda record=record, size=size: disk.submit(record, size)
-        for record, size in enumerate(sizes, 1)
-    ]
-    run_behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
-    assert disk.batches == [[0], *batches]
-
-
 def test_batch_without_need_gets_no_sync(quick):
     """When the append says that a batch needs no sync, there is none."""
     disk = Disk()
     disk.choose = lambda batch: False
-    disk.submit(0)
     disk.before_append = gate = Gate()
-    jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
-    run_behind(disk, *jobs, gate=gate)
-    assert disk.batches == [[0], [1], [2, 3]]
+    run_behind(disk, *(partial(disk.submit, at) for at in range(3)), gate=gate)
+    assert disk.batches == [[0], [1, 2]]
     assert not disk.syncs
+    assert not disk.observed
 
 
 def test_quick_syncs_do_not_overlap(slow, monkeypatch):
@@ -233,9 +214,8 @@ def test_quick_syncs_do_not_overlap(slow, monkeypatch):
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: 0.0)
     disk.submit('quick')
     disk.before_sync = gate = Gate()
-    jobs = [lambda record=record: disk.submit(record) for record in (1, 2, 3)]
-    run_behind(disk, *jobs, gate=gate)
-    assert disk.batches[2:] == [[1], [2, 3]]
+    run_behind(disk, *(partial(disk.submit, at) for at in range(3)), gate=gate)
+    assert disk.batches[2:] == [[0], [1, 2]]
     assert disk.most_syncs == 1
 
 
@@ -244,21 +224,15 @@ def test_slow_syncs_overlap_up_to_a_limit(slow):
     disk = Disk()
     disk.submit('its sync is measured as slow')
     disk.before_sync = gate = Gate()
-    extra = 3
+    places = range(SLOW_SYNCS_IN_FLIGHT + 3)
 
-    def submit(place):
+    def run(place):
         # One at a time, so that each is a batch of one until the limit is reached.
         held = min(place, SLOW_SYNCS_IN_FLIGHT)
         wait_until(lambda: (gate.held, disk.waiting()) == (held, place - held))
-        disk.submit(place)
+        gate.open() if place == len(places) else disk.submit(place)
 
-    def release():
-        state = (SLOW_SYNCS_IN_FLIGHT, extra)
-        wait_until(lambda: (gate.held, disk.waiting()) == state)
-        gate.open()
-
-    places = range(SLOW_SYNCS_IN_FLIGHT + extra)
-    in_threads(release, *(lambda place=place: submit(place) for place in places))
+    in_threads(*(partial(run, place) for place in [*places, len(places)]))
     assert disk.most_syncs == SLOW_SYNCS_IN_FLIGHT
     assert disk.batches[-1] == list(places)[SLOW_SYNCS_IN_FLIGHT:]
 
@@ -302,7 +276,6 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
             raise error
 
     setattr(disk, f'before_{where}', fail_second)
-
     raised = {}
 
     def submit(record):
@@ -311,26 +284,29 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
         except BaseException as ex:
             raised[record] = ex
 
-    jobs = [lambda record=record: submit(record) for record in (1, 2, 3)]
-    run_behind(disk, lambda: disk.submit(0), *jobs, gate=gate)
+    run_behind(disk, *(partial(submit, at) for at in range(4)), gate=gate)
     assert disk.batches == [[0], [1, 2, 3]]
     assert len(disk.syncs) == 1
-    assert raised.keys() == {1, 2, 3}
-    assert raised[1] is error
-    for follower in (2, 3):
+    assert raised.pop(1) is error
+    assert raised.keys() == {2, 3}
+    for follower in raised.values():
         if isinstance(error, Failure):
-            assert raised[follower] is error
+            assert follower is error
         else:
-            assert isinstance(raised[follower], StoreUnavailable)
+            assert isinstance(follower, StoreUnavailable)
     disk.submit(4)
     assert disk.batches[2:] == [[4]]
     assert len(disk.syncs) == 2
 
 
-def test_failed_sync_replaces_the_error_of_a_record(quick):
-    """When the sync fails, a refused record gets that error, not the refusal."""
+def test_failed_sync_replaces_the_error_of_a_record(slow):
+    """When the sync fails, a refused record gets that error, not the refusal.
+
+    The observer learns the time of each sync, failed or not.
+    """
     failed = Failure('sync')
     disk = Disk()
+    disk.submit(0)
 
     def refuse(batch):
         batch[0].error = Failure('refused')
@@ -339,11 +315,11 @@ def test_failed_sync_replaces_the_error_of_a_record(quick):
     def fail():
         raise failed
 
-    disk.choose = refuse
-    disk.before_sync = fail
+    disk.choose, disk.before_sync = refuse, fail
     with pytest.raises(Failure) as caught:
-        disk.submit(0)
+        disk.submit(1)
     assert caught.value is failed
+    assert disk.observed == [(1, 1), (1, 1)]
 
 
 class Interrupt(Exception):
@@ -456,21 +432,3 @@ def assert_durable(disk, returned):
     for record, moment in returned.items():
         next_sync = bisect.bisect(begins, disk.appended[record])
         assert ends[next_sync] < moment
-
-
-def test_observer_learns_size_and_time_of_each_sync(slow):
-    """The observer gets the batch size and the time of each sync, failed or not."""
-
-    def fail():
-        raise Failure
-
-    disk = Disk()
-    disk.submit('a')
-    disk.choose = lambda batch: False
-    disk.submit('needs no sync')
-    assert disk.observed == [(1, 1)]
-    disk.choose = lambda batch: True
-    disk.before_sync = fail
-    with pytest.raises(Failure):
-        disk.submit('b')
-    assert disk.observed == [(1, 1), (1, 1)]
