@@ -221,6 +221,23 @@ def test_long_input_is_cut_in_the_message(body, forgetful_client):
     assert '...' in message
 
 
+def test_name_is_answered_and_stored_as_it_was_sent(client, store):
+    """Nothing is trimmed, folded, normalized or taken for an escape."""
+    names = ['', 'x' * 30_000, 'a\r\nSet-Cookie: x', '\x1b[31m\x7f\x85\u2028', ' a ']
+    names += [
+        '\ufeffFERN\uffff',
+        'A\u030a',
+        '\xc5',
+        '"\\u0041\\ud800\\0',
+        '%00{0}</script>',
+    ]
+    plants = [Plant(id, name, name) for id, name in enumerate(names)]
+    for plant in plants:
+        answer = client.add(plant._asdict())
+        assert answer.json == {'name': plant.name, 'tag': plant.tag}
+    assert list(store) == plants
+
+
 # ---- an operator edits a schema
 
 
