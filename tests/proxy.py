@@ -1,4 +1,4 @@
-"""A TCP proxy that can stall, or lose answers, between a client and a server."""
+"""A TCP proxy that can stall, or drop answers, between a client and a server."""
 
 import select
 import socket
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Forwards connections to a server, until a test stops it or loses answers.
+    """Forwards connections to a server; a test can have it stall, or drop answers.
 
     Args:
         port: The server's port on 127.0.0.1.
@@ -23,7 +23,7 @@ class Proxy:
         self._forwarding = threading.Event()
         self._forwarding.set()
         self._ended = False
-        self._answers_to_lose = 0  # each closes its connection
+        self._answers_to_drop = 0  # each closes its connection
         self._answers_to_pass = None  # before it stops; None: no limit
         self._threads = []
 
@@ -54,8 +54,8 @@ class Proxy:
         self._forwarding.set()
 
     def cut(self, times=1):
-        """Lose the next answers, and close the connections that they come on."""
-        self._answers_to_lose = times
+        """Drop the next answers, and close the connections that they come on."""
+        self._answers_to_drop = times
 
     def _start(self, function, *arguments):
         self._threads.append(threading.Thread(target=function, args=arguments))
@@ -76,17 +76,17 @@ class Proxy:
                 for source in select.select([client, server], [], [], 0.02)[0]:
                     self._forwarding.wait()
                     data = source.recv(65_536)
-                    if not data or (source is server and self._loses_answer()):
+                    if not data or (source is server and self._must_drop_answer()):
                         return
                     other[source].sendall(data)
 
-    def _loses_answer(self):
-        """Whether to lose this answer and close its connection; wait while stopped."""
+    def _must_drop_answer(self):
+        """Return whether to drop this answer; first wait while the proxy is stopped."""
         if self._answers_to_pass is not None:
             self._answers_to_pass -= 1
             if self._answers_to_pass < 0:
                 self._forwarding.clear()
                 self._forwarding.wait()
-        lost = self._answers_to_lose > 0
-        self._answers_to_lose -= lost
-        return lost
+        is_dropped = self._answers_to_drop > 0
+        self._answers_to_drop -= is_dropped
+        return is_dropped

@@ -1,8 +1,9 @@
 """Start gunicorn by a fork of a process that has imported its libraries.
 
 These imports take two thirds of the CPU of a start, and the tests start hundreds of
-servers. Nothing of gunicorn and of the service is there before the fork. The commands
-that people type are started as they are: see ``tests/serving/test_start.py``.
+servers. After the fork gunicorn is removed again, and imported as in a new process;
+its libraries stay. The service is never imported before the fork. The commands that
+people type are started as they are: see ``tests/serving/test_start.py``.
 """
 
 import multiprocessing
@@ -63,7 +64,8 @@ def _serve(command, directory, environment, log):
     with open(log, 'ab') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # gunicorn reads the environment when it is imported. What it imports stays.
+    # gunicorn reads the environment when it is imported, so it is imported again. What
+    # it has imported itself stays.
     for name in list(sys.modules):
         if name.partition('.')[0] == 'gunicorn':
             del sys.modules[name]
