@@ -49,7 +49,7 @@ class DocumentResource:
         self._headers = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.data = self._read()  # it may raise: before a header is set
+        resp.data = self._read()  # NOTE: first, since it may raise
         resp.set_headers(self._headers)
         resp.content_type = self._media_type
 
@@ -110,7 +110,9 @@ def _components() -> dict[str, Any]:
     files = schemas.load()
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
-            target, _, place = part.get('$ref', '#none').partition('#')
+            if '$ref' not in part:
+                continue
+            target, _, place = part['$ref'].partition('#')
             target = target or file
             # An anchor (#name) stays: it is found anywhere in a document.
             if target in files and place[:1] in ('', '/'):

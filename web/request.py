@@ -40,7 +40,7 @@ def read_body(req: PlantsRequest, limit: int) -> bytes:
     """Return the body of a request that must have one, of at most ``limit`` bytes.
 
     Raises:
-        Fault: The body is missing, too large, no application/json, or ends too early.
+        Fault: The body is missing, too large, not application/json, or ends too early.
     """
     # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored.
     # A chunked body can be read only if the server marks its end in the input
