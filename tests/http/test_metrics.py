@@ -8,7 +8,7 @@ import pytest
 from conftest import Client
 from exchange import assert_error
 from prometheus_client.parser import text_string_to_metric_families
-from server import TOKEN
+from server import PATIENCE, TOKEN
 
 from store import Plant, StoreUnavailable, __version__, open_store
 from store.memory import MemoryStore
@@ -105,16 +105,16 @@ def test_requests_in_progress_are_counted(serve):
     class SlowStore(MemoryStore):
         def add(self, plant):
             began.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
             raise RuntimeError
 
     client = serve(SlowStore(), metrics=True)
     thread = threading.Thread(target=client.add, args=[FERN])
     thread.start()
-    assert began.wait(20)
+    assert began.wait(PATIENCE)
     assert read_samples(client)['plants_requests_in_progress',] == 2
     go_on.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert read_samples(client)['plants_requests_in_progress',] == 1
 
 
@@ -195,4 +195,4 @@ from app import create_app
 from store import open_store
 create_app(open_store('memory:'), tokens=['t'])
 """
-    subprocess.run([sys.executable, '-c', code], timeout=60, check=True)
+    subprocess.run([sys.executable, '-c', code], timeout=PATIENCE, check=True)

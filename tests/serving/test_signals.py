@@ -13,6 +13,7 @@ import pytest
 from exchange import assert_error, fern, table, upgraded
 from server import (
     GUNICORN,
+    PATIENCE,
     SCRIPTS,
     RawClient,
     Server,
@@ -221,7 +222,7 @@ def test_reload_ends_idle_connections_in_order(tmp_path):
             answer = client.ask(request(body=fern()))
             assert answer.status == 200
         for client in clients[10:]:
-            assert client.is_readable(10)
+            assert client.is_readable(PATIENCE)
             assert client.receive() is None
 
 
@@ -229,7 +230,7 @@ SLOW_START = """
 import time
 
 def post_fork(server, worker):
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -240,7 +241,7 @@ def test_worker_that_is_starting_stops_at_once(tmp_path):
     try:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
         server.signal(signal.SIGTERM)
-        assert server.wait(5) == 0
+        assert server.wait(PATIENCE / 4) == 0
     finally:
         server.stop()
 

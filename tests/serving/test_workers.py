@@ -100,10 +100,10 @@ def test_connection_without_a_handshake_is_closed(tmp_path, certificate):
                 client.send(request(body=fern()))
             assert server.ask(request(body=fern())).status == 200
             for client in silent:
-                assert client.is_readable(8)
+                assert client.is_readable(PATIENCE)
             with server.connect() as client:
                 client.send(request()[:30])
-                assert client.is_readable(5)
+                assert client.is_readable(PATIENCE)
         assert server.ask(request(body=fern())).status == 200
         assert 'Traceback' not in server.log
 
