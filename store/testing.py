@@ -354,20 +354,19 @@ class StoreContract:
     def test_scheduler_calls_what_blocks(self, store: PlantStore) -> None:
         """``add`` and ``ping`` do what blocks in ``scheduler.call``."""
 
-        class Noting(Scheduler):
-            called = False
+        called: list[object] = []
 
+        class Noting(Scheduler):
             def call(self, function: Callable[[], Result]) -> Result:
-                self.called = True
+                called.append(function)
                 return function()
 
-        scheduler = Noting()
-        with open_store(self.shared_url(store), scheduler=scheduler) as other:
+        with open_store(self.shared_url(store), scheduler=Noting()) as other:
             other.add(MOSS)  # it opens the store
             for use in uses(other)[:2]:
-                scheduler.called = False
+                called.clear()
                 use()
-                assert scheduler.called, f'scheduler.call was not called by {use}'
+                assert called, f'scheduler.call was not called by {use}'
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_closed_store_refuses(self, store: PlantStore, used: bool) -> None:

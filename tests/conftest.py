@@ -179,6 +179,16 @@ def path(tmp_path):
 
 
 @pytest.fixture
+def disk(path):
+    """Install a disk without faults, on which there is no plant file yet."""
+    # Imported here: it is a module beside the tests of stores.
+    from disk import Disk, installed
+
+    with installed(Disk(path)) as disk:
+        yield disk
+
+
+@pytest.fixture
 def rebuilt(caplog):
     """Return a function: whether the log reported a new index since its last call."""
     caplog.set_level(logging.INFO, logger='store')

@@ -33,13 +33,6 @@ TORN = b'{"id":7,"na'
 
 
 @pytest.fixture
-def disk(path):
-    """Install a disk without faults, on which there is no plant file yet."""
-    with installed(Disk(path)) as disk:
-        yield disk
-
-
-@pytest.fixture
 def slow_syncs(monkeypatch):
     """Let every sync appear to take a second, so that several may be in flight."""
     ticks = itertools.count()

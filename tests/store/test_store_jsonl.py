@@ -16,7 +16,6 @@ from disk import (
     assert_stored,
     files,
     index_of,
-    installed,
     path_of,
     raw_plants,
 )
@@ -29,13 +28,6 @@ from store.testing import PATIENCE, StoreContract, in_threads, wait_until
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
 PLANTS = [Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')]
-
-
-@pytest.fixture
-def disk(path):
-    """Install a disk without faults, on which there is no plant file yet."""
-    with installed(Disk(path)) as disk:
-        yield disk
 
 
 @contextlib.contextmanager
