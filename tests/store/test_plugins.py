@@ -120,6 +120,10 @@ BROKEN = {
                 self.kept.execute(TABLE)
             with self.kept:
                 yield self.kept
+
+        def close(self):
+            super().close()
+            self.kept.close()
         """,
     ),
 }
