@@ -353,7 +353,6 @@ class StoreContract:
 
     def test_scheduler_calls_what_blocks(self, store: PlantStore) -> None:
         """``add`` and ``ping`` do what blocks in ``scheduler.call``."""
-
         called: list[object] = []
 
         class Noting(Scheduler):
