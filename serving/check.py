@@ -13,61 +13,93 @@ from gunicorn.config import Config
 from gunicorn.pidfile import Pidfile
 from gunicorn.sock import ssl_context
 
+from app import create_app
 from serving.log import PlantsLogger
+from store import DEFAULT_URL, open_store
 from web.settings import Settings, is_in_memory
 
 
-def check(cfg: Config, *, is_bound: bool) -> Settings:
-    """Try what a start does before it builds the application; return the settings.
+class Faults(list[str]):
+    """What would make a start fail, a sentence each."""
 
-    ``is_bound`` means that a server has these addresses: a reload or an upgrade.
+    @contextmanager
+    def about(self, setting: str) -> Iterator[None]:
+        """Add any exception, as a sentence that begins with the name of a setting."""
+        try:
+            yield
+        except Exception as ex:
+            reason = str(ex).partition('\n')[0]
+            if isinstance(ex, OSError) and ex.strerror:
+                reason = ': '.join(filter(None, (ex.filename, ex.strerror)))
+            if (sentence := f'{setting}: {reason}') not in self:
+                self.append(sentence)
+
+
+def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
+    """Try what a start does; return the settings.
+
+    ``is_bound`` means that a server has these addresses: a reload or an upgrade. The
+    store is not checked, which may take long, if it ``is_opened_next`` anyway.
 
     Raises:
-        ValueError: A start would fail; the message is a sentence.
+        ValueError: A start would fail. The message has a line for each fault, the
+            addresses last: those of a server that runs are always in use.
     """
-    with about('raw_env'):
-        environ = os.environ | cfg.env
-    settings = Settings.from_environ(environ)
+    faults = Faults()
+    environ = dict(os.environ)
+    with faults.about('raw_env'):
+        environ |= cfg.env
+    settings = Settings(environ.get('PLANTS_STORE', DEFAULT_URL))
+    try:
+        settings = Settings.from_environ(environ)
+    except ValueError as ex:
+        faults += str(ex).splitlines()
     if cfg.workers < 1:
-        raise ValueError('workers: 0 is too few: nobody would answer a request')
+        faults.append('workers: 0 is too few: nobody would answer a request')
     if is_in_memory(environ) and cfg.workers > 1:
-        raise ValueError(
-            f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}: '
-            f'each would hold its own plants'
-        )
-    if settings.tokens is None and (cfg.daemon or cfg.preload_app):
-        raise ValueError(
+        faults.append(f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}')
+    is_made = environ.keys().isdisjoint(['PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'])
+    if is_made and (cfg.daemon or cfg.preload_app):
+        faults.append(
             'daemon, preload_app: nobody would see the token that is made when '
             'none is configured: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
         )
-    for name in ('logger_class', 'worker_class'):
-        with about(name):
-            getattr(cfg, name)  # imports the class
-    # gunicorn would ignore the setting without a message.
-    if cfg.statsd_host and cfg.logger_class is PlantsLogger:
-        raise ValueError(
-            'statsd_host: it needs --logger-class gunicorn.instrument.statsd.Statsd'
-        )
+    with faults.about('worker_class'):
+        cfg.worker_class  # imports the class  # noqa: B018
+    with faults.about('logger_class'):
+        # gunicorn would ignore the setting without a message.
+        if cfg.logger_class is PlantsLogger and cfg.statsd_host:
+            raise ValueError('statsd_host needs gunicorn.instrument.statsd.Statsd')
     for name in ('errorlog', 'accesslog'):
-        with about(name):
+        with faults.about(name):
             if (path := getattr(cfg, name)) not in (None, '-'):
                 _check_file(path)
-    with about('pidfile'):
+    with faults.about('pidfile'):
         if cfg.pidfile:
             _check_directory(os.path.dirname(cfg.pidfile))
             if not is_bound and (pid := Pidfile(cfg.pidfile).validate()):
                 raise ValueError(f'{cfg.pidfile}: process {pid} runs')
-    with about('worker_tmp_dir'):
+    with faults.about('worker_tmp_dir'):
         _check_directory(cfg.worker_tmp_dir or tempfile.gettempdir())
-    with about('user, group'), as_user(cfg):
-        pass
-    with about('certfile, keyfile'), as_user(cfg):
-        if cfg.is_ssl:
-            ssl_context(cfg)
-    with about('bind'):
+    with faults.about('schemas'):
+        create_app(open_store('memory:'), tokens='unused')
+    with faults.about('PLANTS_STORE'):
+        # Before as_user(): that user may not read the module of the store.
+        open_store(settings.store, create='never')
+    with faults.about('user, group'), as_user(cfg):
+        with faults.about('certfile, keyfile'):
+            if cfg.is_ssl:
+                ssl_context(cfg)
+        with faults.about('PLANTS_STORE'):
+            if faults or not is_opened_next:
+                open_store(settings.store).check_opening()
+    with faults.about('bind'):
         for address in cfg.address:
             if not is_bound and 'LISTEN_FDS' not in os.environ:
-                _check_address(address, cfg.reuse_port)
+                with faults.about('bind'):
+                    _check_address(address, cfg.reuse_port)
+    if faults:
+        raise ValueError('\n'.join(faults))
     return settings
 
 
@@ -98,26 +130,16 @@ def _check_address(address: int | str | tuple[str, int], reuse_port: bool) -> No
             raise ValueError(f'{address} is there, and is not a socket')
     else:
         family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
-        with about(f'{address[0]}:{address[1]}'), socket.socket(family) as sock:
+        with socket.socket(family) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
             try:
                 sock.bind(address)
-            except OSError as ex:
-                advice = 'to listen at another one: gunicorn -b 127.0.0.1:PORT'
-                raise ValueError(f'{ex.strerror}; {advice}') from ex
-
-
-@contextmanager
-def about(setting: str) -> Iterator[None]:
-    """Make any exception a ``ValueError`` that begins with the name of a setting."""
-    try:
-        yield
-    except Exception as ex:
-        reason = str(ex).partition('\n')[0]
-        if isinstance(ex, OSError) and ex.strerror:
-            reason = ': '.join(filter(None, (ex.filename, ex.strerror)))
-        raise ValueError(f'{setting}: {reason}') from ex
+            except (OSError, OverflowError) as ex:
+                reason = getattr(ex, 'strerror', ex)
+                advice = 'another one: gunicorn -b 127.0.0.1:PORT'
+                where = ':'.join(map(str, address))
+                raise ValueError(f'{where}: {reason} ({advice})') from ex
 
 
 @contextmanager

@@ -24,12 +24,12 @@ from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
 from gunicorn.workers.base import Worker
 
-from app import PlantsApp, create_app
-from serving.check import about, as_user, check
+from app import create_app
+from serving.check import as_user, check
 from serving.master import PASSED, Master
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
-from store import THREADS, PlantStore, StoreError, masked, open_store
+from store import THREADS, StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
 from web.tokens import make_token
 
@@ -55,27 +55,28 @@ def before_run(application: WSGIApplication) -> None:
         return
     cfg = application.cfg
     checks_only = cfg.check_config or cfg.print_config
+    is_bound = 'GUNICORN_FD' in os.environ
     try:
-        settings = check(cfg, is_bound='GUNICORN_FD' in os.environ)
-        _build(cfg, settings, made_token='unused', metrics=False)
-        if checks_only:
-            with as_user(cfg):
-                open_store(settings.store).check_opening()
-        else:
+        settings = check(cfg, is_bound=is_bound, is_opened_next=not checks_only)
+        if not checks_only:
             cfg.logger_class(cfg)  # the store may log its progress
             with as_user(cfg), open_store(settings.store, create='always') as store:
                 store.ping()
     except (ValueError, StoreError, OSError) as ex:
+        faults = str(ex).splitlines()
         if not checks_only:
             with suppress(Exception):  # the log may be what is wrong
-                cfg.logger_class(cfg).critical('%s', ex)
+                logger = cfg.logger_class(cfg)
+                for fault in faults:
+                    logger.critical('%s', fault)
                 if cfg.errorlog == '-':
                     sys.exit(1)
-        sys.exit(f'Error: {ex}')
+        # A reload shows the last line of what its check prints.
+        sys.exit('Error: ' + ('; ' if is_bound else '\nError: ').join(faults))
     if cfg.print_config:
         print(cfg)
     if checks_only:
-        members = _summary(cfg, settings)
+        members = _summary(cfg, settings, 'none configured: a start makes one')
         print(_template(members) % {'message': PASSED, **members})
         sys.exit()
 
@@ -91,13 +92,14 @@ def when_ready(server: Master) -> None:
     if not addresses:  # each worker binds its own (reuse_port)
         binds = server.cfg.bind
         addresses = [bind if 'unix:' in bind else f'http://{bind}' for bind in binds]
-    urls = [address for address in addresses if address.startswith('http')]
-    url = urls[0].replace('0.0.0.0', '127.0.0.1') if urls else ''
+    url = next((address for address in addresses if address.startswith('http')), '')
+    url = url.replace('0.0.0.0', '127.0.0.1')
     settings = Settings.from_environ(os.environ)
     if settings.tokens is None:
         server.made_token = make_token(url or 'http://HOST:PORT')
     _serve(server, settings)
-    members = {'address': ', '.join(addresses), **_summary(server.cfg, settings)}
+    members = _summary(server.cfg, settings, 'one, made by this start')
+    members = {'address': ', '.join(addresses), **members}
     if url:
         members['page'] = f'{url}/docs'
     log.info(_template(members), {'message': 'the plant store is ready', **members})
@@ -126,9 +128,8 @@ def on_reload(server: Master) -> None:
     """Check and build again; where this raises, the master goes on as before."""
     if server.store is None:
         return
-    settings = check(server.cfg, is_bound=True)
-    open_store(settings.store, create='never')  # the user may not read its module
-    with about('PLANTS_STORE'), as_user(server.cfg):
+    settings = check(server.cfg, is_bound=True, is_opened_next=True)
+    with as_user(server.cfg):
         open_store(settings.store, create='always').close()
     _serve(server, settings)
 
@@ -148,25 +149,19 @@ def on_exit(server: Master) -> None:
 
 
 def _serve(server: Master, settings: Settings) -> None:
-    """Have all workers that are forked from now on serve a new application."""
+    """Have all workers that are forked from now on serve a new application.
+
+    They open its store, not this process.
+    """
     metrics: bool | Path = False
     if settings.metrics:
         metrics = server.counters = server.counters or _counters(server.cfg)
-    server.store, server.app.callable = _build(
-        server.cfg, settings, server.made_token, metrics
-    )
-
-
-def _build(
-    cfg: Config, settings: Settings, made_token: str | None, metrics: bool | Path
-) -> tuple[PlantStore, PlantsApp]:
-    """Build what workers serve; the store is opened by them."""
-    is_gevent = issubclass(cfg.worker_class, PlantsWorker)
+    is_gevent = issubclass(server.cfg.worker_class, PlantsWorker)
     scheduler = GeventScheduler() if is_gevent else THREADS
-    store = open_store(settings.store, create='never', scheduler=scheduler)
-    return store, create_app(
-        store,
-        tokens=settings.tokens or made_token or (),
+    server.store = open_store(settings.store, create='never', scheduler=scheduler)
+    server.app.callable = create_app(
+        server.store,
+        tokens=settings.tokens or server.made_token or (),
         max_body_bytes=settings.max_body_bytes,
         metrics=metrics,
         cors_origins=settings.cors_origins,
@@ -182,9 +177,9 @@ def _counters(cfg: Config) -> Path:
     return made
 
 
-def _summary(cfg: Config, settings: Settings) -> dict[str, object]:
+def _summary(cfg: Config, settings: Settings, no_tokens: str) -> dict[str, object]:
     """Return what a check or a start says about a server, by label."""
-    tokens = len(settings.tokens or ()) or 'none configured: a start makes one'
+    tokens = len(settings.tokens or ()) or no_tokens
     store = masked(settings.store)
     if store.startswith('jsonl:'):
         store = f'jsonl:{Path(store[6:]).absolute()}'

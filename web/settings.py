@@ -53,19 +53,20 @@ class Settings:
         """Read the ``PLANTS_`` variables.
 
         Raises:
-            ValueError: One has a bad value or an unknown name, or needs a package that
-                is not installed; the message is a sentence for the operator.
+            ValueError: Some have a bad value or an unknown name, or need a package that
+                is not installed; the message has a sentence for each, a line long.
         """
-        if environ.keys() >= {'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'}:
-            raise ValueError(
-                'PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one'
-            )
         fields: dict[str, Any] = {}
-        for name, text in environ.items():
+        faults = []
+        if environ.keys() >= {'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'}:
+            faults.append('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
+        for name, text in sorted(environ.items()):
             try:
                 fields |= _read(name, text)
             except ValueError as ex:
-                raise ValueError(f'{name}: {ex}') from ex
+                faults.append(f'{name}: {ex}')
+        if faults:
+            raise ValueError('\n'.join(faults))
         return cls(**fields)
 
 

@@ -71,7 +71,10 @@ REFUSED = {
     'syntax': ('keepalive =', 'gunicorn.conf.py, line'),
     'setting': ("keepalive = 'long'", 'Invalid value for keepalive'),
     'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change of it takes'),
-    'no certificate': ("certfile = 'no.pem'", 'certfile, keyfile: '),
+    'two faults': (
+        "accesslog = 'no/log'\ncertfile = 'no.pem'",
+        'no such directory that can be written to; certfile, keyfile: ',
+    ),
     'hook of the master': ('on_reload = lambda server: 1 / 0', 'ZeroDivisionError'),
     'hook of a worker': (
         'post_fork = lambda server, worker: 1 / 0',

@@ -84,7 +84,7 @@ BAD_STARTS = {
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
     'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
     'no worker': ({'WEB_CONCURRENCY': '0'}, ['workers: 0']),
-    'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger-class'),
+    'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger_class'),
     'port': options('-b :80800', 'bind: ', ':80800: ', 'port must be 0-65535'),
     'socket in no directory': options('-b unix:no/s', 'bind: ', 'no'),
     'pid file in no directory': options('-p no/pid', 'pidfile: no'),
@@ -226,12 +226,32 @@ def test_print_config_generates_no_token(tmp_path):
     assert 'No token' not in printed
 
 
-def test_port_in_use_is_one_sentence(service, tmp_path):
-    """A second server on the same port does not start, and the first goes on."""
-    second = Server(tmp_path, '--bind', f'127.0.0.1:{service.port}')
-    words = (f'127.0.0.1:{service.port}: Address already in use', 'gunicorn -b')
-    assert_start_refused(second, *words)
-    assert 'Booting worker' not in second.log
+def test_every_fault_is_listed(service, checkout):
+    """A check and a start list all faults, a line each, those of the addresses last."""
+    plants = checkout / 'plants.jsonl'
+    plants.write_bytes(b'{"id":1\n{"id":2,"name":"Moss"}\n')
+    (checkout / 'schemas/Plant.json').write_text('true')
+    taken = f'127.0.0.1:{service.port}'
+    faults = [
+        "PLANTS_LOG: 'x' is not text or json",
+        'PLANTS_TOKEN: there is no such setting; the nearest one is PLANTS_TOKENS',
+        'workers: 0 is too few: nobody would answer a request',
+        f'errorlog: {checkout}/no: there is no such directory that can be written to',
+        f'schemas: {checkout}/schemas/Plant.json: true is not an object',
+        'certfile, keyfile: No such file or directory',
+        f'PLANTS_STORE: {plants}: line 1 (byte 0) is damaged',
+        f'bind: {taken}: Address already in use (another one: gunicorn -b ',
+        'bind: :80800: bind(): port must be 0-65535',
+    ]
+    arguments = ('-b', taken, '-b', ':80800', '--certfile', 'no', '--error-logfile')
+    settings = {'PLANTS_TOKEN': SECRET, 'PLANTS_LOG': 'x', 'WEB_CONCURRENCY': '0'}
+    for option in ('--check-config', '--no-sendfile'):
+        command = [SCRIPTS / 'gunicorn', option, *arguments, 'no/log']
+        server = Server(checkout, command=command, GUNICORN_CMD_ARGS=None, **settings)
+        assert server.run() == 1
+        lines = zip(faults, server.log.splitlines(), strict=True)
+        for fault, line in lines:
+            assert line.startswith(f'Error: {fault}')
     assert service.ask(request(body=fern())).status == 200
 
 
