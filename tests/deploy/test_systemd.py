@@ -68,9 +68,11 @@ def test_units_are_sound(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
 
 
-def test_unit_is_hardened():
-    """The exposure level of the service, by systemd-analyze, is at most 1.0."""
-    done = analyze('security', '--offline=true', '--threshold=10', SERVICE)
+@pytest.mark.parametrize('name', ['plants.service', 'plants-backup.service'])
+def test_unit_is_hardened(name):
+    """The exposure level of each service, by systemd-analyze, is at most 1.0."""
+    path = SERVICE.with_name(name)
+    done = analyze('security', '--offline=true', '--threshold=10', path)
     assert done.returncode == 0, done.stdout
     [level] = re.findall(r'Overall exposure level for \S+: ([\d.]+) ', done.stdout)
     assert float(level) <= 1.0
@@ -114,9 +116,7 @@ class Service:
         )
         [credential] = self.unit['LoadCredential']
         (directory / credential.split(':')[0]).write_text(f'garden {TOKEN}\n')
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(self._path))
-        self._listening.listen(128)
+        self._listen()
         self._notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notified.bind(str(directory / 'notify'))
         self._notified.settimeout(PATIENCE)
@@ -142,11 +142,38 @@ class Service:
             path.write_text(code)
         subprocess.run(['ln', '-sfn', checkout.name, self._installed], check=True)
 
-    def start(self):
-        """Start the service, and wait for its READY notification."""
+    def _listen(self):
+        self._path.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(self._path))
+        self._listening.listen(128)
+
+    def systemctl(self, verb, *units):
+        """Stop or start the units, of which one is the service."""
+        if verb == 'stop':
+            self.process.terminate()
+            self.process.wait(PATIENCE)
+            if 'plants.socket' in units:
+                self._listening.close()
+            else:
+                self.start(for_client=True)
+        else:
+            self._listening.close()
+            self._listen()
+            self.start()
+
+    def start(self, *, for_client=False):
+        """Start the service, and wait for its READY notification.
+
+        With ``for_client`` systemd's tool starts it when the next client connects.
+        """
         descriptor = self._listening.fileno()
         [command] = self.unit['ExecStart']
         [directory] = self.unit['WorkingDirectory']
+        if for_client:
+            names = [item.split('=')[0] for item in self.unit['Environment']]
+            activate = installed('systemd-socket-activate', 'systemd')
+            command = ' '.join([activate, *(f'-E {name}' for name in names), command])
         with self.log_path.open('ab') as log:
             self.process = subprocess.Popen(
                 f'exec 3<&{descriptor}; LISTEN_PID=$$ exec {command}',
@@ -164,6 +191,8 @@ class Service:
                 start_new_session=True,
             )
         assert self.unit['Type'] == ['notify']
+        if for_client:
+            return
         assert 'READY=1' in self._notified.recv(4096).decode().splitlines()
 
     def restart(self):
@@ -240,3 +269,41 @@ def test_upgrade_takes_a_restart(service):
         service.restart()
         assert version() == number
     assert service.ask(request(body={'id': 1, 'name': 'Moss'})).json['error'] == 40006
+
+
+def test_restore_loses_nothing_that_is_added_meanwhile(service, tmp_path):
+    """A client that sends plants between the steps of the page loses none of them."""
+    page = (REPOSITORY / 'docs/deploying.md').read_text()
+    [block] = re.findall('### A restore.*?```console\n(.*?)```', page, re.DOTALL)
+    for theirs, ours in [
+        ('.venv/bin', SCRIPTS),
+        ('/opt/plants', service.unit['WorkingDirectory'][0]),
+        ('/var/lib/plants', service.plants_path.parent),
+        ('chown plants:', f'chown {os.getuid()}'),
+    ]:
+        assert theirs in block
+        block = block.replace(theirs, str(ours))
+    added = []
+
+    def add():
+        with suppress(ConnectionRefusedError):
+            id = len(added)
+            if service.ask(request(body={'id': id, 'name': 'Fern'})).status == 200:
+                added.append(b'{"id":%d,"name":"Fern"}' % id)
+
+    add()
+    (tmp_path / 'plants-backup').mkdir()
+    backup = tmp_path / 'plants-backup/plants-20260101T000000Z.jsonl'
+    backup.write_bytes(service.plants_path.read_bytes())
+    directory = tmp_path
+    for step in re.findall('^# (.*)', block, re.MULTILINE):
+        program, *arguments = step.split()
+        if program == 'systemctl':
+            service.systemctl(*arguments)
+        elif program == 'cd':
+            [directory] = arguments
+        else:
+            subprocess.run(['bash', '-c', step], cwd=directory, check=True)
+        add()
+    assert service.plants_path.read_bytes().splitlines() == added
+    assert len(added) == 2, 'it serves before and after, and not in between'
