@@ -47,6 +47,7 @@ class Client:
     deadline: float  # when the client is expired, in seconds (monotonic)
     is_idle: bool  # whether the next byte begins a request
     has_ended = False  # whether the client has sent its last byte, or is expired
+    looks_like_tls = False  # whether the last request began like a TLS handshake
 
     def __init__(self, sock: GeventSocket, turns: Turns) -> None:
         self._sock = sock
@@ -87,6 +88,7 @@ class Client:
             raise ClientGone from ex
         self.has_ended = not data
         if self.is_idle and data:
+            self.looks_like_tls = data.startswith(b'\x16\x03')
             self.begin_request()
         return data
 

@@ -182,7 +182,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         id = middleware.new_request_id()
         status = status_of(error)
         if status < 500:
-            self.log.warning('%s: request refused: %s', id, type(error).__name__)
+            hint = ' (HTTPS to a port for HTTP?)' if client.looks_like_tls else ''
+            kind = type(error).__name__ + hint
+            self.log.warning('%s: request refused: %s', id, kind)
         else:
             self.log.error('%s: request failed', id, exc_info=error)
         message = f'{status.phrase}: the HTTP server cannot serve this request'

@@ -26,6 +26,7 @@ def test_json_log_has_an_object_per_line(tmp_path):
         server.ask(request('HEAD', '/livez', authorization=None), head=True)
         server.ask(request('GET', '/pl%0aants'))
         server.ask(b'GET / HTTP/9\r\n\r\n')
+        server.ask(b'\x16\x03\x01\x00\x05\x01\r\n\r\n')  # as https:// begins
     lines = parse_json_log(server.log)
     [added] = [line for line in lines if line.get('request_id') == 'my-id']
     assert list(added) == [
@@ -45,7 +46,11 @@ def test_json_log_has_an_object_per_line(tmp_path):
     [strange] = [line for line in lines if line.get('error') == 40400]
     assert strange['path'] == '/pl%0Aants'
     assert any('Starting gunicorn' in line['message'] for line in lines)
-    assert any('request refused' in line['message'] for line in lines)
+    refused = [line['message'] for line in lines if 'refused: ' in line['message']]
+    assert ['HTTPS to a port for HTTP?' in message for message in refused] == [
+        False,
+        True,
+    ]
 
 
 def test_text_line_has_the_fields_of_a_json_line(tmp_path):
