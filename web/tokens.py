@@ -136,7 +136,7 @@ class TokensFile(Tokens):
             log.error('%s; the tokens stay as they were', ex)
             self.on_failed_reload()
         else:
-            log.info('%s: %d tokens are accepted now', self._path, len(self))
+            log.info('%s: tokens that are accepted now: %d', self._path, len(self))
 
     def _stat(self) -> tuple[int, ...]:
         try:
@@ -172,16 +172,16 @@ def make_token(address: str) -> str:
 
     It is not in the log: log files may be kept and read by others.
     """
-    token = secrets.token_urlsafe()
+    token = secrets.token_hex()  # never an option of a command, like -token
     print(
-        f'No token is configured (PLANTS_TOKENS), so this one was made:\n\n'
+        f'No token is configured (PLANTS_TOKENS), so this start made one:\n\n'
         f'    {token}\n\n'
         f'Add a plant with it:\n\n'
         f"    curl {address}/plants -H 'Authorization: Bearer {token}' "
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
-        f'The next start makes another token. To keep this one, start with '
-        f'PLANTS_TOKENS={token}\n',
+        f'Each start makes another token, and those before it are not valid any more. '
+        f'To keep this one, start with PLANTS_TOKENS={token}\n',
         file=sys.stderr,
     )
     return token

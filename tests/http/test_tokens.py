@@ -246,7 +246,7 @@ def test_tokens_are_rotated(path, pass_a_second, caplog):
     path.write_text(f'old {TOKEN}\nnew {sha256(OTHER)}  # from May on\n')
     pass_a_second()
     assert values() == [200, 200]
-    assert '2 tokens are accepted now' in caplog.text
+    assert 'tokens that are accepted now: 2' in caplog.text
     path.write_text(f'new {OTHER}\n')
     pass_a_second()
     assert values() == [40101, 200]

@@ -50,6 +50,7 @@ def test_command_serves(checkout, command):
 def test_printed_curl_line_works(tmp_path):
     """Without a configured token one is generated, and the printed curl line works."""
     with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
+        assert 'tokens   one, made by this start\n' in server.log
         [line] = re.findall('^ *(curl .+)$', server.log, re.MULTILINE)
         for _ in range(4):
             command = ['bash', '-c', line]
