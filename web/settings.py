@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from store import DEFAULT_URL, open_store
+from store import DEFAULT_URL, masked, open_store
 from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
@@ -74,6 +74,8 @@ def _read(name: str, text: str) -> dict[str, Any]:
     """Return the fields that a variable sets."""
     match name:
         case 'PLANTS_STORE':
+            if text and ':' not in text and masked(text) == text:
+                raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
             open_store(text, create='never')  # this opens and makes nothing
             return {'store': text}
         case 'PLANTS_TOKENS':

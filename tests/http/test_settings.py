@@ -83,7 +83,7 @@ def test_metrics_without_their_package_are_refused(monkeypatch):
 
 # What a variable accepts, in the words of the message, and what it does not accept.
 REFUSED = {
-    'PLANTS_STORE': ('jsonl:PATH', ['', 'plants.jsonl', 'Memory:', 'redis://x']),
+    'PLANTS_STORE': ('jsonl:PATH', ['', 'Memory:', 'redis://x']),
     'PLANTS_MAX_BODY': (
         'positive number of bytes',
         ['', '0', '-1', '64k', '1\n', '\u0661', '9' * 19],
@@ -110,6 +110,12 @@ def test_bad_value_is_refused(variable, text):
         Settings.from_environ({variable: text})
     assert repr(text.split(',')[0]) in str(raised.value)
     assert REFUSED[variable][0] in str(raised.value)
+
+
+def test_path_of_a_store_is_refused_with_its_url():
+    """A plain path, which the command line takes, is refused with the URL to use."""
+    with pytest.raises(ValueError, match=r'use jsonl:/srv/plants$'):
+        Settings.from_environ({'PLANTS_STORE': '/srv/plants'})
 
 
 @pytest.mark.parametrize(
