@@ -79,7 +79,8 @@ def _as_fault(ex: Exception, request_id: str) -> Fault:
         case Fault():
             return ex
         case falcon.HTTPError(status_code=404):
-            return Fault(ErrorValue.NO_SUCH_PATH)
+            value = ErrorValue.NO_SUCH_PATH
+            return Fault(value, f'{value.meaning}; plants are sent to /plants')
         case falcon.HTTPError():
             return Fault(100 * ex.status_code, ex.description or ex.title)
         case IdTaken():

@@ -152,7 +152,7 @@ class StrictRouting:
         self, req: PlantsRequest, resp: Response, resource: object, params: object
     ) -> None:
         if req.path != req.uri_template:
-            raise Fault(ErrorValue.NO_SUCH_PATH)
+            raise falcon.HTTPNotFound()
         responder = f'on_{req.method.lower()}'
         if not req.method.isupper() or not hasattr(resource, responder):
             allowed = ', '.join(

@@ -323,7 +323,8 @@ def test_unknown_path_is_40400(path, client):
     """A path that does not exist is 40400, but only to a client with a token."""
     client.lint = False
     for method in ('GET', 'POST', 'OPTIONS', 'BREW'):
-        assert_error(client.request(path, method=method), 40400)
+        message = assert_error(client.request(path, method=method), 40400)
+        assert message.endswith('/plants')
     client.authorization = None
     assert_error(client.get(path), 40100)
 
