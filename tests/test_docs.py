@@ -276,6 +276,9 @@ print(ask('/'))
 print(ask('/garden/plants', **ADD))
 print(ask('/garden/plants'))
 print('status' in ask('/livez'))
+for path in ('/garden', '/garden/'):
+    page = TestApp(application).get(path, headers=dict(Accept='text/html')).follow()
+    print(page.request.path, page.content_type)
 """
 
 
@@ -285,9 +288,10 @@ def test_host_serves_plants(tmp_path, host):
     code = block('docs/embedding.md', f'## In {host}', 'python')
     (tmp_path / 'host.py').write_text(code)
     printed = python(USE_HOST, tmp_path, REPOSITORY, tmp_path)
-    home, plant, error, is_live_ours = printed.splitlines()
+    home, plant, error, is_live_ours, *pages = printed.splitlines()
     assert (home, plant, is_live_ours) == ('home', '{"name": "Fern"}', 'False')
     assert '40500' in error
+    assert pages == 2 * ['/garden/docs text/html']
     assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
 
 

@@ -123,7 +123,9 @@ class BearerAuth:
         text = text.strip(' \t')
         if scheme.lower() != 'bearer' or not text:
             if req.path == '/' and req.method == 'GET' and 'text/html' in req.accept:
-                raise falcon.HTTPSeeOther('docs')  # relative: right under any prefix
+                # Relative: right under any prefix, also at /garden without a slash.
+                mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
+                raise falcon.HTTPSeeOther(f'{mount}/docs')
             message = (
                 "send the header 'Authorization: Bearer TOKEN'; /docs explains the "
                 'interface'
