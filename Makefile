@@ -48,11 +48,13 @@ venv: .venv/run
 	v = sys.version_info[:2]; \
 	v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is %d.%d" % v); \
 	sys.platform == "linux" or sys.exit("Linux is needed, this is " + sys.platform)'
+	@echo 'Installing the packages into .venv, once. It may take a minute or two.'
 	$(PYTHON) -m venv --clear .venv
 	$(INSTALL) -r requirements.txt
 	touch $@
 
 .venv/test: .venv/run requirements-test.txt
+	@echo 'Installing the packages of the tests, once. It may take a minute or two.'
 	$(INSTALL) -r requirements-test.txt
 	touch $@
 
