@@ -240,3 +240,18 @@ def test_page_fits_a_narrow_window(page, browser):
     margin = browser.execute_script('return document.body.getBoundingClientRect().x')
     assert margin == 0
     browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+
+
+@pytest.mark.parametrize('server', ['app:app'], indirect=True)
+def test_page_shows_plain_types_in_the_colours_of_the_user(page, browser):
+    """The colours follow the choice of the user; the type of each schema is object."""
+    colours = {'dark': 'html.dark-mode', 'light': 'html:not(.dark-mode)'}
+    for scheme in ('light', 'dark', 'light', 'dark'):
+        media = [{'name': 'prefers-color-scheme', 'value': scheme}]
+        browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': media})
+        page.find(f'{colours[scheme]} .models')
+    browser.refresh()
+    page.find('html.dark-mode .models strong')
+    types = browser.find_elements(By.CSS_SELECTOR, '.models strong[class*=primary]')
+    assert [element.text for element in types] == 3 * ['object']
+    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
