@@ -12,6 +12,7 @@ from pathlib import Path
 from gunicorn.config import Config
 from gunicorn.pidfile import Pidfile
 from gunicorn.sock import ssl_context
+from gunicorn.util import parse_address
 
 from app import create_app
 from serving.log import PlantsLogger
@@ -83,9 +84,6 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
         _check_directory(cfg.worker_tmp_dir or tempfile.gettempdir())
     with faults.about('schemas'):
         create_app(open_store('memory:'), tokens='unused')
-    with faults.about('PLANTS_STORE'):
-        # Before as_user(): that user may not read the module of the store.
-        open_store(settings.store, create='never')
     with faults.about('user, group'), as_user(cfg):
         with faults.about('certfile, keyfile'):
             if cfg.is_ssl:
@@ -93,11 +91,9 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
         with faults.about('PLANTS_STORE'):
             if faults or not is_opened_next:
                 open_store(settings.store).check_opening()
-    with faults.about('bind'):
-        for address in cfg.address:
-            if not is_bound and 'LISTEN_FDS' not in os.environ:
-                with faults.about('bind'):
-                    _check_address(address, cfg.reuse_port)
+    for name in [] if is_bound or 'LISTEN_FDS' in os.environ else cfg.bind:
+        with faults.about(f'bind: {name}'):
+            _check_address(name, cfg.reuse_port)
     if faults:
         raise ValueError('\n'.join(faults))
     return settings
@@ -117,17 +113,18 @@ def _check_directory(path: str) -> None:
         raise ValueError(f'{path}: there is no such directory that can be written to')
 
 
-def _check_address(address: int | str | tuple[str, int], reuse_port: bool) -> None:
+def _check_address(name: str, reuse_port: bool) -> None:
     """Check that a server could listen at an address.
 
     gunicorn itself tries an address five times, with many log lines.
     """
+    address = parse_address(name)
     if isinstance(address, int):  # fd://3
         os.fstat(address)
     elif isinstance(address, str):
         _check_directory(os.path.dirname(address))
         if os.path.exists(address) and not Path(address).is_socket():
-            raise ValueError(f'{address} is there, and is not a socket')
+            raise ValueError('it is there, and is not a socket')
     else:
         family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
         with socket.socket(family) as sock:
@@ -135,11 +132,9 @@ def _check_address(address: int | str | tuple[str, int], reuse_port: bool) -> No
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
             try:
                 sock.bind(address)
-            except (OSError, OverflowError) as ex:
-                reason = getattr(ex, 'strerror', ex)
+            except OSError as ex:
                 advice = 'another one: gunicorn -b 127.0.0.1:PORT'
-                where = ':'.join(map(str, address))
-                raise ValueError(f'{where}: {reason} ({advice})') from ex
+                raise ValueError(f'{ex.strerror} ({advice})') from ex
 
 
 @contextmanager

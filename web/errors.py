@@ -79,8 +79,7 @@ def _as_fault(ex: Exception, request_id: str) -> Fault:
         case Fault():
             return ex
         case falcon.HTTPError(status_code=404):
-            value = ErrorValue.NO_SUCH_PATH
-            return Fault(value, f'{value.meaning}; plants are sent to /plants')
+            return Fault(ErrorValue.NO_SUCH_PATH, 'no such path; plants go to /plants')
         case falcon.HTTPError():
             return Fault(100 * ex.status_code, ex.description or ex.title)
         case IdTaken():

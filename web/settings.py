@@ -60,7 +60,7 @@ class Settings:
         faults = []
         if environ.keys() >= {'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'}:
             faults.append('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
-        for name, text in sorted(environ.items()):
+        for name, text in sorted({'PLANTS_STORE': DEFAULT_URL, **environ}.items()):
             try:
                 fields |= _read(name, text)
             except ValueError as ex:
@@ -76,7 +76,9 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_STORE':
             if text and ':' not in text and masked(text) == text:
                 raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
-            open_store(text, create='never')  # this opens and makes nothing
+            # This opens and makes nothing. It imports the module of the store, which
+            # the user that serves may not be permitted to read.
+            open_store(text, create='never')
             return {'store': text}
         case 'PLANTS_TOKENS':
             return {'tokens': Tokens(filter(None, map(str.strip, text.split(','))))}
@@ -93,9 +95,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
             if text not in ('0', '1'):
                 raise ValueError(f'{text!r} is not 0 or 1')
             if text == '1' and find_spec('prometheus_client') is None:
-                raise ValueError(
-                    'it needs the package prometheus_client, which is not installed'
-                )
+                raise ValueError('it needs the package prometheus_client')
             return {'metrics': text == '1'}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))
