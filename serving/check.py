@@ -32,8 +32,7 @@ class Faults(list[str]):
             reason = str(ex).partition('\n')[0]
             if isinstance(ex, OSError) and ex.strerror:
                 reason = ': '.join(filter(None, (ex.filename, ex.strerror)))
-            if (sentence := f'{setting}: {reason}') not in self:
-                self.append(sentence)
+            self.append(f'{setting}: {reason}')
 
 
 def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
@@ -88,8 +87,9 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
         with faults.about('certfile, keyfile'):
             if cfg.is_ssl:
                 ssl_context(cfg)
+        is_usable = not any(fault.startswith('PLANTS_STORE') for fault in faults)
         with faults.about('PLANTS_STORE'):
-            if faults or not is_opened_next:
+            if is_usable and (faults or not is_opened_next):
                 open_store(settings.store).check_opening()
     for name in [] if is_bound or 'LISTEN_FDS' in os.environ else cfg.bind:
         with faults.about(f'bind: {name}'):

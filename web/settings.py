@@ -76,8 +76,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_STORE':
             if text and ':' not in text and masked(text) == text:
                 raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
-            # This opens and makes nothing. It imports the module of the store, which
-            # the user that serves may not be permitted to read.
+            # This only imports the module, which the user that serves may not read.
             open_store(text, create='never')
             return {'store': text}
         case 'PLANTS_TOKENS':

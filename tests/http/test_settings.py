@@ -112,12 +112,6 @@ def test_bad_value_is_refused(variable, text):
     assert REFUSED[variable][0] in str(raised.value)
 
 
-def test_path_of_a_store_is_refused_with_its_url():
-    """A plain path, which the command line takes, is refused with the URL to use."""
-    with pytest.raises(ValueError, match=r'use jsonl:/srv/plants$'):
-        Settings.from_environ({'PLANTS_STORE': '/srv/plants'})
-
-
 @pytest.mark.parametrize(
     'text',
     ['https://xn--a-ecp.example:8443', 'http://[::1]:3000', 'moz-extension://0a1b'],

@@ -83,6 +83,7 @@ BAD_STARTS = {
         ['PLANTS_STORE', 'memory:', 'one worker', '2'],
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
+    'path of a store': ({'PLANTS_STORE': 'p.jsonl'}, ['use jsonl:p.jsonl']),
     'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
     'no worker': ({'WEB_CONCURRENCY': '0'}, ['workers: 0']),
     'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger_class'),
