@@ -162,16 +162,6 @@ def test_unreadable_tokens_file_is_refused(path):
     assert path in str(raised.value)
 
 
-def test_bad_line_of_a_tokens_file_is_named(tmp_path):
-    """The message about a bad tokens file has its path and the line, and no token."""
-    path = tmp_path / 'tokens'
-    path.write_text(f'{TOKEN}\n\n{OTHER}"\n')
-    with pytest.raises(ValueError, match='a token may have only') as raised:
-        Settings.from_environ({'PLANTS_TOKENS_FILE': str(path)})
-    assert str(raised.value).startswith(f'PLANTS_TOKENS_FILE: {path}: line 3: ')
-    assert TOKEN not in str(raised.value)
-
-
 # ---- the arguments of create_app
 
 

@@ -76,7 +76,7 @@ def options(text, *words):
     return {'GUNICORN_CMD_ARGS': f'--bind 127.0.0.1:0 {text}'}, words
 
 
-# One bad setting of each kind; tests/http tries all values.
+# Bad settings of other kinds than those of test_every_fault_is_listed.
 BAD_STARTS = {
     'memory: and two workers': (
         {'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'},
@@ -84,15 +84,10 @@ BAD_STARTS = {
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
     'path of a store': ({'PLANTS_STORE': 'p.jsonl'}, ['use jsonl:p.jsonl']),
-    'misspelt': ({'PLANTS_TOKEN': SECRET}, ['PLANTS_TOKEN:', 'PLANTS_TOKENS']),
-    'no worker': ({'WEB_CONCURRENCY': '0'}, ['workers: 0']),
     'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger_class'),
-    'port': options('-b :80800', 'bind: ', ':80800: ', 'port must be 0-65535'),
     'socket in no directory': options('-b unix:no/s', 'bind: ', 'no'),
     'pid file in no directory': options('-p no/pid', 'pidfile: no'),
     'heartbeat in no directory': options('--worker-tmp-dir no', 'worker_tmp_dir: no'),
-    'log in no directory': options('--error-logfile no/log', 'errorlog: ', 'no'),
-    'no certificate': options('--certfile no.pem', 'certfile', 'No such file'),
     'no worker class': options('-k no.Worker', 'worker_class: ', 'no.Worker'),
     'token of nobody': (
         {'GUNICORN_CMD_ARGS': '--preload', 'PLANTS_TOKENS': None},
@@ -115,15 +110,6 @@ def test_damaged_file_stops_the_start(tmp_path):
     (tmp_path / 'plants.jsonl').write_bytes(damaged)
     assert_start_refused(Server(tmp_path, workers=2), 'plants.jsonl', 'line 2', 'check')
     assert (tmp_path / 'plants.jsonl').read_bytes() == damaged
-
-
-def test_broken_schema_stops_a_start_and_a_check(checkout):
-    """A schema that cannot be used stops the start with a sentence that names it."""
-    (checkout / 'schemas' / 'Plant.json').write_text('true')
-    for option in ('--check-config', '--bind=127.0.0.1:0'):
-        server = Server(checkout, command=[SCRIPTS / 'gunicorn', option])
-        assert_start_refused(server, 'Plant.json', 'true is not an object')
-    assert not (checkout / 'plants.jsonl').exists()
 
 
 FAILING_RELOAD = "if '--check-config' not in sys.argv: on_reload = lambda server: 1 / 0"
