@@ -21,9 +21,12 @@ from serving.scheduler import Turns
 
 # ---- time limits, in seconds
 
+# For a new connection to begin its first request; ``keepalive`` is for those after it.
+FIRST_REQUEST = 15
 # For one request, from its first byte to the end of its body.
 REQUEST_TIMEOUT = 30
-# For a client to take its last answer, and for one that is idle when the worker stops.
+# For a client to take its last answer, and for one that is idle when its worker stops
+# or has as many connections as it may have.
 LINGER = 2
 # Bytes a second that a client must send to be listened to for longer than LINGER.
 LINGER_RATE = 256 * 1024
@@ -46,6 +49,7 @@ class Client:
 
     deadline: float  # when the client is expired, in seconds (monotonic)
     is_idle: bool  # whether the next byte begins a request
+    idle_since: float  # when it was idle first, if it is, in seconds (monotonic)
     has_ended = False  # whether the client has sent its last byte, or is expired
     looks_like_tls = False  # whether the last request began like a TLS handshake
 
@@ -57,7 +61,7 @@ class Client:
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._is_sending = False
-        self.expect_request(REQUEST_TIMEOUT)
+        self.expect_request(FIRST_REQUEST)
 
     def start_tls(self, context: Any) -> None:
         """Have the first read make a TLS handshake."""
@@ -69,7 +73,8 @@ class Client:
     def expect_request(self, seconds: float) -> None:
         """Give the client time to begin a request."""
         self.is_idle = True
-        self.deadline = time.monotonic() + seconds
+        self.idle_since = time.monotonic()
+        self.deadline = self.idle_since + seconds
 
     def begin_request(self) -> None:
         """Give the client time to send the rest of a request."""

@@ -95,7 +95,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             server.start()
         self.count_connection(0)
         while self.alive:
-            self._tick()
+            # Idle clients make room for new ones.
+            self._tick(time.monotonic() - LINGER if pool.full() else -math.inf)
         for server in servers:
             server.close()
         self.forget_connections()
@@ -103,7 +104,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
         while len(pool) and time.monotonic() < stopped + self.cfg.graceful_timeout:
-            self._tick(idle_until=stopped + LINGER)
+            is_over = time.monotonic() > stopped + LINGER
+            self._tick(math.inf if is_over else -math.inf)
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
         """Serve a connection from its beginning to its end."""
@@ -205,13 +207,17 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.alive:
             connection_counts[self.age % SLOTS] = self.connections + 1
 
-    def _tick(self, idle_until: float = math.inf) -> None:
-        """Tell the master that the worker lives, expire clients, and wait."""
+    def _tick(self, idle_since: float) -> None:
+        """Tell the master that the worker lives, expire clients, and wait.
+
+        Clients expire at their deadline, and if they have been idle for so long.
+        """
         self.notify()
         poll_sockets()  # first hear the clients, if this process was paused
         now = time.monotonic()
         for client in list(self._clients):
-            if client.deadline < now or (client.is_idle and idle_until < now):
+            is_late = client.is_idle and client.idle_since <= idle_since
+            if is_late or client.deadline < now:
                 client.expire()
         gevent.sleep(TICK)
 

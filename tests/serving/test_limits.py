@@ -22,7 +22,7 @@ from exchange import (
     only_worker,
     table,
 )
-from server import GUNICORN, PATIENCE, Server, request, wait_until
+from server import GUNICORN, PATIENCE, Server, configured, request, wait_until
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
 
@@ -75,12 +75,33 @@ def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
             assert client.ask(PROBE).status == 200
 
 
-def test_idle_connection_is_closed_at_its_time_limit(tmp_path):
-    """A kept connection without a request is closed at the idle limit, not before."""
-    with Server(tmp_path, '--keep-alive=2') as server, server.connect() as client:
-        assert client.ask(PROBE).status == 200
+@pytest.mark.parametrize('requests', [0, 1])
+def test_idle_connection_is_closed_at_its_time_limit(tmp_path, requests):
+    """A connection without a request is closed at the idle limit, not before."""
+    patient = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
+    lines = [*patient, 'client.FIRST_REQUEST = 2', 'keepalive = 2']
+    with (
+        Server(tmp_path, *configured(tmp_path, *lines)) as server,
+        server.connect() as client,
+    ):
+        for _ in range(requests):
+            assert client.ask(PROBE).status == 200
         assert not client.is_readable(1)
         assert client.receive() is None
+
+
+def test_idle_connections_make_room_for_new_ones(tmp_path):
+    """A worker with all of its connections closes those that have been idle for 2 s."""
+    patient = ['from serving import client', 'client.FIRST_REQUEST = 3600']
+    lines = [*patient, 'keepalive = 3600', 'worker_connections = 20']
+    with (
+        Server(tmp_path, *configured(tmp_path, *lines)) as server,
+        ExitStack() as connections,
+    ):
+        clients = [connections.enter_context(server.connect()) for _ in range(40)]
+        assert clients[0].ask(PROBE).status == 200
+        assert server.ask(request(body=fern())).status == 200
+        assert all(client.receive() is None for client in clients[:20])
 
 
 def test_request_that_waits_for_its_time_limit_is_answered(impatient):

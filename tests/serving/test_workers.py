@@ -90,7 +90,7 @@ def test_tls_is_served(tmp_path, certificate):
 
 def test_connection_without_a_handshake_is_closed(tmp_path, certificate):
     """A client that sends nothing, or no TLS, is disconnected and delays nobody."""
-    more = configured(tmp_path, *SHORT_LIMITS)
+    more = configured(tmp_path, *SHORT_LIMITS, 'client.FIRST_REQUEST = 1')
     with TLSServer(tmp_path, *more, certificate=certificate) as server:
         with ExitStack() as opened:
             silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
