@@ -1,9 +1,11 @@
 """Healthy clients beside hostile ones: ``python -m bench.hostile``.
 
 The same healthy load is measured alone; beside 400 clients that drip (200 a head and
-200 a body, a byte each tenth of a second, without an end); and beside 300 clients
-without a token that pipeline 100 requests at a time. The three are measured in turn,
-round after round, so that noise of the machine affects all of them.
+200 a body, a byte each tenth of a second, without an end); beside 300 clients without a
+token that pipeline 100 requests at a time; and beside 400 that ask three times for the
+largest file of the page and read nothing, of which 100 a second are replaced. The four
+are measured in turn, round after round, so that noise of the machine affects all of
+them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -34,6 +37,9 @@ PIPELINING = 300  # clients
 BURST = 100  # requests that a client sends before it reads their responses
 REQUEST = b'GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n'
 ANSWER = b'HTTP/1.1 401 '
+UNREAD = 400  # clients
+UNREAD_PAUSE = 0.01  # seconds
+LARGE = b'GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: localhost\r\n\r\n'
 MOST_P99_RATIO = 2.0  # the target: p99 beside hostile clients / p99 alone
 
 
@@ -125,10 +131,34 @@ def pipelining(port: int) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def reading_nothing(port: int) -> Iterator[None]:
+    """Keep clients connected that ask for a large file and read nothing."""
+    with connected(port, UNREAD) as first:
+        clients = deque(first)
+        for client in first:
+            client.sendall(3 * LARGE)
+
+        def replace() -> None:
+            clients.popleft().close()
+            client = socket.create_connection(('127.0.0.1', port), 10)
+            client.sendall(3 * LARGE)
+            clients.append(client)
+            time.sleep(UNREAD_PAUSE)
+
+        try:
+            with repeating(replace):
+                yield
+        finally:
+            for client in clients:
+                client.close()
+
+
 CROWDS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
     'alone': lambda port: nullcontext(),
     f'beside {DRIPPING} that drip': dripping,
     f'beside {PIPELINING} that pipeline': pipelining,
+    f'beside {UNREAD} that read nothing': reading_nothing,
 }
 
 

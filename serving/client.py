@@ -34,6 +34,8 @@ LINGER_RATE = 256 * 1024
 # Bytes of answers that are buffered before they are sent: a client may send many
 # requests and read none of the answers.
 MAX_BUFFERED = 64 * 1024
+# Bytes of a large answer that are sent before other clients have a turn.
+SLICE = 64 * 1024
 
 
 class ClientGone(OSError):
@@ -117,7 +119,9 @@ class Client:
                 rest = memoryview(data)
                 while rest:
                     self.deadline = time.monotonic() + REQUEST_TIMEOUT
-                    rest = rest[self._sock.send(rest) :]
+                    rest = rest[self._sock.send(rest[:SLICE]) :]
+                    if rest:
+                        self._turns.wait_for_others()
         except OSError as ex:
             raise ClientGone from ex
         finally:
