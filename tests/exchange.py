@@ -89,6 +89,7 @@ def assert_error(answer, value):
     status = int(str(answer.status)[:3])  # WebTest adds the phrase
     assert (status, error['error']) == (value // 100, value), error['message']
     assert headers['content-type'] == 'application/json'
+    assert headers['cache-control'] == 'no-store'
     challenge = headers.get('www-authenticate', '').partition(', scope=')[0]
     assert challenge == CHALLENGES.get(value, '')
     assert ('allow' in headers) == (value == 40500)

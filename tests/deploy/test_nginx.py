@@ -168,6 +168,8 @@ FAULTS = {
     'target too long': (41400, request(target='/' + 'x' * 9_000)),
     'header too long': (43100, request(x_long='x' * 9_000)),
     'TRACE': (40500, request('TRACE')),
+    'TRACE of another path': (40500, request('TRACE', '/livez?a')),
+    'HTTP/2.0': (40000, request(version='2.0')),
     'unknown coding': (50100, request(body=fern(), transfer_encoding='gzip')),
     'its own pages': (40400, request('GET', '/nginx-fault')),
 }
@@ -180,6 +182,9 @@ def test_error_of_nginx_has_the_same_value(server, nginx, value, data):
     assert_error(answer, value)
     assert 'nginx' in answer.json['message']
     assert re.fullmatch('[0-9a-f]{32}', answer.headers['x-request-id'])
+    if value == 40500:
+        allowed = server.ask(data.replace(b'TRACE', b'PUT')).headers['allow']
+        assert answer.headers['allow'] == allowed
 
 
 def test_plain_http_is_refused(nginx):
