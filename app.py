@@ -30,21 +30,31 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import falcon
 from falcon import Response
 
 from schemas import Invalid, NotJSON, Schema, encode
 from store import Plant, PlantStore, open_store
+from web import errors
 from web.documents import document_resources
-from web.errors import ErrorValue, Fault, add_error_handlers
+from web.errors import ErrorValue, Fault
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
 from web.tokens import Tokens, make_token
 
-PlantsApp: TypeAlias = falcon.App[PlantsRequest, Response]
+
+class PlantsApp(falcon.App[PlantsRequest, Response]):
+    """The WSGI application, and what answers the requests that a server refuses."""
+
+    knows_faults = True  # it answers a ``FAULT`` in the environment
+
+    def __init__(self, middleware: list[Any]) -> None:
+        super().__init__(request_type=PlantsRequest, middleware=middleware)
+        self.add_error_handler(Exception, errors.answer)
+        self.add_error_handler(falcon.HTTPError, errors.answer)  # Falcon has its own
 
 
 class PlantsResource:
@@ -129,14 +139,13 @@ def create_app(
 
         directory = None if metrics is True else metrics
         routes['/metrics'] = measure = Metrics(store, tokens, directory)
-        middleware.append(measure)
+        middleware.insert(0, measure)
     if cors_origins:
         middleware.append(CrossOrigin(cors_origins))
     middleware += [BearerAuth(tokens, public), StrictRouting()]
-    app = falcon.App(request_type=PlantsRequest, middleware=middleware)
+    app = PlantsApp(middleware)
     for path, resource in (routes | public).items():
         app.add_route(path, resource)
-    add_error_handlers(app)
     return app
 
 

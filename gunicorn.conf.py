@@ -44,6 +44,9 @@ forwarder_headers = ''
 # sendfile() would bypass the response buffer.
 sendfile = False
 
+# 8,190 bytes and the end of the line. gunicorn counts both, but not in a request line.
+limit_request_field_size = 8_192
+
 # ---- time limits, in seconds
 
 # How long an idle connection is kept. Clients pool connections; at two seconds, the

@@ -12,31 +12,49 @@ version is installed than the one that they were checked against.
 from __future__ import annotations
 
 import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
+from ipaddress import IPv6Address
 from typing import Any
+from urllib.parse import unquote
 
 from gunicorn.config import Config
 from gunicorn.http import errors, wsgi
-from gunicorn.http.body import Body, LengthReader
+from gunicorn.http.body import Body, ChunkedReader, LengthReader
 from gunicorn.http.message import Request
 from gunicorn.http.unreader import SocketUnreader
 
 from serving.client import Client
 
-# The longest head of a request, in bytes. An unfinished head is held in memory.
+# The longest head of a request, in bytes, from the request line to the empty line. An
+# unfinished head is held in memory.
 MAX_HEAD = 32 * 1024
 # What gunicorn reads away after an answer is shorter than this, in bytes.
 LONG_REST = 65_536
 # How many heads are kept, and the longest of them in bytes.
 KNOWN_HEADS = 256
 MAX_KNOWN_HEAD = 4096
-# A line that gunicorn would neither refuse nor interpret.
-REQUEST_ID = re.compile(rb'\r\n(?i:X-Request-Id): ?([!-~]{1,128})(?=\r\n)')
+# A line that is, or might be, a request id. The group is an id that can be cut out; the
+# next line does not continue it. The longest such line has 144 bytes with its end.
+REQUEST_ID = re.compile(
+    rb'\r\n(?i:X-Request-Id: ?([!-~]{1,128})(?=\r\n[^ \t])|X[-_]Request[-_]Id)'
+)
+MAX_REQUEST_ID_LINE = 144
+
+# The value of Host and the request targets (RFC 9112, section 3.2, and RFC 3986). The
+# host of a target is not empty (RFC 9110, section 4.2.1).
+_CHAR = r"(?:[-A-Za-z0-9._~!$&'()*+,;=]|%[0-9A-Fa-f]{2})"
+_ADDRESS = rf'(?P<ipv6>[0-9A-Fa-f:.]+)|[vV][0-9A-Fa-f]+\.(?:(?!%){_CHAR}|:)+'
+_HOST = rf'(?:\[(?:{_ADDRESS})\]|{_CHAR}*)(?::[0-9]*)?'
+_PATH = rf'(?:/(?:{_CHAR}|[:@/])*)?(?:\?(?:{_CHAR}|[:@/?])*)?'
+HOST = re.compile(_HOST)
+TARGET = re.compile(rf'(?=/|\w+:)(?:(?i:https?)://(?=[^:/?]){_HOST})?{_PATH}')
+CONNECT_TARGET = re.compile(rf'(?=.+:[0-9]+$){_HOST}')
 
 STATUSES = {
     errors.LimitRequestLine: HTTPStatus.REQUEST_URI_TOO_LONG,
@@ -57,58 +75,135 @@ def status_of(error: Exception) -> HTTPStatus:
     return STATUSES.get(type(error), default)
 
 
+def is_valid(form: re.Pattern[str], text: str) -> bool:
+    """Whether a target or a ``Host`` has a form, and a sound address in brackets."""
+    match = form.fullmatch(text)
+    try:
+        return bool(match and IPv6Address(match['ipv6'] or '::'))
+    except ValueError:
+        return False
+
+
 class StrictRequest(Request):  # type: ignore[misc]
     """gunicorn's request, stricter where a proxy might read a head otherwise.
 
-    gunicorn has no hook between the head and the body, and asks ``should_close`` when
-    it writes the head of the response.
+    gunicorn's constructor reads the head. Here ``read`` does, so that there is a
+    request to answer when it is refused. gunicorn asks ``should_close`` when it writes
+    the head of the response.
     """
 
-    body: Any  # a file
+    body: Any = None  # a file, when the head is read
     content_length: int | None = None  # in bytes; None if the body comes in chunks
-    environ: dict[str, Any]  # of WSGI, once known; requests with the same head share it
+    environ: dict[str, Any] | None = None  # of WSGI, shared by all with this head
+    expects_100 = False
+    headers: list[tuple[str, str]]  # names in upper case, and values
+    is_read = False
+    key: tuple[bytes, Any, Any]  # by which the head may be kept
     max_buffer_headers: int
-    request_id = ''  # the header X-Request-Id, which they do not share
+    proxied: Any  # what a proxy has said at the beginning of the connection
+    proxy_protocol_info: Any  # the same, for gunicorn
+    request_id = ''  # the header X-Request-Id, if it was cut out of the head
+    version: Any
+    _line_size = 0  # of the request line with its end, in bytes
+    _policy_expect_continue = False  # gunicorn would raise before the head is read
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self.__dict__.update(known)
+
+    def read(self, cfg: Config) -> None:
+        """Read the head, unless it is known.
+
+        Raises:
+            NoMoreData: The connection ended in the middle of the head.
+            ParseException: The request is refused, see ``status_of``.
+        """
+        if not self.is_read:
+            super().__init__(cfg, self.unreader, self.peer_addr, self.req_number)
 
     def read_into(
         self, unreader: SocketUnreader, buf: bytearray, stop: bool = False
     ) -> None:
-        if len(buf) >= MAX_HEAD:
+        if self._line_size + len(buf) >= MAX_HEAD:
             raise errors.LimitRequestHeaders('the head is too long')
         super().read_into(unreader, buf, stop)
 
+    def parse_request_line(self, line: bytes) -> None:
+        super().parse_request_line(line)
+        self._line_size = len(line) + 2
+        if self.version not in ((1, 0), (1, 1)):
+            raise errors.InvalidHTTPVersion(line)
+        form = CONNECT_TARGET if self.method == 'CONNECT' else TARGET
+        if self.uri != '*' and not is_valid(form, self.uri):
+            raise errors.InvalidRequestLine(line)
+
+    def parse_headers(self, data: bytes, from_trailer: bool = False) -> Any:
+        # The trailers of a chunked body have the limit of a head.
+        size = len(data) + 4 + (0 if from_trailer else self._line_size)
+        if size > MAX_HEAD:
+            raise errors.LimitRequestHeaders('the head is too long')
+        return super().parse_headers(data, from_trailer)
+
     def set_body_reader(self) -> None:
+        self.is_read = True
+        self.proxy_protocol_info = self.proxy_protocol_info or self.proxied
         options: set[str] = set()
         for name, value in self.headers:
             if name == 'CONNECTION':
                 options.update(map(str.strip, value.lower().split(',')))
             elif name == 'TRANSFER-ENCODING' and value.lower() != 'chunked':
                 raise errors.InvalidHeader(name)  # RFC 9112, section 6.1
+            elif name == 'HOST' and not is_valid(HOST, value):
+                raise errors.InvalidHeader(name)  # RFC 9112, section 3.2
+            elif name == 'EXPECT' and value.lower() != '100-continue':
+                raise errors.ExpectationFailed(value)
+            elif name == 'EXPECT':  # RFC 9110, section 10.1.1
+                self.expects_100 = self.version >= (1, 1)
         if self.version >= (1, 1) and 'HOST' not in dict(self.headers):
-            raise errors.InvalidHeader('HOST')  # RFC 9112, section 3.2
-        self.environ = {}
-        # The trailers of a chunked body have the limit of the head.
+            raise errors.InvalidHeader('HOST')
         self.max_buffer_headers = min(self.max_buffer_headers, MAX_HEAD)
         super().set_body_reader()
         self.must_close = 'close' in options or super().should_close()
-        reader = self.body.reader
-        if isinstance(reader, LengthReader):
-            self.content_length = reader.length
-            self.take_body(self.unreader.take_buffered())
+        if isinstance(self.body.reader, LengthReader):
+            self.content_length = self.body.reader.length
+        self.take_body(self.unreader.take_buffered())
 
     def take_body(self, received: bytes) -> None:
-        """Take the body from the bytes received after the head, if it is complete.
+        """Make the body, given the bytes that were received after the head.
 
-        gunicorn's own reader copies it six times, which takes 26 us.
+        gunicorn's own reader copies a body six times, which takes 26 us.
         """
-        length = self.content_length or 0
-        if len(received) >= length:
+        length = self.content_length
+        if length is None:
+            self.body = Body(ChunkedReader(self, self.unreader))
+        elif len(received) < length:
+            self.body = Body(LengthReader(self.unreader, length))
+        else:
             self.body = BytesIO(received[:length])
             received = received[length:]
-        else:
-            self.body = Body(LengthReader(self.unreader, length))
         if received:
             self.unreader.unread(received)
+
+    def put_id(self, environ: dict[str, Any]) -> None:
+        """Put the request id, if it was cut out of the head, where it belongs."""
+        if self.request_id:
+            self.headers = headers = self.headers.copy()
+            where = headers.index(('X-REQUEST-ID', ''))
+            headers[where] = 'X-REQUEST-ID', self.request_id
+            environ['HTTP_X_REQUEST_ID'] = self.request_id
+
+    def refuse(self) -> dict[str, Any]:
+        """End the connection with this request; return an environment to answer it."""
+        self.must_close = True
+        if not self.is_read:
+            self.version, self.request_id = (1, 1), ''
+            self.method = self.path = '-'
+        environ = {'wsgi.input': BytesIO(), 'wsgi.errors': sys.stderr}
+        environ['REQUEST_METHOD'] = self.method
+        environ['PATH_INFO'] = unquote(self.path, 'latin-1')
+        for name, value in self.headers:
+            environ[f'HTTP_{name.replace("-", "_")}'] = value
+        self.put_id(environ)
+        return environ
 
     def finish(self) -> bool:
         """Read the rest of the body, which is short; return whether more was sent."""
@@ -156,13 +251,23 @@ def _http_date(second: int) -> str:
 class Exchanges:
     """The requests of all connections of a worker, and their WSGI environments.
 
-    The latest heads are kept with the result of parsing them. A request id differs each
-    time, and proxies add one, so heads are known by their other lines.
+    One rule makes it safe to keep a head: what gunicorn reads depends on the head, the
+    client's host and the listener, and on nothing else. So heads are kept by these
+    three, with what was read. What differs between requests with the same head is put
+    in afterwards, also the first time: the client's port, the body, and the request id,
+    which is cut out of the head before it is read.
     """
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
+        # Otherwise more than these three matter: what a hook does, what a proxy has
+        # said at the beginning of the connection, the length of a request id.
+        self._keeps = (
+            cfg.pre_request is cfg.settings['pre_request'].default
+            and cfg.proxy_protocol == 'off'
+            and not 0 < cfg.limit_request_field_size < MAX_REQUEST_ID_LINE
+        )
 
     def requests(
         self, client: Client, address: Any, listener: Any
@@ -170,64 +275,34 @@ class Exchanges:
         """Yield the requests of a client, which has connected to a listener's address.
 
         Raises:
-            OSError: The connection ended in the middle of a head.
-            ParseException: The request is refused, see ``status_of``.
+            ClientGone: The connection has failed.
         """
         unreader = SocketUnreader(client)
         # gunicorn trusts the forwarding headers of some hosts only.
         host = address[0] if isinstance(address, tuple) else address
         proxied = None
         for number, received in enumerate(iter(unreader.read, b''), 1):
+            head, rest, request_id = b'', received, ''
             end = received.find(b'\r\n\r\n') + 4
-            head, request_id = received[:end], ''
-            if line := REQUEST_ID.search(head):
-                head = head[: line.start()] + head[line.end() :]
-                request_id = line[1].decode()
+            if self._keeps and 4 <= end <= MAX_KNOWN_HEAD:
+                head, rest = received[:end], received[end:]
+                line = REQUEST_ID.search(head)
+                if line and line[1] and not REQUEST_ID.search(head, line.end()):
+                    request_id = line[1].decode()
+                    head = head[: line.start(1)] + head[line.end(1) :]
             key = head, host, listener
-            known = None if proxied else self._known.get(key)
-            if known is None:
-                unreader.unread(received)
-                request = StrictRequest(self._cfg, unreader, address, number)
-                request.request_id = request_id
-                # What a proxy says of its client holds for the whole connection.
-                proxied = request.proxy_protocol_info or proxied
-                request.proxy_protocol_info = proxied
-                self._keep(key, request)
+            request = StrictRequest(self._known.get(key, {}))
+            request.key, request.request_id = key, request_id
+            request.req_number, request.proxied = number, proxied
+            request.peer_addr = request.remote_addr = address
+            request.unreader = unreader
+            if request.is_read:
+                request.take_body(rest)
             else:
-                request = StrictRequest.__new__(StrictRequest)
-                request.__dict__.update(known, unreader=unreader, request_id=request_id)
-                request.peer_addr = request.remote_addr = address
-                if request_id:
-                    request.headers = [*request.headers, ('X-REQUEST-ID', request_id)]
-                request.take_body(received[end:])
+                unreader.unread(head + rest)
             yield request
-
-    def _keep(self, key: tuple[bytes, Any, Any], request: StrictRequest) -> None:
-        cfg = self._cfg
-        names = [name.replace('_', '-') for name, _ in request.headers]
-        if (
-            not 4 <= len(key[0]) <= MAX_KNOWN_HEAD
-            # The head alone does not determine the request.
-            or request.content_length is None
-            or request.proxy_protocol_info
-            or request._expected_100_continue
-            # An operator's hook may change each request.
-            or cfg.pre_request is not cfg.settings['pre_request'].default
-            # The line with a request id may go on, or another one might be refused.
-            or cfg.permit_obsolete_folding
-            or request.limit_request_field_size < 256
-            or len(names) >= request.limit_request_fields
-            # There are two.
-            or names.count('X-REQUEST-ID') != bool(request.request_id)
-            # The line that was cut out may have been the first one.
-            or key[0].startswith(b'\r')
-        ):
-            return
-        if len(self._known) == KNOWN_HEADS:
-            self._known.clear()
-        headers = [pair for pair in request.headers if pair[0] != 'X-REQUEST-ID']
-        known = vars(request) | {'headers': headers, 'body': None, 'unreader': None}
-        self._known[key] = known
+            # What a proxy says of its client holds for the whole connection.
+            proxied = request.proxy_protocol_info
 
     def respond(
         self, request: StrictRequest, listener: Any
@@ -238,25 +313,27 @@ class Exchanges:
             ConfigurationProblem: The path is outside of SCRIPT_NAME.
         """
         client, address = request.unreader.sock, request.peer_addr
-        if request.environ:
-            response = Response(request, client, self._cfg)
-            environ = request.environ.copy()
-            environ['wsgi.input'] = request.body
-            environ['gunicorn.socket'] = client
-            if request.request_id:
-                environ['HTTP_X_REQUEST_ID'] = request.request_id
-            if isinstance(address, tuple):
-                environ['REMOTE_PORT'] = str(address[1])
-            return response, environ
-        response, environ = wsgi.create(
-            request, client, address, listener, self._cfg, Response
-        )
-        # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
-        if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
-            raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
-        del environ['wsgi.early_hints']  # they would wait in the response buffer
-        environ['wsgi.multithread'] = True
-        request.environ.update(environ)
-        request.environ['wsgi.input'] = request.environ['gunicorn.socket'] = None
-        request.environ.pop('HTTP_X_REQUEST_ID', None)
+        response = Response(request, client, self._cfg)
+        if request.environ is None:
+            _, environ = wsgi.create(request, client, address, listener, self._cfg)
+            # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
+            if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
+                raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
+            del environ['wsgi.early_hints']  # they would wait in the response buffer
+            environ['wsgi.multithread'] = True
+            environ['wsgi.input'] = environ['gunicorn.socket'] = None
+            request.environ = environ
+            if request.key[0]:
+                if len(self._known) == KNOWN_HEADS:
+                    self._known.clear()
+                ours_alone = {'body': None, 'unreader': None}
+                self._known[request.key] = vars(request) | ours_alone
+        if request.expects_100:
+            client.sendall(b'HTTP/1.1 100 Continue\r\n\r\n')
+        environ = request.environ.copy()
+        environ['wsgi.input'] = request.body
+        environ['gunicorn.socket'] = client
+        if isinstance(address, tuple):
+            environ['REMOTE_PORT'] = str(address[1])
+        request.put_id(environ)
         return response, environ

@@ -29,15 +29,17 @@ from gevent import monkey
 from gevent.pool import Pool
 from gevent.server import StreamServer
 from gevent.socket import socket as GeventSocket
+from gunicorn.http.errors import NoMoreData
 from gunicorn.sock import ssl_context
-from gunicorn.util import http_date
 from gunicorn.workers.ggevent import GeventWorker
 
+from app import PlantsApp
 from serving.client import LINGER, Client, ClientGone
-from serving.heads import Exchanges, status_of
+from serving.heads import Exchanges, Response, StrictRequest, status_of
 from serving.log import PlantsLogger
 from serving.scheduler import Turns, poll_sockets
-from web import errors, middleware
+from web.errors import FAULT, Fault
+from web.middleware import RequestLog
 
 # Seconds between two looks for a signal to stop, and for clients whose time is up.
 TICK = 0.2
@@ -86,6 +88,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.log.batching.batch_with(gevent.get_hub().loop)
         self._tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
         self._exchanges = Exchanges(self.cfg)
+        # What answers requests that the application must not serve.
+        knows_faults = getattr(self.wsgi, 'knows_faults', False)
+        self._refusals = self.wsgi if knows_faults else PlantsApp([RequestLog()])
         self._turns = Turns()
         self._clients: set[Client] = set()
         self.connections = 0
@@ -112,22 +117,17 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         client = Client(sock, self._turns)
         self._clients.add(client)
         try:
-            try:
-                if self._tls is not None:
-                    client.start_tls(self._tls)
-                for request in self._exchanges.requests(client, address, listener):
-                    if not self._answer(request, client, listener):
-                        break
-                    if request.finish():
-                        client.begin_request()
-                        self._turns.wait_for_others()
-                    else:
-                        seconds = self.cfg.keepalive if self.alive else LINGER
-                        client.expect_request(seconds)
-            except OSError:
-                raise
-            except Exception as ex:
-                self._answer_error(client, ex)
+            if self._tls is not None:
+                client.start_tls(self._tls)
+            for request in self._exchanges.requests(client, address, listener):
+                if not self._answer(request, client, listener):
+                    break
+                if request.finish():
+                    client.begin_request()
+                    self._turns.wait_for_others()
+                else:
+                    seconds = self.cfg.keepalive if self.alive else LINGER
+                    client.expect_request(seconds)
             client.linger()
         except OSError:
             pass  # the client is gone
@@ -139,16 +139,18 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             client.close()
             self.count_connection(-1)
 
-    def _answer(self, request: Any, client: Client, listener: Any) -> bool:
+    def _answer(self, request: StrictRequest, client: Client, listener: Any) -> bool:
         """Have the application answer a request; return whether others may follow."""
         began = time.monotonic()
-        self.cfg.pre_request(self, request)
-        response, environ = self._exchanges.respond(request, listener)
-        self.nr += 1
-        if self.nr >= self.max_requests and self.alive:
-            self.log.info('max_requests is reached: the worker stops')
-            self.alive = False
+        response = None
         try:
+            request.read(self.cfg)
+            self.cfg.pre_request(self, request)
+            response, environ = self._exchanges.respond(request, listener)
+            self.nr += 1
+            if self.nr >= self.max_requests and self.alive:
+                self.log.info('max_requests is reached: the worker stops')
+                self.alive = False
             try:
                 body = self.wsgi(environ, response.start_response)
                 # Now, not before: the worker may stop while the request is read.
@@ -166,40 +168,36 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                         body.close()
             finally:
                 self.cfg.post_request(self, request, environ, response)
-        except ClientGone:
+        except (ClientGone, NoMoreData):
             raise
         except Exception as ex:
-            if response.headers_sent:
+            if response and response.headers_sent:
                 self.log.exception('an answer was broken off')
             else:
-                self._answer_error(client, ex)
+                self._refuse(request, client, ex)
             return False
         return not response.should_close()
 
-    def _answer_error(self, client: Client, error: Exception) -> None:
-        """Answer a request that does not reach the application, or made it fail.
+    def _refuse(self, request: StrictRequest, client: Client, error: Exception) -> None:
+        """Answer a request that the application does not serve, or failed to serve.
 
         The log does not repeat the request: there may be a token in it.
         """
-        id = middleware.new_request_id()
         status = status_of(error)
+        message = f'{status.phrase}: the HTTP server cannot serve this request'
+        environ = request.refuse() | {FAULT: Fault(100 * status, message)}
+        response = Response(request, client, self.cfg)
+        body = self._refusals(environ, response.start_response)
+        id = dict(response.headers)['x-request-id']
         if status < 500:
             hint = ' (HTTPS to a port for HTTP?)' if client.looks_like_tls else ''
             kind = type(error).__name__ + hint
             self.log.warning('%s: request refused: %s', id, kind)
         else:
             self.log.error('%s: request failed', id, exc_info=error)
-        message = f'{status.phrase}: the HTTP server cannot serve this request'
-        body = errors.error_body(100 * status, message)
-        head = (
-            f'HTTP/1.1 {status} {status.phrase}\r\n'
-            f'Date: {http_date()}\r\n'
-            f'Connection: close\r\n'
-            f'Content-Type: application/json\r\n'
-            f'Content-Length: {len(body)}\r\n'
-            f'X-Request-Id: {id}\r\n\r\n'
-        )
-        client.sendall(head.encode() + body)
+        for data in body:
+            response.write(data)
+        response.close()
 
     def count_connection(self, change: int) -> None:
         """Tell the others that a connection was accepted (1) or has ended (-1)."""

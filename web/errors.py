@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import Any
 
 import falcon
 from falcon import Request, Response
@@ -13,6 +12,10 @@ from schemas import encode
 from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
 
 log = logging.getLogger('plants')
+
+
+# In a WSGI environment: the fault with which the server refuses the request.
+FAULT = 'plants.fault'
 
 
 class ErrorValue(enum.IntEnum):
@@ -52,25 +55,15 @@ class Fault(Exception):
         super().__init__(self.message)
 
 
-def error_body(value: int, message: str) -> bytes:
-    """Return an ``Error`` as JSON; a server needs it for what it answers itself."""
-    return encode({'error': int(value), 'message': message})
-
-
-def add_error_handlers(app: falcon.App[Any, Response]) -> None:
-    """Have an application answer every exception with an ``Error``."""
-    app.add_error_handler(Exception, _answer)
-    app.add_error_handler(falcon.HTTPError, _answer)  # Falcon has one of its own for it
-
-
-def _answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
+def answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
+    """Answer an exception with an ``Error``; an error handler of the application."""
     fault = _as_fault(ex, req.context.id)
     req.context.error = int(fault.value)
     resp.status = fault.value // 100
     for name, text in fault.headers.items():
         resp.set_header(name.replace('_', '-'), text)
     resp.content_type = falcon.MEDIA_JSON
-    resp.data = error_body(fault.value, fault.message)
+    resp.data = encode({'error': int(fault.value), 'message': fault.message})
 
 
 def _as_fault(ex: Exception, request_id: str) -> Fault:

@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 from urllib.parse import quote
 
 import falcon
 from falcon import Response
 
-from web.errors import ErrorValue, Fault
+from web.errors import FAULT, ErrorValue, Fault
 from web.request import PlantsRequest
 from web.tokens import Tokens
 
@@ -21,12 +22,6 @@ log = logging.getLogger('plants')
 
 # A request id that a client may choose: nothing that could break a line or a header.
 _SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
-
-
-def new_request_id() -> str:
-    """Return an id for a request that has none of its own."""
-    return f'{random.getrandbits(64):016x}'
-
 
 # Percent-encoded text cannot break a line of the log.
 _quote = lru_cache(maxsize=256)(quote)
@@ -39,10 +34,13 @@ class RequestLog:
     """
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
-        req.context.began = time.perf_counter()
         id = req.env.get('HTTP_X_REQUEST_ID', '')
-        req.context.id = id if _SANE_ID.fullmatch(id) else new_request_id()
+        is_sane = _SANE_ID.fullmatch(id)
+        req.context.id = id if is_sane else f'{random.getrandbits(64):016x}'
         resp.set_header('X-Request-Id', req.context.id)
+        resp.set_header('Cache-Control', 'no-store')  # unless it is a document
+        if FAULT in req.env:
+            raise req.env[FAULT]
 
     def process_response(
         self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
@@ -97,12 +95,15 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
         super().__init__('*' if origins == ['*'] else origins, exposed)
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
-        resp.append_header('Vary', 'Origin')
         if req.method == 'OPTIONS' and req.get_header('Access-Control-Request-Method'):
             resp.status = 204
             # Falcon turns this into Access-Control-Allow-Methods.
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
+
+    def process_response(self, *response: Any) -> None:
+        super().process_response(*response)
+        response[1].append_header('Vary', 'Origin')
 
 
 class BearerAuth:
@@ -122,7 +123,8 @@ class BearerAuth:
         scheme, _, text = (req.auth or '').partition(' ')
         text = text.strip(' \t')
         if scheme.lower() != 'bearer' or not text:
-            if req.path == '/' and req.method == 'GET' and 'text/html' in req.accept:
+            is_start = req.path == '/' and req.method in ('GET', 'HEAD')
+            if is_start and 'text/html' in req.accept:
                 # Relative: right under any prefix, also at /garden without a slash.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{mount}/docs')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import falcon
@@ -16,7 +17,9 @@ class Context:
     id = '-'
     token_name: str | None = None  # of the accepted token, for the log
     error = 0  # the ErrorValue of the answer, or 0
-    began = 0.0  # time.perf_counter() when the head was read
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
 
 
 class PlantsRequest(falcon.Request):

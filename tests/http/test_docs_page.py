@@ -61,10 +61,11 @@ def test_page_without_swagger_ui_is_40400(path, serve, store, monkeypatch):
 
 
 def test_only_browsers_are_led_to_the_page(client, anonymous):
-    """Without a token GET / is a redirect for a browser, and 401 for others."""
+    """Without a token / is a redirect for a browser, and 401 for others."""
     html = {'Accept': 'text/html,application/xhtml+xml;q=0.9,*/*;q=0.8'}
-    response = anonymous.get('/', headers=html)
-    assert (response.status_int, response.headers['Location']) == (303, './docs')
+    for method in ('GET', 'HEAD'):
+        response = anonymous.request('/', method=method, headers=html)
+        assert (response.status_int, response.headers['Location']) == (303, './docs')
     assert_error(anonymous.get('/', headers={'Accept': '*/*'}), 40100)
     assert_error(anonymous.post('/', headers=html), 40100)
     assert_error(anonymous.get('/nowhere', headers=html), 40100)

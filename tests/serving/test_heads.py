@@ -5,76 +5,75 @@ from email.utils import format_datetime, parsedate_to_datetime
 from itertools import product
 
 import pytest
-from exchange import SECRET, ask_in_step, assert_error, chunked, fern, raw_head, table
+from exchange import (
+    SECRET,
+    ask_in_step,
+    assert_error,
+    chunked,
+    fern,
+    ids,
+    raw_head,
+    table,
+)
 from server import PATIENCE, RawClient, Server, request, socket_to, wait_until
 
-
-def heads(**more):
-    """Return requests, by name, each with lines inserted after the request line."""
-    return {
-        name.replace('_', ' '): request(body=fern()).replace(
-            b'\r\n', b'\r\n' + lines.encode() + b'\r\n', 1
-        )
-        for name, lines in more.items()
-    }
-
-
 TOO_MUCH = {
-    'request line too long': (41400, request(target='/' + SECRET * 400)),
     'line without an end': (41400, SECRET.encode() * 8_000),
-    'header too large': (43100, request(x=SECRET * 400)),
-    'too many headers': (43100, request(**{f'x{n}': SECRET for n in range(200)})),
     'head without an end': (43100, request('GET', x=SECRET * 80_000)[:-4]),
-    'expects something else': (41700, request(body=fern(), expect='200-ok')),
 }
 
-# A proxy might read these differently (RFC 9112, sections 2.2, 3, 5.2, 6.1).
-SMUGGLED = {
-    'bare line feeds': request(body=fern()).replace(b'\r\n', b'\n'),
-    'one bare line feed': request(body=fern()).replace(b'\r\n', b'\n', 1),
-    'bare line feed in a header': request(body=fern(), x='a\nContent-Length: 0'),
-    'bare line feeds at the end': request('GET', '/livez')[:-4] + b'\n\n',
-    'two spaces': raw_head('GET  /livez HTTP/1.1', 'Host: x'),
-    'two spaces before the version': raw_head('GET /livez  HTTP/1.1', 'Host: x'),
-    'no host': request(body=fern(), host=None),
-    'two hosts': request(body=fern(), host=['localhost', 'localhost']),
-    'two content types': request(body=fern(), content_type=['application/json'] * 2),
-    'coding before chunked': chunked(b'{}').replace(b'chunked', b'gzip, chunked'),
-    'coding behind chunked': chunked(b'{}').replace(b'chunked', b'chunked, gzip'),
-    'coding without chunks': request(body=fern(), transfer_encoding='gzip'),
-    'coding empty': request(body=fern(), transfer_encoding=''),
-    'coding twice': request(body=b'0\r\n\r\n', transfer_encoding=['chunked'] * 2),
-    'chunked in HTTP/1.0': chunked(b'{}', version='1.0'),
-    **heads(
-        folded='X: a\r\n b',
-        folded_first=' X: a',
-        name_with_a_space='Transfer-Encoding : chunked',
-        carriage_return_in_a_value='X: a\rContent-Length: 0',
-        NUL='X: a\0',
-        vertical_tab_before_chunked='Transfer-Encoding: \x0bchunked',
-    ),
+INVALID_HOSTS = [
+    *('a b', 'u@a', '[::1', '::1', 'a/b', 'a:x', '<x>', '"a"', 'a\\b', 'a?b', 'a#b'),
+    *('http://a', '\xff', 'a%zz', 'a, b', 'a:80:80', 'a%2', '[::1%eth0]', '[::1]a'),
+    *('[1.2.3.4]', '[:::]', '[]', '[v1]', '[v1.]', '[vg.a]', 'a|b', 'a^b', '{a}'),
+]
+INVALID_TARGETS = [
+    *('/livez#f', '/livez?<"\\>', '/livez?a=%zz', '/livez%', '/live|z', '/[livez]'),
+    *('http:///livez', 'http://', 'http://:80/livez', 'http://a:bad/livez', '*'),
+    *('http://u@a/livez', 'http://[::1/livez', 'http://[::g]/livez', 'ftp://a/livez'),
+    *('http://a b/livez', 'http://a\\livez', 'a/b://livez', 'localhost:80', 'livez'),
+]
+SOUND_HOSTS = [
+    *('', 'a_b~c', 'a%20b', "A!$&'()*+,;=:", 'a:80', '1.2.3.4:8000', '[::1]'),
+    *('[::ffff:1.2.3.4]:80', '[1:2:3:4:5:6:7::]:', '[v1.a:b]'),
+]
+SOUND_TARGETS = [
+    *('/%6civez', '/livez?', "/livez?a/b?c:d@e%20!$&'()*+,;=-._~"),
+    *('http://a/livez', 'HTTPS://[::1]:80/livez?a'),
+]
+SOUND = {
+    **{host: {'host': host} for host in SOUND_HOSTS},
+    **{target: {'target': target} for target in SOUND_TARGETS},
 }
+
+
+@pytest.mark.parametrize('how', SOUND.values(), ids=SOUND)
+def test_sound_head_is_served(connection, how):
+    """Every sound form of ``Host`` and of a request target is served."""
+    how = {'method': 'GET', 'target': '/livez', **how}
+    assert ask_in_step(connection, request(**how)).json == {'status': 'live'}
+
 
 NOT_HTTP = {
     'empty lines': b'\r\n\r\n\r\n',
     'no version': raw_head(f'GET /{SECRET}'),
-    'version unknown': raw_head(f'GET /{SECRET} HTTP/9.9'),
-    'version of FTP': raw_head('GET / FTP/1.1'),
-    'method in small letters': raw_head('get / HTTP/1.1', f'A: {SECRET}'),
+    'version to come': request('GET', version='1.2'),
+    'version of HTTP/2': raw_head(f'GET /{SECRET} HTTP/2.0'),
+    'method in small letters': raw_head(f'{SECRET} / HTTP/1.1'),
     'target with a space': raw_head(f'GET /{SECRET} {SECRET} HTTP/1.1'),
-    'target relative': raw_head('GET plants HTTP/1.1'),
     'target not ASCII': raw_head(f'GET /plants?access_token={SECRET}\xff HTTP/1.1'),
     'target with half an address': raw_head(f'GET http://[?token={SECRET} HTTP/1.1'),
     'header without colon': raw_head('GET / HTTP/1.1', f'Authorization {SECRET}'),
-    'HTTP/2': b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0',
+    'bare line feeds': request(body=fern(), x=SECRET).replace(b'\r\n', b'\n'),
+    'length and chunks': chunked(b'{}', content_length='30', x=SECRET),
+    'CONNECT without a port': request('CONNECT', 'localhost'),
+    'CONNECT to a path': request('CONNECT', '/livez'),
+    **{f'host {host}': request('GET', host=host) for host in INVALID_HOSTS},
+    **{f'target {target}': request('GET', target) for target in INVALID_TARGETS},
     'TLS': b'\x16\x03\x01\0\xf4\x01\0\0\xf0\x03\x03',
 }
 
-REFUSED = (
-    TOO_MUCH
-    | {name: (40000, data) for name, data in SMUGGLED.items()}
-    | {name: (40000, data) for name, data in NOT_HTTP.items()}
-)
+REFUSED = TOO_MUCH | {name: (40000, data) for name, data in NOT_HTTP.items()}
 
 
 @table('value, data', REFUSED)
@@ -95,54 +94,31 @@ def test_bad_head_is_refused_and_ends_the_connection(service, connection, value,
     assert SECRET not in service.log
 
 
-def test_incomplete_head_is_not_answered(connection):
-    """A connection that ends in the middle of a head gets no answer."""
-    connection.send(request(body=fern())[:40])
-    connection.finish_sending()
-    assert connection.receive() is None
+def padded(size, *lines):
+    """Return the head of a request with these lines, made so long with others."""
+    head = request('GET', '/livez')[:-2] + b''.join(line + b'\r\n' for line in lines)
+    while (missing := size - len(head) - 2) > 0:
+        head += b'X: %b\r\n' % (b'a' * (min(missing, 6_000) - 5))
+    return head + b'\r\n'
 
 
-def test_empty_line_before_a_request_is_ignored(connection):
-    """One line end after a body, which old clients send, is ignored."""
-    assert ask_in_step(connection, b'\r\n' + request(body=fern())).status == 200
-
-
-CONNECTIONS = {
-    'close first': ['close', 'keep-alive'],
-    'close second': ['keep-alive', 'close'],
-    'close in a list': ['x', 'y , Close ,z'],
+LIMITS = {
+    'request line': (
+        41400,
+        4_094,
+        lambda n: request('GET', '/livez?'.ljust(n - 13, 'a')),
+    ),
+    'header line': (43100, 8_190, lambda n: padded(0, b'X: '.ljust(n, b'a'))),
+    'header lines': (43100, 100, lambda n: padded(0, *[b'X: a'] * (n - 2))),
+    'head': (43100, 32_768, padded),
 }
 
 
-@pytest.mark.parametrize('options', CONNECTIONS.values(), ids=CONNECTIONS)
-def test_close_is_seen_wherever_it_stands(connection, options):
-    """``close`` anywhere in the Connection headers ends the connection."""
-    answer = ask_in_step(connection, request(body=fern(), connection=options))
-    assert answer.status == 200
-    assert answer.announces_close
-
-
-HTTP_1_0 = {
-    'no host': {'host': None},
-    'expects': {'expect': '100-continue'},
-    'close': {'connection': 'close'},
-}
-
-
-@pytest.mark.parametrize('headers', HTTP_1_0.values(), ids=HTTP_1_0)
-def test_http_1_0_connection_ends_after_one_answer(connection, headers):
-    """HTTP/1.0 needs no host, gets no interim answer, and ends as announced."""
-    answer = ask_in_step(connection, request(body=fern(), version='1.0', **headers))
-    assert answer.status == 200
-    assert answer.announces_close
-
-
-def test_http_1_0_connection_is_kept_on_request(connection):
-    """An HTTP/1.0 client that asks for keep-alive keeps its connection."""
-    data = request(body=fern(), version='1.0', connection='keep-alive')
-    answer = ask_in_step(connection, data)
-    assert answer.status == 200
-    assert answer.headers['connection'] == 'keep-alive'
+@table('value, limit, make', LIMITS)
+def test_limit_is_where_the_page_says(connection, value, limit, make):
+    """What is as long as a limit is served, and one byte or line more is refused."""
+    assert ask_in_step(connection, make(limit)).status == 200
+    assert_error(ask_in_step(connection, make(limit + 1)), value)
 
 
 def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path):
@@ -155,20 +131,61 @@ def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path):
     ):
         named = ('SCRIPT_NAME: /x', 'PATH_INFO: /x', 'CONTENT_LENGTH: /x')
         for line, sender in product(named, (client, proxy)):
-            data = heads(line=line)['line']
+            name, value = line.encode().split(b': ')
+            data = request(body=fern(), put_here=value.decode())
+            data = data.replace(b'put-here', name)
             assert ask_in_step(sender, data).status == 200
 
 
-def test_path_outside_of_script_name_is_404(tmp_path):
-    """With SCRIPT_NAME set, a path below it is served, and another one is 40400."""
-    with Server(tmp_path, workers=None, SCRIPT_NAME='/api') as server:
-        for _ in range(2):
-            plant = fern()
-            assert server.ask(request('POST', '/api/plants', plant)).status == 200
-            for path in ('/plants', '/apiplants', '/apiplants/plants', '/', '//api'):
-                answer = server.ask(request('POST', path, fern()))
-                assert_error(answer, 40400)
-                assert answer.announces_close
-        assert server.plants()[-1] == plant
-        assert len(server.plants()) == 2
-        assert 'Traceback' not in server.log
+OUTSIDE = ('/plants', '/apiplants', '/apiplants/plants', '/', '//api')
+PAGE = 'https://page.example'
+# Of a server with SCRIPT_NAME=/api.
+REFUSED_AFTER_THE_HEAD = {
+    **{path: (40400, {'target': path}) for path in OUTSIDE},
+    'expectation': (41700, {'expect': '200-ok'}),
+    'host': (40000, {'host': 'a b'}),
+    'coding': (40000, {'transfer_encoding': 'gzip'}),
+    'length': (40000, {'content_length': '+1'}),
+}
+
+
+@pytest.fixture(scope='module')
+def mounted(tmp_path_factory):
+    """A server with SCRIPT_NAME, whose answers the pages of an origin may read."""
+    directory = tmp_path_factory.mktemp('server')
+    environment = {'SCRIPT_NAME': '/api', 'PLANTS_CORS_ORIGINS': PAGE}
+    with Server(directory, **environment, workers=None) as server:
+        assert server.ask(request('GET', '/api/livez')).status == 200
+        yield server
+    assert 'Traceback' not in server.log
+    assert not list(directory.glob('*.jsonl')) or not server.plants()
+
+
+@table('value, how', REFUSED_AFTER_THE_HEAD)
+@pytest.mark.parametrize('method', ['POST', 'HEAD', 'OPTIONS'])
+def test_answer_of_the_server_is_like_one_of_the_application(
+    mounted, method, value, how
+):
+    """What the server refuses has id, log line and CORS headers; HEAD has no body."""
+    how = {'method': method, 'target': '/api/plants', 'body': fern(), **how}
+    id = f'refused-{next(ids)}'
+    browser = {'origin': PAGE, 'access_control_request_method': 'POST'}
+    data = request(**how, **browser, x_request_id=id)
+    with mounted.connect() as client:
+        client.send(data + request('GET', '/api/livez'))
+        answer = client.receive(head=method == 'HEAD')
+        assert client.receive() is None
+    if method == 'HEAD':
+        assert (answer.status, answer.body) == (value // 100, b'')
+    else:
+        assert_error(answer, value)
+    assert answer.announces_close
+    assert answer.headers['x-request-id'] == id
+    assert answer.headers['access-control-allow-origin'] == PAGE
+    assert (
+        answer.headers['access-control-expose-headers'] == 'X-Request-Id, Retry-After'
+    )
+    assert answer.headers['vary'] == 'Origin'
+    logged = f'{id} - {method} {how["target"]} {value // 100} {value} '
+    wait_until(lambda: logged in mounted.log, 'it is logged')
+    wait_until(lambda: f'{id}: request refused' in mounted.log, 'its reason is, too')
