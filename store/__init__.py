@@ -10,8 +10,9 @@ from store.errors import (
     StoreError,
     StoreUnavailable,
 )
+from store.masking import masked
 from store.scheduler import THREADS, Scheduler
-from store.url import DEFAULT_URL, masked, open_store
+from store.url import DEFAULT_URL, open_store
 
 __version__ = '1.2.0'
 

@@ -1,4 +1,4 @@
-"""URLs of stores: opening what they name, and showing them without secrets.
+"""URLs of stores: opening what they name.
 
 A package offers a store through an entry point, which names a function or a class with
 the parameters of ``open_store``. ``docs/stores.md`` says what it must do, with an
@@ -11,32 +11,10 @@ import re
 
 from store.base import Create, PlantStore
 from store.errors import StoreError
+from store.masking import masked
 from store.scheduler import THREADS, Scheduler
 
 DEFAULT_URL = 'jsonl:plants.jsonl'
-
-# jsonl: is left out where its path may have the same characters.
-SECRETS = [
-    re.compile(pattern, re.DOTALL | re.IGNORECASE)
-    for pattern in (
-        r'(^(?!jsonl:)\w*:/*|//).*\?.*@.*',
-        r'(^(?!jsonl:)\w*:/*|//).*(?=@)',
-        r'(^(?!jsonl:).*\?).*',
-        r'(//[^/@]*:)(?![0-9]+\b)[^/]*',  # a password, where the host was left out
-        r'(password=).*',
-    )
-]
-
-
-def masked(url: str) -> str:
-    """Return the URL of a store as a log may show it, with ``***`` for its secrets.
-
-    All that may be a secret is hidden, since faulty URLs are shown, too: a password may
-    have a character that should be percent-encoded, or the scheme may be missing.
-    """
-    for secret in SECRETS:
-        url = secret.sub(r'\1***', url)
-    return url
 
 
 def open_store(

@@ -35,6 +35,7 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
 from store.group_commit import Entry, GroupCommit, outcomes
 from store.lazy import LazyStore
+from store.masking import masked
 from store.postgresql.connection import (
     CREATE_TABLE,
     NOT_OF_ONE_PLANT,
@@ -44,7 +45,6 @@ from store.postgresql.connection import (
     explained,
 )
 from store.scheduler import THREADS, Scheduler
-from store.url import masked
 
 Result = TypeVar('Result')
 Batch = Sequence[Entry[Plant]]

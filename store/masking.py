@@ -1,0 +1,28 @@
+"""Showing the URL of a store without its secrets."""
+
+from __future__ import annotations
+
+import re
+
+# jsonl: is left out where its path may have the same characters.
+SECRETS = [
+    re.compile(pattern, re.DOTALL | re.IGNORECASE)
+    for pattern in (
+        r'(^(?!jsonl:)\w*:/*|//).*\?.*@.*',
+        r'(^(?!jsonl:)\w*:/*|//).*(?=@)',
+        r'(^(?!jsonl:).*\?).*',
+        r'(//[^/@]*:)(?![0-9]+\b)[^/]*',  # a password, where the host was left out
+        r'(password=).*',
+    )
+]
+
+
+def masked(url: str) -> str:
+    """Return the URL of a store as a log may show it, with ``***`` for its secrets.
+
+    All that may be a secret is hidden, since faulty URLs are shown, too: a password may
+    have a character that should be percent-encoded, or the scheme may be missing.
+    """
+    for secret in SECRETS:
+        url = secret.sub(r'\1***', url)
+    return url
