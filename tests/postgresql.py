@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -115,6 +116,13 @@ def template():
     return directory / 'data'
 
 
+def accepts_connections(url):
+    """Return whether a server or a pooler accepts connections."""
+    with suppress(psycopg.OperationalError), psycopg.connect(url):
+        return True
+    return False
+
+
 class PostgreSQL:
     """A server with its own directory; as a context manager it starts and stops.
 
@@ -226,9 +234,14 @@ class PostgreSQL:
         self.execute(f'CREATE SCHEMA {schema}')
         return self.url(f'-csearch_path={schema}')
 
+    def own(self, url):
+        """Return the URL of this server for the URL of a proxy or a pooler."""
+        return re.sub(r':\d+/', f':{self.port}/', url)
+
     def execute(self, statement, *values, url=None):
         """Run a statement in a new session; return its rows, if any."""
-        with psycopg.connect(url or self.url(), autocommit=True) as connection:
+        own = self.own(url or self.url())
+        with psycopg.connect(own, autocommit=True) as connection:
             cursor = connection.execute(statement, values or None)
             return cursor.fetchall() if cursor.description else None
 
@@ -249,7 +262,55 @@ class PostgreSQL:
     def _accepts_connections(self):
         code = self._process.poll()
         assert code is None, f'the server ended with exit code {code}:\n{self.log}'
-        with suppress(psycopg.OperationalError):
-            self.execute('')
-            return True
-        return False
+        return accepts_connections(self.url())
+
+
+class PgBouncer:
+    """A pooler before a server; as a context manager it starts and stops.
+
+    Args:
+        server: The server.
+        mode: For how long a client has a session: session, transaction or statement.
+        size: How many sessions each role has.
+    """
+
+    def __init__(self, server, mode, size=1):
+        self._program = shutil.which('pgbouncer', path=f'{os.defpath}:/usr/sbin')
+        if self._program is None:
+            pytest.skip('pgbouncer is not installed')
+        self._server = server
+        self._directory = new_directory()
+        self._port = free_port()
+        users = ''.join(f'"pooled_{number}" ""\n' for number in range(1000))
+        (self._directory / 'users').write_text(users)
+        (self._directory / 'ini').write_text(
+            f'[databases]\n* = host=127.0.0.1 port={server.port}\n[pgbouncer]\n'
+            f'listen_addr = 127.0.0.1\nlisten_port = {self._port}\nunix_socket_dir =\n'
+            f'auth_file = {self._directory}/users\nauth_type = trust\n'
+            f'pool_mode = {mode}\ndefault_pool_size = {size}\n'
+        )
+
+    def __enter__(self):
+        with (self._directory / 'log').open('wb') as log:
+            self._process = subprocess.Popen(
+                [self._program, self._directory / 'ini'],
+                **{'stdout': log, 'stderr': log, 'cwd': '/', **USER},
+            )
+        return self
+
+    def __exit__(self, *exc_info):
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._directory)
+
+    def new_url(self, **settings):
+        """Return the URL of an empty store, for a new role with settings."""
+        self._server.terminate_sessions()  # that the pooler keeps for other roles
+        settings['search_path'] = self._server.new_url().rpartition('%3D')[2]
+        role = f'pooled_{settings["search_path"].rpartition("_")[2]}'
+        self._server.execute(f'CREATE ROLE {role} SUPERUSER LOGIN')
+        for setting, value in settings.items():
+            self._server.execute(f"ALTER ROLE {role} SET {setting} = '{value}'")
+        pooled = f'postgresql://{role}@127.0.0.1:{self._port}/postgres'
+        wait_until(lambda: accepts_connections(pooled))
+        return pooled

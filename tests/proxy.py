@@ -38,6 +38,10 @@ class Proxy:
             thread.join()
         self._listener.close()
 
+    def url(self, url):
+        """Return the URL of a server as it is behind this proxy."""
+        return url.replace(f':{self._target}/', f':{self.port}/')
+
     def stop(self, after=None):
         """Forward nothing more, like a network that drops every packet.
 

@@ -20,42 +20,37 @@ from __future__ import annotations
 import math
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from typing import Any, TypeVar
+from contextlib import closing
+from typing import Any
 
 import psycopg
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.rows import args_row
 
 from store.base import Create, Plant
-from store.errors import IdTaken, StoreClosed, StoreUnavailable
+from store.errors import IdTaken, StoreUnavailable
 from store.group_commit import Entry, GroupCommit, outcomes
 from store.lazy import LazyStore
 from store.masking import masked
 from store.postgresql.connection import (
-    CREATE_TABLE,
+    CONNECT_WITHIN,
     NOT_OF_ONE_PLANT,
-    PROBE,
-    READ,
     Connection,
     explained,
 )
+from store.postgresql.pool import Pool
 from store.scheduler import THREADS, Scheduler
 
-Result = TypeVar('Result')
 Batch = Sequence[Entry[Plant]]
 
 # Time limits in seconds.
-CONNECT_WITHIN = 2
-RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
 LOCKED_FOR = 0.5  # a plant that was found locked is refused at once for so long
 ALONE_WITHIN = 1  # for the plants of a refused batch, each alone, until the last begins
 # For a batch that the server cannot serialize, with pauses of half a second in all.
 ATTEMPTS = 9
+PROVEN_FOR = 0.1  # that a commit ends
 
 
 class PostgreSQLStore(LazyStore['Database']):
@@ -99,17 +94,15 @@ class PostgreSQLStore(LazyStore['Database']):
     def check_opening(self) -> None:
         self._check_open()
         try:
-            # A ping of this one may make the table.
-            with PostgreSQLStore(
-                self._url, create='never', scheduler=self._scheduler
-            ) as other:
-                other.ping()
+            with closing(self._open_backend('never')) as database:
+                database.ping()
         except StoreUnavailable as ex:
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
 
-    def _open_backend(self) -> Database:
-        return Database(self._url, self._create, self._scheduler, self._report_sync)
+    def _open_backend(self, create: Create | None = None) -> Database:
+        create = create or self._create
+        return Database(self._url, create, self._scheduler, self._report_sync)
 
 
 class Database:
@@ -120,13 +113,6 @@ class Database:
     one that another session has locked delays the others of its batch by two waits of
     ``LOCK_WITHIN``. To put it into the next batches would delay those too, so its
     repeats are refused at once for ``LOCKED_FOR``.
-
-    Connections stay open, each lent to one caller at a time. During an *outage*, while
-    the database does not answer, one caller at a time asks it, ``RETRY_AFTER`` seconds
-    after the previous one. All others are refused at once.
-
-    Not psycopg_pool: it connects in a thread of its own, which keeps the reason of a
-    failure, while the caller waits for a timeout.
     """
 
     def __init__(
@@ -144,14 +130,11 @@ class Database:
             **conninfo_to_dict(url),
             'client_encoding': 'utf8',
             'autocommit': True,
+            'prepare_threshold': None,  # unless the session is its own
         }
         self._may_create = create != 'never'
-        self._changed = threading.Condition()  # guards what follows
-        self._idle: list[Connection] = []
-        self._lent = 0  # or being made
-        self._closed = False
-        self._outage: str | None = None  # the reason
-        self._next_attempt = 0.0  # in an outage
+        self.pool = Pool(self._connect, self._shown)
+        self._proven = -math.inf  # when the last commit of a ping began
         # The first stage of group commit hands the batch over to the second, since one
         # statement writes and commits.
         self._batches = GroupCommit[Plant, Batch](
@@ -176,24 +159,22 @@ class Database:
         # NOTE: not the connection's own block, which ends the transaction first: it and
         # a stream that was not read to its end would wait for each other.
         with explained(self._shown), closing(self._connect(to_read=True)) as connection:
-            cursor = connection.cursor(row_factory=args_row(Plant))
             try:
-                # NOTE: yield from, so that a reader that stops early closes the stream
-                # first: it has a lock that closing the connection needs.
-                yield from cursor.stream(READ, size=1000)
+                yield from connection.read_plants()
             except errors.UndefinedTable:
                 if not self._may_create:
                     raise
 
     def ping(self) -> None:
-        self.run(Connection.execute, PROBE)
+        # Anybody may ask for it, so not every one costs a commit.
+        began = time.monotonic()
+        commits = began > self._proven + PROVEN_FOR
+        self.pool.run(Connection.probe, commits)
+        if commits:
+            self._proven = began
 
     def close(self) -> None:
-        """Close the idle connections now, and the others when they come back."""
-        with self._changed:
-            self._closed = True
-            while self._idle:
-                self._idle.pop().close()
+        self.pool.close()
 
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
         """Leave the connections to the parent: psycopg closes them nowhere else."""
@@ -231,12 +212,12 @@ class Database:
         attempt = 0
         while left:
             try:
-                for id in self.run(Connection.insert_plants, left):
+                for id in self.pool.run(Connection.insert_plants, left):
                     first[id].new = True
                     stored[id] = first[id].item
                 left = [plant for plant in left if plant.id not in stored]
                 if left:
-                    stored |= self.run(Connection.lock_plants, left)
+                    stored |= self.pool.run(Connection.lock_plants, left)
                 break
             except StoreUnavailable as ex:
                 attempt += 1
@@ -248,86 +229,6 @@ class Database:
             if stored[entry.item.id] != entry.item:
                 entry.error = IdTaken(entry.item.id)
 
-    def run(
-        self, function: Callable[..., Result], *arguments: object, repeat: bool = True
-    ) -> Result:
-        """Call a function with a connection, and once more if the connection is lost.
-
-        The server may have ended an idle session long ago. To repeat an add is safe: a
-        committed plant is found, and compared. Raises as ``lend`` does.
-        """
-        with self.lend() as connection:
-            try:
-                return function(connection, *arguments)
-            except psycopg.Error as ex:
-                if isinstance(ex, errors.ReadOnlySqlTransaction):
-                    # A standby now; another host may be the primary.
-                    connection.close()
-                if connection.is_idle() or connection.hangs() or not repeat:
-                    raise
-        return self.run(function, *arguments, repeat=False)
-
-    @contextmanager
-    def lend(self) -> Iterator[Connection]:
-        """Lend a connection.
-
-        Raises:
-            StoreUnavailable: The database reports an error, or does not answer.
-            StoreClosed: ``close`` was called.
-        """
-        with self._changed:
-            if self._closed:
-                raise StoreClosed
-            asks = self._outage is not None
-            if self._outage is not None and time.monotonic() < self._next_attempt:
-                raise StoreUnavailable(self._outage, store=self._shown)
-            self._next_attempt = math.inf  # until this caller has asked
-            connection = self._idle.pop() if self._idle else None
-            self._lent += 1
-        outage = None
-        try:
-            with explained(self._shown):
-                connection = connection or self._connect_or_wait()
-                connection.start_use()
-                yield connection
-        except StoreUnavailable as ex:
-            # Any other error is an answer of the database.
-            if connection is None or connection.hangs():
-                outage = ex.reason
-            raise
-        finally:
-            if connection is not None and not connection.is_idle():
-                connection.close()
-            with self._changed:
-                self._lent -= 1
-                # A caller from before an outage lets no second one ask when it ends.
-                if asks or self._outage is None:
-                    self._outage = outage
-                    self._next_attempt = time.monotonic() + RETRY_AFTER
-                if connection is not None:
-                    self._idle.append(connection)
-                    if self._closed or connection.closed:
-                        # All of them: the cause has probably broken the others, too.
-                        while self._idle:
-                            self._idle.pop().close()
-                self._changed.notify_all()
-
-    def _connect_or_wait(self) -> Connection:
-        """Connect; or wait for a connection, if the server allows no more of them."""
-        try:
-            return self._connect()
-        except psycopg.OperationalError:
-            with self._changed:
-                self._lent -= 1  # callers that fail at once do not wait for each other
-                self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._idle or not self._lent, CONNECT_WITHIN
-                )
-                self._lent += 1
-                if not self._idle:
-                    raise
-                return self._idle.pop()
-
     def _connect(self, *, to_read: bool = False) -> Connection:
         changes = {'target_session_attrs': 'any'} if to_read else {}
         connection = Connection.connect(**self._parameters | changes)
@@ -338,23 +239,9 @@ class Database:
                 raise StoreUnavailable(reason, store=self._shown)
             connection.configure(to_read=to_read)
             if not to_read:
-                self._check_table(connection)
+                connection.check_table(may_create=self._may_create)
+                self._may_create = False
         except BaseException:
             connection.close()
             raise
         return connection
-
-    def _check_table(self, connection: Connection) -> None:
-        """Check that plants can be added; make the table if it is missing."""
-        try:
-            connection.execute(PROBE)
-        except errors.UndefinedTable:
-            if not self._may_create:
-                raise
-            # Another process may have entered this name into the catalogue just now.
-            with suppress(
-                errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
-            ):
-                connection.execute(CREATE_TABLE)
-            connection.execute(PROBE)
-        self._may_create = False

@@ -4,13 +4,13 @@ The servers are real, and so are their faults.
 """
 
 import itertools
-import math
 import random
 import signal
 import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -18,7 +18,7 @@ from postgresql import refused
 from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
-from store.postgresql import connection
+from store.postgresql import connection, pool
 from store.testing import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -27,11 +27,12 @@ MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
 # Seconds of the longest add: a lost response, its cancellation, then the connection of
 # a caller that waited behind it; and 2 s for a busy machine.
 LONGEST = 2 + sum(
-    [connection.ANSWER_WITHIN, connection.CANCEL_WITHIN, postgresql.CONNECT_WITHIN]
+    [connection.ANSWER_WITHIN, connection.CANCEL_WITHIN, connection.CONNECT_WITHIN]
 )
 # Of a process that adds with any number of threads: four batches, and a probe.
 MOST_CONNECTIONS = 5
 LOCKED = 'another session has locked the plant'
+STANDBY = 'a synchronous standby of the database does not confirm commits'
 
 
 @pytest.fixture
@@ -43,16 +44,16 @@ def store(url):
 
 
 @pytest.fixture
-def proxy(server):
+def proxy(url):
     """The proxy between the store ``far`` and its server."""
-    with Proxy(server.port) as proxy:
+    with Proxy(urlsplit(url).port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def far(server, url, proxy):
+def far(url, proxy):
     """An open store without plants, behind a proxy."""
-    with open_store(url.replace(str(server.port), str(proxy.port))) as store:
+    with open_store(proxy.url(url)) as store:
         store.ping()
         yield store
 
@@ -65,9 +66,9 @@ def short_limits(monkeypatch):
 
 
 @contextmanager
-def session(url):
+def session(server, url):
     """Open another session, whose transaction the test ends."""
-    with psycopg.connect(url) as connection:
+    with psycopg.connect(server.own(url)) as connection:
         yield connection
         connection.rollback()
 
@@ -183,7 +184,7 @@ def test_restart_loses_no_acknowledged_plant(server, url, store, end):
 
 def test_ended_idle_sessions_fail_no_add(server, store):
     """Sessions that ended while idle are replaced, and no add fails."""
-    backend = store._backend()
+    backend = store._backend().pool
     for use in (lambda: store.add(FERN), store.ping):
         with backend.lend(), backend.lend(), backend.lend():
             pass
@@ -196,7 +197,7 @@ def test_ended_idle_sessions_fail_no_add(server, store):
 # ---- the server or the network hangs
 
 
-def test_first_use_of_a_server_that_hangs(url, proxy, server):
+def test_first_use_of_a_server_that_hangs(url, proxy):
     """If the server hangs at the first use, callers do not wait one after another."""
     proxy.stop()
 
@@ -204,7 +205,7 @@ def test_first_use_of_a_server_that_hangs(url, proxy, server):
         with refused(within=LONGEST):  # 20 times the limit of a connection is longer
             store.add(FERN)
 
-    with open_store(url.replace(str(server.port), str(proxy.port))) as store:
+    with open_store(proxy.url(url)) as store:
         in_threads(*[add] * 20)
         proxy.go_on()
         wait_until(lambda: can_add(store))
@@ -229,26 +230,28 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     A caller from before the outage lets no second one try when it ends.
     """
     far.add(FERN)
-    monkeypatch.setattr(postgresql, 'CONNECT_WITHIN', 0.1)  # to wait for what is lent
-    backend = far._backend()
+    monkeypatch.setattr(pool, 'CONNECT_WITHIN', 0.1)  # to wait for what is lent
+    lender = far._backend().pool
     connecting = threading.Thread(target=lambda: can_add(far))
-    with backend.lend():
+    with lender.lend():
         proxy.stop()
         with refused():
             far.add(MOSS)
-        monkeypatch.setattr(postgresql, 'RETRY_AFTER', PATIENCE)
-        wait_until(lambda: time.monotonic() > backend._next_attempt)
+        monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
+        wait_until(lambda: time.monotonic() > lender._outage.next_attempt)
         connecting.start()
-        wait_until(lambda: backend._next_attempt == math.inf)
+        wait_until(lambda: lender._outage.is_attempted)
+        outage = lender._outage
     for _ in range(10):
-        for use in (backend.ping, lambda: far.add(MOSS)):
+        for use in (far._backend().ping, lambda: far.add(MOSS)):
             with refused():
                 use()
     assert connecting.is_alive()
+    assert lender._outage is outage
     connecting.join(PATIENCE)
     monkeypatch.undo()
     proxy.go_on()
-    backend._next_attempt = 0
+    lender._outage.next_attempt = 0
     wait_until(lambda: can_add(far))
 
 
@@ -265,10 +268,32 @@ def test_failed_connections_wait_for_no_other(store, monkeypatch):
         with refused('there is no connection to the database', within=1):
             backend.ping()
 
-    with backend.lend() as open_connection:
+    with backend.pool.lend() as open_connection:
         open_connection.close()
-    monkeypatch.setattr(postgresql.Connection, 'connect', connect)
+    monkeypatch.setattr(connection.Connection, 'connect', connect)
     in_threads(*[use] * 4)
+
+
+def test_refused_connection_waits_for_one_that_is_made(store, monkeypatch):
+    """Where one connection is allowed, callers that start at once share it."""
+    backend = store._backend()
+    make, turns, full = (
+        connection.Connection.connect,
+        itertools.count(),
+        threading.Event(),
+    )
+
+    def connect(**parameters):
+        if next(turns):
+            full.set()
+            raise psycopg.OperationalError('too many connections')
+        full.wait(PATIENCE)
+        return make(**parameters)
+
+    with backend.pool.lend() as open_connection:
+        open_connection.close()
+    monkeypatch.setattr(connection.Connection, 'connect', connect)
+    in_threads(backend.ping, backend.ping)
 
 
 @pytest.mark.parametrize('stored', [False, True])
@@ -293,7 +318,7 @@ def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
     proxy.stop()
     adding = threading.Thread(target=lambda: can_add(far))
     adding.start()
-    wait_until(lambda: not far._backend()._idle)
+    wait_until(lambda: not far._backend().pool._idle)
     far.close()
     assert adding.is_alive()
     proxy.go_on()
@@ -306,9 +331,9 @@ def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
 
 
 @pytest.mark.parametrize('end', ['commit', 'rollback'])
-def test_add_of_an_uncommitted_rival_is_refused(url, store, end):
+def test_add_of_an_uncommitted_rival_is_refused(server, url, store, end):
     """An add is refused, in time, while another session is inserting its id."""
-    with session(url) as other:
+    with session(server, url) as other:
         other.execute("INSERT INTO plants VALUES (1, 'Moss')")
         with refused(LOCKED):
             store.add(FERN)
@@ -335,12 +360,12 @@ LOCKS = {
 
 
 @pytest.mark.parametrize('lock', LOCKS)
-def test_locked_row_delays_no_other_add(url, store, lock):
+def test_locked_row_delays_no_other_add(server, url, store, lock):
     """While one row is locked and clients keep repeating it, others add plants."""
     store.add(MOSS)
     if lock != 'insert':
         store.add(FERN)
-    with session(url) as other:
+    with session(server, url) as other:
         other.execute(LOCKS[lock])
         with Load(store) as load:
 
@@ -358,10 +383,10 @@ def test_locked_row_delays_no_other_add(url, store, lock):
     assert store.add(FERN) is False
 
 
-def test_locked_table_is_unavailable(url, store):
+def test_locked_table_is_unavailable(server, url, store):
     """While the table is locked adds are refused in time; then they work again."""
     plants = [Plant(id, 'Ivy') for id in range(20)]
-    with session(url) as other:
+    with session(server, url) as other:
         other.execute('LOCK TABLE plants')
 
         def add(plant):
@@ -482,7 +507,7 @@ def test_cancelled_commit_is_not_acknowledged(server, url, store, stored):
     with standby_away(server):
 
         def add():
-            with refused('the database does not say whether the plant is safe'):
+            with refused(STANDBY):
                 store.add(FERN)
 
         def cancel():
@@ -518,6 +543,29 @@ def test_nothing_is_acknowledged_without_the_standby(server, url, store, short_l
         visible = rows(server, url)
     wait_until(lambda: can_add(store))
     assert store.add_many(visible) == [False] * len(visible)
+
+
+@pytest.mark.parametrize('message', [connection.EMIT_MESSAGE, 'SELECT unknown()'])
+def test_ping_waits_for_the_standby(
+    server, url, store, short_limits, monkeypatch, message
+):
+    """A ping waits for what an add waits for; of many pings few do, and none writes.
+
+    It does so on a server without messages in its log, too.
+    """
+    store.add(FERN)
+    monkeypatch.setattr(connection.Connection, '_trace', message)
+    monkeypatch.setattr(postgresql, 'PROVEN_FOR', 0)
+    store.ping()
+    with standby_away(server):
+        monkeypatch.setattr(postgresql, 'PROVEN_FOR', PATIENCE)
+        store.ping()
+        monkeypatch.setattr(postgresql, 'PROVEN_FOR', 0)
+        with refused(STANDBY):
+            store.ping()
+    assert rows(server, url) == [FERN]
+    wait_until(lambda: can_add(store))
+    store.ping()
 
 
 # ---- reading
