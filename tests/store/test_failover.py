@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import os
 import signal
 import threading
 import time
@@ -103,3 +104,24 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
             stored = standby.execute('SELECT id, name, tag FROM plants')
     assert sorted(stored) == sorted(itertools.chain(*added))
     assert 'Traceback' not in server.log
+
+
+def test_frozen_standby_is_named(tmp_path, primary, standby):
+    """While the standby is frozen neither an add nor /readyz is answered with 200."""
+    limits = configured(tmp_path, *SHORT_DATABASE_LIMITS)
+    with Server(tmp_path, *limits, workers=1, PLANTS_STORE=primary.url()) as server:
+        add = request(body={'id': 1, 'name': 'Fern'})
+        ready = request('GET', '/readyz')
+        assert server.ask(add).status == 200
+        ((pid,),) = standby.execute('SELECT pid FROM pg_stat_wal_receiver')
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: server.ask(ready).status == 503, 'it is not ready')
+            for asked in add, ready:
+                answer = server.ask(asked)
+                assert answer.status == 503
+                assert 'a synchronous standby' in answer.json['message']
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: server.ask(ready).status == 200, 'it is ready')
+        assert server.ask(add).status == 200

@@ -1,0 +1,119 @@
+"""The PostgreSQL store behind PgBouncer, whose clients share sessions."""
+
+import pytest
+from postgresql import PgBouncer, refused
+from test_postgresql_faults import (  # noqa: F401
+    far,
+    proxy,
+    short_limits,
+    store,
+    test_add_of_an_uncommitted_rival_is_refused,
+    test_cancelled_commit_is_not_acknowledged,
+    test_each_id_has_one_winner_while_sessions_end,
+    test_locked_row_delays_no_other_add,
+    test_lost_response_is_asked_for_once_more,
+    test_lost_response_is_unavailable,
+    test_nothing_is_acknowledged_without_the_standby,
+    test_ping_waits_for_the_standby,
+)
+from test_store_postgresql import TestPostgreSQLStore as DirectContract
+
+from store import Plant, StoreUnavailable, open_store
+from store.postgresql import connection
+from store.testing import in_threads
+
+FERN = Plant(1, 'Fern')
+FULL = 'the connection pool of the database is full, or does not reach the database'
+
+# Of the role. The store would lose plants with them, or wait for long.
+WRONG = {
+    'array_nulls': 'off',
+    'default_transaction_isolation': 'serializable',
+    'lock_timeout': '0',
+    'statement_timeout': '0',
+    'synchronous_commit': 'off',
+}
+
+
+@pytest.fixture(scope='module')
+def pooler(server):
+    """A pooler in transaction mode."""
+    with PgBouncer(server, 'transaction', size=3) as pooler:
+        yield pooler
+
+
+@pytest.fixture
+def url(pooler):
+    """The URL of an empty store."""
+    return pooler.new_url(**WRONG)
+
+
+@pytest.fixture(scope='module', params=[('session', 20), ('transaction', 1)])
+def either(request, server):
+    """A pooler in each mode that works, with as few sessions as the tests need."""
+    with PgBouncer(server, *request.param) as pooler:
+        yield pooler
+
+
+class TestPgBouncer(DirectContract):
+    @pytest.fixture
+    def store(self, either, server):
+        self.server = server
+        with open_store(either.new_url(**WRONG)) as opened:
+            yield opened
+
+
+WITNESS = """
+CREATE TABLE seen (settings text);
+CREATE FUNCTION see() RETURNS trigger AS $$BEGIN INSERT INTO seen SELECT
+concat_ws(' ', current_setting('synchronous_commit'), current_setting('lock_timeout'),
+current_setting('statement_timeout'), current_setting('transaction_isolation'));
+RETURN NEW; END$$ LANGUAGE plpgsql;
+CREATE TRIGGER see BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION see()
+"""
+
+
+def test_settings_belong_to_the_transaction(server, url, store):  # noqa: F811
+    """Each plant is committed with the settings that must hold; none is left behind."""
+    server.execute(WITNESS, url=url)
+
+    def add_all(start):
+        for id in range(start, start + 20):
+            for new in True, False:
+                assert store.add(Plant(id, 'Fern')) is new
+
+    in_threads(*(lambda at=at: add_all(100 * at) for at in range(8)))
+    seen = 'SELECT settings, count(*) FROM seen GROUP BY 1'
+    assert server.execute(seen, url=url) == [('on 300ms 4s read committed', 8 * 40)]
+
+
+@pytest.mark.parametrize(
+    ('mode', 'options', 'reason'),
+    [
+        ('statement', '', 'the connection pooler is in statement mode'),
+        ('session', '?options=-cx%3Dy', 'the connection pooler does not accept'),
+    ],
+)
+def test_pooler_that_cannot_do_is_refused(server, mode, options, reason):
+    """A pooler is refused with its reason if it ends sessions in a transaction."""
+    with (
+        PgBouncer(server, mode) as pooler,
+        open_store(pooler.new_url() + options) as opened,
+    ):
+        for use in opened.ping, opened.check_opening, lambda: opened.add(FERN):
+            with pytest.raises(StoreUnavailable, match=reason):
+                use()
+
+
+def test_full_pool_is_named(server, monkeypatch):
+    """A pool of one session is enough for a store; another one says what is full."""
+    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.5)
+    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.2)
+    with PgBouncer(server, 'session') as pooler:
+        url = pooler.new_url()
+        with open_store(url) as first, open_store(url) as other:
+            in_threads(*(lambda at=at: first.add(Plant(at, 'Fern')) for at in range(8)))
+            with refused(FULL):
+                other.ping()
+        with open_store(url) as again:
+            assert len(list(again)) == 8
