@@ -10,8 +10,9 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
@@ -32,6 +33,7 @@ from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
 
 PIPE = '-'  # the URL of the standard input
+RETRY_AFTER = 1.0  # seconds, while a copy waits for a store
 
 DESCRIPTION = """\
 Look at stores of plants, verify them, and copy plants between them.
@@ -116,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         if run is _copy:
             command.add_argument('url', metavar='SRC', type=_url, help=where)
             command.add_argument('target', metavar='DST', type=_url, help=where)
+            text = 'how long to wait for a store that goes away (default: 60)'
+            command.add_argument('--wait', type=int, default=60, help=text)
         else:
             command.add_argument(
                 'url', metavar='URL', type=_url, nargs='?', default=default, help=where
@@ -193,27 +197,52 @@ def _copy(options: argparse.Namespace) -> int:
     if options.url == options.target != 'memory:':
         options.parser.error('SRC and DST are the same store')
     with _source(options) as plants, _open(options, options.target, 'first') as target:
-        return _copy_plants(_progress(plants)(plants), target)
+        return _copy_plants(plants, target, options.wait)
 
 
-def _copy_plants(plants: Iterable[Plant], target: PlantStore) -> int:
-    """Add plants to a store, which keeps what it has."""
-    bar_hidden = getattr(plants, 'external_write_mode', nullcontext)
-    copied = present = conflicting = 0
+def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
+    """Add plants to a store, which keeps what it has.
+
+    A store that worked before may go away for ``wait`` seconds. A lost batch is added
+    again. A lost source is read again: the plants of the first reading are found.
+    """
+    bar = _progress(source)(source)
+    bar_hidden = getattr(bar, 'external_write_mode', nullcontext)
+    parts, batch = batches(bar), list[Plant]()
+    copied = present = conflicting = furthest = 0
+    lost_at = 0.0
     try:
-        with closing(batches(plants)) as parts:
-            for batch in parts:
+        while True:
+            try:
+                if not (batch := batch or next(parts, [])):
+                    break
                 outcomes = target.add_many(batch)
-                copied += outcomes.count(True)
-                present += outcomes.count(False)
-                for plant, outcome in zip(batch, outcomes, strict=True):
-                    if isinstance(outcome, IdTaken):
-                        conflicting += 1
-                        with bar_hidden():
-                            _write(b'conflicting: ' + record.encode(plant))
+            except StoreUnavailable as ex:
+                lost_at = lost_at or time.monotonic()
+                if not furthest or time.monotonic() >= lost_at + wait:
+                    raise
+                with bar_hidden():
+                    print(f'Waiting: {ex}', file=sys.stderr)
+                time.sleep(RETRY_AFTER)
+                if not batch:
+                    parts = batches(source)
+                    copied = present = conflicting = 0
+                continue
+            copied += outcomes.count(True)
+            present += outcomes.count(False)
+            for plant, outcome in zip(batch, outcomes, strict=True):
+                if isinstance(outcome, IdTaken):
+                    conflicting += 1
+                    with bar_hidden():
+                        _write(b'conflicting: ' + record.encode(plant))
+            batch = []
+            # A source that is lost at the same place each time is not read for ever.
+            if (done := copied + present + conflicting) > furthest:
+                furthest, lost_at = done, 0.0
         # A store is made at its first use, and without plants there was none.
         target.ping()
     finally:
+        parts.close()
         # Also after an error: the copied plants stay, and a repeat goes on.
         _print_line(
             f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
@@ -238,7 +267,10 @@ def _progress(source: object) -> Progress:
 
 
 def _read_plants() -> Iterator[Plant]:
-    """Yield the plants of the standard input; ``StoreUnavailable`` if one is none."""
+    """Yield the plants of the standard input; ``StoreError`` if one is none.
+
+    Not ``StoreUnavailable``: a copy would read the rest, as if it were all.
+    """
     name = 'the standard input'
     try:
         for number, line in enumerate(sys.stdin.buffer, 1):
@@ -247,10 +279,9 @@ def _read_plants() -> Iterator[Plant]:
                 # else is no JSON object.
                 yield record.decode(line.removesuffix(b'\n') + b'\n')
             except record.DamagedRecord as ex:
-                reason = f'line {number} is no plant: {ex}'
-                raise StoreUnavailable(reason, store=name) from ex
+                raise StoreError(f'{name}: line {number} is no plant: {ex}') from ex
     except OSError as ex:
-        raise StoreUnavailable.refused(ex, name) from ex
+        raise StoreError(f'{name}: {ex.strerror}') from ex
 
 
 def _print_line(line: str) -> None:

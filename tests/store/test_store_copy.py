@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from contextlib import contextmanager, suppress
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from postgresql import PostgreSQL
 from server import PATIENCE, REPOSITORY, command, wait_until
 
 from store import Plant, StoreUnavailable, open_store
-from store.jsonl import JSONLinesStore, record
+from store.base import batches
+from store.jsonl import record
 
 KINDS = ['memory', 'jsonl', 'postgresql']
 DURABLE = KINDS[1:]
@@ -251,18 +253,19 @@ class TestInterrupted:
             assert (code, counts(output), errors) == (130, (3000, 0, 0), '')
         self.assert_repeatable(tmp_path, target)
 
-    def test_by_a_killed_database(self, tmp_path):
-        """A database that is killed ends a copy to it."""
+    def test_by_a_killed_database(self):
+        """A copy to a database that is killed waits, and goes on when it is back."""
         with PostgreSQL() as server:
-            url = server.url()
-            with self.copying(url) as process:
+            with self.copying(server.url()) as process:
                 server.kill()
                 process.stdin.write(b''.join(map(record.encode, self.PLANTS[3500:])))
-                code, output, errors = finish(process)
-            assert (code, counts(output)) == (1, (3000, 0, 0))
-            assert re.fullmatch(r'Error: postgresql://.* the database.*\n', errors)
-            server.start()
-            self.assert_repeatable(tmp_path, url)
+                process.stdin.flush()
+                line = process.stderr.readline().decode()
+                server.start()
+                code, output, _ = finish(process)
+            assert re.fullmatch(r'Waiting: postgresql://.* the database.*\n', line)
+            assert (code, counts(output)) == (0, (4500, 0, 0))
+            assert plants_in(server.url()) == self.PLANTS
 
 
 def stored(url):
@@ -272,24 +275,41 @@ def stored(url):
     return 0
 
 
-def test_batches_are_limited(make, run, monkeypatch):
+def test_lost_source_is_read_again(make, run, server, monkeypatch):
+    """A copy reads a source again that went away, if it is not always at one place.
+
+    The counts are those of the last reading: what was copied before is already there.
+    """
+    plants = [plant._replace(tag='shade' * 200) for plant in many(20_000)]
+    source, target = make('postgresql', *plants), make('jsonl')
+    losses = iter([True, True])
+
+    def lossy(plants):
+        for number, batch in enumerate(batches(plants)):
+            if number == 2 and next(losses, False):
+                server.terminate_sessions()
+            yield batch
+
+    monkeypatch.setattr('store.__main__.batches', lossy)
+    monkeypatch.setattr('store.__main__.RETRY_AFTER', 0.01)
+    code, output, errors = run('copy', source, target)
+    assert (code, [line[:22] for line in errors]) == (0, ['Waiting: postgresql://'] * 2)
+    assert counts(output)[1] > 2500
+    assert sum(counts(output)) == 20_000
+    assert plants_in(target) == plants
+
+    losses = repeat(True)
+    code, output, errors = run('copy', '--wait', 1, source, target)
+    assert (code, errors[-1][:6]) == (1, 'Error:')
+
+
+def test_batches_are_limited():
     """A batch has a limited number of plants, and of characters."""
-    sizes = []
-    add_many = JSONLinesStore.add_many
-
-    def note(store, plants):
-        sizes.append(len(plants))
-        return add_many(store, plants)
-
-    monkeypatch.setattr(JSONLinesStore, 'add_many', note)
     long = 'Fern' * 2**12
     plants = [*many(2500), *(Plant(-id, long, long) for id in range(1, 101))]
-    target = make('jsonl')
-    code, output, _ = run('copy', make('jsonl', *plants), target)
-    assert (code, counts(output)) == (0, (2600, 0, 0))
     # The 500 short plants have less text than one long plant.
-    assert sizes == [1000, 1000, 500 + 32, 32, 32, 4]
-    assert plants_in(target) == sorted(plants)
+    sizes = [1000, 1000, 500 + 32, 32, 32, 4]
+    assert [len(batch) for batch in batches(plants)] == sizes
 
 
 def test_damaged_source_ends_the_copy(make, run):
