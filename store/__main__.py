@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         if run is _copy:
             command.add_argument('url', metavar='SRC', type=_url, help=where)
             command.add_argument('target', metavar='DST', type=_url, help=where)
-            text = 'how long to wait for a store that goes away (default: 60)'
+            text = 'seconds to wait for a store that goes away (default: 60)'
             command.add_argument('--wait', type=int, default=60, help=text)
         else:
             command.add_argument(
@@ -239,8 +239,8 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
             # A source that is lost at the same place each time is not read for ever.
             if (done := copied + present + conflicting) > furthest:
                 furthest, lost_at = done, 0.0
-        # A store is made at its first use, and without plants there was none.
-        target.ping()
+        if not furthest:  # a store is made at its first use, and there was none
+            target.ping()
     finally:
         parts.close()
         # Also after an error: the copied plants stay, and a repeat goes on.

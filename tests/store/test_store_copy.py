@@ -147,10 +147,10 @@ class TestPipe:
     @pytest.mark.parametrize('line', [b'?\n', b'\n', b'{"id":3,"name":"Ef'])
     def test_invalid_line_is_an_error(self, make, run_with_input, line):
         """A line that is no plant is an error with the number of the line."""
-        text = record.encode(FERN) + line
+        text = b''.join(map(record.encode, many(1000))) + line
         code, output, errors = run_with_input(text, 'copy', '-', make('jsonl'))
-        assert (code, counts(output)) == (1, (0, 0, 0))
-        reason = 'line 2 is no plant: it is not JSON'
+        assert (code, counts(output)) == (1, (1000, 0, 0))
+        reason = 'line 1001 is no plant: it is not JSON'
         assert errors == [f'Error: the standard input: {reason}']
 
     def test_other_commands_read_a_pipe(self, run_with_input):
@@ -230,20 +230,12 @@ class TestInterrupted:
             wait_until(lambda: stored(target) == 3000, 'three batches are copied')
             yield process
 
-    def assert_repeatable(self, tmp_path, target):
-        source = tmp_path / 'source.jsonl'
-        write(source, self.PLANTS)
-        with command('copy', source, target) as process:
-            code, output, errors = finish(process)
-        assert (code, counts(output), errors) == (0, (1500, 3000, 0), '')
-        assert plants_in(target) == self.PLANTS
-
     @pytest.mark.parametrize(
         ('kind', 'number'),
         [*((kind, signal.SIGINT) for kind in DURABLE), ('jsonl', signal.SIGKILL)],
         ids=str,
     )
-    def test_by_a_signal(self, tmp_path, make, kind, number):
+    def test_by_a_signal(self, make, run, kind, number):
         """A single Ctrl-C ends a copy that waits for its input; so does a kill."""
         target = make(kind)
         with self.copying(target) as process:
@@ -251,7 +243,9 @@ class TestInterrupted:
             code, output, errors = finish(process)
         if number == signal.SIGINT:
             assert (code, counts(output), errors) == (130, (3000, 0, 0), '')
-        self.assert_repeatable(tmp_path, target)
+        code, output, errors = run('copy', make('jsonl', *self.PLANTS), target)
+        assert (code, counts(output), errors) == (0, (1500, 3000, 0), [])
+        assert plants_in(target) == self.PLANTS
 
     def test_by_a_killed_database(self):
         """A copy to a database that is killed waits, and goes on when it is back."""
@@ -276,10 +270,7 @@ def stored(url):
 
 
 def test_lost_source_is_read_again(make, run, server, monkeypatch):
-    """A copy reads a source again that went away, if it is not always at one place.
-
-    The counts are those of the last reading: what was copied before is already there.
-    """
+    """A copy reads a source again that went away, and counts what it reads last."""
     plants = [plant._replace(tag='shade' * 200) for plant in many(20_000)]
     source, target = make('postgresql', *plants), make('jsonl')
     losses = iter([True, True])
@@ -294,7 +285,6 @@ def test_lost_source_is_read_again(make, run, server, monkeypatch):
     monkeypatch.setattr('store.__main__.RETRY_AFTER', 0.01)
     code, output, errors = run('copy', source, target)
     assert (code, [line[:22] for line in errors]) == (0, ['Waiting: postgresql://'] * 2)
-    assert counts(output)[1] > 2500
     assert sum(counts(output)) == 20_000
     assert plants_in(target) == plants
 
@@ -358,24 +348,13 @@ class TestUsage:
         assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
         assert path.read_bytes() == before
 
-    @pytest.mark.parametrize('before', [[], ['list', 'memory:'], ['list', '--repair']])
-    def test_misplaced_url_shows_no_password(self, run, before):
-        """The error about a URL where none is expected shows no password."""
-        code, _, errors = run(*before, 'postgresql://u:hush@h/d?password=hush')
-        assert code == 2
-        assert 'hush' not in ''.join(errors)
-
 
 class TestOutput:
-    @pytest.fixture
-    def pair(self, make):
-        """Stores with more conflicts than fit in a pipe and its buffers."""
-        conflicts = [Plant(id, 'Moss') for id in range(5000)]
-        source = make('jsonl', *many(5000), *many(3000, -3000))
-        return source, make('jsonl', *conflicts)
-
-    def test_copy_goes_on_without_a_reader(self, pair):
+    def test_copy_goes_on_without_a_reader(self, make):
         """A closed pipe for the output does not end the copy."""
+        # More conflicts than fit in a pipe and its buffers.
+        source = make('jsonl', *many(5000), *many(3000, -3000))
+        pair = source, make('jsonl', *(Plant(id, 'Moss') for id in range(5000)))
         reader, writer = os.pipe()
         os.close(reader)
         with command('copy', *pair, stdout=writer) as process:
