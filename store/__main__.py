@@ -80,7 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: The command is wrong, or asks for the help or the version.
     """
-    _replace_closed_streams()
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -307,24 +306,6 @@ def _write(data: bytes = b'', *, flush: bool = True) -> bool:
             raise StoreUnavailable.refused(ex, 'the output') from ex
         return False
     return True
-
-
-# Not covered: tests run it in processes of their own.
-def _replace_closed_streams() -> None:  # pragma: no cover
-    """Open a null device for each standard stream that is closed.
-
-    Otherwise a plant file might get its number, and the errors of libraries. The
-    devices for input and output are opened the wrong way round, so that their use fails
-    (EBADF). Only error messages are lost silently.
-    """
-    for fd, name, mode, flags in (
-        (0, 'stdin', 'r', os.O_WRONLY),
-        (1, 'stdout', 'w', os.O_RDONLY),
-        (2, 'stderr', 'w', os.O_WRONLY),
-    ):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, flags), fd)
-            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 if __name__ == '__main__':  # pragma: no cover

@@ -3,8 +3,6 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 
@@ -453,35 +451,6 @@ class TestOutput:
         error = f'Error: the output: {os.strerror(errno.ENOSPC)}\n'
         assert run_into(full, name, url(path)) == (1, error)
 
-    def test_closed_output_is_an_error(self, path):
-        """A closed standard output is an error of one line."""
-        code, output, errors = in_shell('list', url(path), '>&-')
-        reason = os.strerror(errno.EBADF)
-        assert (code, output, errors) == (1, b'', f'Error: the output: {reason}\n')
-
-    def test_closed_standard_error_is_ignored(self, tmp_path, path):
-        """With a closed standard error a command works, and prints no errors."""
-        target = tmp_path / 'target.jsonl'
-        assert in_shell('copy', url(path), url(target), '2>&-')[0] == 0
-        assert target.read_bytes() == path.read_bytes()
-        path.write_bytes(b'?\n' + FERN)
-        assert in_shell('list', url(path), '2>&-')[:2] == (1, b'')
-
-    def test_closed_streams_are_replaced(self):
-        """Closed standard streams become /dev/null, not the next file that opens."""
-        script = (
-            'import os, sys; from store.__main__ import main; '
-            'main(["list", "memory:"]); null = os.stat(os.devnull);'
-            'sys.exit(not all(os.path.samestat(os.fstat(fd), null) for fd in range(3)))'
-        )
-        done = subprocess.run(
-            ['sh', '-c', '"$@" <&- >&- 2>&-', '', sys.executable, '-c', script],
-            cwd=REPOSITORY,
-            timeout=PATIENCE,
-            check=False,
-        )
-        assert done.returncode == 0
-
 
 def run_into(output, *arguments):
     """Run a command with a standard output; return its exit code and errors."""
@@ -489,16 +458,3 @@ def run_into(output, *arguments):
         os.close(output)
         errors = process.stderr.read().decode()
         return process.wait(PATIENCE), errors
-
-
-def in_shell(*words):
-    """Run a command as a shell would, redirections included."""
-    line = ' '.join([sys.executable, '-m', 'store', *words])
-    done = subprocess.run(
-        ['sh', '-c', line],
-        cwd=REPOSITORY,
-        capture_output=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr.decode()
