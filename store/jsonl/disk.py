@@ -24,6 +24,8 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
         OSError: It cannot be opened.
         StoreUnavailable: It is no regular file.
     """
+    if path.is_dir():
+        raise StoreUnavailable('it is a directory, not a file', store=str(path))
     # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -394,12 +394,16 @@ class TestUsage:
         assert [entry.name for entry in tmp_path.iterdir()] == ['file']
 
     @pytest.mark.parametrize('command', ['list', 'check', 'check --repair'])
-    def test_pipe_is_no_plant_file(self, tmp_path, run, command):
-        """A named pipe is refused: no command waits for it, or takes it for empty."""
-        os.mkfifo(tmp_path / 'pipe')
-        code, _, (error,) = run(*command.split(), tmp_path / 'pipe')
-        assert code == 1
-        assert error == f'Error: {tmp_path}/pipe: it is not a regular file'
+    def test_no_file_is_no_plant_file(self, path, run, command):
+        """A named pipe is refused: no command waits for it; so is a directory."""
+        for make, reason in (
+            (os.mkfifo, 'it is not a regular file'),
+            (os.mkdir, 'it is a directory, not a file'),
+        ):
+            make(path)
+            code, _, (error,) = run(*command.split(), path)
+            assert (code, error) == (1, f'Error: {path}: {reason}')
+            path.rename(path.with_name(make.__name__))
 
     def test_examples_of_the_help_work(self, path, run, monkeypatch):
         """The examples in --help are valid commands."""

@@ -1,7 +1,6 @@
 """The file store: the contract, the bytes of a line, its files, its end."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import threading
@@ -160,7 +159,7 @@ class TestFile:
         """A file that cannot be opened or made is unavailable; nothing is made."""
         path.mkdir()
         for wrong, reason in (
-            (path, os.strerror(errno.EISDIR)),
+            (path, 'it is a directory, not a file'),
             (path / 'no' / 'x', 'directory does not exist'),
         ):
             with JSONLinesStore(wrong) as store:
