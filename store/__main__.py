@@ -176,16 +176,15 @@ def _check(options: argparse.Namespace) -> int:
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         _print_line(damage)
-    if not found.damaged:
-        outcome = 'no damage'
-    elif found.side_file:
-        moved = f'damaged lines: {len(found.damaged)}, moved to {found.side_file}'
-        outcome = f'{moved}; reload the server'
-    elif found.repaired:
-        outcome = 'what is missing is accepted; reload the server'
-    else:
-        moves = '--repair moves damaged lines to a side file, and accepts a loss'
-        outcome = f'damaged: {len(found.damaged)}; {moves}'
+    outcome = f'damaged: {len(found.damaged)}' if found.damaged else 'no damage'
+    if found.repaired:
+        outcome = f'repaired: {len(found.damaged)}'
+        if found.side_file:
+            outcome += f'; damaged lines were moved to {found.side_file}'
+        if found.in_use:
+            outcome += '; reload the server if it runs'
+    elif found.damaged:
+        outcome += '; --repair moves damaged lines to a side file, and accepts a loss'
     _print_line(f'{found.plants} plants verified, {outcome}')
     return int(bool(found.damaged) and not found.repaired)
 

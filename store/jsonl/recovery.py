@@ -267,8 +267,7 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
             f'the file was cut short: {missing} bytes at its end are missing',
             store=str(path),
             detail='plants were acknowledged in them: put the whole file back; or '
-            f'accept the loss: python -m store check --repair jsonl:{path}, then '
-            'reload the server',
+            f'accept the loss: python -m store check --repair jsonl:{path}',
         )
 
 

@@ -32,6 +32,7 @@ class Verified(NamedTuple):
     damaged: tuple[str, ...] = ()
     side_file: Path | None = None  # what damaged lines were moved to
     repaired: bool = False
+    in_use: bool = False  # whether a process may have the unrepaired file open
 
 
 def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Verified:
@@ -42,10 +43,10 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     lines. A server that has the old one open refuses plants until it is reloaded.
 
     Raises:
-        StoreUnavailable: A file cannot be read or written. The plant file is unchanged;
-            or it is repaired, but a power cut may still undo the repair.
+        StoreUnavailable: It is no file of plants, or a file cannot be read or written.
+            The plant file is unchanged; or it is repaired, but a power cut may still
+            undo the repair.
     """
-    side: Path | None = None
     sentences: list[str] = []
     with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
         if repair:
@@ -68,9 +69,12 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
             sentences.append(f'{path}: {ex.reason}')
         if wrong:
             sentences.append(f'{index_path(path)}: {wrong} ids differ from the file')
-        if repair and sentences:
-            side = _replace(path, fd, end, damaged)
-    return Verified(plants, tuple(sentences), side, repair and bool(sentences))
+        if not (repair and sentences):
+            return Verified(plants, tuple(sentences))
+        side = _replace(path, fd, end, damaged)
+    # SQLite removes this file when the last process closes the index.
+    in_use = index_path(path, '-wal').exists()
+    return Verified(plants, tuple(sentences), side, True, in_use)
 
 
 def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:

@@ -335,7 +335,7 @@ class TestShortened:
             found = verify(path, repair=repair)
             assert f'{missing} bytes at its end are missing' in found.damaged[-1]
             assert found.repaired == repair
-        assert verify(path) == (whole, (), None, False)
+        assert verify(path) == Verified(whole)
         with JSONLinesStore(path) as store:
             assert_stored(store, PLANTS[:whole], free=[4, -5])
 
