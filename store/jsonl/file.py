@@ -107,6 +107,7 @@ class PlantFile:
                 self._sync_fds.put(fd)
             with self._locked():
                 self._check_file()
+                recovery.check_ours(path, self._fd)  # before a file is made beside it
                 self._notes = Synced(path, self._fd)
                 opened.callback(self._notes.close)
                 self._index = self._open_index(crashed=True)

@@ -42,6 +42,9 @@ _LINE = re.compile(
 )
 
 
+NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
+
+
 class DamagedRecord(ValueError):
     """A line is not a record; the message says why."""
 
@@ -74,9 +77,9 @@ def decode(line: bytes) -> Plant:
     try:
         value: Any = _decode(line.decode())
     except UnicodeDecodeError as ex:
-        raise DamagedRecord('it is not UTF-8') from ex
+        raise DamagedRecord(NOT_UTF_8) from ex
     except (ValueError, RecursionError) as ex:
-        raise DamagedRecord('it is not JSON') from ex
+        raise DamagedRecord(NOT_JSON) from ex
     if not isinstance(value, dict):
         raise DamagedRecord('it is not a JSON object')
     get: Any = value.get

@@ -26,6 +26,7 @@ import fcntl
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -54,6 +55,8 @@ PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 # The beginning of each line that we write.
 BEGINNING = b'{"id":'
 FIRST_MEMBER = re.compile(rb'\{"id":-?[0-9]{0,19}(,|$)')
+# What no such line has. (A lost block is zeros.)
+CONTROL = re.compile(rb'[\x01-\x09\x0b-\x1f]')
 
 
 class Line(NamedTuple):
@@ -319,27 +322,42 @@ def _torn_tail(
     line = next((line for line in lines if line.plant is None), None)
     if line is None:
         return None
+    if line.offset == 0:
+        check_ours(path, fd)
     reason = line.reason
     if line.offset < synced:
         reason = f'{reason}, and it was acknowledged'
     elif (crashed and synced != UNKNOWN and _is_lost_block(line)) or all(
         other.plant is None for other in lines
     ):
-        if line.offset == 0 and not _is_ours(line.text):
-            raise StoreUnavailable(
-                'it is not a file of plants: no line of it is a plant', store=str(path)
-            )
         if end - line.offset <= MOST_TORN:
             return line
         reason = f'{reason}, and more follows than an unfinished write can leave'
     raise _corrupt(path, fd, line.offset, reason)
 
 
-def _is_ours(text: bytes) -> bool:
-    """Whether the first line of a file can be what a crash left of its first write."""
-    whole, zeros, _ = text.partition(b'\0')
-    return bool(zeros or not text.endswith(b'\n')) and (
-        BEGINNING.startswith(whole) or FIRST_MEMBER.match(whole) is not None
+def check_ours(path: Path, fd: int) -> None:
+    """Refuse a file of something else, which a command or a start would change.
+
+    Raises:
+        StoreUnavailable: No line of it is a plant, and no crash can have left it.
+    """
+    first = line_at(fd, 0)
+    if not first.text or first.plant is not None or _is_torn_record(first):
+        return
+    if all(line.plant is None for line in read_lines(fd, 0, sys.maxsize)):
+        reason = 'it is not a file of plants: no line of it is a plant'
+        raise StoreUnavailable(reason, store=str(path))
+
+
+def _is_torn_record(line: Line) -> bool:
+    """Whether a first line can be what a crash left of the first write."""
+    whole, zeros, _ = line.text.partition(b'\0')
+    return (
+        bool(zeros or not line.text.endswith(b'\n'))
+        and (BEGINNING.startswith(whole) or FIRST_MEMBER.match(whole) is not None)
+        and CONTROL.search(line.text) is None
+        and line.reason in (record.NOT_JSON, record.NOT_UTF_8)
     )
 
 

@@ -56,6 +56,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
             end = os.fstat(fd).st_size
         else:
             end = recovery.whole_size(path, fd)
+        recovery.check_ours(path, fd)
         plants, damaged, wrong = _find_damage(path, fd, end, progress)
         number, counted = 1, 0
         for line in damaged:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, recovery
-from store.jsonl.repair import verify
+from store.jsonl.repair import Verified, verify
 from store.testing import wait_until
 
 PLANTS = [

@@ -2,12 +2,13 @@
 
 import errno
 import fcntl
+import gzip
 import os
 import threading
 from contextlib import suppress
 
 import pytest
-from disk import files
+from disk import files, fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import REPOSITORY, command
@@ -149,6 +150,46 @@ class TestCheck:
         assert files(path) == {path.name: text}
 
 
+# Files of which no line is a plant, and which no crash of ours can have left.
+FOREIGN = {
+    'text': (REPOSITORY / 'README.md').read_bytes(),
+    'text-without-line-feed': b'plants',
+    'empty-line': b'\n',
+    'log': b'2026-01-01 INFO started\n' * 3,
+    'object': b'{"id":7,"title":"Fern"}',
+    'lines-of-objects': b'{"id":7,"title":"Fern"}\n' * 2,
+    'array-of-plants': b'[' + FERN.strip() + b',' + MOSS.strip() + b']\n',
+    'sqlite': b'SQLite format 3\0\x10\0\x01\x01\0\x40\x20\x20' + bytes(4074),
+    'gzip': gzip.compress(FERN + MOSS),
+    'binary-with-zeros-first': bytes(512) + b'\1CD001\1' + bytes(1600),
+}
+
+
+@pytest.mark.parametrize('content', FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize('had_plants', [False, True], ids=['', 'had-plants'])
+def test_file_of_something_else_is_refused(path, run, content, had_plants):
+    """Each command and a start refuse a file without a plant, and change nothing."""
+    if had_plants:
+        fill(path, record.decode(FERN))
+        content = content.ljust(len(FERN), b'\n')  # shorter, it would be cut short
+    path.write_bytes(content)
+    other = path.with_name('other.jsonl')
+    other.write_bytes(MOSS)
+    before = files(path)
+    error = f'Error: {path}: it is not a file of plants: no line of it is a plant'
+    for words in 'list', 'count', 'check', 'check --repair':
+        assert run(*words.split(), path) == (1, b'', [error]), words
+    for source, target in (path, path.with_name('new.jsonl')), (other, path):
+        code, output, errors = run('copy', source, target)
+        assert (code, errors) == (1, [error])
+        assert output == b'copied: 0, already there: 0, conflicting: 0\n'
+    with open_store(url(path), create='always') as store:
+        for use in store.check_opening, store.ping:
+            with pytest.raises(StoreUnavailable, match='no line of it is a plant'):
+                use()
+    assert files(path) == before
+
+
 def test_plant_added_while_a_check_begins(path, monkeypatch):
     """A plant that is added and synced while a check begins is not missing."""
     whole_size = recovery.whole_size
@@ -216,6 +257,10 @@ class TestRepair:
                 first = plants.setdefault(plant.id, plant)
                 (sound if first == plant else damaged).append(line)
         path.write_bytes(b''.join(lines) + torn)
+        if lines and lines[0] != DAMAGE['zeros'] and not plants:
+            assert main(['check', '--repair', url(path)]) == 1
+            assert files(path) == {path.name: b''.join(lines) + torn}
+            return
         assert main(['check', '--repair', url(path)]) == 0
         assert path.read_bytes() == b''.join(sound)
         sides = [side.read_bytes() for side in directory.glob('*.damaged-*')]
