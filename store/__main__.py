@@ -176,15 +176,10 @@ def _check(options: argparse.Namespace) -> int:
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         _print_line(damage)
-    outcome = f'damaged: {len(found.damaged)}' if found.damaged else 'no damage'
-    if found.repaired:
-        outcome = f'repaired: {len(found.damaged)}'
-        if found.side_file:
-            outcome += f'; damaged lines were moved to {found.side_file}'
-        if found.in_use:
-            outcome += '; reload the server if it runs'
-    elif found.damaged:
-        outcome += '; --repair moves damaged lines to a side file, and accepts a loss'
+    outcome = 'no damage'
+    if found.damaged:
+        moves = '--repair moves damaged lines to a side file, and accepts a loss'
+        outcome = found.repaired or f'damaged: {len(found.damaged)}; {moves}'
     _print_line(f'{found.plants} plants verified, {outcome}')
     return int(bool(found.damaged) and not found.repaired)
 

@@ -30,9 +30,7 @@ class Verified(NamedTuple):
     # A sentence for each line that is not a plant, or has the id of an earlier plant,
     # and for what is missing at the end.
     damaged: tuple[str, ...] = ()
-    side_file: Path | None = None  # what damaged lines were moved to
-    repaired: bool = False
-    in_use: bool = False  # whether a process may have the unrepaired file open
+    repaired: str = ''  # what was done about them, and what is left to do
 
 
 def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Verified:
@@ -53,9 +51,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
             take_flock(path, fd)
             if not os.path.samestat(os.fstat(fd), path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
-            end = os.fstat(fd).st_size
-        else:
-            end = recovery.whole_size(path, fd)
+        end = os.fstat(fd).st_size if repair else recovery.whole_size(path, fd)
         recovery.check_ours(path, fd)
         plants, damaged, wrong = _find_damage(path, fd, end, progress)
         number, counted = 1, 0
@@ -73,31 +69,33 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
         if not (repair and sentences):
             return Verified(plants, tuple(sentences))
         side = _replace(path, fd, end, damaged)
-    # SQLite removes this file when the last process closes the index.
-    in_use = index_path(path, '-wal').exists()
-    return Verified(plants, tuple(sentences), side, True, in_use)
+    repaired = f'repaired: {len(sentences)}'
+    if side:
+        repaired += f'; damaged lines were moved to {side}'
+    if index_path(path, '-wal').exists():  # until the last process closes the index
+        repaired += '; reload the server if it runs'
+    return Verified(plants, tuple(sentences), repaired)
 
 
 def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
     """Replace a plant file by its sound lines; return the side file of the others."""
-    status = os.fstat(fd)
     moved = [(line.offset, line.offset + len(line.text)) for line in damaged]
-    side = copy_aside(path, fd, moved, 'damaged') if moved else None
-    starts = [0, *(stop for _, stop in moved)]
-    stops = [*(start for start, _ in moved), end]
-    repaired: Path | None = None
+    ends = [0, *(end for span in moved for end in span), end]
+    copies: list[Path] = []
     try:
-        kept = zip(starts, stops, strict=True)
-        repaired = copy_aside(path, fd, kept, 'repaired')
-        # The point of no return: both files are durable, and so is every line.
-        os.replace(repaired, path)
+        if moved:
+            copies.append(copy_aside(path, fd, moved, 'damaged'))
+        kept = zip(ends[::2], ends[1::2], strict=True)
+        copies.append(copy_aside(path, fd, kept, 'repaired'))
+        # The point of no return: all copies are durable, and so is every line.
+        os.rename(copies[-1], path)
     except BaseException:
-        if os.path.samestat(status, path.stat()):  # nothing was moved
-            for copy in filter(None, (repaired, side)):
+        if os.path.samestat(os.fstat(fd), path.stat()):  # nothing was moved
+            for copy in copies:
                 copy.unlink()
         raise
     sync_directory(path)
-    return side
+    return copies[0] if moved else None
 
 
 def _find_damage(
@@ -120,10 +118,7 @@ def _find_damage(
             else:
                 yield line.plant.id, line.offset
 
-    with (
-        closing(Index(path, fd)) as present,
-        closing(Index(path, fd, new=True)) as new,
-    ):
+    with closing(Index(path, fd)) as present, closing(Index(path, fd, new=True)) as new:
         new.build(temporary=True)
         lines = sound()
         while batch := list(islice(lines, COMPARED)):
