@@ -32,6 +32,8 @@ from store.base import ID_MAX, ID_MIN, Plant, check_plant
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
+NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
+
 # A line. One of our own without an escape, as nearly all are, has its id as the group:
 # it is a record if it is also UTF-8 and its id has 64 bits. This is six times as fast
 # as decode().
@@ -40,9 +42,6 @@ _LINE = re.compile(
     rb'(?:,"tag":"[^"\\\x00-\x1f]*")?\}\n'
     rb'|.*\n|.+'
 )
-
-
-NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
 
 
 class DamagedRecord(ValueError):

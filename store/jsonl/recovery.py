@@ -52,11 +52,8 @@ MOST_TORN = 64 * 1024 * 1024
 LEARNED = 8 * CHUNK  # bytes whose ids an index learns at a time
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 
-# The beginning of each line that we write.
-BEGINNING = b'{"id":'
-FIRST_MEMBER = re.compile(rb'\{"id":-?[0-9]{0,19}(,|$)')
-# What no such line has. (A lost block is zeros.)
-CONTROL = re.compile(rb'[\x01-\x09\x0b-\x1f]')
+BEGINNING = b'{"id":'  # of each line that we write
+CONTROL = re.compile(rb'[\x01-\x09\x0b-\x1f]')  # in no line that we write
 
 
 class Line(NamedTuple):
@@ -340,14 +337,18 @@ def check_ours(path: Path, fd: int) -> None:
     """Refuse a file of something else, which a command or a start would change.
 
     Raises:
-        StoreUnavailable: No line of it is a plant, and no crash can have left it.
+        StoreUnavailable: No line of it is a plant, and no crash can have left it; or it
+            is a JSON array, of which the last line may be a plant.
     """
     first = line_at(fd, 0)
     if not first.text or first.plant is not None or _is_torn_record(first):
         return
-    if all(line.plant is None for line in read_lines(fd, 0, sys.maxsize)):
-        reason = 'it is not a file of plants: no line of it is a plant'
-        raise StoreUnavailable(reason, store=str(path))
+    reason = 'no line of it is a plant'
+    if first.text.startswith(b'['):
+        reason = 'it is a JSON array'
+    elif any(line.plant is not None for line in read_lines(fd, 0, sys.maxsize)):
+        return
+    raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))
 
 
 def _is_torn_record(line: Line) -> bool:
@@ -355,7 +356,7 @@ def _is_torn_record(line: Line) -> bool:
     whole, zeros, _ = line.text.partition(b'\0')
     return (
         bool(zeros or not line.text.endswith(b'\n'))
-        and (BEGINNING.startswith(whole) or FIRST_MEMBER.match(whole) is not None)
+        and BEGINNING.startswith(whole[: len(BEGINNING)])
         and CONTROL.search(line.text) is None
         and line.reason in (record.NOT_JSON, record.NOT_UTF_8)
     )

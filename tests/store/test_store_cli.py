@@ -151,7 +151,8 @@ FOREIGN = {
     'log': b'2026-01-01 INFO started\n' * 3,
     'object': b'{"id":7,"title":"Fern"}',
     'lines-of-objects': b'{"id":7,"title":"Fern"}\n' * 2,
-    'array-of-plants': b'[' + FERN.strip() + b',' + MOSS.strip() + b']\n',
+    'array': b'[' + FERN.strip() + b',' + MOSS.strip() + b']\n',
+    'array-of-lines': b'[\n' + FERN.strip() + b',\n' + MOSS + b']\n',
     'sqlite': b'SQLite format 3\0\x10\0\x01\x01\0\x40\x20\x20' + bytes(4074),
     'gzip': gzip.compress(FERN + MOSS),
     'binary-with-zeros-first': bytes(512) + b'\1CD001\1' + bytes(1600),
@@ -169,7 +170,8 @@ def test_file_of_something_else_is_refused(path, run, content, had_plants):
     other = path.with_name('other.jsonl')
     other.write_bytes(MOSS)
     before = files(path)
-    error = f'Error: {path}: it is not a file of plants: no line of it is a plant'
+    reason = 'it is a JSON array' if content[:1] == b'[' else 'no line of it is a plant'
+    error = f'Error: {path}: it is not a file of plants: {reason}'
     for words in 'list', 'count', 'check', 'check --repair':
         assert run(*words.split(), path) == (1, b'', [error]), words
     for source, target in (path, path.with_name('new.jsonl')), (other, path):
@@ -178,7 +180,7 @@ def test_file_of_something_else_is_refused(path, run, content, had_plants):
         assert output == b'copied: 0, already there: 0, conflicting: 0\n'
     with open_store(url(path), create='always') as store:
         for use in store.check_opening, store.ping:
-            with pytest.raises(StoreUnavailable, match='no line of it is a plant'):
+            with pytest.raises(StoreUnavailable, match=reason):
                 use()
     assert files(path) == before
 
