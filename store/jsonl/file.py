@@ -93,6 +93,7 @@ class PlantFile:
             self._status = os.fstat(self._fd)
             if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
+            recovery.check_ours(path, self._fd)  # before a file is made beside it
             self._lock = FileLock(path, self._open_again())
             opened.callback(self._lock.close)
             # NOTE: the kernel reports a failed write-back once to each open file, at
@@ -107,7 +108,6 @@ class PlantFile:
                 self._sync_fds.put(fd)
             with self._locked():
                 self._check_file()
-                recovery.check_ours(path, self._fd)  # before a file is made beside it
                 self._notes = Synced(path, self._fd)
                 opened.callback(self._notes.close)
                 self._index = self._open_index(crashed=True)
