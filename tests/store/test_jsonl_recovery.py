@@ -339,17 +339,6 @@ class TestShortened:
         with JSONLinesStore(path) as store:
             assert_stored(store, PLANTS[:whole], free=[4, -5])
 
-    def test_repair_is_noticed_by_a_running_process(self, path):
-        """A process that runs refuses the repaired file until it opens it again."""
-        with JSONLinesStore(path, create='always') as worker:
-            worker.add_many(PLANTS)
-            os.truncate(path, 0)
-            verify(path, repair=True)
-            with pytest.raises(StoreUnavailable, match='replaced by another'):
-                worker.ping()
-        with JSONLinesStore(path) as store:
-            assert_stored(store, [], free=[1])
-
     def test_last_line_feed_may_be_missing(self, path):
         """An editor that drops the last line feed loses no plant."""
         fill(path, *PLANTS)

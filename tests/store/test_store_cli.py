@@ -315,7 +315,7 @@ class TestRepair:
             assert code == 0
             assert output.endswith(b'; reload the server if it runs\n')
             for attempt in (store.ping, lambda: store.add(Plant(3, 'Ivy'))):
-                with pytest.raises(StoreUnavailable):
+                with pytest.raises(StoreUnavailable, match='replaced by another'):
                     attempt()
         with open_store(url(path)) as store:
             store.add(Plant(3, 'Ivy'))

@@ -1,0 +1,178 @@
+"""Copies of the files of a store, taken one after another and put back in any mixture.
+
+A backup tool copies file by file while the service runs, and ``cp`` puts copies back in
+place: the plant file keeps its inode. So the main file of the index may be of another
+moment than its ``-wal``, and both of other moments than the plant file.
+"""
+
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from random import Random
+
+import pytest
+from disk import assert_stored, lines, raw_plants
+
+from store import Plant, StoreUnavailable
+from store.jsonl import JSONLinesStore, file, table
+from store.testing import FORK, wait_until
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+
+SEED = 29
+STEP = 20  # plants; with scattered ids they change most pages of the table
+MAIN, WAL = '.index', {'.index-wal', '.index-shm'}
+
+
+_opened = []  # the store of a writer, in its process
+
+
+def writer(path):
+    """Return a process that has the store open."""
+    return ProcessPoolExecutor(1, FORK, lambda: _opened.append(JSONLinesStore(path)))
+
+
+def _add(plants, flush):
+    assert _opened[0].add_many(plants) == [True] * len(plants)
+    if flush:
+        wait_until(_opened[0]._backend()._index.flush)
+
+
+def _close():
+    _opened[0].close()
+
+
+def kill(writer):
+    """Kill a process, as the system would without memory."""
+    os.kill(writer.submit(os.getpid).result(), signal.SIGKILL)
+    writer.shutdown()
+
+
+@pytest.fixture(scope='module')
+def load(tmp_path_factory):
+    """Return the path of a plant file, and copies of all files at moments of a load.
+
+    Each copy maps what follows the name of the plant file to the content.
+    """
+    path = tmp_path_factory.mktemp('load') / 'plants.jsonl'
+    chance = Random(SEED)
+    moments = []
+
+    def copy():
+        found = path.parent.glob(f'{path.name}*')
+        moments.append({f.name.removeprefix(path.name): f.read_bytes() for f in found})
+
+    def add(writer, count, flush=True):
+        plants = [Plant(chance.getrandbits(62), 'Fern') for _ in range(count)]
+        writer.submit(_add, plants, flush).result()
+        copy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, 'FLUSH_WITHIN', 1e6)  # no flush but those of the load
+        patch.setattr(table, 'CHECKPOINT_PAGES', 30)  # those of two or three flushes
+        for bulk in 2000, 500:
+            one, other = writer(path), writer(path)
+            for process, count in zip(
+                [one, other] * 3, [bulk] + [STEP] * 5, strict=True
+            ):
+                add(process, count)
+            add(one, STEP, flush=False)
+            if bulk == 2000:  # the second load is killed
+                one.submit(_close).result()
+                other.submit(_close).result()
+                copy()
+            kill(one)
+            kill(other)
+    assert len({moment[MAIN] for moment in moments}) >= 5  # there were checkpoints
+    return path, moments
+
+
+def put_back(path, main, wal, plants):
+    """Put back a plant file, the -wal of one moment, and all other files of another."""
+    for found in path.parent.glob(f'{path.name}?*'):
+        found.unlink()
+    content = {name: main[name] for name in main.keys() - WAL}
+    content |= {name: wal[name] for name in wal.keys() & WAL}
+    for suffix, data in (content | {'': plants}).items():
+        path.with_name(path.name + suffix).write_bytes(data)
+
+
+def taken_at(moments):
+    """Return some plants of each step up to the last of these moments."""
+    ends = [0, *(len(moment['']) for moment in moments)]
+    steps = [raw_plants(moments[-1][''][start:end]) for start, end in pairwise(ends)]
+    return [plant for step in steps for plant in step[:STEP]]
+
+
+def checkpoints(moments):
+    """Yield the numbers of the moments that follow a checkpoint."""
+    for number, (before, after) in enumerate(pairwise(moments), 1):
+        if before[MAIN] != after[MAIN]:
+            yield number
+
+
+def refusal(store):
+    """Return why a store refuses plants, or ``None``."""
+    try:
+        store.ping()
+    except StoreUnavailable as ex:
+        return ex.reason
+
+
+@pytest.mark.parametrize('age', ['older', 'last', 'newer'])
+def test_main_file_and_wal_of_two_moments(load, age):
+    """Whatever copies of both are put back beside a plant file, no id is free twice."""
+    path, moments = load
+    newest = len(moments) // 2 if age == 'older' else len(moments) - 1
+    plants = moments[newest]['']
+    taken = taken_at(moments[: newest + 1])
+    if age == 'newer':
+        more = [Plant(number, 'Moss') for number in range(STEP)]
+        plants, taken = plants + lines(*more), taken + more
+    mixtures = {
+        (main[MAIN], wal.get('.index-wal')): (of_main, of_wal)
+        for of_main, main in enumerate(moments)
+        for of_wal, wal in enumerate([{}, *moments], -1)
+    }
+    chosen = [*mixtures.values()]
+    if age != 'last':
+        chosen = Random(SEED).sample(chosen, 25)
+    for of_main, of_wal in chosen:
+        print(f'seed {SEED}: the main file of moment {of_main}, the -wal of {of_wal}')
+        put_back(path, moments[of_main], {} if of_wal < 0 else moments[of_wal], plants)
+        with JSONLinesStore(path) as store:
+            if reason := refusal(store):
+                assert reason.startswith('the file was cut short')
+                assert newest < max(of_main, of_wal)
+            else:
+                assert_stored(store, taken, free=[-1])
+
+
+def test_checkpoint_that_was_cut_off_is_believed(load, rebuilt):
+    """A crash leaves a part of a checkpoint, and all of its pages in the -wal."""
+    path, moments = load
+    for number in checkpoints(moments):
+        before, after = moments[number - 1], moments[number]
+        if before.keys() & after.keys() >= WAL:
+            for cut in range(0, len(after[MAIN]), 4 * 4096):
+                main = after[MAIN][:cut] + before[MAIN][cut:]
+                put_back(path, after | {MAIN: main}, after, after[''])
+                with JSONLinesStore(path) as store:
+                    assert_stored(store, taken_at(moments[: number + 1]), free=[-1])
+                assert not rebuilt()
+
+
+def test_main_file_that_is_copied_during_a_checkpoint(load):
+    """A tool reads pages before and after a checkpoint, and then the -wal, if any."""
+    path, moments = load
+    taken = taken_at(moments)
+    for number in checkpoints(moments):
+        before, after = moments[number - 1], moments[number]
+        for wal in moments[number : number + 3]:
+            for cut in range(4096, len(before[MAIN]), 2 * 4096):
+                print(f'seed {SEED}: {cut} bytes from before moment {number}')
+                main = before[MAIN][:cut] + after[MAIN][cut:]
+                put_back(path, after | {MAIN: main}, wal, moments[-1][''])
+                with JSONLinesStore(path) as store:
+                    assert_stored(store, taken, free=[-1])
