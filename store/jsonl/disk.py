@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from store.base import Create
 from store.errors import StoreUnavailable
@@ -41,25 +42,17 @@ def open_or_make(path: Path, create: Create) -> int:
         OSError: It cannot be opened.
         StoreUnavailable: It is missing; the message says what to do.
     """
-    index, synced = index_path(path), index_path(path, '-synced')
-    # Of an earlier file, whose inode number the new one may have.
-    has_index, has_synced = index.exists(), synced.exists()
-    may_make = create == 'always' or (create == 'first' and not has_index)
     try:
-        if may_make:
-            fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            if has_index or has_synced:
-                remove_index(path)
-                synced.unlink(missing_ok=True)
-        else:
-            fd = open_file(path)
-    except FileExistsError:
         fd = open_file(path)
     except FileNotFoundError as ex:
-        way = 'reload the server' if create == 'never' else f'remove {index.name}'
-        gone = f'the file is gone: put it back, or {way} to start with an empty one'
-        reason = 'its directory does not exist' if may_make else gone
-        raise StoreUnavailable(reason, store=str(path)) from ex
+        index = index_path(path)
+        if create == 'never' or (create == 'first' and index.exists()):
+            way = 'reload the server' if create == 'never' else f'remove {index.name}'
+            reason = (
+                f'the file is gone: put it back, or {way} to start with an empty one'
+            )
+            raise StoreUnavailable(reason, store=str(path)) from ex
+        fd = _make_file(path)
     try:
         # Also if it was there: the process that made it may have died before this.
         if not os.fstat(fd).st_size:
@@ -70,6 +63,20 @@ def open_or_make(path: Path, create: Create) -> int:
     return fd
 
 
+def _make_file(path: Path) -> int:
+    """Make a plant file, unless another process has; return its descriptor."""
+    try:
+        # NOTE: first. The new file may get the inode number of the one before it, and a
+        # process that dies in between must not leave an index that seems to be of it.
+        remove_index(path)
+        return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return open_file(path)
+    except FileNotFoundError as ex:
+        reason = 'its directory does not exist'
+        raise StoreUnavailable(reason, store=str(path)) from ex
+
+
 def new_file(path: Path, like: os.stat_result) -> int:
     """Make a file with the mode and the owner of the plant file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -77,6 +84,32 @@ def new_file(path: Path, like: os.stat_result) -> int:
         os.fchown(fd, like.st_uid, like.st_gid)
     os.fchmod(fd, like.st_mode & 0o666)
     return fd
+
+
+def open_beside(path: Path, like: os.stat_result) -> IO[bytes]:
+    """Open a file beside the plant file; make it if it is missing."""
+    with suppress(FileExistsError):
+        os.close(new_file(path, like))
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC), 'r+b', buffering=0)
+
+
+def try_write(path: Path, like: os.stat_result, length: int, offset: int) -> None:
+    """Write to a file beside the plant file, as an append would, and take it back.
+
+    Only a write tells, and readers of the plant file must not see it. It needs no sync:
+    the kernel reserves the room when it writes, and knows of quotas, limits, and of a
+    disk that became read-only. The file is empty before, so it needs a new block.
+
+    Raises:
+        OSError: An append to the plant file would fail.
+    """
+    with open_beside(index_path(path, '-lock'), like) as file:
+        fd = file.fileno()
+        os.ftruncate(fd, 0)  # what a killed process has left
+        try:
+            write(fd, bytes(length), offset)
+        finally:
+            os.ftruncate(fd, 0)
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
@@ -142,14 +175,18 @@ def index_path(path: Path, suffix: str = '') -> Path:
 
 
 def remove_index(path: Path) -> None:
-    """Remove the table of a plant file, and the index of version 1.1."""
+    """Remove the table of a plant file, durably, and what versions 1.1 and 1.2 had."""
     ours = re.compile(
-        re.escape(index_path(path).name) + '(-wal|-journal|-shm|-[0-9a-f]{16}.*)?'
+        re.escape(index_path(path).name)
+        + '(-wal|-journal|-shm|-synced|-[0-9a-f]{16}.*)?'
     )
+    names = sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True)
     # NOTE: the table last. SQLite would take a -wal or -journal without it for one of
     # the next table.
-    for name in sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True):
+    for name in names:
         path.with_name(name).unlink(missing_ok=True)
+    if names:
+        sync_directory(path)
 
 
 @contextmanager

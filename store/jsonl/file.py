@@ -7,9 +7,31 @@ write and one sync. Three facts carry the store:
 * The *lock* is an ``flock`` on the plant file itself. The kernel releases it when its
   owner dies. Only its holder writes the file. It belongs to an inode, so its holder
   first checks that the path still names that inode.
-* The *end* is the size of the file up to which this process knows its ids. Bytes behind
-  it were written by another process. They are read under the lock, before an append.
+* Its holder first *catches up*: it reads what other processes have written, and mends
+  what a killed one has left.
 * A plant is *acknowledged* after a sync that began after the plant was written.
+
+Five ends of the file, from the first to the last, and when each is believed:
+
+=======  ============================  ==========================  ===================
+end      of the lines before it        who sets it                 who believes it
+=======  ============================  ==========================  ===================
+flushed  the ids are in the table      the flush of this process   its next flush
+mark     the ids are in the table,     any flush, in one commit    each look, and each
+         and the lines synced          with the ids                process that opens
+synced   the lines are synced          this process, after a sync  a flush; recovery
+                                       or an open
+end      the ids are known             this process, when it has   the next catch-up,
+                                       read or written them        which reads on
+size     the lines are written, the    whoever writes              nobody: catch-up
+         last one perhaps in part                                  reads them
+=======  ============================  ==========================  ===================
+
+**An old mark loses nothing.** After a power cut the mark may be as of the last
+checkpoint. But a sync covers all lines before it, so a crash damages only what comes
+after every acknowledged line. Recovery cuts a file at the first damage and never
+before it. The mark only lets it refuse more: damage before the mark, or a file that is
+shorter, is none of ours. In the last second of a file it cannot tell.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
@@ -22,7 +44,6 @@ file later writes the bytes again first.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -36,10 +57,16 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.disk import CHUNK, open_file, open_or_make, unavailable, write
+from store.jsonl.disk import (
+    CHUNK,
+    open_file,
+    open_or_make,
+    try_write,
+    unavailable,
+    write,
+)
 from store.jsonl.index import Index
 from store.jsonl.lock import Call, FileLock
-from store.jsonl.synced import Synced
 from store.jsonl.table import IndexDamaged
 from store.scheduler import THREADS, Scheduler
 
@@ -79,13 +106,11 @@ class PlantFile:
     ) -> None:
         self._path = path
         self._call = scheduler.call
-        self._observe = observe
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._synced_end = 0
         self._messages: list[tuple[int, str]] = []  # logged without the lock
         self._commit = GroupCommit(
-            self._append, self._sync, scheduler=scheduler, observe=self._report_sync
+            self._append, self._sync, scheduler=scheduler, observe=observe
         )
         with unavailable(path), ExitStack() as opened:
             self._fd = open_or_make(path, create)
@@ -107,10 +132,8 @@ class PlantFile:
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
             with self._locked():
-                self._check_file()
-                self._notes = Synced(path, self._fd)
-                opened.callback(self._notes.close)
-                self._index = self._open_index(crashed=True)
+                self._catch_up(opening=True)
+                opened.callback(lambda: self._index.close())
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
             self._closing = threading.Event()
@@ -134,20 +157,16 @@ class PlantFile:
         batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
         if end := self._append(batch):
             self._sync(end)
-            self._note_synced()
         self._index.flush_if_full()
         return outcomes(batch)
 
     def ping(self) -> None:
         with unavailable(self._path), self._locked():
             end, _ = self._catch_up()
-            if not os.fstatvfs(self._fd).f_bavail:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._failed_write:
-                # Only a write tells whether a write would fail (a quota, a limit, the
-                # disk). A crash may leave its zeros: without a line feed a torn tail.
-                self._write(bytes(self._failed_write), end)
-                os.ftruncate(self._fd, end)
+            # After a failed write it is as long, and at the same place: there may be a
+            # limit of this process.
+            length, offset = (self._failed_write, end) if self._failed_write else (1, 0)
+            try_write(self._path, self._status, length, offset)
 
     def close(self) -> None:
         self._closing.set()
@@ -161,7 +180,6 @@ class PlantFile:
                     end, _ = self._catch_up()
                     if end > self._index.synced:
                         os.fsync(self._fd)
-                        self._notes.note_end(end)
                     self._index.synced = end
                     self._index.close()
                     self._index.flush(is_last=True)
@@ -210,7 +228,6 @@ class PlantFile:
             write(self._fd, data, end)
         except BaseException:
             self._failed_write = len(data)
-            self._notes.note_failure(len(data))
             # Back to the last good end. If that fails too, the next holder of the lock
             # reads or cuts the rest.
             with suppress(OSError):
@@ -218,9 +235,7 @@ class PlantFile:
                     os.ftruncate(self._fd, end)
                     os.fdatasync(self._fd)  # see cut_tail
             raise
-        if self._failed_write:
-            self._failed_write = 0
-            self._notes.note_failure(0)
+        self._failed_write = 0
 
     def _sync(self, end: int) -> None:
         fd = self._sync_fds.get()
@@ -243,21 +258,7 @@ class PlantFile:
         # failed meanwhile: it may have covered the same bytes.
         if self._failed_sync is not None:
             raise self._refusal(SYNC_FAILED) from self._failed_sync
-        self._synced_end = max(self._synced_end, end)
-
-    def _report_sync(self, plants: int, seconds: float) -> None:
-        self._note_synced()
-        self._observe(plants, seconds)
-
-    def _note_synced(self) -> None:
-        """Note the end of the latest sync, before plants are acknowledged.
-
-        Not in the thread of the sync, which would wait for the GIL once more.
-        """
-        end = self._synced_end
-        if end > self._index.synced:
-            self._index.synced = end
-            self._notes.note_end(end)
+        self._index.synced = max(self._index.synced, end)
 
     def _flush(self) -> None:
         """Flush the index within a second after an add, in a thread of its own."""
@@ -299,59 +300,95 @@ class PlantFile:
         return status
 
     def _catch_up(
-        self, ids: Collection[int] = (), call: Call = THREADS.call
+        self,
+        ids: Collection[int] = (),
+        call: Call = THREADS.call,
+        *,
+        opening: bool = False,
     ) -> tuple[int, dict[int, Plant]]:
         """Return the end of the file, and the plants in it that have these ids.
 
         Other processes may have appended, or died in the middle of a line. So this runs
-        before each append, not only when a store opens. ``call`` calls a function that
-        takes a while.
+        before each append, not only when a store opens.
+
+        The index that is open is used. If it cannot be believed it is opened again:
+        another process may have replaced it. If that one is no better, it is built.
+
+        Args:
+            ids: Of the plants to find.
+            call: Calls a function that takes a while.
+            opening: Whether no index is open yet.
         """
-        for rebuild in False, True:
+        for way in ('open', 'build') if opening else ('use', 'open', 'build'):
             try:
+                if way != 'use':
+                    is_new = way == 'build'
+                    call(partial(self._open_index, is_new=is_new, crashed=opening))
                 return self._find(ids, call)
             except IndexDamaged as ex:
+                if way == 'build':
+                    raise
                 text = f'{self._path}: the index is opened again: {ex}'
                 self._messages.append((logging.WARNING, text))
                 self._index.close()
-                # Opening it again helps if it was replaced, not if it is wrong.
-                self._index = call(partial(self._open_index, rebuild=rebuild))
-        return self._find(ids, call)
+        raise AssertionError
 
     def _find(self, ids: Collection[int], call: Call) -> tuple[int, dict[int, Plant]]:
+        """Look ids up, and read the lines that the index does not know."""
         size = self._check_file().st_size
         index = self._index
-        synced, failed = self._notes.read()
-        self._failed_write = max(self._failed_write, failed)
-        recovery.check_length(self._path, self._fd, size, max(synced, index.end))
+        recovery.check_length(self._path, self._fd, size, index.end)
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
         is_far = size - index.end > CATCH_UP_BYTES
         offsets: dict[int, int] = {}
         if is_far or size == index.end:
-            offsets = index.find(ids)  # perhaps another process has entered more
+            offsets = index.find(ids)  # which may move the end on, to the mark
         if size != index.end:
-            learn = partial(self._learn, index, ids)
-            offsets |= call(learn) if is_far else learn()
+            read_on = partial(self._read_on, ids)
+            offsets |= call(read_on) if is_far else read_on()
         plants: dict[int, Plant] = {}
         for id, offset in offsets.items():
             plant = None
             with suppress(OSError):
                 plant = recovery.line_at(self._fd, offset).plant
             if plant is None or plant.id != id:
-                # The index or the file is damaged: building the index again tells.
                 raise IndexDamaged('an entry is not of this file')
             plants[id] = plant
         return index.end, plants
 
-    def _open_index(self, *, crashed: bool = False, rebuild: bool = False) -> Index:
-        """Return the index, which knows all ids of the file; the file is synced.
+    def _read_on(
+        self, ids: Collection[int] = (), *, crashed: bool = False
+    ) -> dict[int, int]:
+        """Read the lines that the index does not know, and mend the end of the file.
+
+        Returns:
+            The offsets of those ids that are known then.
+        """
+        size = os.fstat(self._fd).st_size
+        found, torn = recovery.read_on(
+            self._path, self._fd, self._index, size, ids, crashed=crashed
+        )
+        if torn is not None:
+            side = recovery.cut_tail(self._path, self._fd, torn.offset)
+            text = (
+                f'{self._path}: removed {size - torn.offset} bytes of an unfinished '
+                f'write at byte {torn.offset} ({torn.reason}); a copy is in {side.name}'
+            )
+            self._messages.append((logging.WARNING, text))
+        elif size and os.pread(self._fd, 1, size - 1) != b'\n':
+            self._write(b'\n', size)  # the last line is a record without its line feed
+        self._index.know(os.fstat(self._fd).st_size)
+        return found
+
+    def _open_index(self, *, is_new: bool, crashed: bool) -> None:
+        """Open the index, or build it; then it knows all lines, which are synced.
 
         Args:
+            is_new: Whether to build it, whatever the present one says.
             crashed: Whether the machine may have crashed since the latest sync.
-            rebuild: Whether the present table is wrong.
         """
-        index = Index(self._path, self._fd, new=rebuild)
+        index = self._index = Index(self._path, self._fd, new=is_new)
         try:
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, self._fd, size, index.synced)
@@ -360,7 +397,7 @@ class PlantFile:
                 if size:
                     text = f'{self._path}: building the index: {index.reason}'
                     self._messages.append((logging.INFO, text))
-            self._learn(index, crashed=crashed)
+            self._read_on(crashed=crashed)
             if index.synced < index.end:
                 # Plants of another process may not be on the disk, and this process
                 # would acknowledge their repeats.
@@ -370,36 +407,8 @@ class PlantFile:
                 # NOTE: not fdatasync, which leaves out the mtime: the index has it.
                 os.fsync(self._fd)
                 index.synced = index.end
-                self._notes.note_end(index.end)
             if index.reason:
                 index.install(index.end)
-        except BaseException as ex:
+        except BaseException:
             index.close()
-            if rebuild or not isinstance(ex, IndexDamaged):
-                raise
-            return self._open_index(crashed=crashed, rebuild=True)
-        return index
-
-    def _learn(
-        self, index: Index, ids: Collection[int] = (), *, crashed: bool = False
-    ) -> dict[int, int]:
-        """Enter the lines that an index does not know, and mend the end of the file.
-
-        Returns:
-            The offsets of those ids that are known then.
-        """
-        end = os.fstat(self._fd).st_size
-        found, torn = recovery.learn(
-            self._path, self._fd, index, end, ids, crashed=crashed
-        )
-        if torn is not None:
-            side = recovery.cut_tail(self._path, self._fd, torn.offset)
-            text = (
-                f'{self._path}: removed {end - torn.offset} bytes of an unfinished '
-                f'write at byte {torn.offset} ({torn.reason}); a copy is in {side.name}'
-            )
-            self._messages.append((logging.WARNING, text))
-        elif end and os.pread(self._fd, 1, end - 1) != b'\n':
-            self._write(b'\n', end)  # the last line is a record without its line feed
-        index.know(os.fstat(self._fd).st_size)
-        return found
+            raise

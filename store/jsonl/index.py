@@ -10,12 +10,25 @@ parts:
 * The *recent ids*, of the lines from the mark on, are a dictionary in each process. An
   add writes nothing to SQLite.
 
-A *flush* enters recent ids that are synced into the table, a second after an add. One
-process at a time flushes, and no reader waits for it.
+**When an id counts as taken.** A *look* reads ids and mark of the table in one
+statement, and then the recent ids from this mark on. So every line that this process
+knows is before the mark and in the table, or behind it and recent. A *flush* enters
+recent ids that are synced into the table, a second after an add. One process at a time
+flushes, in a thread and without the lock of the plant file, and a look waits for none:
+
+* A flush leaves the recent ids as they are: they are dropped by the first look that
+  finds them before its mark. Until then they are known twice, never not at all.
+* A flush enters what it has copied from the recent ids. They begin at the mark of the
+  latest look, or before, and the table never goes back behind that: so none is missing.
+
+So what a look has found stays true, whatever becomes of the table: all ids before its
+mark are at most the highest id that it saw, and all later ones are recent. A higher id
+needs no look. But a worker that was idle for a second looks: the mark tells it what
+others have acknowledged, also if the plant file was cut short meanwhile.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
-A miss is believed if SQLite has read it from files that still have their names, and if
-they belong to this plant file as it is:
+A miss is believed if SQLite has read it from files that still have their names, that
+are of one moment (``table.py``), and that belong to this plant file as it is:
 
 * the inode is that of the plant file (not the device: its number changes with a mount);
 * the last 256 bytes before the mark are the same;
@@ -34,16 +47,23 @@ import errno
 import os
 import sqlite3
 import sys
+import time
 import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from store.base import ID_MAX
 from store.jsonl import table
-from store.jsonl.disk import index_path, new_file, remove_index, sync_directory
+from store.jsonl.disk import (
+    index_path,
+    new_file,
+    open_beside,
+    remove_index,
+    sync_directory,
+)
 from store.jsonl.lock import take_flock, try_flock
-from store.jsonl.synced import UNKNOWN, read_synced
 from store.jsonl.table import IndexDamaged, State, reading, writing
 
 # A process that adds many plants flushes before it goes on when it has more recent ids.
@@ -52,6 +72,9 @@ SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page 
 # If more bytes are behind the mark, building the table anew takes less memory.
 MOST_BEHIND = 128 * 1024 * 1024
 TAIL = 256  # bytes before the mark that are compared
+LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are higher
+UNKNOWN = -1  # an end of the plant file that is not known
+REPLACED = 'a file of it was removed or replaced'
 
 # The id and the offset of each line, in the order of the file.
 Lines = list[tuple[int, int]]
@@ -77,11 +100,13 @@ class Index:
         self._new: sqlite3.Connection | None = None  # the table that is being built
         self._new_path: Path | None = None  # None for a temporary one
         self._recent: dict[int, int] = {}
-        self._flushed = UNKNOWN  # a mark that this process has set or seen in a flush
+        self._flushed = UNKNOWN  # the mark after the latest flush by this process
         self._tail = b''  # the last bytes before the end
-        self.mark = 0  # when the table was last read
+        self.mark = 0  # of the table, at the latest look
         self.end = 0  # of the plant file, up to which the ids are known
-        self.synced = read_synced(path, plants)  # an end that was synced, or UNKNOWN
+        self._highest = ID_MAX  # of the table, at the latest look
+        self._look_until = 0.0  # when the latest look is too old
+        self.synced = UNKNOWN  # an end that was synced
         # Why the table must be built, or None.
         self.reason: str | None = 'a new one is wanted'
         if not new:
@@ -97,10 +122,13 @@ class Index:
         with reading():
             self._table = table.connect(self._path)
             state = table.read_state(self._table)
+            belongs_together = table.belongs_together(self._path, self._table)
             self._files = self._inodes()
         if state.inode != self._inode:
             raise IndexDamaged('it is of another file')
-        self.synced = max(self.synced, state.mark)
+        self.synced = state.mark  # also if the table is not believed
+        if not belongs_together:
+            raise IndexDamaged('its files are of two moments')
         status = os.fstat(self._plants)
         found = status.st_size, status.st_mtime_ns
         if state.mtime is not None and (state.mark, state.mtime) != found:
@@ -114,29 +142,30 @@ class Index:
         self.reason = None
 
     def find(self, ids: Collection[int]) -> dict[int, int]:
-        """Return the offsets of those ids that are known.
-
-        The recent ids come after the table, and from one look at it: a look drops the
-        recent ids before a new mark. Between two looks an id could be in neither.
-        """
+        """Return the offsets of those ids that are known."""
+        recent = self._recent
+        if ids and min(ids) > self._highest and time.monotonic() < self._look_until:
+            return {id: recent[id] for id in ids if id in recent}
         with reading():
             if self._table is None:
                 raise IndexDamaged('it is not open')
-            mark, found = table.find(self._table, ids)
+            mark, highest, found = table.find(self._table, ids)
             files = self._inodes()
         # Checked after the read. A process that opens the index later makes a missing
         # file anew, and flushes into it: from then on this connection reads old pages.
         if not self._files.items() <= files.items():
-            raise IndexDamaged('a file of it was removed or replaced')
+            raise IndexDamaged(REPLACED)
         self._files = files  # the first flush makes -wal and -shm
         if mark < self.mark:
             raise IndexDamaged('it is an older one')
         if mark > self.mark:
             self.mark = mark
-            self._recent = {id: at for id, at in self._recent.items() if at >= mark}
+            recent = {id: at for id, at in recent.items() if at >= mark}
+            self._recent = recent
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
-        recent = self._recent
+        self._highest = highest
+        self._look_until = time.monotonic() + LOOK_WITHIN
         return found | {id: recent[id] for id in ids if id in recent}
 
     def _inodes(self) -> dict[str, int]:
@@ -207,15 +236,18 @@ class Index:
         assert self._new_path is not None
         with writing(), self._open_lock() as lock:
             take_flock(self._plants_path, lock.fileno())
-            table.commit(self._new, self._state(end))  # and sync
+            # As after a close: it is complete. The commit also syncs it.
+            mtime = os.fstat(self._plants).st_mtime_ns
+            table.commit(self._new, self._state(end, mtime))
             self._new.close()
             self._new = None
+            # NOTE: durably, or a power cut could leave an old -wal beside the table.
             remove_index(self._plants_path)
-            # NOTE: or a power cut could leave an old -wal beside the new table.
-            sync_directory(self._path)
             os.rename(self._new_path, self._path)
             sync_directory(self._path)
-        self._load()
+            self._load()
+            with table.connect_for_writing(self._path) as connection:
+                self._flush_into(connection)
 
     def flush_if_full(self) -> None:
         """Flush before a process that adds many plants has too many recent ids.
@@ -244,6 +276,8 @@ class Index:
         with writing(), self._open_lock() as lock:
             if not try_flock(lock.fileno()):
                 return False
+            if not self._files.items() <= self._inodes().items():
+                raise OSError(errno.ESTALE, REPLACED)
             with table.connect_for_writing(self._path) as connection:
                 mtime = None
                 if is_last and table.leave_wal(connection):
@@ -251,7 +285,9 @@ class Index:
                 self._flush_into(connection, mtime)
         return True
 
-    def _flush_into(self, connection: sqlite3.Connection, mtime: int | None) -> None:
+    def _flush_into(
+        self, connection: sqlite3.Connection, mtime: int | None = None
+    ) -> None:
         state = table.read_state(connection)
         if state.inode != self._inode or state.mark < self.mark:
             raise OSError(errno.ESTALE, 'it is of another file')
@@ -266,10 +302,12 @@ class Index:
             table.insert(connection, recent, state.mark, end)
             table.commit(connection, self._state(end, mtime))
         self._flushed = end
+        self._look_until = 0.0  # the next look drops what was entered
 
-    def _open_lock(self) -> IO[str]:
+    def _open_lock(self) -> IO[bytes]:
         """Open the file of the flush lock, which is released when it is closed."""
-        return os.fdopen(os.open(index_path(self._plants_path, '-synced'), os.O_RDWR))
+        path = index_path(self._plants_path, '-lock')
+        return open_beside(path, os.fstat(self._plants))
 
     def _state(self, mark: int, mtime: int | None = None) -> State:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
@@ -296,5 +334,5 @@ def _fill(new: sqlite3.Connection, lines: Lines) -> dict[int, int]:
         # Sorted, so that scattered ids change each page once.
         table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
         if new.total_changes - changes < len(lines):
-            _, firsts = table.find(new, firsts)
+            _, _, firsts = table.find(new, firsts)
     return firsts

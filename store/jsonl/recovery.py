@@ -38,9 +38,8 @@ from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
 from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces
-from store.jsonl.index import Index
+from store.jsonl.index import UNKNOWN, Index
 from store.jsonl.lock import take_flock
-from store.jsonl.synced import UNKNOWN
 from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
-def learn(
+def read_on(
     path: Path,
     fd: int,
     index: Index,
@@ -213,7 +212,7 @@ def check_opening(path: Path) -> None:
         if index.reason is not None:
             index.build(temporary=True)
         with suppress(IndexDamaged):  # an open builds such an index again
-            learn(path, fd, index, end, crashed=True)
+            read_on(path, fd, index, end, crashed=True)
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:

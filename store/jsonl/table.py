@@ -1,9 +1,34 @@
-"""The SQLite file of an index: its statements, its locks and its connections.
+"""The SQLite file of an index: its statements, its connections, and when to believe it.
 
 **Commit and checkpoint both happen under the flush lock, and every other connection
 only reads.** SQLite before 3.51.3 may lose a commit that one connection makes while
 another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"), and most systems
 have such a version.
+
+**Main file and WAL must be of one moment.** The WAL has the pages of all commits since
+a checkpoint has ended, and SQLite lays them over the main file. If one of the two was
+put back from another moment, ids are missing, and SQLite does not notice. So each
+commit counts up a number in page 1 (``user_version``). With the commits ``first`` to
+``last`` in the WAL, the main file fits if
+
+* its number is ``first - 1``, and it is as long as its page 1 says; or
+* its number is from ``first`` to ``last``, and it has no page that the last commit does
+  not know: a checkpoint of this WAL was cut off. A checkpoint writes page 1 first, and
+  whatever page it writes is in the WAL, too.
+
+After a checkpoint the next commit begins the WAL again: for a moment it has only
+commits from before, and the main file must be whole and not older than these. Without a
+commit in a WAL the index must have been closed: a main file alone may be a copy from
+the middle of a checkpoint. The lengths tell of a copy that took longer than a
+checkpoint, since most checkpoints add pages. One that added none in this time is not
+noticed.
+
+**Forks.** SQLite has locks in memory, for all connections of a process. A child that is
+forked while another thread holds one would wait for it forever. So every use of a
+connection holds a lock of this module, and a fork waits for these locks: two, because a
+look must not wait for a flush. SQLite's locks on files belong to a process, and its
+connections share them: while a child has a connection of its parent open, its own ones
+take no locks. So it closes those before it makes its own.
 """
 
 from __future__ import annotations
@@ -13,11 +38,15 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from random import getrandbits
 from typing import NamedTuple
+
+from store.base import ID_MIN
 
 # Ids of one INSERT. json.dumps() holds the GIL, 0.2 ms for so many.
 ROWS = 1_024
@@ -27,16 +56,19 @@ CHECKPOINT_PAGES = 1_000
 # and again. With a small cache each page would be written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
 BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
+# Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is. All
+# of them are big-endian.
+WAL_HEADER, FRAME_HEADER = 32, 24
 
 SCHEMA = (
     'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL);'
     'CREATE TABLE state (inode, mark, tail, mtime)'
 )
 STATE = 'SELECT inode, mark, tail, mtime FROM state'
-# One statement, so that the mark is that of the ids. NULL is its key.
+# One statement, so that all is of one moment.
 FIND = (
-    'SELECT NULL, mark FROM state UNION ALL '
-    'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
+    'SELECT mark, (SELECT max(id) FROM plants), id, offset FROM state '
+    'LEFT JOIN plants ON id IN (SELECT value FROM json_each(?))'
 )
 # NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
 # for each row, and waits up to seconds for it.
@@ -59,12 +91,9 @@ class State(NamedTuple):
 
 
 class IndexDamaged(Exception):
-    """The index cannot be believed and must be built again."""
+    """The index cannot be believed and must be opened or built again."""
 
 
-# Held while connections are used: two, so that lookups do not wait for a flush. A fork
-# waits for both. SQLite has locks for all its connections: a child that is forked while
-# another thread holds one would wait for it forever, with the lock of the plant file.
 _reading, _writing = threading.RLock(), threading.RLock()
 for _lock in _reading, _writing:
     # NOTE: these are never removed, so they must not keep this module in memory.
@@ -75,61 +104,159 @@ for _lock in _reading, _writing:
     )
 
 
-@contextmanager
-def reading() -> Iterator[None]:
-    """Use connections that read; raise ``IndexDamaged`` for what cannot be read."""
-    try:
-        with _reading:
-            yield
-    except OSError as ex:
-        raise IndexDamaged(str(ex.strerror)) from ex  # a client sees it: no path
-    except (sqlite3.Error, TypeError, ValueError) as ex:
-        raise IndexDamaged(str(ex)) from ex
+# The connections that read, each with the process that has made it, and its file.
+_readers: dict[sqlite3.Connection, tuple[int, Path]] = {}
+_mains: dict[Path, int] = {}  # descriptors of these files
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """Use connections that write; raise ``OSError`` for what cannot be written."""
+def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator[None]:
+    """Hold a lock; raise ``error`` for what cannot be read or written.
+
+    Whoever needs both locks takes ``_writing`` first, as a fork does.
+    """
     try:
-        with _writing:
+        with lock:
             yield
     except FileNotFoundError as ex:  # not the plant file
-        raise OSError(errno.ESTALE, 'a file of the index was removed') from ex
-    except (sqlite3.Error, TypeError) as ex:
-        raise OSError(errno.EIO, f'the index cannot be written: {ex}') from ex
+        raise error('a file of the index was removed') from ex
+    except OSError as ex:
+        raise error(ex.strerror or str(ex)) from ex  # a client sees it: no path
+    except (sqlite3.Error, TypeError, ValueError) as ex:
+        code = getattr(ex, 'sqlite_errorcode', None)
+        is_no_table = code == sqlite3.SQLITE_NOTADB
+        reason = 'it is of an earlier version, or no index' if is_no_table else str(ex)
+        raise error(reason) from ex
 
 
-# The connections that read, each with the process that has made it.
-_readers: dict[sqlite3.Connection, int] = {}
+def _failed(reason: str) -> OSError:
+    return OSError(errno.EIO, f'the index: {reason}')
+
+
+# For the use of connections that read, and of those that write.
+reading = partial(_using, _reading, IndexDamaged)
+writing = partial(_using, _writing, _failed)
 
 
 def connect(path: Path) -> sqlite3.Connection:
     """Return a connection that only reads. REQUIRES: ``reading``."""
-    # Connections of one process share their locks. If one that a forked child has
-    # inherited stayed open, those of the child would take none.
-    for inherited, pid in [*_readers.items()]:
+    for inherited, (pid, _) in [*_readers.items()]:
         if pid != os.getpid():
             disconnect(inherited)
     connection = _connect(f'{path.as_uri()}?mode=ro')
-    _readers[connection] = os.getpid()
+    _readers[connection] = os.getpid(), path
     return connection
+
+
+def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
+    """Whether main file and WAL are of one moment. REQUIRES: ``reading``.
+
+    The numbers are read one after another, and another process may flush meanwhile.
+    They only grow: those that are the same again are of one moment.
+    """
+    before = None
+    while not (found := _Moment.read(path, connection)).fits():
+        if found == before:
+            return False
+        before = found
+    return True
+
+
+class _Moment(NamedTuple):
+    """What tells whether main file and WAL are of one moment; lengths in pages."""
+
+    number: int  # in the main file
+    length: int  # of the main file
+    header_length: int  # as page 1 of the main file says
+    first: int | None  # the number of the first commit in the WAL
+    is_begun_again: bool  # whether the WAL has only commits from before a checkpoint
+    last: int
+    last_length: int  # after the last commit
+    is_closed: bool
+
+    @classmethod
+    def read(cls, path: Path, connection: sqlite3.Connection) -> _Moment:
+        header = _read_header(path)
+        [page_size] = connection.execute('PRAGMA page_size').fetchone()
+        [last] = connection.execute('PRAGMA user_version').fetchone()
+        [last_length] = connection.execute('PRAGMA page_count').fetchone()
+        return cls(
+            _integer(header, 60),
+            os.stat(path).st_size // page_size,
+            _integer(header, 28),
+            *_first_commit(path),
+            last,
+            last_length,
+            read_state(connection).mtime is not None,
+        )
+
+    def fits(self) -> bool:
+        if self.first is None:
+            return self.is_closed
+        if self.is_begun_again or self.number == self.first - 1:
+            is_whole = self.length == self.header_length
+            return is_whole and self.number >= self.first - 1
+        return self.first <= self.number <= self.last and (
+            self.length <= self.last_length
+        )
+
+
+def _read_header(path: Path) -> bytes:
+    """Return the header of the main file."""
+    # NOTE: closing a file releases all locks that this process has on it, those of
+    # SQLite, too. So it stays open while connections are, and the path names it.
+    fd = _mains.get(path)
+    if fd is None or not os.path.samestat(os.fstat(fd), os.stat(path)):
+        if fd is not None:
+            os.close(_mains.pop(path))
+        fd = _mains[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return os.pread(fd, 100, 0)
+
+
+def _first_commit(path: Path) -> tuple[int | None, bool]:
+    """Return the number of the first commit in the WAL, and ``is_begun_again``."""
+    with suppress(FileNotFoundError), open(f'{path}-wal', 'rb') as wal:
+        header = wal.read(WAL_HEADER)
+        page_size = _integer(header, 8)
+        # The pages of a commit are in order, but one that is larger than the cache
+        # begins with others.
+        while frame := wal.read(FRAME_HEADER):
+            if _integer(frame, 0) == 1:
+                # To begin again, SQLite first writes a header with another salt.
+                is_begun_again = frame[8:16] != header[16:24]
+                return _integer(wal.read(page_size), 60), is_begun_again
+            wal.seek(page_size, os.SEEK_CUR)
+    return None, False
+
+
+def _integer(data: bytes, offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 4], 'big')
 
 
 def disconnect(connection: sqlite3.Connection) -> None:
     """Close a connection that reads. REQUIRES: ``reading``."""
-    _readers.pop(connection, None)
+    _, path = _readers.pop(connection)
     connection.close()
+    if path in _mains and path not in [other for _, other in _readers.values()]:
+        os.close(_mains.pop(path))
 
 
 @contextmanager
 def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
     """Yield a connection that commits. REQUIRES: the flush lock."""
-    with closing(_connect(f'{path.as_uri()}?mode=rw')) as connection:
+    uri = path.as_uri()
+    with ExitStack() as after, closing(_connect(f'{uri}?mode=rw')) as connection:
         connection.execute('PRAGMA synchronous = NORMAL')
         connection.execute('PRAGMA journal_mode = WAL')
         connection.execute('PRAGMA journal_size_limit = 0')  # after a checkpoint
         connection.execute(f'PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}')
-        yield connection
+        try:
+            yield connection
+        finally:
+            # NOTE: the last connection that is closed removes the WAL. One that only
+            # reads cannot, so one is closed after this.
+            last = after.enter_context(closing(_connect(f'{uri}?mode=ro')))
+            last.execute(STATE)
 
 
 def new_table(path: Path | None = None) -> sqlite3.Connection:
@@ -145,7 +272,9 @@ def new_table(path: Path | None = None) -> sqlite3.Connection:
     connection.executescript(
         'PRAGMA journal_mode = OFF; PRAGMA synchronous = NORMAL;'
         f'PRAGMA locking_mode = EXCLUSIVE; PRAGMA cache_size = -{BUILD_CACHE_KIB};'
-        f'BEGIN; {SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL)'
+        f'BEGIN; {SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL);'
+        # Not that of another table of this plant file, whose WAL may be put back.
+        f'PRAGMA user_version = {getrandbits(30)}'
     )
     return connection
 
@@ -164,10 +293,12 @@ def read_state(connection: sqlite3.Connection) -> State:
 
 def find(
     connection: sqlite3.Connection, ids: Iterable[int]
-) -> tuple[int, dict[int, int]]:
-    """Return the mark, and the offsets of those ids that are in the table."""
-    found = dict(connection.execute(FIND, [str(list(ids))]).fetchall())
-    return int(found.pop(None)), found
+) -> tuple[int, int, dict[int, int]]:
+    """Return the mark, the highest id, and the offsets of those ids in the table."""
+    rows = connection.execute(FIND, [str(list(ids))]).fetchall()
+    mark, highest, _, _ = rows[0]
+    offsets = {id: offset for _, _, id, offset in rows if id is not None}
+    return int(mark), ID_MIN - 1 if highest is None else int(highest), offsets
 
 
 def insert(
@@ -183,8 +314,10 @@ def insert(
 
 
 def commit(connection: sqlite3.Connection, state: State) -> None:
-    """Commit the transaction, with a new state."""
+    """Commit the transaction, with a new state and the next number."""
     connection.execute(UPDATE, state)
+    [number] = connection.execute('PRAGMA user_version').fetchone()
+    connection.execute(f'PRAGMA user_version = {number + 1}')
     connection.execute('COMMIT')
 
 

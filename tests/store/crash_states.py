@@ -26,7 +26,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -383,6 +383,8 @@ class State(NamedTuple):
             with open(path, 'wb') as file:
                 file.write(content)
             os.utime(path, ns=(mtime, mtime))
+            if name == recorder.index.name:
+                _begin_wal(Path(path))
 
     def smallest(self, fails: Callable[[State], object]) -> State:
         """Return a failing state with as few choices as this failure needs."""
@@ -544,3 +546,16 @@ def _versions(contents: list[bytes], offset: int, block: int) -> list[bytes]:
     """Return what a block may hold, the newest first."""
     blocks = [content[offset : offset + block] for content in contents]
     return list(dict.fromkeys(content.ljust(block, b'\0') for content in blocks))
+
+
+def _begin_wal(table: Path) -> None:
+    """Leave a WAL with one commit beside a table that was in use, as a crash does."""
+    uri = table.as_uri()
+    with closing(_connect(f'{uri}?mode=ro', uri=True)) as last:
+        if last.execute('SELECT mtime FROM state').fetchone() != (None,):
+            return
+        with closing(_connect(f'{uri}?mode=rw', uri=True)) as connection:
+            connection.execute('PRAGMA journal_mode = WAL')
+            [number] = connection.execute('PRAGMA user_version').fetchone()
+            connection.execute(f'PRAGMA user_version = {number + 1}')
+            last.execute('SELECT mtime FROM state').fetchone()  # it keeps the WAL

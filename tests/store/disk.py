@@ -10,9 +10,11 @@ import errno
 import importlib
 import json
 import os
+import sqlite3
 import stat
 import sys
 import threading
+from contextlib import closing
 from unittest import mock
 
 import store
@@ -21,7 +23,7 @@ from store.jsonl import JSONLinesStore, record
 from store.testing import PATIENCE, wait_until
 
 PACKAGE = 'store.jsonl'
-PARTS = 'disk', 'file', 'index', 'lock', 'recovery', 'repair', 'synced', 'table'
+PARTS = 'disk', 'file', 'index', 'lock', 'recovery', 'repair', 'table'
 
 
 @contextlib.contextmanager
@@ -415,3 +417,14 @@ def assert_stored(store, plants, free=()):
     added = [Plant(id, 'Free') for id in free]
     assert store.add_many(added) == [True] * len(added)
     assert store.path.read_bytes() == before + lines(*added)
+
+
+def mark_of(path):
+    """Return the mark of an index: the end of the lines whose ids are in the table."""
+    with closing(sqlite3.connect(f'{index_of(path).as_uri()}?mode=ro', uri=True)) as db:
+        return db.execute('SELECT mark FROM state').fetchone()[0]
+
+
+def wait_for_flush(path):
+    """Wait until the table has the ids of all lines."""
+    wait_until(lambda: mark_of(path) == path.stat().st_size)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from disk import wait_for_flush
 from exchange import assert_error
 from server import Server, request, wait_until
 
@@ -289,6 +290,7 @@ def test_file_cut_short_under_a_server_is_refused(tmp_path, path, run):
             assert_added(asked, plant_of(1))
             shutil.copy(path, old)
             assert_added(asked, plant_of(100))
+            wait_for_flush(path)
             shutil.copyfile(old, path)
             for client in other, asked:
                 assert_error(post(client, fake(100)), 50300)

@@ -7,12 +7,13 @@ moment than its ``-wal``, and both of other moments than the plant file.
 
 import os
 import signal
+import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from random import Random
 
 import pytest
-from disk import assert_stored, lines, raw_plants
+from disk import assert_stored, fill, lines, raw_plants
 
 from store import Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, table
@@ -23,6 +24,11 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 SEED = 29
 STEP = 20  # plants; with scattered ids they change most pages of the table
 MAIN, WAL = '.index', {'.index-wal', '.index-shm'}
+
+
+def scattered(count, chance):
+    """Return plants with random ids."""
+    return [Plant(chance.getrandbits(62), 'Fern') for _ in range(count)]
 
 
 _opened = []  # the store of a writer, in its process
@@ -37,6 +43,11 @@ def _add(plants, flush):
     assert _opened[0].add_many(plants) == [True] * len(plants)
     if flush:
         wait_until(_opened[0]._backend()._index.flush)
+
+
+def _add_for_ever(chance):
+    while True:
+        _add(scattered(STEP, chance), flush=True)
 
 
 def _close():
@@ -64,8 +75,7 @@ def load(tmp_path_factory):
         moments.append({f.name.removeprefix(path.name): f.read_bytes() for f in found})
 
     def add(writer, count, flush=True):
-        plants = [Plant(chance.getrandbits(62), 'Fern') for _ in range(count)]
-        writer.submit(_add, plants, flush).result()
+        writer.submit(_add, scattered(count, chance), flush).result()
         copy()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,13 +115,6 @@ def taken_at(moments):
     return [plant for step in steps for plant in step[:STEP]]
 
 
-def checkpoints(moments):
-    """Yield the numbers of the moments that follow a checkpoint."""
-    for number, (before, after) in enumerate(pairwise(moments), 1):
-        if before[MAIN] != after[MAIN]:
-            yield number
-
-
 def refusal(store):
     """Return why a store refuses plants, or ``None``."""
     try:
@@ -149,26 +152,13 @@ def test_main_file_and_wal_of_two_moments(load, age):
                 assert_stored(store, taken, free=[-1])
 
 
-def test_checkpoint_that_was_cut_off_is_believed(load, rebuilt):
-    """A crash leaves a part of a checkpoint, and all of its pages in the -wal."""
-    path, moments = load
-    for number in checkpoints(moments):
-        before, after = moments[number - 1], moments[number]
-        if before.keys() & after.keys() >= WAL:
-            for cut in range(0, len(after[MAIN]), 4 * 4096):
-                main = after[MAIN][:cut] + before[MAIN][cut:]
-                put_back(path, after | {MAIN: main}, after, after[''])
-                with JSONLinesStore(path) as store:
-                    assert_stored(store, taken_at(moments[: number + 1]), free=[-1])
-                assert not rebuilt()
-
-
 def test_main_file_that_is_copied_during_a_checkpoint(load):
     """A tool reads pages before and after a checkpoint, and then the -wal, if any."""
     path, moments = load
     taken = taken_at(moments)
-    for number in checkpoints(moments):
-        before, after = moments[number - 1], moments[number]
+    for number, (before, after) in enumerate(pairwise(moments), 1):
+        if before[MAIN] == after[MAIN]:
+            continue
         for wal in moments[number : number + 3]:
             for cut in range(4096, len(before[MAIN]), 2 * 4096):
                 print(f'seed {SEED}: {cut} bytes from before moment {number}')
@@ -176,3 +166,24 @@ def test_main_file_that_is_copied_during_a_checkpoint(load):
                 put_back(path, after | {MAIN: main}, wal, moments[-1][''])
                 with JSONLinesStore(path) as store:
                     assert_stored(store, taken, free=[-1])
+
+
+def test_checkpoint_that_is_cut_off_by_a_kill(path, rebuilt, monkeypatch):
+    """The files that a killed process leaves belong together: no index is built."""
+    monkeypatch.setattr(file, 'FLUSH_WITHIN', 1e6)
+    monkeypatch.setattr(table, 'CHECKPOINT_PAGES', 1)
+    chance = Random(SEED)
+    fill(path, *scattered(2000, chance))
+    for number in range(10):
+        size = path.stat().st_size
+        process = writer(path)
+        pid = process.submit(os.getpid).result()
+        process.submit(_add_for_ever, Random(number))
+        wait_until(lambda size=size: path.stat().st_size > size)
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        process.shutdown()
+        with JSONLinesStore(path) as store:
+            store.ping()
+            assert_stored(store, raw_plants(path.read_bytes())[-100:])
+        assert not rebuilt()

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sqlite3
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -21,6 +21,8 @@ from disk import (
     index_of,
     installed,
     lines,
+    mark_of,
+    wait_for_flush,
 )
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
@@ -35,17 +37,6 @@ TABLE = '', '-wal', '-shm'
 def ferns(*span):
     """Return plants with scattered ids, the same for the same numbers."""
     return [Plant(hash((number, 7)) >> 1, f'Fern {number}') for number in range(*span)]
-
-
-def mark_of(path):
-    """Return the mark of an index: the end of the lines whose ids are in the table."""
-    with closing(sqlite3.connect(f'{index_of(path).as_uri()}?mode=ro', uri=True)) as db:
-        return db.execute('SELECT mark FROM state').fetchone()[0]
-
-
-def wait_for_flush(path):
-    """Wait until the table has the ids of all lines."""
-    wait_until(lambda: mark_of(path) == path.stat().st_size)
 
 
 @pytest.fixture
@@ -221,6 +212,8 @@ class TestSpoiled:
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
             with monkeypatch.context() as patch:
+                patch.setattr(index, 'LOOK_WITHIN', 0)
+                store.ping()
                 patch.setattr(os, 'stat', refuse)
                 patch.setattr(Path, 'exists', lambda path: True)
                 with pytest.raises(StoreUnavailable) as caught:
@@ -369,6 +362,26 @@ class TestFlush:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
 
+    def test_higher_ids_need_no_look(self, path, monkeypatch):
+        """Ascending ids are not looked up, and lower ones are found."""
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            store.add_many([Plant(number, 'Fern') for number in range(100)])
+            wait_until(store._backend()._index.flush)
+            monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
+            for opened in store, other:
+                opened.ping()
+            find, looks = table.find, []
+            monkeypatch.setattr(
+                table, 'find', lambda *args: looks.append(args) or find(*args)
+            )
+            for number in range(100, 150):
+                (store, other)[number % 2].add(Plant(number, 'Fern'))
+            assert not looks
+            for number in 149, 148, 99, 0:
+                with pytest.raises(IdTaken):
+                    other.add(Plant(number, 'Moss'))
+            assert looks
+
     def test_kill_while_the_index_is_left(self, path, monkeypatch):
         """A journal that a killed process has left spoils no later index."""
         commit = table.commit
@@ -381,9 +394,9 @@ class TestFlush:
 
         child = os.fork()
         if not child:
-            monkeypatch.setattr(table, 'commit', die)
             with JSONLinesStore(path) as store:
                 store.add_many(ferns(50))
+                monkeypatch.setattr(table, 'commit', die)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         assert index_of(path, '-journal').exists()
         with JSONLinesStore(path) as store:
@@ -406,7 +419,7 @@ class TestFlush:
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
             wait_for_flush(path)
-            with index_of(path, '-synced').open() as held:
+            with index_of(path, '-lock').open() as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 mark = mark_of(path)
                 store.add_many(ferns(200))
@@ -415,22 +428,20 @@ class TestFlush:
             wait_for_flush(path)
 
     @pytest.mark.usefixtures('frequent')
-    def test_failed_flush_is_tried_again(self, path, caplog):
+    def test_failed_flush_is_tried_again(self, path, caplog, monkeypatch):
         """Adds work while flushes fail, and a later flush is tried."""
         caplog.set_level(logging.INFO)
-        disk = Disk(path)
 
-        def refuse(name, target, *arguments):
-            if name == 'open' and str(target).endswith('-synced'):
-                raise failure(28)
+        def refuse(*arguments):
+            raise failure(28)
 
-        with installed(disk), JSONLinesStore(path) as store:
+        with JSONLinesStore(path) as store:
             store.ping()
-            disk.before = refuse
-            store.add_many(ferns(200))
-            wait_until(lambda: 'the index is not flushed' in caplog.text)
-            assert_stored(store, ferns(200))
-            disk.resume()
+            with monkeypatch.context() as patch:
+                patch.setattr(table, 'insert', refuse)
+                store.add_many(ferns(200))
+                wait_until(lambda: 'the index is not flushed' in caplog.text)
+                assert_stored(store, ferns(200))
             wait_for_flush(path)
 
     @pytest.mark.usefixtures('frequent')
@@ -440,7 +451,7 @@ class TestFlush:
 
         def connect(name, **options):
             if name.endswith('?mode=rw'):
-                lock = index_of(path, '-synced').open()
+                lock = index_of(path, '-lock').open()
                 with lock, suppress(BlockingIOError):
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     made.append('without the lock')

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -14,6 +13,7 @@ from disk import (
     Disk,
     append,
     assert_stored,
+    failure,
     files,
     fill,
     index_of,
@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
-from store.jsonl import JSONLinesStore, recovery
+from store.jsonl import JSONLinesStore, index, recovery
 from store.jsonl.repair import Verified, verify
 from store.testing import wait_until
 
@@ -193,7 +193,7 @@ class TestCut:
         def note(name, target, *arguments):
             if name == 'fsync':
                 synced.append(path_of(target))
-            if name == 'ftruncate':
+            if name == 'ftruncate' and path_of(target) == str(path):
                 assert synced[-2:] == [f'{path}.torn-1', str(path.parent)]
                 kept.extend(files(path).values())
                 disk.calls.clear()
@@ -249,16 +249,11 @@ class TestShortened:
         lambda store: list(store),
     )
 
-    @pytest.mark.parametrize('lost', ['', '-synced'], ids=['table', 'synced'])
     @pytest.mark.parametrize('end', [0, 1, 60, len(lines(*PLANTS[:3]))])
-    def test_file_cut_short_while_stopped(self, path, end, lost):
-        """A file that was cut short is refused until it is back; nothing is changed.
-
-        One of the two files that know how long it was is enough.
-        """
+    def test_file_cut_short_while_stopped(self, path, end):
+        """A file that was cut short is refused until it is back; nothing is changed."""
         fill(path, *PLANTS)
         text = path.read_bytes()
-        index_of(path, lost).unlink()
         os.truncate(path, end)
         reason = f'cut short: {len(text) - end} bytes at its end are missing'
         for create in 'always', 'first', 'never':
@@ -272,19 +267,16 @@ class TestShortened:
         with JSONLinesStore(path) as store:
             assert_stored(store, PLANTS, free=[100])
 
-    @pytest.mark.parametrize('lost', ['nothing', 'index', 'worker', 'time'])
+    @pytest.mark.parametrize('lost', ['nothing', 'worker', 'time'])
     def test_file_cut_short_while_running(self, path, lost):
         """A process that comes later refuses what an earlier one has acknowledged."""
         with JSONLinesStore(path) as worker:
             worker.add_many(PLANTS[:4])
             text = path.read_bytes()
             worker.add(PLANTS[4])
+            wait_until(worker._backend()._index.flush)
             path.write_bytes(text)
-            if lost == 'index':
-                for file in path.parent.glob('*.index*'):
-                    if not file.name.endswith('-synced'):
-                        file.unlink()
-            elif lost == 'time':
+            if lost == 'time':
                 os.utime(path)
             elif lost == 'worker':
                 worker.close()
@@ -297,32 +289,19 @@ class TestShortened:
         assert path.read_bytes() == text
 
     @pytest.mark.parametrize('end', [2, 3, 4])
-    def test_file_cut_short_and_note_removed(self, path, end):
-        """A mark behind the end of the file is enough to refuse it."""
+    def test_file_cut_short_is_noticed_by_an_idle_process(self, path, monkeypatch, end):
+        """A process that has not looked for a second looks before it adds."""
+        monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
             store.add_many(PLANTS[:2])
             assert other.add(PLANTS[0]) is False  # it knows two lines
             store.add_many(PLANTS[2:5])
             wait_until(store._backend()._index.flush)
-            index_of(path, '-synced').unlink()
             text = lines(*PLANTS[:end])
             os.truncate(path, len(text))
             with pytest.raises(StoreUnavailable, match='cut short'):
                 other.add(PLANTS[4]._replace(id=100))
         assert path.read_bytes() == text
-
-    def test_file_cut_short_after_a_repeat(self, path):
-        """A repeat is an acknowledgement: its end is known, too, before a flush."""
-        with JSONLinesStore(path) as writer, JSONLinesStore(path) as store:
-            writer.add(PLANTS[0])
-            with index_of(path, '-synced').open() as flushing:
-                fcntl.flock(flushing, fcntl.LOCK_EX)
-                append(path, lines(PLANTS[1]))
-                assert store.add(PLANTS[1]) is False
-                os.truncate(path, len(lines(PLANTS[0])))
-                refused = pytest.raises(StoreUnavailable, match='cut short')
-                with JSONLinesStore(path) as other, refused:
-                    other.ping()
 
     @pytest.mark.parametrize('end', [0, 60, len(lines(*PLANTS[:3]))])
     def test_repair_accepts_the_loss(self, path, end):
@@ -477,15 +456,28 @@ def test_long_build_logs_its_progress(tmp_path, monkeypatch, caplog):
     assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages
 
 
-def test_store_on_a_full_disk_is_not_ready(tmp_path, monkeypatch):
-    """A store on a full disk is not ready."""
-    with JSONLinesStore(tmp_path / 'plants.jsonl') as store:
-        store.ping()
-        status = os.statvfs(tmp_path)
-        full = os.statvfs_result((*status[:4], 0, *status[5:]))
-        monkeypatch.setattr(os, 'fstatvfs', lambda fd: full)
-        with pytest.raises(StoreUnavailable, match=os.strerror(errno.ENOSPC)):
+@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_probe_does_what_an_add_does(path, number):
+    """A process that has met no failed write is not ready while writes fail."""
+    disk = Disk(path)
+
+    def refuse(name, *arguments):
+        if name == 'pwrite':
+            raise failure(number)
+
+    with installed(disk), JSONLinesStore(path) as store:
+        store.add(PLANTS[0])
+        disk.before = refuse
+        with pytest.raises(StoreUnavailable, match=os.strerror(number)):
             store.ping()
+        disk.resume()
+        disk.calls.clear()
+        index_of(path, '-lock').unlink()  # as an operator may
+        store.ping()
+        assert 'pwrite' in [name for name, *_ in disk.calls]
+        assert not disk.calls_on(path)
+    assert index_of(path, '-lock').read_bytes() == b''
+    assert path.read_bytes() == lines(PLANTS[0])
 
 
 @pytest.mark.parametrize('place', [0, 1, 511, 512, 513, 1500])

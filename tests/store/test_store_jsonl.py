@@ -102,7 +102,7 @@ class TestFile:
                 names = {name.removeprefix(path.name) for name in files(path)}
         finally:
             os.umask(mask)
-        index = {f'.index{suffix}' for suffix in ('', '-shm', '-synced', '-wal')}
+        index = {f'.index{suffix}' for suffix in ('', '-shm', '-lock', '-wal')}
         assert names == {'', '.torn-1', *index}
         modes = {entry.stat().st_mode & 0o7777 for entry in path.parent.iterdir()}
         assert modes == {0o600}
@@ -336,23 +336,6 @@ class TestThreads:
         """A close waits for a sync in flight, whose plant is then acknowledged."""
         # A close that did not wait would end long before this timeout.
         close_during_sync(disk, lambda closed: not closed.wait(0.2))
-
-    def test_close_between_a_sync_and_its_note(self, path, tmp_path, monkeypatch):
-        """A note that comes after a close is not written into another file."""
-        note = plant_file.PlantFile._note_synced
-
-        def note_late(plants):
-            path.rename(tmp_path / 'moved')  # so the close does not note the end itself
-            store.close()
-            with contextlib.ExitStack() as opened:
-                for number in range(20):
-                    opened.enter_context((tmp_path / f'new-{number}').open('w+'))
-                note(plants)
-
-        monkeypatch.setattr(plant_file.PlantFile, '_note_synced', note_late)
-        store = JSONLinesStore(path)
-        store.add(Plant(1, 'Fern'))
-        assert not any(new.stat().st_size for new in tmp_path.glob('new-*'))
 
     def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
