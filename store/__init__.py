@@ -14,7 +14,7 @@ from store.masking import masked
 from store.scheduler import THREADS, Scheduler
 from store.url import DEFAULT_URL, open_store
 
-__version__ = '1.2.0'
+__version__ = '1.3.0'
 
 __all__ = [
     'DEFAULT_URL',
