@@ -73,7 +73,7 @@ def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
 class PlantStore(abc.ABC):
     """A store of plants: ``add``, ``__iter__``, ``ping`` and ``close``.
 
-    Every store keeps these promises; the tests in ``store/testing.py`` quote them:
+    Every store keeps these promises; the tests in ``store/testing`` quote them:
 
     1. When ``add`` returns, the plant is durable to the degree that the class
        documents. This also holds when the very same plant was there before.

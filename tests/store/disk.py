@@ -20,7 +20,7 @@ from unittest import mock
 import store
 from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
-from store.testing import PATIENCE, wait_until
+from store.testing.waiting import PATIENCE, wait_until
 
 PACKAGE = 'store.jsonl'
 PARTS = 'disk', 'file', 'index', 'lock', 'recovery', 'repair', 'table'

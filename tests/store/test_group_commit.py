@@ -13,7 +13,7 @@ import pytest
 from store import StoreUnavailable, group_commit
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
 from store.scheduler import THREADS, Scheduler
-from store.testing import PATIENCE, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 
 class Failure(Exception):

@@ -17,7 +17,7 @@ from disk import assert_stored, fill, lines, raw_plants
 
 from store import Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, table
-from store.testing import FORK, wait_until
+from store.testing.waiting import FORK, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 

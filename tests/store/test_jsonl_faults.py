@@ -23,7 +23,7 @@ from disk import (
 
 from store import IdTaken, Plant, StoreUnavailable, group_commit
 from store.jsonl import JSONLinesStore
-from store.testing import PATIENCE, wait_until
+from store.testing.waiting import PATIENCE, wait_until
 
 FERN, MOSS, IVY, REED, OAK, ASH = (
     Plant(number, name, 'shade' if number % 2 else None)

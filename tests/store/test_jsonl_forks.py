@@ -11,7 +11,7 @@ from disk import Disk, append, assert_stored, installed, lines
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file
-from store.testing import PATIENCE, in_child, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 

@@ -29,7 +29,7 @@ from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
 from store.jsonl.repair import verify
 from store.scheduler import Scheduler
-from store.testing import in_child, in_threads, wait_until
+from store.testing.waiting import in_child, in_threads, wait_until
 
 TABLE = '', '-wal', '-shm'
 

@@ -13,7 +13,7 @@ from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
 from store.scheduler import Scheduler
-from store.testing import in_child, in_threads, wait_until
+from store.testing.waiting import in_child, in_threads, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 FERN_LINE = b'{"id":1,"name":"Fern"}\n'

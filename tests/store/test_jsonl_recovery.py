@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, index, recovery
 from store.jsonl.repair import Verified, verify
-from store.testing import wait_until
+from store.testing.waiting import wait_until
 
 PLANTS = [
     Plant(1, 'Fern'),

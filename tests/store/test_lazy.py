@@ -7,7 +7,7 @@ import pytest
 from store import StoreUnavailable
 from store.lazy import LazyStore
 from store.scheduler import Scheduler
-from store.testing import PATIENCE, in_child, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 
 class Backend:

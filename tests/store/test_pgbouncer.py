@@ -20,7 +20,7 @@ from test_store_postgresql import TestPostgreSQLStore as DirectContract
 
 from store import Plant, StoreUnavailable, open_store
 from store.postgresql import connection
-from store.testing import in_threads
+from store.testing.waiting import in_threads
 
 FERN = Plant(1, 'Fern')
 FULL = 'the connection pool of the database is full, or does not reach the database'

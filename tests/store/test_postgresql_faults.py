@@ -19,7 +19,7 @@ from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
 from store.postgresql import connection, pool
-from store.testing import PATIENCE, in_child, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

@@ -16,7 +16,7 @@ from store import IdTaken, Plant, StoreUnavailable, masked, open_store
 from store.base import BATCH_CHARACTERS
 from store.postgresql.connection import LOCK_WITHIN, STATEMENT_WITHIN
 from store.postgresql.pool import RETRY_AFTER
-from store.testing import in_threads, wait_until
+from store.testing.waiting import in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from store import Plant
 from store.jsonl import record
 from store.jsonl.record import DamagedRecord, decode, encode, scan_ids
-from store.testing import HOSTILE, IDS, plane
+from store.testing.plants import HOSTILE, IDS, plane
 
 # The text of a plant: Unicode without U+0000 and lone surrogates.
 TEXTS = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\0'))

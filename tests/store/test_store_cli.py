@@ -18,7 +18,7 @@ from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
 from store.jsonl import record, recovery
 from store.jsonl.repair import Verified, verify
-from store.testing import PATIENCE
+from store.testing.waiting import PATIENCE
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

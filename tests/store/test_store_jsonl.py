@@ -22,7 +22,8 @@ from disk import (
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
-from store.testing import PATIENCE, StoreContract, in_threads, wait_until
+from store.testing import StoreContract
+from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

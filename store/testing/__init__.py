@@ -15,15 +15,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import multiprocessing
 import os
 import random
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial, wraps
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,101 +34,19 @@ from store import (
     StoreUnavailable,
     open_store,
 )
+from store.testing.plants import (
+    FERN,
+    HOSTILE,
+    IDS,
+    MOSS,
+    NO_PLANTS,
+    PLANTS,
+    SIMILAR,
+    plane,
+)
+from store.testing.waiting import FORK, PATIENCE, in_child, in_threads, wait_until
 
-# Seconds after which a test takes something for hanging. A busy machine may need more.
-PATIENCE = float(os.environ.get('PATIENCE', '60'))
 Result = TypeVar('Result')
-FORK = multiprocessing.get_context('fork')
-
-IDS = [
-    *(0, 1, -1, 9, 10, 2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 1),
-    *(2**bits + near for bits in (31, 32, 53) for near in (-1, 0, 1)),
-    *(-(2**bits) + near for bits in (31, 32, 53) for near in (-1, 0, 1)),
-]
-
-# Texts that a file, a database or a program may take for something else.
-HOSTILE = [
-    *('', ' \t ', '  Fern  ', 'null', 'NULL', '{"a,b",NULL}', '\ufeffFern'),
-    'a\nb\rc\r\nd\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\n',
-    '"\\"/\'`\\\\',
-    '\\u0000 \\ud800 \\n \\N \\. \\x00 %00 &#0;',
-    '{"id":1,"name":"x"}\n{"id":2,"name":"y"}\n',
-    "'); DROP TABLE plants; --",
-    '%s %(name)s {} {0} $1 :name ?',
-    '\U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301',
-]
-
-FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
-PLANTS = [
-    *(Plant(id, 'Fern', 'shade') for id in IDS),
-    *(Plant(7000 + at, text) for at, text in enumerate(HOSTILE)),
-    *(Plant(8000 + at, 'Fern', text) for at, text in enumerate(HOSTILE)),
-]
-
-# Different plants, also with the same id.
-SIMILAR = [
-    *(Plant(0, 'Fern', tag) for tag in (None, '', 'shade', 'null', 'None')),
-    *(Plant(0, name) for name in ('fern', 'Fern ', 'Fern\n', 'x' * 5000, 'x' * 5001)),
-    *(Plant(0, name) for name in ('\u00e9', 'e\u0301', '\u212b', '\u00c5')),
-    Plant(0, '', 'Fern'),
-]
-
-_new: Any = Plant  # with arguments of wrong types
-NO_PLANTS: list[Plant] = [
-    *(_new(id, 'Fern') for id in (True, 1.0, '1', None, 2**63, -(2**63) - 1)),
-    *(_new(2, name) for name in (None, b'Fern', 5, 'Fe\0rn', 'Fern\udc80')),
-    *(_new(2, 'Fern', tag) for tag in (5, False, b'', 'sha\0de', '\ud800shade')),
-]
-
-
-def plane(number: int) -> str:
-    """Return every character of a plane of Unicode that a plant may hold."""
-    points = range(max(1, number << 16), (number + 1) << 16)
-    return ''.join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
-
-
-def in_threads(*jobs: Callable[[], object]) -> None:
-    """Run functions at once, each in a thread; fail if one fails or hangs."""
-    failures: list[BaseException] = []
-
-    def run(job: Callable[[], object]) -> None:
-        try:
-            job()
-        except BaseException as ex:
-            failures.append(ex)
-
-    # Daemons, so that a thread that hangs fails its test and not the whole run.
-    threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
-    _run(threads)
-    hung = sum(thread.is_alive() for thread in threads)
-    assert not hung, f'{hung} of {len(threads)} threads hang'
-    if failures:
-        raise failures[0]
-
-
-def in_child(*jobs: Callable[[], object]) -> None:
-    """Run functions at once, each in a forked child; fail if one fails or hangs."""
-
-    def run(job: Callable[[], object]) -> None:
-        job()
-        os._exit(0)  # without waiting for the threads that a store has left
-
-    children = [FORK.Process(target=run, args=[job]) for job in jobs]
-    _run(children)
-    exit_codes = [child.exitcode for child in children]
-    for child in children:
-        child.kill()
-        child.join()
-    assert exit_codes == [0] * len(jobs), 'a child failed, or hangs'
-
-
-def _run(workers: Sequence[threading.Thread | ForkProcess]) -> None:
-    """Start threads or processes, and wait until they end, for a limited time."""
-    for worker in workers:
-        worker.start()
-    deadline = time.monotonic() + PATIENCE
-    for worker in workers:
-        worker.join(max(0, deadline - time.monotonic()))
 
 
 def uses(store: PlantStore) -> list[Callable[[], object]]:
@@ -144,20 +58,6 @@ def uses(store: PlantStore) -> list[Callable[[], object]]:
 def open_files() -> set[Path]:
     """Return the open files and sockets of this process; each name is a number."""
     return {file for file in Path('/proc/self/fd').iterdir() if file.exists()}
-
-
-def wait_until(
-    condition: Callable[[], Result], what: str = 'it holds', seconds: float = PATIENCE
-) -> Result:
-    """Call a function until it returns something true, and return that.
-
-    A failure says what did not come true in the time.
-    """
-    deadline = time.monotonic() + seconds
-    while not (outcome := condition()):
-        assert time.monotonic() < deadline, f'{what}: not within {seconds:g} s'
-        time.sleep(0.002)
-    return outcome
 
 
 def quoting(contract: type) -> type:

@@ -1,0 +1,53 @@
+"""Plants that a store may get wrong, and what is no plant: for the tests of stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from store import Plant
+
+IDS = [
+    *(0, 1, -1, 9, 10, 2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 1),
+    *(2**bits + near for bits in (31, 32, 53) for near in (-1, 0, 1)),
+    *(-(2**bits) + near for bits in (31, 32, 53) for near in (-1, 0, 1)),
+]
+
+# Texts that a file, a database or a program may take for something else.
+HOSTILE = [
+    *('', ' \t ', '  Fern  ', 'null', 'NULL', '{"a,b",NULL}', '\ufeffFern'),
+    'a\nb\rc\r\nd\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\n',
+    '"\\"/\'`\\\\',
+    '\\u0000 \\ud800 \\n \\N \\. \\x00 %00 &#0;',
+    '{"id":1,"name":"x"}\n{"id":2,"name":"y"}\n',
+    "'); DROP TABLE plants; --",
+    '%s %(name)s {} {0} $1 :name ?',
+    '\U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301',
+]
+
+FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
+PLANTS = [
+    *(Plant(id, 'Fern', 'shade') for id in IDS),
+    *(Plant(7000 + at, text) for at, text in enumerate(HOSTILE)),
+    *(Plant(8000 + at, 'Fern', text) for at, text in enumerate(HOSTILE)),
+]
+
+# Different plants, also with the same id.
+SIMILAR = [
+    *(Plant(0, 'Fern', tag) for tag in (None, '', 'shade', 'null', 'None')),
+    *(Plant(0, name) for name in ('fern', 'Fern ', 'Fern\n', 'x' * 5000, 'x' * 5001)),
+    *(Plant(0, name) for name in ('\u00e9', 'e\u0301', '\u212b', '\u00c5')),
+    Plant(0, '', 'Fern'),
+]
+
+_new: Any = Plant  # with arguments of wrong types
+NO_PLANTS: list[Plant] = [
+    *(_new(id, 'Fern') for id in (True, 1.0, '1', None, 2**63, -(2**63) - 1)),
+    *(_new(2, name) for name in (None, b'Fern', 5, 'Fe\0rn', 'Fern\udc80')),
+    *(_new(2, 'Fern', tag) for tag in (5, False, b'', 'sha\0de', '\ud800shade')),
+]
+
+
+def plane(number: int) -> str:
+    """Return every character of a plane of Unicode that a plant may hold."""
+    points = range(max(1, number << 16), (number + 1) << 16)
+    return ''.join(chr(point) for point in points if not 0xD800 <= point < 0xE000)

@@ -1,0 +1,74 @@
+"""Waiting for threads, processes and conditions, for the tests of stores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkProcess
+from typing import TypeVar
+
+# Seconds after which a test takes something for hanging. A busy machine may need more.
+PATIENCE = float(os.environ.get('PATIENCE', '60'))
+Result = TypeVar('Result')
+FORK = multiprocessing.get_context('fork')
+
+
+def in_threads(*jobs: Callable[[], object]) -> None:
+    """Run functions at once, each in a thread; fail if one fails or hangs."""
+    failures: list[BaseException] = []
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as ex:
+            failures.append(ex)
+
+    # Daemons, so that a thread that hangs fails its test and not the whole run.
+    threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
+    _run(threads)
+    hung = sum(thread.is_alive() for thread in threads)
+    assert not hung, f'{hung} of {len(threads)} threads hang'
+    if failures:
+        raise failures[0]
+
+
+def in_child(*jobs: Callable[[], object]) -> None:
+    """Run functions at once, each in a forked child; fail if one fails or hangs."""
+
+    def run(job: Callable[[], object]) -> None:
+        job()
+        os._exit(0)  # without waiting for the threads that a store has left
+
+    children = [FORK.Process(target=run, args=[job]) for job in jobs]
+    _run(children)
+    exit_codes = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+        child.join()
+    assert exit_codes == [0] * len(jobs), 'a child failed, or hangs'
+
+
+def _run(workers: Sequence[threading.Thread | ForkProcess]) -> None:
+    """Start threads or processes, and wait until they end, for a limited time."""
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + PATIENCE
+    for worker in workers:
+        worker.join(max(0, deadline - time.monotonic()))
+
+
+def wait_until(
+    condition: Callable[[], Result], what: str = 'it holds', seconds: float = PATIENCE
+) -> Result:
+    """Call a function until it returns something true, and return that.
+
+    A failure says what did not come true in the time.
+    """
+    deadline = time.monotonic() + seconds
+    while not (outcome := condition()):
+        assert time.monotonic() < deadline, f'{what}: not within {seconds:g} s'
+        time.sleep(0.002)
+    return outcome
