@@ -30,8 +30,8 @@ size     the lines are written, the    whoever writes              nobody: catch
 **An old mark loses nothing.** After a power cut the mark may be as of the last
 checkpoint. But a sync covers all lines before it, so a crash damages only what comes
 after every acknowledged line. Recovery cuts a file at the first damage and never
-before it. The mark only lets it refuse more: damage before the mark, or a file that is
-shorter, is none of ours. In the last second of a file it cannot tell.
+before it. The mark only lets recovery refuse to cut: damage before it, or a shorter
+file, was not caused by a crash. What was added in the last second has no mark yet.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
@@ -57,14 +57,7 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.disk import (
-    CHUNK,
-    open_file,
-    open_or_make,
-    try_write,
-    unavailable,
-    write,
-)
+from store.jsonl.disk import open_file, open_or_make, try_write, unavailable, write
 from store.jsonl.index import Index
 from store.jsonl.lock import Call, FileLock
 from store.jsonl.table import IndexDamaged
@@ -131,9 +124,9 @@ class PlantFile:
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
+            opened.callback(self._close_index)
             with self._locked():
                 self._catch_up(opening=True)
-                opened.callback(lambda: self._index.close())
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
             self._closing = threading.Event()
@@ -149,6 +142,10 @@ class PlantFile:
             raise self._refusal(REPLACED)
         return fd
 
+    def _close_index(self) -> None:
+        with suppress(AttributeError):  # it was not opened
+            self._index.close()
+
     def add(self, plant: Plant) -> bool:
         line = record.encode(plant)
         return self._commit.submit((plant, line), len(line))
@@ -163,8 +160,8 @@ class PlantFile:
     def ping(self) -> None:
         with unavailable(self._path), self._locked():
             end, _ = self._catch_up()
-            # After a failed write it is as long, and at the same place: there may be a
-            # limit of this process.
+            # After a failed append the trial is as long, at the same place: there may
+            # be a limit of this process.
             length, offset = (self._failed_write, end) if self._failed_write else (1, 0)
             try_write(self._path, self._status, length, offset)
 
@@ -322,6 +319,7 @@ class PlantFile:
         for way in ('open', 'build') if opening else ('use', 'open', 'build'):
             try:
                 if way != 'use':
+                    self._check_file()  # its index would be that of another file
                     is_new = way == 'build'
                     call(partial(self._open_index, is_new=is_new, crashed=opening))
                 return self._find(ids, call)
@@ -342,7 +340,7 @@ class PlantFile:
             raise IndexDamaged('the plant file was changed in place')
         is_far = size - index.end > CATCH_UP_BYTES
         offsets: dict[int, int] = {}
-        if is_far or size == index.end:
+        if is_far or size == index.end:  # otherwise _read_on looks
             offsets = index.find(ids)  # which may move the end on, to the mark
         if size != index.end:
             read_on = partial(self._read_on, ids)
@@ -401,11 +399,7 @@ class PlantFile:
             if index.synced < index.end:
                 # Plants of another process may not be on the disk, and this process
                 # would acknowledge their repeats.
-                start = max(0, index.synced)
-                while data := os.pread(self._fd, CHUNK, start):
-                    start += os.pwrite(self._fd, data, start)
-                # NOTE: not fdatasync, which leaves out the mtime: the index has it.
-                os.fsync(self._fd)
+                recovery.write_again(self._fd, max(0, index.synced))
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)

@@ -241,6 +241,17 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     return side
 
 
+def write_again(fd: int, start: int) -> None:
+    """Write the bytes of a plant file from an offset on again, and sync the file.
+
+    REQUIRES: the lock of the plant file.
+    """
+    while data := os.pread(fd, CHUNK, start):
+        start += os.pwrite(fd, data, start)
+    # NOTE: not fdatasync, which leaves out the mtime: the index has it.
+    os.fsync(fd)
+
+
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends, not in the middle of one.
 

@@ -338,6 +338,22 @@ class TestThreads:
         # A close that did not wait would end long before this timeout.
         close_during_sync(disk, lambda closed: not closed.wait(0.2))
 
+    def test_file_is_replaced_while_an_open_waits(self, path, monkeypatch):
+        """An open that waits for the lock makes no index for the file that follows."""
+        path.write_bytes(FERN)
+        locked = plant_file.PlantFile._locked
+
+        def replace_first(opening, *arguments, **options):
+            path.rename(path.with_name('moved'))
+            path.touch()
+            return locked(opening, *arguments, **options)
+
+        monkeypatch.setattr(plant_file.PlantFile, '_locked', replace_first)
+        with JSONLinesStore(path) as store:
+            with pytest.raises(StoreUnavailable, match='replaced'):
+                store.ping()
+            assert not path.with_name('plants.jsonl.index').exists()
+
     def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
