@@ -158,13 +158,13 @@ class Index:
         self._files = files  # the first flush makes -wal and -shm
         if mark < self.mark:
             raise IndexDamaged('it is an older one')
+        self._highest = highest  # first: the recent ids before this mark are dropped
         if mark > self.mark:
             self.mark = mark
             recent = {id: at for id, at in recent.items() if at >= mark}
             self._recent = recent
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
-        self._highest = highest
         self._look_until = time.monotonic() + LOOK_WITHIN
         return found | {id: recent[id] for id in ids if id in recent}
 

@@ -11,24 +11,23 @@ put back from another moment, ids are missing, and SQLite does not notice. So ea
 commit counts up a number in page 1 (``user_version``). With the commits ``first`` to
 ``last`` in the WAL, the main file fits if
 
-* its number is ``first - 1``, and it is as long as its page 1 says; or
-* its number is from ``first`` to ``last``, and it has no page that the last commit does
-  not know: a checkpoint of this WAL was cut off. A checkpoint writes page 1 first, and
-  whatever page it writes is in the WAL, too.
+* its number is ``first - 1``, and it is not shorter than its page 1 says; or
+* its number is from ``first`` to ``last``: a checkpoint of this WAL was cut off. It
+  writes page 1 first, and whatever page it writes is in the WAL, too;
 
-After a checkpoint the next commit begins the WAL again: for a moment it has only
-commits from before, and the main file must be whole and not older than these. Without a
-commit in a WAL the index must have been closed: a main file alone may be a copy from
-the middle of a checkpoint. The lengths tell of a copy that took longer than a
-checkpoint, since most checkpoints add pages. One that added none in this time is not
-noticed.
+and it is not longer than the last commit says. After a checkpoint the next commit
+begins the WAL again. Until it ends, the WAL has no commit, and the main file alone
+counts. Without a WAL the index must have been closed: a main file that was in use may
+be a copy from the middle of a checkpoint. The lengths tell of a copy that took longer
+than a checkpoint which added pages. They do not tell of a copy that stopped for a while
+in the middle of a checkpoint, or beside one that added none.
 
 **Forks.** SQLite has locks in memory, for all connections of a process. A child that is
 forked while another thread holds one would wait for it forever. So every use of a
 connection holds a lock of this module, and a fork waits for these locks: two, because a
 look must not wait for a flush. SQLite's locks on files belong to a process, and its
 connections share them: while a child has a connection of its parent open, its own ones
-take no locks. So it closes those before it makes its own.
+take no locks. So ``connect`` closes those first.
 """
 
 from __future__ import annotations
@@ -168,10 +167,10 @@ class _Moment(NamedTuple):
     number: int  # in the main file
     length: int  # of the main file
     header_length: int  # as page 1 of the main file says
+    has_wal: bool
     first: int | None  # the number of the first commit in the WAL
-    is_begun_again: bool  # whether the WAL has only commits from before a checkpoint
-    last: int
-    last_length: int  # after the last commit
+    last: int  # as SQLite reads it
+    last_length: int  # likewise
     is_closed: bool
 
     @classmethod
@@ -184,21 +183,20 @@ class _Moment(NamedTuple):
             _integer(header, 60),
             os.stat(path).st_size // page_size,
             _integer(header, 28),
-            *_first_commit(path),
+            *_read_wal(path),
             last,
             last_length,
             read_state(connection).mtime is not None,
         )
 
     def fits(self) -> bool:
-        if self.first is None:
+        if not self.has_wal:
             return self.is_closed
-        if self.is_begun_again or self.number == self.first - 1:
-            is_whole = self.length == self.header_length
-            return is_whole and self.number >= self.first - 1
-        return self.first <= self.number <= self.last and (
-            self.length <= self.last_length
-        )
+        if self.first is None or self.number == self.first - 1:
+            is_whole = self.length >= self.header_length
+        else:
+            is_whole = self.first <= self.number <= self.last
+        return is_whole and self.length <= self.last_length
 
 
 def _read_header(path: Path) -> bytes:
@@ -213,20 +211,20 @@ def _read_header(path: Path) -> bytes:
     return os.pread(fd, 100, 0)
 
 
-def _first_commit(path: Path) -> tuple[int | None, bool]:
-    """Return the number of the first commit in the WAL, and ``is_begun_again``."""
+def _read_wal(path: Path) -> tuple[bool, int | None]:
+    """Return whether there is a WAL, and the number of its first commit."""
     with suppress(FileNotFoundError), open(f'{path}-wal', 'rb') as wal:
         header = wal.read(WAL_HEADER)
         page_size = _integer(header, 8)
-        # The pages of a commit are in order, but one that is larger than the cache
-        # begins with others.
-        while frame := wal.read(FRAME_HEADER):
+        # Frames with another salt are from before the WAL was begun again. The pages of
+        # a commit are in order, but one that is larger than the cache begins with
+        # others.
+        while (frame := wal.read(FRAME_HEADER)) and frame[8:16] == header[16:24]:
             if _integer(frame, 0) == 1:
-                # To begin again, SQLite first writes a header with another salt.
-                is_begun_again = frame[8:16] != header[16:24]
-                return _integer(wal.read(page_size), 60), is_begun_again
+                return True, _integer(wal.read(page_size), 60)
             wal.seek(page_size, os.SEEK_CUR)
-    return None, False
+        return len(header) == WAL_HEADER, None
+    return False, None
 
 
 def _integer(data: bytes, offset: int) -> int:
@@ -235,10 +233,11 @@ def _integer(data: bytes, offset: int) -> int:
 
 def disconnect(connection: sqlite3.Connection) -> None:
     """Close a connection that reads. REQUIRES: ``reading``."""
-    _, path = _readers.pop(connection)
     connection.close()
-    if path in _mains and path not in [other for _, other in _readers.values()]:
-        os.close(_mains.pop(path))
+    if connection in _readers:
+        _, path = _readers.pop(connection)
+        if path in _mains and path not in [other for _, other in _readers.values()]:
+            os.close(_mains.pop(path))
 
 
 @contextmanager
