@@ -22,9 +22,11 @@ flushes, in a thread and without the lock of the plant file, and a look waits fo
   latest look, or before, and the table never goes back behind that: so none is missing.
 
 So what a look has found stays true, whatever becomes of the table: all ids before its
-mark are at most the highest id that it saw, and all later ones are recent. A higher id
-needs no look. But a worker that was idle for a second looks: the mark tells it what
-others have acknowledged, also if the plant file was cut short meanwhile.
+mark are in it, and all later ones are recent. A look also learns the next id in the
+table, after each id that it looks up. A new id between the two needs no look until the
+mark moves on: clients count up, each in a range of its own. But a worker that was idle
+for a second looks: the mark tells it what others have acknowledged, also if the plant
+file was cut short meanwhile.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
 A miss is believed if SQLite has read it from files that still have their names, that
@@ -72,7 +74,8 @@ SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page 
 # If more bytes are behind the mark, building the table anew takes less memory.
 MOST_BEHIND = 128 * 1024 * 1024
 TAIL = 256  # bytes before the mark that are compared
-LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are higher
+LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are free
+MOST_FREE = 100  # ranges of free ids: scattered ids have many, and each serves no other
 UNKNOWN = -1  # an end of the plant file that is not known
 REPLACED = 'a file of it was removed or replaced'
 
@@ -104,7 +107,8 @@ class Index:
         self._tail = b''  # the last bytes before the end
         self.mark = 0  # of the table, at the latest look
         self.end = 0  # of the plant file, up to which the ids are known
-        self._highest = ID_MAX  # of the table, at the latest look
+        # Ranges of ids that are not in the table, at the mark: the end and the start.
+        self._free: dict[int, int] = {}
         self._look_until = 0.0  # when the latest look is too old
         self.synced = UNKNOWN  # an end that was synced
         # Why the table must be built, or None.
@@ -144,12 +148,14 @@ class Index:
     def find(self, ids: Collection[int]) -> dict[int, int]:
         """Return the offsets of those ids that are known."""
         recent = self._recent
-        if ids and min(ids) > self._highest and time.monotonic() < self._look_until:
+        if ids and time.monotonic() < self._look_until and self._are_free(ids):
             return {id: recent[id] for id in ids if id in recent}
         with reading():
             if self._table is None:
                 raise IndexDamaged('it is not open')
-            mark, highest, found = table.find(self._table, ids)
+            mark, following = table.look(self._table, ids)
+            taken = [id for id in ids if following[id] == id]
+            found = table.find(self._table, taken) if taken else {}
             files = self._inodes()
         # Checked after the read. A process that opens the index later makes a missing
         # file anew, and flushes into it: from then on this connection reads old pages.
@@ -158,15 +164,30 @@ class Index:
         self._files = files  # the first flush makes -wal and -shm
         if mark < self.mark:
             raise IndexDamaged('it is an older one')
-        self._highest = highest  # first: the recent ids before this mark are dropped
+        if mark > self.mark or len(self._free) > MOST_FREE:
+            self._free = {}  # first: the recent ids before this mark are dropped
         if mark > self.mark:
             self.mark = mark
             recent = {id: at for id, at in recent.items() if at >= mark}
             self._recent = recent
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
+        for id in ids:
+            end = following[id]
+            end = ID_MAX + 1 if end is None else end
+            self._free[end] = min(id, self._free.get(end, id))
         self._look_until = time.monotonic() + LOOK_WITHIN
         return found | {id: recent[id] for id in ids if id in recent}
+
+    def _are_free(self, ids: Iterable[int]) -> bool:
+        """Whether the latest looks have shown that no id is in the table."""
+        for id in ids:
+            for end, start in self._free.items():
+                if start <= id < end:
+                    break
+            else:
+                return False
+        return True
 
     def _inodes(self) -> dict[str, int]:
         inodes = {}
@@ -334,5 +355,5 @@ def _fill(new: sqlite3.Connection, lines: Lines) -> dict[int, int]:
         # Sorted, so that scattered ids change each page once.
         table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
         if new.total_changes - changes < len(lines):
-            _, _, firsts = table.find(new, firsts)
+            firsts = table.find(new, firsts)
     return firsts

@@ -45,8 +45,6 @@ from pathlib import Path
 from random import getrandbits
 from typing import NamedTuple
 
-from store.base import ID_MIN
-
 # Ids of one INSERT. json.dumps() holds the GIL, 0.2 ms for so many.
 ROWS = 1_024
 # A checkpoint syncs two files. A commit begins it when the WAL has so many pages.
@@ -65,10 +63,11 @@ SCHEMA = (
 )
 STATE = 'SELECT inode, mark, tail, mtime FROM state'
 # One statement, so that all is of one moment.
-FIND = (
-    'SELECT mark, (SELECT max(id) FROM plants), id, offset FROM state '
-    'LEFT JOIN plants ON id IN (SELECT value FROM json_each(?))'
+LOOK = (
+    'SELECT mark, value, (SELECT min(plants.id) FROM plants WHERE plants.id >= value) '
+    'FROM state LEFT JOIN json_each(?)'
 )
+FIND = 'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
 # NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
 # for each row, and waits up to seconds for it.
 INSERT = (
@@ -290,14 +289,17 @@ def read_state(connection: sqlite3.Connection) -> State:
     return State(int(inode), int(mark), int(tail), mtime)
 
 
-def find(
+def look(
     connection: sqlite3.Connection, ids: Iterable[int]
-) -> tuple[int, int, dict[int, int]]:
-    """Return the mark, the highest id, and the offsets of those ids in the table."""
-    rows = connection.execute(FIND, [str(list(ids))]).fetchall()
-    mark, highest, _, _ = rows[0]
-    offsets = {id: offset for _, _, id, offset in rows if id is not None}
-    return int(mark), ID_MIN - 1 if highest is None else int(highest), offsets
+) -> tuple[int, dict[int, int | None]]:
+    """Return the mark, and for each id the first one in the table that is not less."""
+    rows = connection.execute(LOOK, [str(list(ids))]).fetchall()
+    return int(rows[0][0]), {id: following for _, id, following in rows}
+
+
+def find(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
+    """Return the offsets of those ids that are in the table."""
+    return dict(connection.execute(FIND, [str(list(ids))]).fetchall())
 
 
 def insert(

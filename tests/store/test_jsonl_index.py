@@ -349,38 +349,52 @@ class TestFlush:
                 store.add(Plant(number, 'Fern'))
             other.add(Plant(3, 'Moss'))  # it has read the others
             store.add(Plant(4, 'Ivy'))
-            find = table.find
+            look = table.look
 
-            def find_and_flush(*arguments):
-                found = find(*arguments)
+            def look_and_flush(*arguments):
+                found = look(*arguments)
                 wait_until(store._backend()._index.flush)
                 return found
 
             with monkeypatch.context() as patch:
-                patch.setattr(table, 'find', find_and_flush)
+                patch.setattr(table, 'look', look_and_flush)
                 for number in 3, 4, 0:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
 
-    def test_higher_ids_need_no_look(self, path, monkeypatch):
-        """Ascending ids are not looked up, and lower ones are found."""
+    def test_ascending_ids_need_no_look(self, path, monkeypatch):
+        """Each range is looked up once, and an id that is taken is always found."""
+        bases = 1_000, 0, 2_000
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
-            store.add_many([Plant(number, 'Fern') for number in range(100)])
+            stores = store, other
+            store.add_many([Plant(base, 'Fern') for base in bases])
             wait_until(store._backend()._index.flush)
             monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
-            for opened in store, other:
-                opened.ping()
-            find, looks = table.find, []
+            look, looked = table.look, []
             monkeypatch.setattr(
-                table, 'find', lambda *args: looks.append(args) or find(*args)
+                table, 'look', lambda *args: looked.extend(args[1]) or look(*args)
             )
-            for number in range(100, 150):
-                (store, other)[number % 2].add(Plant(number, 'Fern'))
-            assert not looks
-            for number in 149, 148, 99, 0:
-                with pytest.raises(IdTaken):
-                    other.add(Plant(number, 'Moss'))
-            assert looks
+            for number in range(1, 60):
+                for base in bases:
+                    stores[number % 2].add(Plant(base + number, 'Fern'))
+            assert len(looked) < 20
+            for number in range(60):
+                for base in bases:
+                    with pytest.raises(IdTaken):
+                        other.add(Plant(base + number, 'Moss'))
+
+    def test_a_range_is_free_until_the_mark_moves(self, path, monkeypatch):
+        """An id that another process has flushed meanwhile is looked up again."""
+        monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            store.add(Plant(5_000, 'Fern'))
+            other.add(Plant(1, 'Fern'))  # now 2 to 4,999 are free
+            store.add_many([Plant(number, 'Moss') for number in range(2, 4_000, 7)])
+            other.ping()  # it knows them as recent ids
+            wait_until(store._backend()._index.flush)
+            other.ping()  # and drops them
+            with pytest.raises(IdTaken):
+                other.add(Plant(2 + 7 * 100, 'Reed'))
 
     def test_kill_while_the_index_is_left(self, path, monkeypatch):
         """A journal that a killed process has left spoils no later index."""
