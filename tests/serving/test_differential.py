@@ -43,6 +43,7 @@ _PATH_AND_QUERY = rb'%b(?:\?(?:%b|\?)*)?' % (_PATH, _PATH)
 # What is in a head, or in chunks, that h11 accepts and the server refuses.
 STRICTER = {
     'RFC 9110, section 5.3': rb'\nContent-Type:(.*\n)*Content-Type:',
+    'RFC 9110, section 5.5': rb'[\x01-\x08\v\f\x0e-\x1f\x7f]',
     'RFC 9110, section 9.1': rb'\A(?!(?-i:[-!$-.0-9A-Z^_`|~]){3,20} )',
     'RFC 9110, section 10.1.1': rb'\nExpect:(?![ \t]*100-continue[ \t]*\r)',
     'RFC 9112, section 2.2': rb'(?<!\r)\n',
@@ -97,8 +98,8 @@ LINES = often(
     seldom=[
         *('Host: b', 'Content-Length: 3', 'Content-Length: 3, 3', 'Content-Length: +3'),
         *('Transfer-Encoding: chunked', 'transfer-encoding: gzip', 'X : a', ' X: a'),
-        *('Transfer-Encoding:\vchunked', 'Expect: b', 'X_Y: a', 'X', 'X: \0', 'X: \r'),
-        *('Content-Type: c/d', 'Content-Length: ' + '9' * 5_000),
+        *('Transfer-Encoding:\vchunked', 'Expect: b', 'X_Y: a', 'X', 'X: \0', 'X: \1'),
+        *('X: \r', 'Content-Type: c/d', 'Content-Length: ' + '9' * 5_000),
     ],
 )
 # Only the data has these letters: no line of it is like a size.
