@@ -342,6 +342,22 @@ class TestFlush:
             for store in one, other:
                 assert_stored(store, ferns(2000))
 
+    def test_later_flush_takes_no_mark_back(self, path, caplog):
+        """A process that knows fewer lines flushes last; no index is opened again."""
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            stores = store, other
+            store.add(Plant(0, 'Fern'))
+            other.add_many(ferns(50))
+            marks = []
+            for each in other, store, other:
+                wait_until(each._backend()._index.flush)
+                marks.append(mark_of(path))
+                for opened in stores:
+                    opened.ping()
+            assert marks == [path.stat().st_size] * 3
+            assert_stored(store, [Plant(0, 'Fern'), *ferns(50)])
+        assert 'opened again' not in caplog.text
+
     def test_flush_after_any_look_at_the_table_hides_no_id(self, path, monkeypatch):
         """An id is found although another process flushes in the middle of an add."""
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
