@@ -51,6 +51,7 @@ import sqlite3
 import sys
 import time
 import zlib
+from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -75,7 +76,7 @@ SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page 
 MOST_BEHIND = 128 * 1024 * 1024
 TAIL = 256  # bytes before the mark that are compared
 LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are free
-MOST_FREE = 100  # ranges of free ids: scattered ids have many, and each serves no other
+MOST_FREE = 1_000  # ranges of free ids: with scattered ids each serves no other
 UNKNOWN = -1  # an end of the plant file that is not known
 REPLACED = 'a file of it was removed or replaced'
 
@@ -107,8 +108,10 @@ class Index:
         self._tail = b''  # the last bytes before the end
         self.mark = 0  # of the table, at the latest look
         self.end = 0  # of the plant file, up to which the ids are known
-        # Ranges of ids that are not in the table, at the mark: the end and the start.
+        # Ranges of ids that are not in the table, at the mark: their starts by their
+        # ends, and the ends in order.
         self._free: dict[int, int] = {}
+        self._free_ends: list[int] = []
         self._look_until = 0.0  # when the latest look is too old
         self.synced = UNKNOWN  # an end that was synced
         # Why the table must be built, or None.
@@ -153,8 +156,8 @@ class Index:
         with reading():
             if self._table is None:
                 raise IndexDamaged('it is not open')
-            mark, following = table.look(self._table, ids)
-            taken = [id for id in ids if following[id] == id]
+            mark, nexts = table.look(self._table, ids)
+            taken = [id for id, following in nexts if following == id]
             found = table.find(self._table, taken) if taken else {}
             files = self._inodes()
         # Checked after the read. A process that opens the index later makes a missing
@@ -164,28 +167,33 @@ class Index:
         self._files = files  # the first flush makes -wal and -shm
         if mark < self.mark:
             raise IndexDamaged('it is an older one')
-        if mark > self.mark or len(self._free) > MOST_FREE:
-            self._free = {}  # first: the recent ids before this mark are dropped
         if mark > self.mark:
+            self._free, self._free_ends = {}, []  # first: recent ids are dropped here
             self.mark = mark
             recent = {id: at for id, at in recent.items() if at >= mark}
             self._recent = recent
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
-        for id in ids:
-            end = following[id]
-            end = ID_MAX + 1 if end is None else end
-            self._free[end] = min(id, self._free.get(end, id))
+        if ids and len(self._free) < MOST_FREE:
+            self._note_free(nexts)
         self._look_until = time.monotonic() + LOOK_WITHIN
         return found | {id: recent[id] for id in ids if id in recent}
 
+    def _note_free(self, nexts: Iterable[tuple[int, int | None]]) -> None:
+        for id, following in nexts:
+            end = ID_MAX + 1 if following is None else following
+            if end not in self._free:
+                insort(self._free_ends, end)
+                self._free[end] = id
+            elif id < self._free[end]:
+                self._free[end] = id
+
     def _are_free(self, ids: Iterable[int]) -> bool:
-        """Whether the latest looks have shown that no id is in the table."""
+        """Whether each id is in a range that is free."""
+        ends = self._free_ends
         for id in ids:
-            for end, start in self._free.items():
-                if start <= id < end:
-                    break
-            else:
+            at = bisect_right(ends, id)
+            if at == len(ends) or id < self._free[ends[at]]:
                 return False
         return True
 

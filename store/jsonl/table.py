@@ -64,8 +64,8 @@ SCHEMA = (
 STATE = 'SELECT inode, mark, tail, mtime FROM state'
 # One statement, so that all is of one moment.
 LOOK = (
-    'SELECT mark, value, (SELECT min(plants.id) FROM plants WHERE plants.id >= value) '
-    'FROM state LEFT JOIN json_each(?)'
+    'SELECT mark, value, (SELECT plants.id FROM plants WHERE plants.id >= value '
+    'ORDER BY plants.id LIMIT 1) FROM state LEFT JOIN json_each(?)'
 )
 FIND = 'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
 # NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
@@ -291,10 +291,11 @@ def read_state(connection: sqlite3.Connection) -> State:
 
 def look(
     connection: sqlite3.Connection, ids: Iterable[int]
-) -> tuple[int, dict[int, int | None]]:
-    """Return the mark, and for each id the first one in the table that is not less."""
+) -> tuple[int, list[tuple[int, int | None]]]:
+    """Return the mark; and each id with the first in the table that is not less."""
     rows = connection.execute(LOOK, [str(list(ids))]).fetchall()
-    return int(rows[0][0]), {id: following for _, id, following in rows}
+    nexts = [(id, following) for _, id, following in rows if id is not None]
+    return int(rows[0][0]), nexts
 
 
 def find(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
