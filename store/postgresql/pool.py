@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import psycopg
 from psycopg import errors
+from psycopg.pq import TransactionStatus
 
 from store.errors import StoreClosed, StoreUnavailable
 from store.postgresql.connection import (
@@ -160,7 +161,7 @@ class Pool:
     def _give_back(self, connection: Connection) -> None:
         """Take a connection back. REQUIRES: lock held."""
         self._lent -= 1
-        if not connection.is_idle():
+        if connection.info.transaction_status != TransactionStatus.IDLE:
             connection.close()
         self._idle.append(connection)
         if self._closed or connection.closed:  # then it is removed again
