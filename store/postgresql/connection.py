@@ -31,16 +31,12 @@ LOCK_WITHIN = 0.3  # while other plants of the batch wait
 
 READ_AT_ONCE = 1000  # plants
 
-CREATE_TABLE = (
-    'CREATE TABLE IF NOT EXISTS plants '
-    '(id bigint PRIMARY KEY, name text NOT NULL, tag text)'
-)
+CREATE_TABLE = """CREATE TABLE IF NOT EXISTS plants
+(id bigint PRIMARY KEY, name text NOT NULL, tag text)"""
 # Changes nothing, but needs what an add needs: these columns, a unique id, the rights
 # to insert and to lock, and a server that takes writes.
-PROBE = (
-    'INSERT INTO plants (id, name, tag) SELECT id, name, tag FROM plants WHERE false '
-    'FOR UPDATE ON CONFLICT (id) DO NOTHING'
-)
+PROBE = """INSERT INTO plants (id, name, tag)
+SELECT id, name, tag FROM plants WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
 # Write no row, but their commit waits for what that of an add waits for. The second is
 # for a server without that function; it waits for nothing if the table is empty.
 EMIT_MESSAGE = "SELECT pg_logical_emit_message(true, 'plants', '')"
@@ -48,11 +44,9 @@ LOCK_ANY = 'SELECT id FROM plants LIMIT 1 FOR UPDATE SKIP LOCKED'
 # Not VALUES: each size of a batch would be a prepared statement of its own (2 to 8 MiB
 # a session for 100 sizes). The casts hold the types of results when a column is
 # altered: a prepared statement whose result type changes fails until its session ends.
-INSERT = (
-    'INSERT INTO plants (id, name, tag) '
-    'SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[]) '
-    'ON CONFLICT (id) DO NOTHING RETURNING id::bigint'
-)
+INSERT = """INSERT INTO plants (id, name, tag)
+SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[])
+ON CONFLICT (id) DO NOTHING RETURNING id::bigint"""
 INSERT_LITERALS = re.sub(r'\$\d', '%s', INSERT)
 READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
 READ_FROM = f'{READ} WHERE id >= %s ORDER BY id LIMIT {READ_AT_ONCE}'
@@ -60,14 +54,10 @@ READ_FROM = f'{READ} WHERE id >= %s ORDER BY id LIMIT {READ_AT_ONCE}'
 LOCK = f'{READ} WHERE id = %s FOR UPDATE'
 # Leaves out a setting that the server does not have (NULL), and keeps remote_apply: no
 # other commit is safer than "on".
-SET = (
-    'SELECT set_config(name, value, {}) FROM unnest(%s::text[], %s::text[]) '
-    "AS wanted (name, value) WHERE current_setting(name, true) <> 'remote_apply'"
-)
-SET_IN_SESSION = SET.format('false') + ' AND pg_backend_pid() = %s'
-SET_IN_TRANSACTION = (
-    'SET TRANSACTION ISOLATION LEVEL READ COMMITTED; ' + SET.format('true') + '; '
-)
+SET = """SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[])
+AS wanted (name, value) WHERE current_setting(name, true) <> 'remote_apply'"""
+SET_IN_SESSION = f'{SET} AND pg_backend_pid() = %s'
+SET_IN_TRANSACTION = f'SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {SET}; '
 # What must hold, whatever the defaults of the role and the database.
 SETTINGS = {
     'synchronous_commit': 'on',
@@ -195,7 +185,8 @@ class Connection(psycopg.Connection[Any]):
         wanted = SETTINGS | READER_SETTINGS if to_read else SETTINGS
         settings = [list(wanted), list(wanted.values())]
         self._deadline = time.monotonic() + CONNECT_WITHIN
-        found = self.execute(SET_IN_SESSION, [*settings, self.info.backend_pid])
+        pid = self.info.backend_pid
+        found = self.execute(SET_IN_SESSION, [False, *settings, pid])
         self._deadline = math.inf
         if found.rowcount:
             self.prepare_threshold = 5  # as psycopg has it
@@ -204,7 +195,7 @@ class Connection(psycopg.Connection[Any]):
         self.execute('BEGIN')
         self.execute('COMMIT')
         cursor = psycopg.ClientCursor(self)
-        self._settings = cursor.mogrify(SET_IN_TRANSACTION, settings)
+        self._settings = cursor.mogrify(SET_IN_TRANSACTION, [True, *settings])
 
     def transact(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""
