@@ -1,14 +1,12 @@
 """The store for those who outgrow one machine: a PostgreSQL database.
 
-Any number of servers on any number of machines share it. Its SQL has no advisory lock,
-no sequence and no lock of a table, which engines that scale out do not have either.
+Its SQL has no advisory lock, no sequence and no lock of a table: engines that scale out
+have none of them.
 
-* Plants that wait together are one *batch*: one ``INSERT`` of several rows, one commit
-  (``store/group_commit.py``). The ``INSERT`` leaves out rows whose id is taken, and
-  only those are compared.
+* A *batch* of plants that wait together is one ``INSERT``, one commit. The ``INSERT``
+  leaves out rows whose id is taken, and only those are compared.
 * A plant is *acknowledged* after a commit that the database has confirmed, and its
-  synchronous standby, if any. A repeat is an acknowledgement too: its comparison locks
-  the row and commits.
+  synchronous standby, if any. So is a repeat: its comparison locks the row and commits.
 * When a connection is lost, the batch is sent once more over a new one. What the first
   has committed is found then, and compared.
 * Every wait has a limit at the server, and a longer one here for a server that hangs.
@@ -38,6 +36,7 @@ from store.postgresql.pool import Pool
 from store.scheduler import THREADS, Scheduler
 
 Batch = Sequence[Entry[Plant]]
+Observe = Callable[[int, float], None]
 
 # In seconds.
 LOCKED_FOR = 0.5  # a plant that was found locked is refused at once
@@ -50,14 +49,7 @@ ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
 class PostgreSQLStore(LazyStore['Database']):
     """Keep plants in the table ``plants``; as durable as a commit of the database.
 
-    Args:
-        url: ``postgresql://...``, as libpq reads it. Several hosts are tried in turn,
-            and only one that can be written to is used.
-        create: With ``never``, a table that is missing is not made.
-        scheduler: How the callers wait.
-
-    Raises:
-        ValueError: The URL cannot be used; the message does not repeat it.
+    The arguments are those of ``open_store``. A ``ValueError`` does not repeat the URL.
     """
 
     def __init__(
@@ -87,32 +79,27 @@ class PostgreSQLStore(LazyStore['Database']):
     def check_opening(self) -> None:
         self._check_open()
         try:
-            with closing(self._open_backend('never')) as database:
+            with closing(self._open_backend()) as database:
+                database.may_create = False
                 database.ping()
         except StoreUnavailable as ex:
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
 
-    def _open_backend(self, create: Create | None = None) -> Database:
-        create = create or self._create
-        return Database(self._url, create, self._scheduler, self._report_sync)
+    def _open_backend(self) -> Database:
+        return Database(self._url, self._create, self._scheduler, self._report_sync)
 
 
 class Database:
     """Adds plants to a database, and reads them.
 
-    If the database refuses a batch, each plant is tried by itself: one that breaks a
-    rule is refused alone. One that another session has locked delays its batch by two
-    waits of ``LOCK_WITHIN``; its repeats would delay the next batches too, so they are
-    refused at once for ``LOCKED_FOR``.
+    If the database refuses a batch, each plant is tried by itself. One that another
+    session has locked delays its batch by two waits of ``LOCK_WITHIN``; its repeats are
+    refused at once for ``LOCKED_FOR``, so that they do not delay the next batches.
     """
 
     def __init__(
-        self,
-        url: str,
-        create: Create,
-        scheduler: Scheduler,
-        observe: Callable[[int, float], None],
+        self, url: str, create: Create, scheduler: Scheduler, observe: Observe
     ) -> None:
         self._shown = masked(url)
         self._parameters: dict[str, Any] = {
@@ -124,7 +111,7 @@ class Database:
             'autocommit': True,
             'prepare_threshold': None,  # unless the session is its own
         }
-        self._may_create = create != 'never'
+        self.may_create = create != 'never'
         self.pool = Pool(self._connect, self._shown)
         self._proven = -math.inf  # when the last commit of a ping began
         # One stage of group commit is enough, since one statement writes and commits.
@@ -153,7 +140,7 @@ class Database:
             try:
                 yield from connection.read_plants()
             except errors.UndefinedTable:
-                if not self._may_create:
+                if not self.may_create:
                     raise
 
     def ping(self) -> None:
@@ -194,7 +181,7 @@ class Database:
     def _insert_or_compare(self, batch: Batch) -> None:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
-        # In the same order everywhere, so that two batches never wait for each other.
+        # In one order everywhere, so that two batches never wait for each other.
         left = [first[id].item for id in sorted(first)]
         stored: dict[int, Plant] = {}
         attempt = 0
@@ -227,8 +214,8 @@ class Database:
                 raise StoreUnavailable(reason, store=self._shown)
             connection.configure(to_read=to_read)
             if not to_read:
-                connection.check_table(may_create=self._may_create)
-                self._may_create = False
+                connection.check_table(may_create=self.may_create)
+                self.may_create = False
         except BaseException:
             connection.close()
             raise
