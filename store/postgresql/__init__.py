@@ -1,8 +1,5 @@
 """The store for those who outgrow one machine: a PostgreSQL database.
 
-Its SQL has no advisory lock, no sequence and no lock of a table: engines that scale out
-have none of them.
-
 * A *batch* of plants that wait together is one ``INSERT``, one commit. The ``INSERT``
   leaves out rows whose id is taken, and only those are compared.
 * A plant is *acknowledged* after a commit that the database has confirmed, and its
@@ -10,11 +7,12 @@ have none of them.
 * When a connection is lost, the batch is sent once more over a new one. What the first
   has committed is found then, and compared.
 * Every wait has a limit at the server, and a longer one here for a server that hangs.
+
+Engines that scale out have no advisory lock, no sequence and no lock of a table.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import time
@@ -38,12 +36,11 @@ from store.scheduler import THREADS, Scheduler
 Batch = Sequence[Entry[Plant]]
 Observe = Callable[[int, float], None]
 
+ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
 # In seconds.
 LOCKED_FOR = 0.5  # a plant that was found locked is refused at once
 ALONE_WITHIN = 1  # the plants of a refused batch are tried, each alone
 PROVEN_FOR = 0.1  # a commit of a ping proves that commits end
-
-ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
 
 
 class PostgreSQLStore(LazyStore['Database']):
@@ -113,7 +110,7 @@ class Database:
         }
         self.may_create = create != 'never'
         self.pool = Pool(self._connect, self._shown)
-        self._proven = -math.inf  # when the last commit of a ping began
+        self._proven = 0.0  # when the last commit of a ping began
         # One stage of group commit is enough, since one statement writes and commits.
         self._batches = GroupCommit[Plant, Batch](
             lambda batch: batch, self._store, scheduler=scheduler, observe=observe
@@ -134,8 +131,7 @@ class Database:
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        # NOTE: not "with connection": a commit and an open stream would wait for each
-        # other.
+        # Not "with connection": its commit would wait for a stream that is still open.
         with explained(self._shown), closing(self._connect(to_read=True)) as connection:
             try:
                 yield from connection.read_plants()

@@ -29,35 +29,29 @@ ANSWER_WITHIN = 5
 CANCEL_WITHIN = 1
 LOCK_WITHIN = 0.3  # while other plants of the batch wait
 
-READ_AT_ONCE = 1000  # plants
-
 CREATE_TABLE = """CREATE TABLE IF NOT EXISTS plants
 (id bigint PRIMARY KEY, name text NOT NULL, tag text)"""
-# Changes nothing, but needs what an add needs: these columns, a unique id, the rights
-# to insert and to lock, and a server that takes writes.
+# Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
 PROBE = """INSERT INTO plants (id, name, tag)
 SELECT id, name, tag FROM plants WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
 # Write no row, but their commit waits for what that of an add waits for. The second is
 # for a server without that function; it waits for nothing if the table is empty.
 EMIT_MESSAGE = "SELECT pg_logical_emit_message(true, 'plants', '')"
 LOCK_ANY = 'SELECT id FROM plants LIMIT 1 FOR UPDATE SKIP LOCKED'
-# Not VALUES: each size of a batch would be a prepared statement of its own (2 to 8 MiB
-# a session for 100 sizes). The casts hold the types of results when a column is
-# altered: a prepared statement whose result type changes fails until its session ends.
+# Not VALUES: each size of a batch would be a prepared statement of its own, 2 to 8 MiB
+# for 100 sizes. Without casts a prepared statement fails for good after ALTER COLUMN.
 INSERT = """INSERT INTO plants (id, name, tag)
 SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[])
 ON CONFLICT (id) DO NOTHING RETURNING id::bigint"""
 INSERT_LITERALS = re.sub(r'\$\d', '%s', INSERT)
 READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
+READ_AT_ONCE = 1000  # plants
 READ_FROM = f'{READ} WHERE id >= %s ORDER BY id LIMIT {READ_AT_ONCE}'
 # One row each, since a distributed engine can lock no more with one statement.
 LOCK = f'{READ} WHERE id = %s FOR UPDATE'
-# Leaves out a setting that the server does not have (NULL), and keeps remote_apply: no
-# other commit is safer than "on".
+# Leaves out settings that the server lacks (NULL). Only remote_apply is safer than on.
 SET = """SELECT set_config(name, value, %s) FROM unnest(%s::text[], %s::text[])
 AS wanted (name, value) WHERE current_setting(name, true) <> 'remote_apply'"""
-SET_IN_SESSION = f'{SET} AND pg_backend_pid() = %s'
-SET_IN_TRANSACTION = f'SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {SET}; '
 # What must hold, whatever the defaults of the role and the database.
 SETTINGS = {
     'synchronous_commit': 'on',
@@ -66,8 +60,7 @@ SETTINGS = {
     # A stricter level only adds failures, and cannot read a standby.
     'default_transaction_isolation': 'read committed',
     'exit_on_error': 'off',
-    # These could end a session between two uses, or a long read.
-    'idle_session_timeout': '0',
+    'idle_session_timeout': '0',  # these could end an idle session, or a read
     'idle_in_transaction_session_timeout': '0',
     'transaction_timeout': '0',
     'statement_timeout': f'{STATEMENT_WITHIN}s',
@@ -136,11 +129,9 @@ def explained(store: str) -> Iterator[None]:
 class Connection(psycopg.Connection[Any]):
     """A connection whose statements run with the settings that must hold.
 
-    A session of its own gets the settings once, and keeps prepared statements. A pooler
-    such as PgBouncer may execute each transaction in another session, which its clients
-    share: there each brings its settings with it, in the same message, and leaves
-    nothing behind.
-
+    A session of its own gets them once, and keeps prepared statements. A pooler such as
+    PgBouncer may execute each transaction in another session, which its clients share:
+    there each brings them with it, in the same message, and leaves nothing behind.
     The process id of the login tells them apart. That of a pooler is a number of its
     own, so that a cancellation finds the session that the client has at that time.
     """
@@ -185,8 +176,8 @@ class Connection(psycopg.Connection[Any]):
         wanted = SETTINGS | READER_SETTINGS if to_read else SETTINGS
         settings = [list(wanted), list(wanted.values())]
         self._deadline = time.monotonic() + CONNECT_WITHIN
-        pid = self.info.backend_pid
-        found = self.execute(SET_IN_SESSION, [False, *settings, pid])
+        values = [False, *settings, self.info.backend_pid]
+        found = self.execute(f'{SET} AND pg_backend_pid() = %s', values)
         self._deadline = math.inf
         if found.rowcount:
             self.prepare_threshold = 5  # as psycopg has it
@@ -194,8 +185,8 @@ class Connection(psycopg.Connection[Any]):
         # A pooler in statement mode refuses a transaction.
         self.execute('BEGIN')
         self.execute('COMMIT')
-        cursor = psycopg.ClientCursor(self)
-        self._settings = cursor.mogrify(SET_IN_TRANSACTION, [True, *settings])
+        begin = f'SET TRANSACTION ISOLATION LEVEL READ COMMITTED; {SET}; '
+        self._settings = psycopg.ClientCursor(self).mogrify(begin, [True, *settings])
 
     def transact(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""
@@ -231,12 +222,11 @@ class Connection(psycopg.Connection[Any]):
         """Yield all plants."""
         if not self._settings:
             cursor = self.cursor(row_factory=args_row(Plant))
-            # NOTE: yield from closes the stream for a reader that stops early. It has
-            # a lock that closing the connection needs.
+            # NOTE: yield from, so that a reader that stops early closes the stream,
+            # whose lock the connection needs to close.
             yield from cursor.stream(READ, size=READ_AT_ONCE)
             return
-        # In pages, which take five times as long as a stream: a slow reader must not
-        # keep a session of the pool for itself.
+        # Pages take five times as long, but a slow reader keeps no session of the pool.
         first = ID_MIN
         while first <= ID_MAX and (rows := self.transact(READ_FROM, str(first))):
             yield from (Plant(*row) for row in rows)
@@ -259,19 +249,15 @@ class Connection(psycopg.Connection[Any]):
 
         A commit that was cut off while it waited for a synchronous standby is visible
         but not safe. Reading would not wait for the standby; the commit of a lock does.
-
-        Raises:
-            SerializationFailure: One of them was deleted meanwhile, or is not visible.
         """
         ids = [str(plant.id) for plant in plants]
         rows = self.transact('; '.join([LOCK] * len(ids)), *ids)
-        if len(rows) < len(plants):
+        if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
             raise errors.SerializationFailure('the conflicting row is not visible')
         return {row[0]: Plant(*row) for row in rows}
 
     def _note(self, diagnostic: errors.Diagnostic) -> None:
-        # Any trigger may raise this SQLSTATE, and the text may be translated.
-        if diagnostic.source_file == 'syncrep.c':
+        if diagnostic.source_file == 'syncrep.c':  # a trigger may raise its SQLSTATE
             self._warning = diagnostic.message_primary
 
 

@@ -6,16 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import psycopg
 from psycopg import errors
-from psycopg.pq import TransactionStatus
 
 from store.errors import StoreClosed, StoreUnavailable
-from store.postgresql.connection import UNSERVED, Connection, explained
-
-Result = TypeVar('Result')
+from store.postgresql.connection import UNSERVED, Connection, Result, explained
 
 # In seconds.
 RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
@@ -36,8 +32,8 @@ class Pool:
     """Lends connections, each to one caller at a time, and keeps them open.
 
     During an outage one caller at a time asks the database, ``RETRY_AFTER`` seconds
-    after the previous one. All others are refused at once. (psycopg_pool keeps the
-    reason of a failure to itself, while the caller waits for a timeout.)
+    after the previous one. All others are refused at once, with the reason, for which
+    psycopg_pool would let them wait for a timeout.
     """
 
     def __init__(self, connect: Callable[[], Connection], shown: str) -> None:
@@ -50,33 +46,24 @@ class Pool:
         self._outage: Outage | None = None
         self._closed = False
 
-    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function with a connection, and again, once, if that is lost.
-
-        The server may have ended an idle session long ago. To repeat an add is safe: a
-        committed plant is found, and compared. Raises as ``lend`` does.
-        """
-        is_repeated = False
-        while True:
-            with self.lend() as connection:
-                try:
-                    return function(connection, *arguments)
-                except psycopg.Error as ex:
-                    if isinstance(ex, errors.ReadOnlySqlTransaction):
-                        # A standby now; another host may be the primary.
-                        connection.close()
-                    if is_repeated or connection.timed_out or not connection.closed:
-                        raise
-            is_repeated = True
+    def run(
+        self, function: Callable[..., Result], *arguments: object, again: bool = False
+    ) -> Result:
+        """Call a function with a connection; again, once, if that is lost."""
+        with self.lend() as connection:
+            try:
+                return function(connection, *arguments)
+            except psycopg.Error as ex:
+                if isinstance(ex, errors.ReadOnlySqlTransaction):
+                    connection.close()  # a standby now; another host may be the primary
+                if again or connection.timed_out or not connection.closed:
+                    raise
+        # It may have been lost long ago. A repeated add finds its plants, and compares.
+        return self.run(function, *arguments, again=True)
 
     @contextmanager
     def lend(self) -> Iterator[Connection]:
-        """Lend a connection.
-
-        Raises:
-            StoreUnavailable: The database reports an error, or does not answer.
-            StoreClosed: ``close`` was called.
-        """
+        """Lend a connection; whatever the database refuses is ``StoreUnavailable``."""
         outage_before = self._enter()
         outage_after = connection = None
         try:
@@ -150,7 +137,7 @@ class Pool:
 
     def _give_back(self, connection: Connection) -> None:
         """Take a connection back. REQUIRES: lock held."""
-        if connection.info.transaction_status != TransactionStatus.IDLE:
+        if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             connection.close()
         self._idle.append(connection)
         if self._closed or connection.closed:  # then it is removed again
