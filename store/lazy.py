@@ -40,11 +40,10 @@ class _Process(Generic[BackendT]):
 class LazyStore(PlantStore, Generic[BackendT]):
     """A store that opens nothing until it is used.
 
-    Nothing opened before a fork is used after it. Parent and child would share one
-    ``flock``, which excludes neither, or share one connection and mix their messages. A
-    lock that is held at the fork stays held. So the backend belongs to one process id,
-    which is compared at each use. Not with ``os.register_at_fork``: its callbacks can
-    never be removed, and would keep the code from before a reload in memory.
+    Nothing opened before a fork is used after it: an ``flock`` that parent and child
+    share excludes neither, and on one connection they mix their messages. A lock that
+    is held at the fork stays held. So a backend belongs to one process id. Callbacks of
+    ``os.register_at_fork`` would keep the code from before a reload in memory.
     """
 
     def __init__(self, *, scheduler: Scheduler = THREADS) -> None:
@@ -111,8 +110,7 @@ class LazyStore(PlantStore, Generic[BackendT]):
         pid = os.getpid()
         process = self._processes.get(pid)
         if process is None:
-            # NOTE: setdefault() and pop() are atomic. A lock would not do: it may have
-            # been held at the fork.
+            # setdefault() and pop() are atomic; a lock may have been held at the fork.
             process = self._processes.setdefault(pid, _Process(self._scheduler))
             for other in self._processes.keys() - {pid}:
                 inherited = self._processes.pop(other, None)

@@ -1,8 +1,7 @@
-"""URLs of stores: opening what they name.
+"""Opens the store that a URL names.
 
 A package offers a store through an entry point, which names a function or a class with
-the parameters of ``open_store``. ``docs/stores.md`` says what it must do, with an
-example. ``store.testing`` has the tests that such a store must pass.
+the parameters of ``open_store``: see ``docs/stores.md``.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def open_store(
 
 def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
     """Return the store of an installed package."""
-    # NOTE: imported here, because it takes half of the time of a command that needs
-    # no package.
+    # NOTE: imported here: it takes half of the time of a command without packages.
     from importlib.metadata import entry_points
 
     installed = entry_points(group='plant_store.stores')

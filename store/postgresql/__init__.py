@@ -1,23 +1,18 @@
 """The store for those who outgrow one machine: a PostgreSQL database.
 
-Any number of servers on any number of machines share it. It keeps to SQL that engines
-which speak PostgreSQL's protocol and scale out understand too: no advisory lock, no
-sequence, no lock of a table. What makes it safe:
-
-* Plants that wait together are one *batch*: one ``INSERT`` of several rows, one commit
-  (``store/group_commit.py``). The ``INSERT`` leaves out rows whose id is taken, and
-  only those are compared.
+* A *batch* of plants that wait together is one ``INSERT``, one commit. The ``INSERT``
+  leaves out rows whose id is taken, and only those are compared.
 * A plant is *acknowledged* after a commit that the database has confirmed, and its
-  synchronous standby, if it has one. A repeat is an acknowledgement too: its comparison
-  locks the row and commits.
-* When a connection is lost the batch is sent once more over a new one. What the first
-  connection committed is found then and compared.
-* Every wait has a limit at the server, and another one here for a server that hangs.
+  synchronous standby, if any. So is a repeat: its comparison locks the row and commits.
+* When a connection is lost, the batch is sent once more over a new one. What the first
+  has committed is found then, and compared.
+* Every wait has a limit at the server, and a longer one here for a server that hangs.
+
+Engines that scale out have no advisory lock, no sequence and no lock of a table.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import time
@@ -34,45 +29,32 @@ from store.errors import IdTaken, StoreUnavailable
 from store.group_commit import Entry, GroupCommit, outcomes
 from store.lazy import LazyStore
 from store.masking import masked
-from store.postgresql.connection import (
-    CONNECT_WITHIN,
-    NOT_OF_ONE_PLANT,
-    Connection,
-    explained,
-)
+from store.postgresql.connection import CONNECT_WITHIN, Connection, Refused, explained
 from store.postgresql.pool import Pool
 from store.scheduler import THREADS, Scheduler
 
 Batch = Sequence[Entry[Plant]]
+Observe = Callable[[int, float], None]
 
-# Time limits in seconds.
-LOCKED_FOR = 0.5  # a plant that was found locked is refused at once for so long
-ALONE_WITHIN = 1  # for the plants of a refused batch, each alone, until the last begins
-# For a batch that the server cannot serialize, with pauses of half a second in all.
-ATTEMPTS = 9
-PROVEN_FOR = 0.1  # that a commit ends
+ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
+# In seconds.
+LOCKED_FOR = 0.5  # a plant that was found locked is refused at once
+ALONE_WITHIN = 1  # the plants of a refused batch are tried, each alone
+PROVEN_FOR = 0.1  # a commit of a ping proves that commits end
 
 
 class PostgreSQLStore(LazyStore['Database']):
     """Keep plants in the table ``plants``; as durable as a commit of the database.
 
-    Args:
-        url: ``postgresql://...``, as libpq reads it. Several hosts are tried in turn,
-            and only one that can be written to is used.
-        create: With ``never``, a table that is missing is not made.
-        scheduler: How the callers wait.
-
-    Raises:
-        ValueError: The URL cannot be used; the message does not repeat it.
+    The arguments are those of ``open_store``. A ``ValueError`` does not repeat the URL.
     """
 
     def __init__(
         self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
     ) -> None:
         super().__init__(scheduler=scheduler)
-        # Where a password has one of these characters, libpq takes the rest of it for
-        # the host or a parameter, and its error message shows that. An @ in a parameter
-        # looks the same.
+        # libpq takes what follows such a character in a password for the host or a
+        # parameter, and its error message shows that. An @ in a parameter looks alike.
         pattern = '@.*@|[/?#].*@|%(?![0-9a-f]{2})'
         if re.search(pattern, url.partition('://')[2], re.DOTALL | re.IGNORECASE):
             raise ValueError(
@@ -94,33 +76,27 @@ class PostgreSQLStore(LazyStore['Database']):
     def check_opening(self) -> None:
         self._check_open()
         try:
-            with closing(self._open_backend('never')) as database:
+            with closing(self._open_backend()) as database:
+                database.may_create = False
                 database.ping()
         except StoreUnavailable as ex:
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
 
-    def _open_backend(self, create: Create | None = None) -> Database:
-        create = create or self._create
-        return Database(self._url, create, self._scheduler, self._report_sync)
+    def _open_backend(self) -> Database:
+        return Database(self._url, self._create, self._scheduler, self._report_sync)
 
 
 class Database:
     """Adds plants to a database, and reads them.
 
-    Plants that wait together are stored as one batch. If the database refuses a batch,
-    each plant is tried by itself. So a plant that breaks a rule is refused alone, and
-    one that another session has locked delays the others of its batch by two waits of
-    ``LOCK_WITHIN``. To put it into the next batches would delay those too, so its
-    repeats are refused at once for ``LOCKED_FOR``.
+    If the database refuses a batch, each plant is tried by itself. One that another
+    session has locked delays its batch by two waits of ``LOCK_WITHIN``; its repeats are
+    refused at once for ``LOCKED_FOR``, so that they do not delay the next batches.
     """
 
     def __init__(
-        self,
-        url: str,
-        create: Create,
-        scheduler: Scheduler,
-        observe: Callable[[int, float], None],
+        self, url: str, create: Create, scheduler: Scheduler, observe: Observe
     ) -> None:
         self._shown = masked(url)
         self._parameters: dict[str, Any] = {
@@ -132,11 +108,10 @@ class Database:
             'autocommit': True,
             'prepare_threshold': None,  # unless the session is its own
         }
-        self._may_create = create != 'never'
+        self.may_create = create != 'never'
         self.pool = Pool(self._connect, self._shown)
-        self._proven = -math.inf  # when the last commit of a ping began
-        # The first stage of group commit hands the batch over to the second, since one
-        # statement writes and commits.
+        self._proven = 0.0  # when the last commit of a ping began
+        # One stage of group commit is enough, since one statement writes and commits.
         self._batches = GroupCommit[Plant, Batch](
             lambda batch: batch, self._store, scheduler=scheduler, observe=observe
         )
@@ -156,17 +131,16 @@ class Database:
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        # NOTE: not the connection's own block, which ends the transaction first: it and
-        # a stream that was not read to its end would wait for each other.
+        # Not "with connection": its commit would wait for a stream that is still open.
         with explained(self._shown), closing(self._connect(to_read=True)) as connection:
             try:
                 yield from connection.read_plants()
             except errors.UndefinedTable:
-                if not self._may_create:
+                if not self.may_create:
                     raise
 
     def ping(self) -> None:
-        # Anybody may ask for it, so not every one costs a commit.
+        # Anybody may ask, so not every ping costs a commit.
         began = time.monotonic()
         commits = began > self._proven + PROVEN_FOR
         self.pool.run(Connection.probe, commits)
@@ -188,12 +162,9 @@ class Database:
         batch = [entry for entry in batch if entry.error is None]
         try:
             self._insert_or_compare(batch)
-        except StoreUnavailable as ex:
-            code = getattr(ex.__cause__, 'sqlstate', None)
-            if code is None or code.startswith(NOT_OF_ONE_PLANT):
-                raise
+        except Refused as ex:
             now = time.monotonic()
-            if len(batch) == 1 and code == errors.LockNotAvailable.sqlstate:
+            if len(batch) == 1 and isinstance(ex.__cause__, errors.LockNotAvailable):
                 # NOTE: not changed in place, since other threads iterate over it.
                 found = {batch[0].item.id: (now + LOCKED_FOR, ex)}
                 self._locked = self._locked | found
@@ -206,7 +177,7 @@ class Database:
     def _insert_or_compare(self, batch: Batch) -> None:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
-        # In the same order everywhere, so that two batches never wait for each other.
+        # In one order everywhere, so that two batches never wait for each other.
         left = [first[id].item for id in sorted(first)]
         stored: dict[int, Plant] = {}
         attempt = 0
@@ -239,8 +210,8 @@ class Database:
                 raise StoreUnavailable(reason, store=self._shown)
             connection.configure(to_read=to_read)
             if not to_read:
-                connection.check_table(may_create=self._may_create)
-                self._may_create = False
+                connection.check_table(may_create=self.may_create)
+                self.may_create = False
         except BaseException:
             connection.close()
             raise

@@ -6,23 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import psycopg
 from psycopg import errors
 
 from store.errors import StoreClosed, StoreUnavailable
-from store.postgresql.connection import (
-    CONNECT_WITHIN,
-    UNSERVED,
-    Connection,
-    explained,
-)
-
-Result = TypeVar('Result')
+from store.postgresql.connection import UNSERVED, Connection, Result, explained
 
 # In seconds.
 RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
+WAIT_WITHIN = 2  # for a connection that another caller has
 FULL_FOR = 30  # how long callers wait for each other's connections before they connect
 
 
@@ -39,10 +32,8 @@ class Pool:
     """Lends connections, each to one caller at a time, and keeps them open.
 
     During an outage one caller at a time asks the database, ``RETRY_AFTER`` seconds
-    after the previous one. All others are refused at once.
-
-    Not psycopg_pool: it connects in a thread of its own, which keeps the reason of a
-    failure, while the caller waits for a timeout.
+    after the previous one. All others are refused at once, with the reason, for which
+    psycopg_pool would let them wait for a timeout.
     """
 
     def __init__(self, connect: Callable[[], Connection], shown: str) -> None:
@@ -51,37 +42,28 @@ class Pool:
         self._full_until = 0.0  # a pooler has no more connections
         self._changed = threading.Condition()  # guards what follows
         self._idle: list[Connection] = []
-        self._lent = 0  # or being made
+        self._active = 0  # callers that have a connection, or make one
         self._outage: Outage | None = None
         self._closed = False
 
-    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function with a connection, and again, once, if that is lost.
-
-        The server may have ended an idle session long ago. To repeat an add is safe: a
-        committed plant is found, and compared. Raises as ``lend`` does.
-        """
-        is_repeated = False
-        while True:
-            with self.lend() as connection:
-                try:
-                    return function(connection, *arguments)
-                except psycopg.Error as ex:
-                    if isinstance(ex, errors.ReadOnlySqlTransaction):
-                        # A standby now; another host may be the primary.
-                        connection.close()
-                    if is_repeated or connection.timed_out or not connection.closed:
-                        raise
-            is_repeated = True
+    def run(
+        self, function: Callable[..., Result], *arguments: object, again: bool = False
+    ) -> Result:
+        """Call a function with a connection; again, once, if that is lost."""
+        with self.lend() as connection:
+            try:
+                return function(connection, *arguments)
+            except psycopg.Error as ex:
+                if isinstance(ex, errors.ReadOnlySqlTransaction):
+                    connection.close()  # a standby now; another host may be the primary
+                if again or connection.timed_out or not connection.closed:
+                    raise
+        # It may have been lost long ago. A repeated add finds its plants, and compares.
+        return self.run(function, *arguments, again=True)
 
     @contextmanager
     def lend(self) -> Iterator[Connection]:
-        """Lend a connection.
-
-        Raises:
-            StoreUnavailable: The database reports an error, or does not answer.
-            StoreClosed: ``close`` was called.
-        """
+        """Lend a connection; whatever the database refuses is ``StoreUnavailable``."""
         outage_before = self._enter()
         outage_after = connection = None
         try:
@@ -101,6 +83,8 @@ class Pool:
                     self._outage = outage_after
                 if connection is not None:
                     self._give_back(connection)
+                self._active -= 1
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Close the idle connections now, and the others when they come back."""
@@ -119,52 +103,44 @@ class Pool:
                 if outage.is_attempted or time.monotonic() < outage.next_attempt:
                     raise StoreUnavailable(outage.reason, store=self._shown)
                 outage.is_attempted = True
+            self._active += 1
             return outage
 
     def _take(self) -> Connection:
         """Return an idle connection, or a new one, or one that is given back."""
         is_full = time.monotonic() < self._full_until
-        connection = self._take_idle(CONNECT_WITHIN if is_full else 0)
+        connection = self._take_idle(WAIT_WITHIN if is_full else 0)
         if connection is None:
             try:
-                connection = self._make()
+                connection = self._connect()
             except psycopg.OperationalError as ex:
-                connection = self._take_idle(CONNECT_WITHIN)
+                connection = self._take_idle(WAIT_WITHIN)
                 if connection is None:
                     raise
                 if UNSERVED in str(ex):  # after seconds; a server refuses at once
                     self._full_until = time.monotonic() + FULL_FOR
         return connection
 
-    def _make(self) -> Connection:
-        with self._changed:
-            self._lent += 1
-        try:
-            return self._connect()
-        except BaseException:
-            with self._changed:
-                self._lent -= 1
-                self._changed.notify_all()
-            raise
-
     def _take_idle(self, within: float) -> Connection | None:
-        """Return an idle connection; wait for one only while others are lent."""
+        """Return an idle connection; wait for one only while callers are active."""
         with self._changed:
             if within:
-                self._changed.wait_for(lambda: self._idle or not self._lent, within)
-            if not self._idle:
-                return None
-            self._lent += 1
-            return self._idle.pop()
+                self._active -= 1  # who waits gives nothing back
+                self._changed.notify_all()
+                try:
+                    self._changed.wait_for(
+                        lambda: self._idle or not self._active, within
+                    )
+                finally:
+                    self._active += 1
+            return self._idle.pop() if self._idle else None
 
     def _give_back(self, connection: Connection) -> None:
         """Take a connection back. REQUIRES: lock held."""
-        self._lent -= 1
-        if not connection.is_idle():
+        if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             connection.close()
         self._idle.append(connection)
         if self._closed or connection.closed:  # then it is removed again
             # All of them: the cause has probably broken the others, too.
             while self._idle:
                 self._idle.pop().close()
-        self._changed.notify_all()

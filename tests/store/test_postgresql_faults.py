@@ -230,7 +230,7 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     A caller from before the outage lets no second one try when it ends.
     """
     far.add(FERN)
-    monkeypatch.setattr(pool, 'CONNECT_WITHIN', 0.1)  # to wait for what is lent
+    monkeypatch.setattr(pool, 'WAIT_WITHIN', 0.1)
     lender = far._backend().pool
     connecting = threading.Thread(target=lambda: can_add(far))
     with lender.lend():
