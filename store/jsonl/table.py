@@ -153,49 +153,26 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
     They only grow: those that are the same again are of one moment.
     """
     before = None
-    while not (found := _Moment.read(path, connection)).fits():
-        if found == before:
-            return False
-        before = found
-    return True
-
-
-class _Moment(NamedTuple):
-    """What tells whether main file and WAL are of one moment; lengths in pages."""
-
-    number: int  # in the main file
-    length: int  # of the main file
-    header_length: int  # as page 1 of the main file says
-    has_wal: bool
-    first: int | None  # the number of the first commit in the WAL
-    last: int  # as SQLite reads it
-    last_length: int  # likewise
-    is_closed: bool
-
-    @classmethod
-    def read(cls, path: Path, connection: sqlite3.Connection) -> _Moment:
+    while True:
         header = _read_header(path)
+        number, header_length = _integer(header, 60), _integer(header, 28)
         [page_size] = connection.execute('PRAGMA page_size').fetchone()
         [last] = connection.execute('PRAGMA user_version').fetchone()
         [last_length] = connection.execute('PRAGMA page_count').fetchone()
-        return cls(
-            _integer(header, 60),
-            os.stat(path).st_size // page_size,
-            _integer(header, 28),
-            *_read_wal(path),
-            last,
-            last_length,
-            read_state(connection).mtime is not None,
-        )
-
-    def fits(self) -> bool:
-        if not self.has_wal:
-            return self.is_closed
-        if self.first is None or self.number == self.first - 1:
-            is_whole = self.length >= self.header_length
+        length = os.stat(path).st_size // page_size
+        has_wal, first = _read_wal(path)
+        is_closed = read_state(connection).mtime is not None
+        if not has_wal:
+            fits = is_closed
+        elif first is None or number == first - 1:
+            fits = header_length <= length <= last_length
         else:
-            is_whole = self.first <= self.number <= self.last
-        return is_whole and self.length <= self.last_length
+            fits = first <= number <= last and length <= last_length
+        lengths = header_length, length, last_length
+        found = number, first, last, has_wal, is_closed, lengths
+        if fits or found == before:
+            return fits
+        before = found
 
 
 def _read_header(path: Path) -> bytes:
