@@ -9,18 +9,18 @@ have such a version.
 a checkpoint has ended, and SQLite lays them over the main file. If one of the two was
 put back from another moment, ids are missing, and SQLite does not notice. So each
 commit counts up a number in page 1 (``user_version``). With the commits ``first`` to
-``last`` in the WAL, the main file fits if
+``last`` in the WAL, the main file fits if it is not longer than the last commit says,
+and its number is
 
-* its number is ``first - 1``, and it is not shorter than its page 1 says; or
-* its number is from ``first`` to ``last``: a checkpoint of this WAL was cut off. It
-  writes page 1 first, and whatever page it writes is in the WAL, too;
+* ``first - 1``, and it is not shorter than its page 1 says; or
+* from ``first`` to ``last``: a checkpoint of this WAL was cut off. It writes page 1
+  first, and whatever page it writes is in the WAL, too.
 
-and it is not longer than the last commit says. After a checkpoint the next commit
-begins the WAL again. Until it ends, the WAL has no commit, and the main file alone
-counts. Without a WAL the index must have been closed: a main file that was in use may
-be a copy from the middle of a checkpoint. The lengths tell of a copy that took longer
-than a checkpoint which added pages. They do not tell of a copy that stopped for a while
-in the middle of a checkpoint, or beside one that added none.
+After a checkpoint the next commit begins the WAL again. Until it ends, the WAL has no
+commit, and the main file alone counts. Without a WAL the index must have been closed: a
+main file that was in use may be a copy from the middle of a checkpoint. The lengths
+tell of a copy that took longer than a checkpoint which added pages, not of one that
+paused in the middle of a checkpoint, or beside one that added none.
 
 **Forks.** SQLite has locks in memory, for all connections of a process. A child that is
 forked while another thread holds one would wait for it forever. So every use of a
@@ -45,16 +45,13 @@ from pathlib import Path
 from random import getrandbits
 from typing import NamedTuple
 
-# Ids of one INSERT. json.dumps() holds the GIL, 0.2 ms for so many.
-ROWS = 1_024
-# A checkpoint syncs two files. A commit begins it when the WAL has so many pages.
-CHECKPOINT_PAGES = 1_000
+ROWS = 1_024  # ids of one INSERT; json.dumps() holds the GIL, 0.2 ms for so many
+CHECKPOINT_PAGES = 1_000  # in the WAL; then a commit begins a checkpoint: two syncs
 # Cache of SQLite while a table is built: scattered ids change nearly every page again
 # and again. With a small cache each page would be written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
 BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
-# Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is. All
-# of them are big-endian.
+# Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is.
 WAL_HEADER, FRAME_HEADER = 32, 24
 
 SCHEMA = (
@@ -83,9 +80,7 @@ class State(NamedTuple):
     inode: int  # that of the plant file
     mark: int  # the end of the lines whose ids are in the table
     tail: int  # the CRC-32 of the bytes of the plant file before the mark
-    # That of the plant file, in nanoseconds, since the last process has closed the
-    # index; None while one has it in use.
-    mtime: int | None
+    mtime: int | None  # of the plant file, in ns, at the last close; None while in use
 
 
 class IndexDamaged(Exception):
@@ -94,13 +89,12 @@ class IndexDamaged(Exception):
 
 _reading, _writing = threading.RLock(), threading.RLock()
 for _lock in _reading, _writing:
-    # NOTE: these are never removed, so they must not keep this module in memory.
+    # NOTE: never removed, so these callbacks must not keep this module in memory.
     os.register_at_fork(
         before=_lock.acquire,
         after_in_parent=_lock.release,
         after_in_child=_lock.release,
     )
-
 
 # The connections that read, each with the process that has made it, and its file.
 _readers: dict[sqlite3.Connection, tuple[int, Path]] = {}
@@ -176,7 +170,6 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
 
 
 def _read_header(path: Path) -> bytes:
-    """Return the header of the main file."""
     # NOTE: closing a file releases all locks that this process has on it, those of
     # SQLite, too. So it stays open while connections are, and the path names it.
     fd = _mains.get(path)
@@ -237,11 +230,8 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
 def new_table(path: Path | None = None) -> sqlite3.Connection:
     """Return a connection to a new table, in a transaction.
 
-    An unfinished table is removed, never rolled back. So it needs no journal, and only
-    the commit syncs.
-
-    Args:
-        path: An empty file, or ``None`` for a table that SQLite removes.
+    It is in an empty file, or, without a path, in one that SQLite removes. If it is not
+    finished it is removed, never rolled back. So it needs no journal.
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
@@ -282,10 +272,8 @@ def find(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
 def insert(
     connection: sqlite3.Connection, entries: dict[int, int], start: int, end: int
 ) -> None:
-    """Insert the entries between two offsets whose id is not there yet.
-
-    SQLite leaves out the others and sorts: in Python that would hold the GIL.
-    """
+    """Insert the entries between two offsets whose id is not there yet."""
+    # SQLite leaves out the others and sorts: in Python that would hold the GIL.
     rest = iter(entries.items())
     while rows := dict(islice(rest, ROWS)):
         connection.execute(INSERT, [json.dumps(rows), start, end])
