@@ -57,7 +57,14 @@ from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
 from store.jsonl import record, recovery
-from store.jsonl.disk import open_file, open_or_make, try_write, unavailable, write
+from store.jsonl.disk import (
+    open_file,
+    open_or_make,
+    sync_directory,
+    try_write,
+    unavailable,
+    write,
+)
 from store.jsonl.index import Index
 from store.jsonl.lock import Call, FileLock
 from store.jsonl.table import IndexDamaged
@@ -109,6 +116,8 @@ class PlantFile:
             self._fd = open_or_make(path, create)
             opened.callback(os.close, self._fd)
             self._status = os.fstat(self._fd)
+            if not self._status.st_size:  # it may be new, also if another made it
+                sync_directory(path)
             if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
             recovery.check_ours(path, self._fd)  # before a file is made beside it
@@ -163,7 +172,7 @@ class PlantFile:
             # After a failed append the trial is as long, at the same place: there may
             # be a limit of this process.
             length, offset = (self._failed_write, end) if self._failed_write else (1, 0)
-            try_write(self._path, self._status, length, offset)
+            try_write(self._path, self._fd, length, offset)
 
     def close(self) -> None:
         self._closing.set()

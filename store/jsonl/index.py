@@ -54,14 +54,13 @@ import zlib
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from store.base import ID_MAX
 from store.jsonl import table
 from store.jsonl.disk import (
     index_path,
     new_file,
-    open_beside,
+    open_lock_file,
     remove_index,
     sync_directory,
 )
@@ -244,7 +243,7 @@ class Index:
             if not temporary:
                 self._new_path = index_path(self._plants_path, '-new')
                 self._new_path.unlink(missing_ok=True)
-                os.close(new_file(self._new_path, os.fstat(self._plants)))
+                os.close(new_file(self._new_path, self._plants))
             self._new = table.new_table(self._new_path)
 
     def install(self, end: int) -> None:
@@ -255,7 +254,7 @@ class Index:
         """
         assert self._new is not None
         assert self._new_path is not None
-        with writing(), self._open_lock() as lock:
+        with writing(), open_lock_file(self._plants_path, self._plants) as lock:
             take_flock(self._plants_path, lock.fileno())
             # As after a close: it is complete. The commit also syncs it.
             mtime = os.fstat(self._plants).st_mtime_ns
@@ -294,7 +293,7 @@ class Index:
         """
         if self.synced <= self._flushed and not is_last:
             return True
-        with writing(), self._open_lock() as lock:
+        with writing(), open_lock_file(self._plants_path, self._plants) as lock:
             if not try_flock(lock.fileno()):
                 return False
             if not self._files.items() <= self._inodes().items():
@@ -324,11 +323,6 @@ class Index:
             table.commit(connection, self._state(end, mtime))
         self._flushed = end
         self._look_until = 0.0  # the next look drops what was entered
-
-    def _open_lock(self) -> IO[bytes]:
-        """Open the file of the flush lock, which is released when it is closed."""
-        path = index_path(self._plants_path, '-lock')
-        return open_beside(path, os.fstat(self._plants))
 
     def _state(self, mark: int, mtime: int | None = None) -> State:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
