@@ -1,14 +1,13 @@
 """The index of a plant file: from an id to the offset of its line.
 
-It is on disk and shared by all processes. Only the plant file is truth. It has two
-parts:
+It has two parts, and only the plant file is truth:
 
-* The *table*, ``plants.jsonl.index``, is an SQLite file (``table.py``). It has the ids
-  of the lines before the *mark*, an end of the plant file that was synced. Ids and mark
-  change in one transaction. So after a crash the table may be behind the plant file,
-  never ahead of it, and the lines from the mark on are read again.
-* The *recent ids*, of the lines from the mark on, are a dictionary in each process. An
-  add writes nothing to SQLite.
+* The *table*, ``plants.jsonl.index``, is an SQLite file that all processes share
+  (``table.py``). It has the ids of the lines before the *mark*, an end of the plant
+  file that was synced. Ids and mark change in one transaction. So after a crash the
+  table may be behind the plant file, never ahead of it.
+* The *recent ids*, of the lines from the mark on, are a dictionary in each process,
+  read from the plant file. An add writes nothing to SQLite.
 
 **When an id counts as taken.** A *look* reads ids and mark of the table in one
 statement, and then the recent ids from this mark on. So every line that this process
@@ -16,10 +15,10 @@ knows is before the mark and in the table, or behind it and recent. A *flush* en
 recent ids that are synced into the table, a second after an add. One process at a time
 flushes, in a thread and without the lock of the plant file, and a look waits for none:
 
-* A flush leaves the recent ids as they are: they are dropped by the first look that
-  finds them before its mark. Until then they are known twice, never not at all.
-* A flush enters what it has copied from the recent ids. They begin at the mark of the
-  latest look, or before, and the table never goes back behind that: so none is missing.
+* A flush leaves the recent ids as they are. The first look that finds them before its
+  mark drops them: until then they are known twice, never not at all.
+* A flush enters a copy of the recent ids. They begin at the mark of the latest look, or
+  before, and the table never goes back behind that: so none is missing.
 
 So what a look has found stays true, whatever becomes of the table: all ids before its
 mark are in it, and all later ones are recent. A look also learns the next id in the
@@ -34,11 +33,11 @@ are of one moment (``table.py``), and that belong to this plant file as it is:
 
 * the inode is that of the plant file (not the device: its number changes with a mount);
 * the last 256 bytes before the mark are the same;
-* the last process that closes the index leaves the mark at the end, and the mtime. If
-  the plant file has another size or mtime at the next open, it was edited.
+* size and mtime are those that the last process has left when it closed the index, if
+  nobody has opened it since.
 
-An index that is missing, damaged or not of this plant file is built again. One that
-somebody changes in place while it is in use may end a process (SIGBUS).
+Any other index is built again. One that somebody changes in place while it is in use
+may end a process (SIGBUS).
 
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
@@ -67,19 +66,16 @@ from store.jsonl.disk import (
 from store.jsonl.lock import take_flock, try_flock
 from store.jsonl.table import IndexDamaged, State, reading, writing
 
-# A process that adds many plants flushes before it goes on when it has more recent ids.
-MOST_RECENT = 100_000
+MOST_RECENT = 100_000  # recent ids of a process that adds many plants
 SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
-# If more bytes are behind the mark, building the table anew takes less memory.
-MOST_BEHIND = 128 * 1024 * 1024
+MOST_BEHIND = 128 * 1024 * 1024  # bytes behind the mark; a new table takes less memory
 TAIL = 256  # bytes before the mark that are compared
 LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are free
 MOST_FREE = 100  # ranges of free ids: scattered ids have many, and each serves no other
 UNKNOWN = -1  # an end of the plant file that is not known
 REPLACED = 'a file of it was removed or replaced'
 
-# The id and the offset of each line, in the order of the file.
-Lines = list[tuple[int, int]]
+Lines = list[tuple[int, int]]  # the id and the offset of each, in the order of the file
 
 
 class Index:
@@ -87,7 +83,7 @@ class Index:
 
     Args:
         path: The path of the plant file.
-        plants: A descriptor of the plant file.
+        plants: A descriptor of it.
         new: Whether to build a new table, and not to read the present one.
     """
 
@@ -110,8 +106,7 @@ class Index:
         self._free: dict[int, int] = {}
         self._look_until = 0.0  # when the latest look is too old
         self.synced = UNKNOWN  # an end that was synced
-        # Why the table must be built, or None.
-        self.reason: str | None = 'a new one is wanted'
+        self.reason: str | None = 'a new one is wanted'  # why the table must be built
         if not new:
             try:
                 self._load()
@@ -215,14 +210,11 @@ class Index:
         self._tail = (self._tail + lines)[-TAIL:]
 
     def learn(self, lines: Lines, ids: Iterable[int] = ()) -> dict[int, int]:
-        """Enter the ids of lines: in the new table, or as recent ids.
-
-        Args:
-            lines: The next lines of the plant file.
-            ids: More ids to find, with the same query; not in a new table.
+        """Enter the ids of the next lines: in the new table, or as recent ids.
 
         Returns:
-            The offset of the first line of each of these ids, as far as it is known.
+            The offset of the first line of each id of these lines; and of ``ids``, as
+            far as it is known, but not in a new table.
         """
         if self._new is not None:
             return _fill(self._new, lines)
@@ -235,9 +227,7 @@ class Index:
     def build(self, *, temporary: bool = False) -> None:
         """Begin a new table, for all lines; ``install`` or ``close`` must follow.
 
-        Args:
-            temporary: Make a table that only finds repeated ids: all ids would need
-                much memory. SQLite removes it.
+        A temporary one only finds repeated ids: in memory they would need much.
         """
         with writing():
             if not temporary:
@@ -247,11 +237,7 @@ class Index:
             self._new = table.new_table(self._new_path)
 
     def install(self, end: int) -> None:
-        """Use the new table. REQUIRES: it has all ids before an end, which is synced.
-
-        Raises:
-            OSError: It cannot be written, or another process does not end its flush.
-        """
+        """Use the new table. REQUIRES: it has all ids before ``end``, a synced end."""
         assert self._new is not None
         assert self._new_path is not None
         with writing(), open_lock_file(self._plants_path, self._plants) as lock:
@@ -270,20 +256,17 @@ class Index:
                 self._flush_into(connection)
 
     def flush_if_full(self) -> None:
-        """Flush before a process that adds many plants has too many recent ids.
-
-        While another process flushes, or is stopped in its flush, the adds go on.
-        """
+        """Flush if a process that adds many plants has too many recent ids."""
         if len(self._recent) >= MOST_RECENT:
             with suppress(OSError):
-                self.flush()
+                self.flush()  # or go on: another process may be stopped in its flush
 
     def flush(self, *, is_last: bool = False) -> bool:
         """Enter the recent ids that are synced into the table; it needs no lock.
 
         Args:
-            is_last: Also note that nobody has the plant file open, if that is so: the
-                index is complete then. REQUIRES: ``close``.
+            is_last: Also note the mtime, if nobody else has the index open. REQUIRES:
+                ``close``.
 
         Returns:
             False if another process flushes.

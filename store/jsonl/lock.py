@@ -17,9 +17,8 @@ from store.scheduler import THREADS
 
 LOCK_WITHIN = 5.0  # seconds
 # NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
-# polls. It pauses for a share of the time that it has waited, within two bounds: an
-# append takes about 200 us, and a waiter that pauses for longer than the others finds
-# the lock taken again and again.
+# polls. It pauses for a share of the time that it has waited: an append takes 200 us,
+# and whoever pauses for longer than the others finds the lock taken again and again.
 PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01  # seconds
@@ -45,12 +44,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 class FileLock:
-    """An ``flock``, which the kernel releases when its owner dies.
-
-    Args:
-        path: The path of the plant file.
-        fd: A descriptor of it, which belongs to the lock.
-    """
+    """An ``flock`` on a plant file, with a descriptor that belongs to the lock."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._fd = fd
@@ -67,16 +61,11 @@ class FileLock:
     def held(
         self, within: float | None = None, call: Call = THREADS.call
     ) -> Iterator[None]:
-        """Hold the lock.
+        """Hold the lock; raise ``StoreClosed`` if ``closed`` is set.
 
         Args:
             within: How long to wait, in seconds; ``LOCK_WITHIN`` by default.
-            call: Calls the pause between two attempts. A caller that is interrupted
-                in it leaves no lock behind.
-
-        Raises:
-            StoreClosed: ``closed`` is set.
-            StoreUnavailable: The lock was not free in time.
+            call: Calls the pause between two attempts; it may raise.
         """
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
         path = self._path
