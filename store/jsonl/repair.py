@@ -27,8 +27,7 @@ class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
     plants: int  # the number of sound ones
-    # A sentence for each line that is not a plant, or has the id of an earlier plant,
-    # and for what is missing at the end.
+    # A sentence for each damaged or repeated line, and for what is missing at the end.
     damaged: tuple[str, ...] = ()
     repaired: str = ''  # what was done about them, and what is left to do
 
@@ -41,9 +40,8 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     lines. A server that has the old one open refuses plants until it is reloaded.
 
     Raises:
-        StoreUnavailable: It is no file of plants, or a file cannot be read or written.
-            The plant file is unchanged; or it is repaired, but a power cut may still
-            undo the repair.
+        StoreUnavailable: The plant file is unchanged; or a power cut may still undo the
+            repair.
     """
     sentences: list[str] = []
     with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
@@ -133,5 +131,5 @@ def _find_damage(
     for first, again in repeated:
         line, plant = recovery.line_at(fd, again), recovery.line_at(fd, first).plant
         if plant is not None and line.plant != plant:
-            damaged.append(line._replace(reason=recovery.repeated(plant.id)))
+            damaged.append(line._replace(reason=recovery.REPEATED % plant.id))
     return count - len(damaged), sorted(damaged), wrong
