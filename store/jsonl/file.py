@@ -334,15 +334,10 @@ class PlantFile:
         if size != index.end:
             read_on = partial(self._read_on, ids)
             offsets |= call(read_on) if is_far else read_on()
-        plants: dict[int, Plant] = {}
-        for id, offset in offsets.items():
-            plant = None
-            with suppress(OSError):
-                plant = recovery.line_at(self._fd, offset).plant
-            if plant is None or plant.id != id:
-                raise IndexDamaged('an entry is not of this file')
-            plants[id] = plant
-        return index.end, plants
+        return index.end, {
+            id: recovery.plant_at(self._fd, offset, id)
+            for id, offset in offsets.items()
+        }
 
     def _read_on(
         self, ids: Collection[int] = (), *, crashed: bool = False

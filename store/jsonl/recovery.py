@@ -80,6 +80,14 @@ def line_at(fd: int, offset: int) -> Line:
     return _line(offset, text[: text.find(b'\n') + 1] or text)
 
 
+def plant_at(fd: int, offset: int, id: int) -> Plant:
+    """Return the plant of an entry of the index, or raise ``IndexDamaged``."""
+    plant = line_at(fd, offset).plant if offset >= 0 else None
+    if plant is None or plant.id != id:
+        raise IndexDamaged('an entry is not of this file')
+    return plant
+
+
 def _line(offset: int, text: bytes) -> Line:
     try:
         return Line(offset, text, record.decode(text), '')
@@ -161,8 +169,9 @@ def read_on(
                 raise StoreUnavailable(reason, store=str(path)) from ex
         found = index.learn(lines, ids)
         for id, offset in lines:
-            if found[id] != offset:
-                _check_repeat(path, fd, found[id], offset)
+            first = found[id]
+            if first != offset and plant_at(fd, first, id) != plant_at(fd, offset, id):
+                raise _corrupt(path, fd, offset, REPEATED % id)
         if torn is not None:
             break
         now = time.monotonic()
@@ -174,14 +183,6 @@ def read_on(
     # The table may know lines of other processes behind the end of the file.
     check_length(path, fd, end, index.end)
     return {id: found[id] for id in ids if id in found}, torn
-
-
-def _check_repeat(path: Path, fd: int, first: int, again: int) -> None:
-    plant, other = line_at(fd, first).plant, line_at(fd, again).plant
-    if plant is None or other is None or plant.id != other.id:
-        raise IndexDamaged('an entry is not of this file')
-    if plant != other:
-        raise _corrupt(path, fd, again, REPEATED % plant.id)
 
 
 def check_opening(path: Path) -> None:
