@@ -2,10 +2,10 @@
 
 It has two parts, and only the plant file is truth:
 
-* The *table*, ``plants.jsonl.index``, is an SQLite file that all processes share
-  (``table.py``). It has the ids of the lines before the *mark*, an end of the plant
-  file that was synced. Ids and mark change in one transaction. So after a crash the
-  table may be behind the plant file, never ahead of it.
+* The *table*, ``plants.jsonl.index``, is an SQLite file that all processes share. It
+  has the ids of the lines before the *mark*, an end of the plant file that was synced.
+  Ids and mark change in one transaction. So after a crash the table may be behind the
+  plant file, never ahead of it.
 * The *recent ids*, of the lines from the mark on, are a dictionary in each process,
   read from the plant file. An add writes nothing to SQLite.
 
@@ -29,15 +29,15 @@ file was cut short meanwhile.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
 A miss is believed if SQLite has read it from files that still have their names, that
-are of one moment (``table.py``), and that belong to this plant file as it is:
+are of one moment (``table.py``), and that belong to the plant file:
 
 * the inode is that of the plant file (not the device: its number changes with a mount);
 * the last 256 bytes before the mark are the same;
-* size and mtime are those that the last process has left when it closed the index, if
-  nobody has opened it since.
+* the last process that closes the index leaves the mark at the end, and the mtime. If
+  the plant file has another size or mtime at the next open, it was edited.
 
-Any other index is built again. One that somebody changes in place while it is in use
-may end a process (SIGBUS).
+Otherwise the index is built again. One that somebody changes in place while it is in
+use may end a process (SIGBUS).
 
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
@@ -55,14 +55,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from store.base import ID_MAX
-from store.jsonl import table
-from store.jsonl.disk import (
-    index_path,
-    new_file,
-    open_lock_file,
-    remove_index,
-    sync_directory,
-)
+from store.jsonl import disk, table
 from store.jsonl.lock import take_flock, try_flock
 from store.jsonl.table import IndexDamaged, State, reading, writing
 
@@ -75,21 +68,16 @@ MOST_FREE = 100  # ranges of free ids: scattered ids have many, and each serves 
 UNKNOWN = -1  # an end of the plant file that is not known
 REPLACED = 'a file of it was removed or replaced'
 
-Lines = list[tuple[int, int]]  # the id and the offset of each, in the order of the file
-
 
 class Index:
-    """The index of a plant file, as one process has it open.
+    """The index of a plant file, a path and a descriptor, as one process has it open.
 
-    Args:
-        path: The path of the plant file.
-        plants: A descriptor of it.
-        new: Whether to build a new table, and not to read the present one.
+    With ``new`` the present table is not read.
     """
 
     def __init__(self, path: Path, plants: int, *, new: bool = False) -> None:
         self._plants_path = path
-        self._path = index_path(path)
+        self._path = disk.index_path(path)
         self._plants = plants
         self._inode = os.fstat(plants).st_ino
         self._table: sqlite3.Connection | None = None
@@ -162,8 +150,7 @@ class Index:
             self._free = {}  # first: the recent ids before this mark are dropped
         if mark > self.mark:
             self.mark = mark
-            recent = {id: at for id, at in recent.items() if at >= mark}
-            self._recent = recent
+            self._recent = recent = {id: at for id, at in recent.items() if at >= mark}
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
         for id in ids:
@@ -209,38 +196,45 @@ class Index:
         self.end += len(lines)
         self._tail = (self._tail + lines)[-TAIL:]
 
-    def learn(self, lines: Lines, ids: Iterable[int] = ()) -> dict[int, int]:
-        """Enter the ids of the next lines: in the new table, or as recent ids.
+    def learn(
+        self, lines: list[tuple[int, int]], ids: Iterable[int] = ()
+    ) -> dict[int, int]:
+        """Enter ids and offsets of lines: in the new table, or as recent ids.
 
-        Returns:
-            The offset of the first line of each id of these lines; and of ``ids``, as
-            far as it is known, but not in a new table.
+        Return the first offset of each id; of ``ids`` only if no table is being built.
         """
-        if self._new is not None:
-            return _fill(self._new, lines)
-        found = self.find({*ids, *(id for id, _ in lines)})
-        for id, offset in lines:
-            if id not in found:
-                found[id] = self._recent[id] = offset
-        return found
+        if self._new is None:
+            found = self.find({*ids, *(id for id, _ in lines)})
+            for id, offset in lines:
+                if id not in found:
+                    found[id] = self._recent[id] = offset
+            return found
+        firsts = dict(reversed(lines))
+        with writing():
+            changes = self._new.total_changes
+            # Sorted, so that scattered ids change each page once.
+            table.insert(self._new, dict(sorted(firsts.items())), 0, sys.maxsize)
+            if self._new.total_changes - changes < len(lines):
+                firsts = table.find(self._new, firsts)
+        return firsts
 
     def build(self, *, temporary: bool = False) -> None:
         """Begin a new table, for all lines; ``install`` or ``close`` must follow.
 
-        A temporary one only finds repeated ids: in memory they would need much.
+        A temporary one only finds repeated ids: all ids would need much memory.
         """
         with writing():
             if not temporary:
-                self._new_path = index_path(self._plants_path, '-new')
+                self._new_path = disk.index_path(self._plants_path, '-new')
                 self._new_path.unlink(missing_ok=True)
-                os.close(new_file(self._new_path, self._plants))
+                os.close(disk.new_file(self._new_path, self._plants))
             self._new = table.new_table(self._new_path)
 
     def install(self, end: int) -> None:
         """Use the new table. REQUIRES: it has all ids before ``end``, a synced end."""
         assert self._new is not None
         assert self._new_path is not None
-        with writing(), open_lock_file(self._plants_path, self._plants) as lock:
+        with writing(), disk.open_lock_file(self._plants_path, self._plants) as lock:
             take_flock(self._plants_path, lock.fileno())
             # As after a close: it is complete. The commit also syncs it.
             mtime = os.fstat(self._plants).st_mtime_ns
@@ -248,12 +242,12 @@ class Index:
             self._new.close()
             self._new = None
             # NOTE: durably, or a power cut could leave an old -wal beside the table.
-            remove_index(self._plants_path)
+            disk.remove_index(self._plants_path)
             os.rename(self._new_path, self._path)
-            sync_directory(self._path)
+            disk.sync_directory(self._path)
             self._load()
             with table.connect_for_writing(self._path) as connection:
-                self._flush_into(connection)
+                self._flush_into(connection, None)
 
     def flush_if_full(self) -> None:
         """Flush if a process that adds many plants has too many recent ids."""
@@ -264,19 +258,12 @@ class Index:
     def flush(self, *, is_last: bool = False) -> bool:
         """Enter the recent ids that are synced into the table; it needs no lock.
 
-        Args:
-            is_last: Also note the mtime, if nobody else has the index open. REQUIRES:
-                ``close``.
-
-        Returns:
-            False if another process flushes.
-
-        Raises:
-            OSError: The table cannot be written.
+        Return False if another process flushes. ``is_last`` REQUIRES ``close``: the
+        mtime is noted, too, if nobody else has the index open.
         """
         if self.synced <= self._flushed and not is_last:
             return True
-        with writing(), open_lock_file(self._plants_path, self._plants) as lock:
+        with writing(), disk.open_lock_file(self._plants_path, self._plants) as lock:
             if not try_flock(lock.fileno()):
                 return False
             if not self._files.items() <= self._inodes().items():
@@ -288,9 +275,7 @@ class Index:
                 self._flush_into(connection, mtime)
         return True
 
-    def _flush_into(
-        self, connection: sqlite3.Connection, mtime: int | None = None
-    ) -> None:
+    def _flush_into(self, connection: sqlite3.Connection, mtime: int | None) -> None:
         state = table.read_state(connection)
         if state.inode != self._inode or state.mark < self.mark:
             raise OSError(errno.ESTALE, 'it is of another file')
@@ -307,7 +292,7 @@ class Index:
         self._flushed = end
         self._look_until = 0.0  # the next look drops what was entered
 
-    def _state(self, mark: int, mtime: int | None = None) -> State:
+    def _state(self, mark: int, mtime: int | None) -> State:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
 
     def close(self) -> None:
@@ -322,15 +307,3 @@ class Index:
                 self._new = None
                 if self._new_path is not None:
                     self._new_path.unlink(missing_ok=True)
-
-
-def _fill(new: sqlite3.Connection, lines: Lines) -> dict[int, int]:
-    """Enter ids into a new table; return the offset of the first line of each."""
-    firsts = dict(reversed(lines))
-    with writing():
-        changes = new.total_changes
-        # Sorted, so that scattered ids change each page once.
-        table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
-        if new.total_changes - changes < len(lines):
-            firsts = table.find(new, firsts)
-    return firsts
