@@ -29,9 +29,9 @@ size     the lines are written, the    whoever writes              nobody: catch
 
 **An old mark loses nothing.** After a power cut the mark may be as of the last
 checkpoint. But a sync covers all lines before it, so a crash damages only what comes
-after every acknowledged line, and recovery cuts a file at the first damage, never
-before it. The mark only lets recovery refuse to cut: damage before it, or a shorter
-file, was not caused by a crash. What was added in the last second has no mark yet.
+after every acknowledged line, and recovery cuts nothing before the first damage. The
+mark only lets it refuse to cut: damage before the mark, or a shorter file, was not
+caused by a crash. What was added in the last second has no mark yet.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
@@ -63,9 +63,8 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-# Seconds from an add to the flush of its id. Behind the mark, damage by a person cannot
-# always be told from what a crash leaves.
-FLUSH_WITHIN = 1.0
+# Behind the mark, damage by a person may look like what a crash leaves.
+FLUSH_WITHIN = 1.0  # seconds from an add to the flush of its id
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 CATCH_UP_BYTES = 128 * 1024  # of other processes; more are read in scheduler.call()
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
@@ -75,12 +74,7 @@ REPLACED = (
 
 
 class PlantFile:
-    """A plant file that is open in this process.
-
-    Args:
-        pinned: The status of the file that it must be, or ``None`` for any file.
-        observe: Called after each sync.
-    """
+    """A plant file that is open in this process: the ``pinned`` one, if any."""
 
     def __init__(
         self,
@@ -110,16 +104,16 @@ class PlantFile:
             recovery.check_ours(path, self._fd)  # before a file is made beside it
             self._lock = FileLock(path, self._open_again())
             opened.callback(self._lock.close)
-            # NOTE: the kernel reports a failed write-back once to each open file. Syncs
-            # that overlap on one descriptor would share that report: the first would
-            # fail, and the second lie. So each sync has its own descriptor. All are
-            # opened now: one that is opened later learns nothing of an earlier failure.
+            # NOTE: syncs that overlap on one descriptor would share the one report of a
+            # failed write-back: the first would fail, and the second lie. So each has
+            # its own, opened now: a later one learns nothing of an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
-            opened.callback(self._close_index)
+            self._index = Index(path, self._fd, new=True)  # _catch_up() opens another
+            opened.callback(lambda: self._index.close())
             with self._locked():
                 self._catch_up(opening=True)
             with suppress(OSError):
@@ -136,10 +130,6 @@ class PlantFile:
             os.close(fd)
             raise self._refusal(REPLACED)
         return fd
-
-    def _close_index(self) -> None:
-        with suppress(AttributeError):  # it was not opened
-            self._index.close()
 
     def add(self, plant: Plant) -> bool:
         line = record.encode(plant)
@@ -232,7 +222,6 @@ class PlantFile:
                 raise StoreClosed
             os.fdatasync(fd)
         except OSError as ex:
-            # Refuse plants from now on: the kernel may have dropped unsynced pages.
             self._failed_sync = ex
             log.critical(
                 '%s: a sync failed (%s): what it covered may be lost, and no plant is '
@@ -298,12 +287,7 @@ class PlantFile:
 
         Other processes may have appended, or died in the middle of a line. If the index
         cannot be believed it is opened again: another process may have replaced it. If
-        that one is no better, it is built.
-
-        Args:
-            ids: Of the plants to find.
-            call: Calls a function that takes a while.
-            opening: Whether no index is open yet.
+        that one is no better, it is built. While ``opening``, none is open yet.
         """
         for way in ('open', 'build') if opening else ('use', 'open', 'build'):
             try:
@@ -342,10 +326,7 @@ class PlantFile:
     def _read_on(
         self, ids: Collection[int] = (), *, crashed: bool = False
     ) -> dict[int, int]:
-        """Read the lines that the index does not know, and mend the end of the file.
-
-        The result has the offsets of those ids that are known then.
-        """
+        """Read the lines that the index does not know, and mend the end of the file."""
         size = os.fstat(self._fd).st_size
         found, torn = recovery.read_on(
             self._path, self._fd, self._index, size, ids, crashed=crashed
@@ -363,10 +344,7 @@ class PlantFile:
         return found
 
     def _open_index(self, *, is_new: bool, crashed: bool) -> None:
-        """Open the index, or build it; then it knows all lines, which are synced.
-
-        The machine may have ``crashed`` since the latest sync.
-        """
+        """Open the index, or build it; then it knows all lines, which are synced."""
         index = self._index = Index(self._path, self._fd, new=is_new)
         try:
             size = os.fstat(self._fd).st_size
@@ -378,8 +356,7 @@ class PlantFile:
                     self._messages.append((logging.INFO, text))
             self._read_on(crashed=crashed)
             if index.synced < index.end:
-                # Plants of another process may not be on the disk, and this process
-                # would acknowledge their repeats.
+                # Plants of others may not be on the disk, and a repeat is acknowledged.
                 recovery.write_again(self._fd, max(0, index.synced))
                 index.synced = index.end
             if index.reason:
