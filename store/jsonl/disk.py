@@ -1,7 +1,4 @@
-"""System calls on a plant file and the files beside it, and what their errors mean.
-
-Functions raise ``OSError`` for a system call that failed.
-"""
+"""System calls on a plant file and the files beside it, and what their errors mean."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def open_or_make(path: Path, create: Create) -> int:
-    """Open a plant file, or make it if it is missing and may be made.
-
-    Raises:
-        StoreUnavailable: It is missing; the message says what to do.
-    """
+    """Open a plant file, or make it; say what to do if it must not be made."""
     with suppress(FileNotFoundError):
         return open_file(path)
     index = index_path(path)
@@ -77,10 +70,9 @@ def open_lock_file(path: Path, plants: int) -> IO[bytes]:
 def try_write(path: Path, plants: int, length: int, offset: int) -> None:
     """Write to the file of the flush lock, as an append would, and take it back.
 
-    Only a write tells whether an append would work, and readers of the plant file must
-    not see it. It needs no sync: the kernel reserves the room when it writes, and knows
-    of quotas, limits, and of a disk that became read-only. The file is empty before, so
-    it needs a new block.
+    Only a write tells, and no reader of the plant file must see it. The kernel reserves
+    the room at once, a new block for an empty file, and knows of quotas, limits, and of
+    a disk that became read-only: no sync is needed.
     """
     with open_lock_file(path, plants) as file:
         fd = file.fileno()
@@ -122,8 +114,7 @@ def copy_aside(
 ) -> Path:
     """Copy spans of a plant file to a new side file, durably; return its path.
 
-    The kind ``torn`` makes ``plants.jsonl.torn-1``, or ``-2`` if that is there. After
-    an error there is no side file.
+    It is named ``.torn-1``, or ``-2`` if that is there. After an error there is none.
     """
     number = 1
     while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
@@ -154,8 +145,7 @@ def remove_index(path: Path) -> None:
     """Remove the table of a plant file, durably, and what versions 1.1 and 1.2 had."""
     suffix = '(-wal|-journal|-shm|-synced|-[0-9a-f]{16}.*)?'
     ours = re.compile(re.escape(index_path(path).name) + suffix)
-    # NOTE: the table last. SQLite would take a -wal or -journal without it for one of
-    # the next table.
+    # NOTE: the table last. SQLite would give a -wal or -journal to the next table.
     names = sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True)
     for name in names:
         path.with_name(name).unlink(missing_ok=True)

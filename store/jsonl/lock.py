@@ -27,8 +27,6 @@ Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 
 class _Descriptor:
-    """A descriptor that is closed when nobody refers to it."""
-
     def __init__(self, fd: int) -> None:
         self._close = partial(os.close, fd)
 
@@ -36,8 +34,8 @@ class _Descriptor:
         self._close()
 
 
-# Open descriptors that a lock belongs to. A forked child closes them at once: the lock
-# belongs to both, and would outlive a parent that is killed while it holds the lock.
+# Descriptors that are closed when they leave this dictionary. A forked child closes all
+# at once: the lock belongs to both, and would outlive a parent that is killed with it.
 # NOTE: a callback is never removed. This one keeps no module in memory after a reload.
 _open: dict[object, _Descriptor] = {}
 os.register_at_fork(after_in_child=_open.clear)
@@ -61,19 +59,13 @@ class FileLock:
     def held(
         self, within: float | None = None, call: Call = THREADS.call
     ) -> Iterator[None]:
-        """Hold the lock; raise ``StoreClosed`` if ``closed`` is set.
-
-        Args:
-            within: How long to wait, in seconds; ``LOCK_WITHIN`` by default.
-            call: Calls the pause between two attempts; it may raise.
-        """
+        """Hold the lock; wait for ``within`` seconds, and ``call`` the pauses."""
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
-        path = self._path
-        _poll(lambda: self._mutex.acquire(blocking=False), path, deadline, call)
+        _poll(lambda: self._mutex.acquire(blocking=False), self._path, deadline, call)
         try:
             if self.closed:
                 raise StoreClosed
-            _poll(lambda: try_flock(self._fd), path, deadline, call)
+            _poll(lambda: try_flock(self._fd), self._path, deadline, call)
             try:
                 yield
             finally:
@@ -82,7 +74,7 @@ class FileLock:
             self._mutex.release()
 
 
-def take_flock(path: object, fd: int, operation: int = fcntl.LOCK_EX) -> None:
+def take_flock(path: Path, fd: int, operation: int = fcntl.LOCK_EX) -> None:
     """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
     _poll(lambda: try_flock(fd, operation), path, deadline, THREADS.call)
@@ -97,9 +89,7 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _poll(
-    attempt: Callable[[], bool], path: object, deadline: float, call: Call
-) -> None:
+def _poll(attempt: Callable[[], bool], path: Path, deadline: float, call: Call) -> None:
     """Repeat an attempt until it succeeds, or raise ``StoreUnavailable``."""
     began = time.monotonic()
     while not attempt():

@@ -10,9 +10,8 @@ things, both behind the end that the latest sync covered:
   same unsynced batch did reach the disk, so that records follow. It is believed only
   when a store opens, and only above an end that is known to have been synced.
 
-Both are cut off, and kept in a side file. A last line that lacks only its line feed,
-because an editor has left it out, is kept: the beginning of a record is never a JSON
-object.
+Both are cut off, and kept in a side file. A last record that lacks only its line feed,
+as editors leave it, is kept: the beginning of a record is never a JSON object.
 
 Any other line that is not a record was acknowledged, or may have been. So nothing is
 changed until an operator asks for a repair. Nor is a file changed that no crash of ours
@@ -118,8 +117,8 @@ def read_plants(path: Path) -> Iterator[Plant]:
 def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """Open a plant file for a command; yield a descriptor, and the synced end.
 
-    The caller asks for the size of the file after that: other processes append and sync
-    meanwhile. An ``OSError`` becomes a ``StoreUnavailable``.
+    The caller asks for the size after that: others append and sync meanwhile. An
+    ``OSError`` becomes a ``StoreUnavailable``.
     """
     try:
         with open(open_file(path, flags), 'rb') as file:
@@ -131,27 +130,15 @@ def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
 
 
 def read_on(
-    path: Path,
-    fd: int,
-    index: Index,
-    end: int,
-    ids: Iterable[int] = (),
-    *,
-    crashed: bool = False,
+    path: Path, fd: int, index: Index, end: int, ids: Iterable[int], *, crashed: bool
 ) -> tuple[dict[int, int], Line | None]:
     """Enter the lines up to ``end`` into an index; progress goes to the log.
 
-    After the machine has ``crashed`` there may be lost blocks.
+    A plant may be there twice, and, if the machine may have ``crashed``, lost blocks.
 
     Returns:
         The offsets of those ids that are known then, unless the index is being built;
         and the first line of a torn tail, or ``None``.
-
-    Raises:
-        IndexDamaged: The index must be built again.
-        StoreUnavailable: The index knows lines behind the end of the file.
-        StoreCorrupt: A line is damaged, and it is no torn tail; or two plants have one
-            id. (A plant may be in the file twice.)
     """
     start, size = index.end, end - index.end
     began = reported = time.monotonic()
@@ -195,7 +182,7 @@ def check_opening(path: Path) -> None:
             if index.reason is not None:
                 index.build(temporary=True)
             with suppress(IndexDamaged):  # an open builds such an index again
-                read_on(path, fd, index, end, crashed=True)
+                read_on(path, fd, index, end, (), crashed=True)
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:
@@ -300,10 +287,7 @@ def _torn_tail(
 
 
 def check_ours(path: Path, fd: int) -> None:
-    """Refuse a file of something else, which a command or a start would change.
-
-    No line of it is a plant, and no crash can have left it.
-    """
+    """Refuse a file of which no line is a plant, and that no crash can have left."""
     first = line_at(fd, 0)
     if not first.text or first.plant is not None or _is_torn_record(first):
         return

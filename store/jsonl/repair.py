@@ -37,11 +37,8 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
 
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
     accepted: the plant file is replaced in one step by another file, with all sound
-    lines. A server that has the old one open refuses plants until it is reloaded.
-
-    Raises:
-        StoreUnavailable: The plant file is unchanged; or a power cut may still undo the
-            repair.
+    lines. A server that has the old one open refuses plants until it is reloaded. After
+    an error the plant file is unchanged, or a power cut may still undo the repair.
     """
     sentences: list[str] = []
     with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
@@ -56,8 +53,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
         for line in damaged:
             number += recovery.count_lines(fd, counted, line.offset)
             counted = line.offset
-            place = f'{path}: line {number} (byte {line.offset})'
-            sentences.append(f'{place}: {line.reason}')
+            sentences.append(f'{path}: line {number} (byte {counted}): {line.reason}')
         try:
             recovery.check_length(path, fd, end, synced)
         except StoreUnavailable as ex:
@@ -99,10 +95,7 @@ def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
 def _find_damage(
     path: Path, fd: int, end: int, progress: Progress
 ) -> tuple[int, list[Line], int]:
-    """Return the number of sound lines, the others, and that of wrong ids in the index.
-
-    A table on disk finds repeated ids without holding all ids in memory.
-    """
+    """Return how many lines are sound, the others, and how many ids are wrong."""
     count = wrong = 0
     damaged: list[Line] = []
     repeated: list[tuple[int, int]] = []

@@ -23,11 +23,10 @@ tell of a copy that took longer than a checkpoint which added pages, not of one 
 paused in the middle of a checkpoint, or beside one that added none.
 
 **Forks.** SQLite has locks in memory, for all connections of a process. A child that is
-forked while another thread holds one would wait for it forever. So every use of a
-connection holds a lock of this module, and a fork waits for these locks: two, because a
-look must not wait for a flush. SQLite's locks on files belong to a process, and its
-connections share them: while a child has a connection of its parent open, its own ones
-take no locks. So ``connect`` closes those first.
+forked while another thread holds one would wait forever. So every use of a connection
+holds a lock of this module, and a fork waits for both: two, because a look must not
+wait for a flush. SQLite's locks on files belong to a process: connections of a child
+take none while it has one of its parent open. So ``connect`` closes inherited ones.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ from typing import NamedTuple
 
 ROWS = 1_024  # ids of one INSERT; json.dumps() holds the GIL, 0.2 ms for so many
 CHECKPOINT_PAGES = 1_000  # in the WAL; then a commit begins a checkpoint: two syncs
-# Cache of SQLite while a table is built: scattered ids change nearly every page again
-# and again. With a small cache each page would be written a hundred times.
+# While a table is built: with a small cache each page is written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
 BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
 # Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is.
@@ -115,8 +113,7 @@ def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator
     except OSError as ex:
         raise error(ex.strerror or str(ex)) from ex  # a client sees it: no path
     except (sqlite3.Error, TypeError, ValueError) as ex:
-        code = getattr(ex, 'sqlite_errorcode', None)
-        is_no_table = code == sqlite3.SQLITE_NOTADB
+        is_no_table = getattr(ex, 'sqlite_errorcode', None) == sqlite3.SQLITE_NOTADB
         reason = 'it is of an earlier version, or no index' if is_no_table else str(ex)
         raise error(reason) from ex
 
@@ -125,7 +122,6 @@ def _failed(reason: str) -> OSError:
     return OSError(errno.EIO, f'the index: {reason}')
 
 
-# For the use of connections that read, and of those that write.
 reading = partial(_using, _reading, IndexDamaged)
 writing = partial(_using, _writing, _failed)
 
@@ -186,8 +182,7 @@ def _read_wal(path: Path) -> tuple[bool, int | None]:
         header = wal.read(WAL_HEADER)
         page_size = _integer(header, 8)
         # Frames with another salt are from before the WAL was begun again. The pages of
-        # a commit are in order, but one that is larger than the cache begins with
-        # others.
+        # a commit are in order, unless it is larger than the cache.
         while (frame := wal.read(FRAME_HEADER)) and frame[8:16] == header[16:24]:
             if _integer(frame, 0) == 1:
                 return True, _integer(wal.read(page_size), 60)
