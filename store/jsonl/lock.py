@@ -35,7 +35,7 @@ class _Descriptor:
 
 
 # Descriptors that are closed when they leave this dictionary. A forked child closes all
-# at once: the lock belongs to both, and would outlive a parent that is killed with it.
+# at once: the lock belongs to both, and would outlive a parent that is killed in it.
 # NOTE: a callback is never removed. This one keeps no module in memory after a reload.
 _open: dict[object, _Descriptor] = {}
 os.register_at_fork(after_in_child=_open.clear)

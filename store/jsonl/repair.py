@@ -27,7 +27,7 @@ class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
     plants: int  # the number of sound ones
-    # A sentence for each damaged or repeated line, and for what is missing at the end.
+    # A sentence for each damaged line or taken id, and for what is missing at the end.
     damaged: tuple[str, ...] = ()
     repaired: str = ''  # what was done about them, and what is left to do
 
@@ -38,7 +38,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
     accepted: the plant file is replaced in one step by another file, with all sound
     lines. A server that has the old one open refuses plants until it is reloaded. After
-    an error the plant file is unchanged, or a power cut may still undo the repair.
+    an error the file is unchanged, or repaired, which a power cut may still undo.
     """
     sentences: list[str] = []
     with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
