@@ -27,10 +27,9 @@ class JSONLinesStore(LazyStore[PlantFile]):
     Args:
         path: The plant file. The index is beside it, with ``.index`` added.
         create: Whether a missing file is made: ``always``, now; ``never``; or
-            ``first``, at the first use and only if its index is missing too. A new file
+            ``first``, at the first use and only if its index is missing too: a new file
             knows no earlier id. Except with ``first``, the store remembers which file
-            is there now, and refuses another file in its place, also in processes
-            forked later.
+            is there now, and refuses another one, also in processes forked later.
         scheduler: How the callers wait.
 
     Raises:

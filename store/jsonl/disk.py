@@ -19,12 +19,7 @@ CHUNK = 1024 * 1024  # bytes read at a time
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """Open a plant file; return its descriptor.
-
-    Raises:
-        OSError: It cannot be opened.
-        StoreUnavailable: It is no regular file.
-    """
+    """Open a plant file; raise ``StoreUnavailable`` if it is no regular file."""
     if path.is_dir():
         raise StoreUnavailable('it is a directory, not a file', store=str(path))
     # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
@@ -36,49 +31,27 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def open_or_make(path: Path, create: Create) -> int:
-    """Open a plant file, or make it, durably, if it is missing and may be made.
-
-    Raises:
-        OSError: It cannot be opened.
-        StoreUnavailable: It is missing; the message says what to do.
-    """
-    try:
-        fd = open_file(path)
-    except FileNotFoundError as ex:
-        index = index_path(path)
-        if create == 'never' or (create == 'first' and index.exists()):
-            way = 'reload the server' if create == 'never' else f'remove {index.name}'
-            reason = (
-                f'the file is gone: put it back, or {way} to start with an empty one'
-            )
-            raise StoreUnavailable(reason, store=str(path)) from ex
-        fd = _make_file(path)
-    try:
-        # Also if it was there: the process that made it may have died before this.
-        if not os.fstat(fd).st_size:
-            sync_directory(path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _make_file(path: Path) -> int:
-    """Make a plant file, unless another process has; return its descriptor."""
+    """Open a plant file, or make it; say what to do if it must not be made."""
+    with suppress(FileNotFoundError):
+        return open_file(path)
+    index = index_path(path)
+    if create == 'never' or (create == 'first' and index.exists()):
+        way = 'reload the server' if create == 'never' else f'remove {index.name}'
+        reason = f'the file is gone: put it back, or {way} to start with an empty one'
+        raise StoreUnavailable(reason, store=str(path))
     try:
         # NOTE: first. The new file may get the inode number of the one before it, and a
         # process that dies in between must not leave an index that seems to be of it.
         remove_index(path)
-        return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    except FileExistsError:
-        return open_file(path)
+        return open_file(path, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError as ex:
         reason = 'its directory does not exist'
         raise StoreUnavailable(reason, store=str(path)) from ex
 
 
-def new_file(path: Path, like: os.stat_result) -> int:
-    """Make a file with the mode and the owner of the plant file."""
+def new_file(path: Path, plants: int) -> int:
+    """Make a file with the mode and the owner of the plant file, a descriptor."""
+    like = os.fstat(plants)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with suppress(PermissionError):  # only root may give a file away
         os.fchown(fd, like.st_uid, like.st_gid)
@@ -86,24 +59,22 @@ def new_file(path: Path, like: os.stat_result) -> int:
     return fd
 
 
-def open_beside(path: Path, like: os.stat_result) -> IO[bytes]:
-    """Open a file beside the plant file; make it if it is missing."""
+def open_lock_file(path: Path, plants: int) -> IO[bytes]:
+    """Open the file of the flush lock of a plant file; make it if it is missing."""
+    lock_path = index_path(path, '-lock')
     with suppress(FileExistsError):
-        os.close(new_file(path, like))
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC), 'r+b', buffering=0)
+        os.close(new_file(lock_path, plants))
+    return lock_path.open('r+b', buffering=0)
 
 
-def try_write(path: Path, like: os.stat_result, length: int, offset: int) -> None:
-    """Write to a file beside the plant file, as an append would, and take it back.
+def try_write(path: Path, plants: int, length: int, offset: int) -> None:
+    """Write to the file of the flush lock, as an append would, and take it back.
 
-    Only a write tells, and readers of the plant file must not see it. It needs no sync:
-    the kernel reserves the room when it writes, and knows of quotas, limits, and of a
-    disk that became read-only. The file is empty before, so it needs a new block.
-
-    Raises:
-        OSError: An append to the plant file would fail.
+    Only a write tells, and no reader of the plant file must see it. The kernel reserves
+    the room at once, a new block for an empty file, and knows of quotas, limits, and of
+    a disk that became read-only: no sync is needed.
     """
-    with open_beside(index_path(path, '-lock'), like) as file:
+    with open_lock_file(path, plants) as file:
         fd = file.fileno()
         os.ftruncate(fd, 0)  # what a killed process has left
         try:
@@ -141,18 +112,14 @@ def sync_directory(path: Path) -> None:
 def copy_aside(
     path: Path, fd: int, spans: Iterable[tuple[int, int]], kind: str
 ) -> Path:
-    """Copy parts of a plant file to a new side file, durably; return its path.
+    """Copy spans of a plant file to a new side file, durably; return its path.
 
-    Each span is where a part begins and ends, in bytes. The kind ``torn`` makes
-    ``plants.jsonl.torn-1``, or ``-2`` if that is there.
-
-    Raises:
-        OSError: A system call failed. There is no side file.
+    It is named ``.torn-1``, or ``-2`` if that is there. After an error there is none.
     """
     number = 1
     while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
         number += 1
-    copy = new_file(side, os.fstat(fd))
+    copy = new_file(side, fd)
     size = 0
     try:
         for start, end in spans:
@@ -176,13 +143,10 @@ def index_path(path: Path, suffix: str = '') -> Path:
 
 def remove_index(path: Path) -> None:
     """Remove the table of a plant file, durably, and what versions 1.1 and 1.2 had."""
-    ours = re.compile(
-        re.escape(index_path(path).name)
-        + '(-wal|-journal|-shm|-synced|-[0-9a-f]{16}.*)?'
-    )
+    suffix = '(-wal|-journal|-shm|-synced|-[0-9a-f]{16}.*)?'
+    ours = re.compile(re.escape(index_path(path).name) + suffix)
+    # NOTE: the table last. SQLite would give a -wal or -journal to the next table.
     names = sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True)
-    # NOTE: the table last. SQLite would take a -wal or -journal without it for one of
-    # the next table.
     for name in names:
         path.with_name(name).unlink(missing_ok=True)
     if names:
@@ -197,9 +161,8 @@ def unavailable(path: Path) -> Iterator[None]:
     except FileNotFoundError as ex:
         raise StoreUnavailable('the file is gone', store=str(path)) from ex
     except PermissionError as ex:
-        raise StoreUnavailable(
-            str(ex.strerror), store=str(path), detail=_owner(path)
-        ) from ex
+        reason, detail = str(ex.strerror), _owner(path)
+        raise StoreUnavailable(reason, store=str(path), detail=detail) from ex
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
     except IndexDamaged as ex:  # also when it was built again

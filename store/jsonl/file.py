@@ -7,7 +7,7 @@ write and one sync. Three facts carry the store:
 * The *lock* is an ``flock`` on the plant file itself. The kernel releases it when its
   owner dies. Only its holder writes the file. It belongs to an inode, so its holder
   first checks that the path still names that inode.
-* Its holder first *catches up*: it reads what other processes have written, and mends
+* Its holder then *catches up*: it reads what other processes have written, and mends
   what a killed one has left.
 * A plant is *acknowledged* after a sync that began after the plant was written.
 
@@ -29,17 +29,16 @@ size     the lines are written, the    whoever writes              nobody: catch
 
 **An old mark loses nothing.** After a power cut the mark may be as of the last
 checkpoint. But a sync covers all lines before it, so a crash damages only what comes
-after every acknowledged line. Recovery cuts a file at the first damage and never
-before it. The mark only lets recovery refuse to cut: damage before it, or a shorter
-file, was not caused by a crash. What was added in the last second has no mark yet.
+after every acknowledged line, and recovery cuts nothing before the first damage. The
+mark only lets it refuse to cut: damage before the mark, or a shorter file, was not
+caused by a crash. What was added in the last second has no mark yet.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
 refuses plants until it is opened again. An open writes all bytes again that are not
-known to have been synced: a written page is dirty, so the next sync tells the truth
-about it. Other processes need not be told. The kernel reports a failed write-back once
-to each descriptor that was open then, at its next sync, and a process that opens the
-file later writes the bytes again first.
+known to have been synced: a written page is dirty, so the next sync tells the truth.
+Other processes need not be told: the kernel reports a failed write-back once to each
+descriptor that was open then, and a later open writes the bytes again first.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ from queue import Empty, SimpleQueue
 from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
-from store.jsonl import record, recovery
-from store.jsonl.disk import open_file, open_or_make, try_write, unavailable, write
+from store.jsonl import disk, record, recovery
 from store.jsonl.index import Index
 from store.jsonl.lock import Call, FileLock
 from store.jsonl.table import IndexDamaged
@@ -65,13 +63,10 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-# Seconds from an add to the flush of its id. The stretch behind the mark must be short:
-# there damage by a person cannot always be told from what a crash leaves.
-FLUSH_WITHIN = 1.0
+# Behind the mark, damage by a person may look like what a crash leaves.
+FLUSH_WITHIN = 1.0  # seconds from an add to the flush of its id
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
-# Bytes of other processes that are read in the event loop of a server. More are read in
-# scheduler.call().
-CATCH_UP_BYTES = 128 * 1024
+CATCH_UP_BYTES = 128 * 1024  # of other processes; more are read in scheduler.call()
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
 REPLACED = (
     'the file was replaced by another: put the old one back, or reload the server'
@@ -79,14 +74,7 @@ REPLACED = (
 
 
 class PlantFile:
-    """A plant file that is open in this process.
-
-    Args:
-        pinned: The status of the file that it must be, or ``None`` for any file.
-        observe: Called after each sync.
-
-    The other arguments are those of ``JSONLinesStore``.
-    """
+    """A plant file that is open in this process: the ``pinned`` one, if any."""
 
     def __init__(
         self,
@@ -105,26 +93,27 @@ class PlantFile:
         self._commit = GroupCommit(
             self._append, self._sync, scheduler=scheduler, observe=observe
         )
-        with unavailable(path), ExitStack() as opened:
-            self._fd = open_or_make(path, create)
+        with disk.unavailable(path), ExitStack() as opened:
+            self._fd = disk.open_or_make(path, create)
             opened.callback(os.close, self._fd)
             self._status = os.fstat(self._fd)
+            if not self._status.st_size:  # it may be new, also if another made it
+                disk.sync_directory(path)
             if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
             recovery.check_ours(path, self._fd)  # before a file is made beside it
             self._lock = FileLock(path, self._open_again())
             opened.callback(self._lock.close)
-            # NOTE: the kernel reports a failed write-back once to each open file, at
-            # its next sync. Syncs that overlap on one descriptor would share that one
-            # report: the first would fail, and the second lie. So each sync has its own
-            # descriptor. All are opened now: one that is opened later learns nothing of
-            # an earlier failure.
+            # NOTE: syncs that overlap on one descriptor would share the one report of a
+            # failed write-back: the first would fail, and the second lie. So each has
+            # its own, opened now: a later one learns nothing of an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
-            opened.callback(self._close_index)
+            self._index = Index(path, self._fd, new=True)  # _catch_up() opens another
+            opened.callback(lambda: self._index.close())
             with self._locked():
                 self._catch_up(opening=True)
             with suppress(OSError):
@@ -136,15 +125,11 @@ class PlantFile:
 
     def _open_again(self) -> int:
         """Return another descriptor of the file, which may be replaced meanwhile."""
-        fd = open_file(self._path)
+        fd = disk.open_file(self._path)
         if not os.path.samestat(os.fstat(fd), self._status):
             os.close(fd)
             raise self._refusal(REPLACED)
         return fd
-
-    def _close_index(self) -> None:
-        with suppress(AttributeError):  # it was not opened
-            self._index.close()
 
     def add(self, plant: Plant) -> bool:
         line = record.encode(plant)
@@ -158,12 +143,12 @@ class PlantFile:
         return outcomes(batch)
 
     def ping(self) -> None:
-        with unavailable(self._path), self._locked():
+        with disk.unavailable(self._path), self._locked():
             end, _ = self._catch_up()
             # After a failed append the trial is as long, at the same place: there may
             # be a limit of this process.
             length, offset = (self._failed_write, end) if self._failed_write else (1, 0)
-            try_write(self._path, self._status, length, offset)
+            disk.try_write(self._path, self._fd, length, offset)
 
     def close(self) -> None:
         self._closing.set()
@@ -184,7 +169,6 @@ class PlantFile:
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get(timeout=CLOSE_WITHIN)
             self._sync_fds.put(-1)
-            self._index.close()
             self._opened.close()
 
     def abandon(self) -> None:
@@ -195,11 +179,10 @@ class PlantFile:
     def _append(self, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> int:
         """Write the new plants of a batch; return the end to sync, or 0."""
         ids = {entry.item[0].id for entry in batch}
-        with unavailable(self._path), self._locked(call=self._call):
+        with disk.unavailable(self._path), self._locked(call=self._call):
             end, stored = self._catch_up(ids, self._call)
-            # Buffered. A repeat is an acknowledgement too: the first write of the
-            # plant, perhaps by another process, may not be synced yet. So it waits for
-            # a sync.
+            # Buffered. A repeat waits for a sync, for it is an acknowledgement too: the
+            # first write of the plant, perhaps by another process, may not be synced.
             offsets: dict[int, int] = {}
             buffer = bytearray()
             needs_sync = False
@@ -215,18 +198,16 @@ class PlantFile:
             if buffer:
                 data = bytes(buffer)
                 self._write(data, end)
-                # Written. A process that dies from here on leaves lines that the next
-                # holder of the lock reads.
+                # Written: the next holder of the lock reads it, also if this one dies.
                 self._index.enter(offsets, data)
         return end + len(buffer) if needs_sync else 0
 
     def _write(self, data: bytes, end: int) -> None:
         try:
-            write(self._fd, data, end)
+            disk.write(self._fd, data, end)
         except BaseException:
             self._failed_write = len(data)
-            # Back to the last good end. If that fails too, the next holder of the lock
-            # reads or cuts the rest.
+            # Back to the last good end, or the next holder of the lock reads the rest.
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
                     os.ftruncate(self._fd, end)
@@ -241,7 +222,6 @@ class PlantFile:
                 raise StoreClosed
             os.fdatasync(fd)
         except OSError as ex:
-            # Refuse plants from now on: the kernel may have dropped unsynced pages.
             self._failed_sync = ex
             log.critical(
                 '%s: a sync failed (%s): what it covered may be lost, and no plant is '
@@ -251,8 +231,8 @@ class PlantFile:
             )
         finally:
             self._sync_fds.put(fd)
-        # Durable, and acknowledged when the caller returns, unless another sync has
-        # failed meanwhile: it may have covered the same bytes.
+        # Durable, and acknowledged when the caller returns; unless another sync has
+        # failed meanwhile, which may have covered the same bytes.
         if self._failed_sync is not None:
             raise self._refusal(SYNC_FAILED) from self._failed_sync
         self._index.synced = max(self._index.synced, end)
@@ -305,16 +285,9 @@ class PlantFile:
     ) -> tuple[int, dict[int, Plant]]:
         """Return the end of the file, and the plants in it that have these ids.
 
-        Other processes may have appended, or died in the middle of a line. So this runs
-        before each append, not only when a store opens.
-
-        The index that is open is used. If it cannot be believed it is opened again:
-        another process may have replaced it. If that one is no better, it is built.
-
-        Args:
-            ids: Of the plants to find.
-            call: Calls a function that takes a while.
-            opening: Whether no index is open yet.
+        Other processes may have appended, or died in the middle of a line. If the index
+        cannot be believed it is opened again: another process may have replaced it. If
+        that one is no better, it is built. While ``opening``, none is open yet.
         """
         for way in ('open', 'build') if opening else ('use', 'open', 'build'):
             try:
@@ -345,24 +318,15 @@ class PlantFile:
         if size != index.end:
             read_on = partial(self._read_on, ids)
             offsets |= call(read_on) if is_far else read_on()
-        plants: dict[int, Plant] = {}
-        for id, offset in offsets.items():
-            plant = None
-            with suppress(OSError):
-                plant = recovery.line_at(self._fd, offset).plant
-            if plant is None or plant.id != id:
-                raise IndexDamaged('an entry is not of this file')
-            plants[id] = plant
-        return index.end, plants
+        return index.end, {
+            id: recovery.plant_at(self._fd, offset, id)
+            for id, offset in offsets.items()
+        }
 
     def _read_on(
         self, ids: Collection[int] = (), *, crashed: bool = False
     ) -> dict[int, int]:
-        """Read the lines that the index does not know, and mend the end of the file.
-
-        Returns:
-            The offsets of those ids that are known then.
-        """
+        """Read the lines that the index does not know, and mend the end of the file."""
         size = os.fstat(self._fd).st_size
         found, torn = recovery.read_on(
             self._path, self._fd, self._index, size, ids, crashed=crashed
@@ -380,12 +344,7 @@ class PlantFile:
         return found
 
     def _open_index(self, *, is_new: bool, crashed: bool) -> None:
-        """Open the index, or build it; then it knows all lines, which are synced.
-
-        Args:
-            is_new: Whether to build it, whatever the present one says.
-            crashed: Whether the machine may have crashed since the latest sync.
-        """
+        """Open the index, or build it; then it knows all lines, which are synced."""
         index = self._index = Index(self._path, self._fd, new=is_new)
         try:
             size = os.fstat(self._fd).st_size
@@ -397,8 +356,7 @@ class PlantFile:
                     self._messages.append((logging.INFO, text))
             self._read_on(crashed=crashed)
             if index.synced < index.end:
-                # Plants of another process may not be on the disk, and this process
-                # would acknowledge their repeats.
+                # Plants of others may not be on the disk, and a repeat is acknowledged.
                 recovery.write_again(self._fd, max(0, index.synced))
                 index.synced = index.end
             if index.reason:

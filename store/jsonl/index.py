@@ -1,14 +1,13 @@
 """The index of a plant file: from an id to the offset of its line.
 
-It is on disk and shared by all processes. Only the plant file is truth. It has two
-parts:
+It has two parts, and only the plant file is truth:
 
-* The *table*, ``plants.jsonl.index``, is an SQLite file (``table.py``). It has the ids
-  of the lines before the *mark*, an end of the plant file that was synced. Ids and mark
-  change in one transaction. So after a crash the table may be behind the plant file,
-  never ahead of it, and the lines from the mark on are read again.
-* The *recent ids*, of the lines from the mark on, are a dictionary in each process. An
-  add writes nothing to SQLite.
+* The *table*, ``plants.jsonl.index``, is an SQLite file that all processes share. It
+  has the ids of the lines before the *mark*, an end of the plant file that was synced.
+  Ids and mark change in one transaction. So after a crash the table may be behind the
+  plant file, never ahead of it.
+* The *recent ids*, of the lines from the mark on, are a dictionary in each process,
+  read from the plant file. An add writes nothing to SQLite.
 
 **When an id counts as taken.** A *look* reads ids and mark of the table in one
 statement, and then the recent ids from this mark on. So every line that this process
@@ -16,10 +15,10 @@ knows is before the mark and in the table, or behind it and recent. A *flush* en
 recent ids that are synced into the table, a second after an add. One process at a time
 flushes, in a thread and without the lock of the plant file, and a look waits for none:
 
-* A flush leaves the recent ids as they are: they are dropped by the first look that
-  finds them before its mark. Until then they are known twice, never not at all.
-* A flush enters what it has copied from the recent ids. They begin at the mark of the
-  latest look, or before, and the table never goes back behind that: so none is missing.
+* A flush leaves the recent ids as they are. The first look that finds them before its
+  mark drops them: until then they are known twice, never not at all.
+* A flush enters a copy of the recent ids. They begin at the mark of the latest look, or
+  before, and the table never goes back behind that: so none is missing.
 
 So what a look has found stays true, whatever becomes of the table: all ids before its
 mark are in it, and all later ones are recent. A look also learns the next id in the
@@ -30,15 +29,15 @@ file was cut short meanwhile.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
 A miss is believed if SQLite has read it from files that still have their names, that
-are of one moment (``table.py``), and that belong to this plant file as it is:
+are of one moment (``table.py``), and that belong to the plant file:
 
 * the inode is that of the plant file (not the device: its number changes with a mount);
 * the last 256 bytes before the mark are the same;
 * the last process that closes the index leaves the mark at the end, and the mtime. If
   the plant file has another size or mtime at the next open, it was edited.
 
-An index that is missing, damaged or not of this plant file is built again. One that
-somebody changes in place while it is in use may end a process (SIGBUS).
+Otherwise the index is built again. One that somebody changes in place while it is in
+use may end a process (SIGBUS).
 
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
@@ -55,47 +54,31 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from store.base import ID_MAX
-from store.jsonl import table
-from store.jsonl.disk import (
-    index_path,
-    new_file,
-    open_beside,
-    remove_index,
-    sync_directory,
-)
+from store.jsonl import disk, table
 from store.jsonl.lock import take_flock, try_flock
 from store.jsonl.table import IndexDamaged, State, reading, writing
 
-# A process that adds many plants flushes before it goes on when it has more recent ids.
-MOST_RECENT = 100_000
+MOST_RECENT = 100_000  # recent ids of a process that adds many plants
 SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
-# If more bytes are behind the mark, building the table anew takes less memory.
-MOST_BEHIND = 128 * 1024 * 1024
+MOST_BEHIND = 128 * 1024 * 1024  # bytes behind the mark; a new table takes less memory
 TAIL = 256  # bytes before the mark that are compared
 LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are free
 MOST_FREE = 1_000  # ranges of free ids: with scattered ids each serves no other
 UNKNOWN = -1  # an end of the plant file that is not known
 REPLACED = 'a file of it was removed or replaced'
 
-# The id and the offset of each line, in the order of the file.
-Lines = list[tuple[int, int]]
-
 
 class Index:
-    """The index of a plant file, as one process has it open.
+    """The index of a plant file, a path and a descriptor, as one process has it open.
 
-    Args:
-        path: The path of the plant file.
-        plants: A descriptor of the plant file.
-        new: Whether to build a new table, and not to read the present one.
+    With ``new`` the present table is not read.
     """
 
     def __init__(self, path: Path, plants: int, *, new: bool = False) -> None:
         self._plants_path = path
-        self._path = index_path(path)
+        self._path = disk.index_path(path)
         self._plants = plants
         self._inode = os.fstat(plants).st_ino
         self._table: sqlite3.Connection | None = None
@@ -114,8 +97,7 @@ class Index:
         self._free_ends: list[int] = []
         self._look_until = 0.0  # when the latest look is too old
         self.synced = UNKNOWN  # an end that was synced
-        # Why the table must be built, or None.
-        self.reason: str | None = 'a new one is wanted'
+        self.reason: str | None = 'a new one is wanted'  # why the table must be built
         if not new:
             try:
                 self._load()
@@ -170,8 +152,7 @@ class Index:
         if mark > self.mark:
             self._free, self._free_ends = {}, []  # first: recent ids are dropped here
             self.mark = mark
-            recent = {id: at for id, at in recent.items() if at >= mark}
-            self._recent = recent
+            self._recent = recent = {id: at for id, at in recent.items() if at >= mark}
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
         if ids and len(self._free) < MOST_FREE:
@@ -223,47 +204,45 @@ class Index:
         self.end += len(lines)
         self._tail = (self._tail + lines)[-TAIL:]
 
-    def learn(self, lines: Lines, ids: Iterable[int] = ()) -> dict[int, int]:
-        """Enter the ids of lines: in the new table, or as recent ids.
+    def learn(
+        self, lines: list[tuple[int, int]], ids: Iterable[int] = ()
+    ) -> dict[int, int]:
+        """Enter ids and offsets of lines: in the new table, or as recent ids.
 
-        Args:
-            lines: The next lines of the plant file.
-            ids: More ids to find, with the same query; not in a new table.
-
-        Returns:
-            The offset of the first line of each of these ids, as far as it is known.
+        Return the first offset of each id; of ``ids`` only if no table is being built.
         """
-        if self._new is not None:
-            return _fill(self._new, lines)
-        found = self.find({*ids, *(id for id, _ in lines)})
-        for id, offset in lines:
-            if id not in found:
-                found[id] = self._recent[id] = offset
-        return found
+        if self._new is None:
+            found = self.find({*ids, *(id for id, _ in lines)})
+            for id, offset in lines:
+                if id not in found:
+                    found[id] = self._recent[id] = offset
+            return found
+        firsts = dict(reversed(lines))
+        with writing():
+            changes = self._new.total_changes
+            # Sorted, so that scattered ids change each page once.
+            table.insert(self._new, dict(sorted(firsts.items())), 0, sys.maxsize)
+            if self._new.total_changes - changes < len(lines):
+                firsts = table.find(self._new, firsts)
+        return firsts
 
     def build(self, *, temporary: bool = False) -> None:
         """Begin a new table, for all lines; ``install`` or ``close`` must follow.
 
-        Args:
-            temporary: Make a table that only finds repeated ids: all ids would need
-                much memory. SQLite removes it.
+        A temporary one only finds repeated ids: all ids would need much memory.
         """
         with writing():
             if not temporary:
-                self._new_path = index_path(self._plants_path, '-new')
+                self._new_path = disk.index_path(self._plants_path, '-new')
                 self._new_path.unlink(missing_ok=True)
-                os.close(new_file(self._new_path, os.fstat(self._plants)))
+                os.close(disk.new_file(self._new_path, self._plants))
             self._new = table.new_table(self._new_path)
 
     def install(self, end: int) -> None:
-        """Use the new table. REQUIRES: it has all ids before an end, which is synced.
-
-        Raises:
-            OSError: It cannot be written, or another process does not end its flush.
-        """
+        """Use the new table. REQUIRES: it has all ids before ``end``, a synced end."""
         assert self._new is not None
         assert self._new_path is not None
-        with writing(), self._open_lock() as lock:
+        with writing(), disk.open_lock_file(self._plants_path, self._plants) as lock:
             take_flock(self._plants_path, lock.fileno())
             # As after a close: it is complete. The commit also syncs it.
             mtime = os.fstat(self._plants).st_mtime_ns
@@ -271,38 +250,28 @@ class Index:
             self._new.close()
             self._new = None
             # NOTE: durably, or a power cut could leave an old -wal beside the table.
-            remove_index(self._plants_path)
+            disk.remove_index(self._plants_path)
             os.rename(self._new_path, self._path)
-            sync_directory(self._path)
+            disk.sync_directory(self._path)
             self._load()
             with table.connect_for_writing(self._path) as connection:
-                self._flush_into(connection)
+                self._flush_into(connection, None)
 
     def flush_if_full(self) -> None:
-        """Flush before a process that adds many plants has too many recent ids.
-
-        While another process flushes, or is stopped in its flush, the adds go on.
-        """
+        """Flush if a process that adds many plants has too many recent ids."""
         if len(self._recent) >= MOST_RECENT:
             with suppress(OSError):
-                self.flush()
+                self.flush()  # or go on: another process may be stopped in its flush
 
     def flush(self, *, is_last: bool = False) -> bool:
         """Enter the recent ids that are synced into the table; it needs no lock.
 
-        Args:
-            is_last: Also note that nobody has the plant file open, if that is so: the
-                index is complete then. REQUIRES: ``close``.
-
-        Returns:
-            False if another process flushes.
-
-        Raises:
-            OSError: The table cannot be written.
+        Return False if another process flushes. ``is_last`` REQUIRES ``close``: the
+        mtime is noted, too, if nobody else has the index open.
         """
         if self.synced <= self._flushed and not is_last:
             return True
-        with writing(), self._open_lock() as lock:
+        with writing(), disk.open_lock_file(self._plants_path, self._plants) as lock:
             if not try_flock(lock.fileno()):
                 return False
             if not self._files.items() <= self._inodes().items():
@@ -314,9 +283,7 @@ class Index:
                 self._flush_into(connection, mtime)
         return True
 
-    def _flush_into(
-        self, connection: sqlite3.Connection, mtime: int | None = None
-    ) -> None:
+    def _flush_into(self, connection: sqlite3.Connection, mtime: int | None) -> None:
         state = table.read_state(connection)
         if state.inode != self._inode or state.mark < self.mark:
             raise OSError(errno.ESTALE, 'it is of another file')
@@ -333,12 +300,7 @@ class Index:
         self._flushed = end
         self._look_until = 0.0  # the next look drops what was entered
 
-    def _open_lock(self) -> IO[bytes]:
-        """Open the file of the flush lock, which is released when it is closed."""
-        path = index_path(self._plants_path, '-lock')
-        return open_beside(path, os.fstat(self._plants))
-
-    def _state(self, mark: int, mtime: int | None = None) -> State:
+    def _state(self, mark: int, mtime: int | None) -> State:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
 
     def close(self) -> None:
@@ -353,15 +315,3 @@ class Index:
                 self._new = None
                 if self._new_path is not None:
                     self._new_path.unlink(missing_ok=True)
-
-
-def _fill(new: sqlite3.Connection, lines: Lines) -> dict[int, int]:
-    """Enter ids into a new table; return the offset of the first line of each."""
-    firsts = dict(reversed(lines))
-    with writing():
-        changes = new.total_changes
-        # Sorted, so that scattered ids change each page once.
-        table.insert(new, dict(sorted(firsts.items())), 0, sys.maxsize)
-        if new.total_changes - changes < len(lines):
-            firsts = table.find(new, firsts)
-    return firsts

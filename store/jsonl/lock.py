@@ -17,9 +17,8 @@ from store.scheduler import THREADS
 
 LOCK_WITHIN = 5.0  # seconds
 # NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
-# polls. It pauses for a share of the time that it has waited, within two bounds: an
-# append takes about 200 us, and a waiter that pauses for longer than the others finds
-# the lock taken again and again.
+# polls. It pauses for a share of the time that it has waited: an append takes 200 us,
+# and whoever pauses for longer than the others finds the lock taken again and again.
 PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01  # seconds
@@ -28,8 +27,6 @@ Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 
 class _Descriptor:
-    """A descriptor that is closed when nobody refers to it."""
-
     def __init__(self, fd: int) -> None:
         self._close = partial(os.close, fd)
 
@@ -37,20 +34,15 @@ class _Descriptor:
         self._close()
 
 
-# Open descriptors that a lock belongs to. A forked child closes them at once: the lock
-# belongs to both, and would outlive a parent that is killed while it holds the lock.
+# Descriptors that are closed when they leave this dictionary. A forked child closes all
+# at once: the lock belongs to both, and would outlive a parent that is killed in it.
 # NOTE: a callback is never removed. This one keeps no module in memory after a reload.
 _open: dict[object, _Descriptor] = {}
 os.register_at_fork(after_in_child=_open.clear)
 
 
 class FileLock:
-    """An ``flock``, which the kernel releases when its owner dies.
-
-    Args:
-        path: The path of the plant file.
-        fd: A descriptor of it, which belongs to the lock.
-    """
+    """An ``flock`` on a plant file, with a descriptor that belongs to the lock."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._fd = fd
@@ -67,24 +59,13 @@ class FileLock:
     def held(
         self, within: float | None = None, call: Call = THREADS.call
     ) -> Iterator[None]:
-        """Hold the lock.
-
-        Args:
-            within: How long to wait, in seconds; ``LOCK_WITHIN`` by default.
-            call: Calls the pause between two attempts. A caller that is interrupted
-                in it leaves no lock behind.
-
-        Raises:
-            StoreClosed: ``closed`` is set.
-            StoreUnavailable: The lock was not free in time.
-        """
+        """Hold the lock; wait for ``within`` seconds, and ``call`` the pauses."""
         deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
-        path = self._path
-        _poll(lambda: self._mutex.acquire(blocking=False), path, deadline, call)
+        _poll(lambda: self._mutex.acquire(blocking=False), self._path, deadline, call)
         try:
             if self.closed:
                 raise StoreClosed
-            _poll(lambda: try_flock(self._fd), path, deadline, call)
+            _poll(lambda: try_flock(self._fd), self._path, deadline, call)
             try:
                 yield
             finally:
@@ -93,7 +74,7 @@ class FileLock:
             self._mutex.release()
 
 
-def take_flock(path: object, fd: int, operation: int = fcntl.LOCK_EX) -> None:
+def take_flock(path: Path, fd: int, operation: int = fcntl.LOCK_EX) -> None:
     """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
     _poll(lambda: try_flock(fd, operation), path, deadline, THREADS.call)
@@ -108,9 +89,7 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _poll(
-    attempt: Callable[[], bool], path: object, deadline: float, call: Call
-) -> None:
+def _poll(attempt: Callable[[], bool], path: Path, deadline: float, call: Call) -> None:
     """Repeat an attempt until it succeeds, or raise ``StoreUnavailable``."""
     began = time.monotonic()
     while not attempt():

@@ -11,9 +11,9 @@ A plant file is a sequence of records and nothing else. A record is one line::
   object has no line feed: a string can only hold it escaped.
 
 **A record is valid if and only if it ends in a line feed and the rest of the line is
-such an object.** (An open adds the line feed that an editor has left out at the end of
-the file.) Other members, other white space and another order of members are
-allowed and mean nothing, so a line that was written by hand is as good as ours.
+such an object.** (An open adds the line feed that an editor has left out at the end.)
+Other members, white space and another order of members are allowed and mean nothing, so
+a line that was written by hand is as good as ours.
 
 Our own lines have no white space, the members in the order above, and only the escapes
 that RFC 8259, section 7, requires.
@@ -34,9 +34,8 @@ _quote = json.JSONEncoder(ensure_ascii=False).encode
 
 NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
 
-# A line. One of our own without an escape, as nearly all are, has its id as the group:
-# it is a record if it is also UTF-8 and its id has 64 bits. This is six times as fast
-# as decode().
+# A line. Nearly all, our own without an escape, have their id as the group: such a line
+# is a record if it is UTF-8 and its id has 64 bits. decode() takes six times as long.
 _LINE = re.compile(
     rb'\{"id":(0|-?[1-9][0-9]{0,18}),"name":"[^"\\\x00-\x1f]*"'
     rb'(?:,"tag":"[^"\\\x00-\x1f]*")?\}\n'
@@ -49,8 +48,8 @@ class DamagedRecord(ValueError):
 
 
 def _int(literal: str) -> float:
-    # int() refuses longer ones, because it takes time with the square of the length.
-    # They may be in a member that means nothing here; elsewhere inf is no integer.
+    # int() refuses longer ones: its time grows with the square of the length. They may
+    # be in a member that means nothing here; elsewhere inf is no integer.
     is_short = len(literal) <= sys.int_info.default_max_str_digits
     return int(literal) if is_short else float(literal)
 
@@ -68,11 +67,7 @@ def encode(plant: Plant) -> bytes:
 
 
 def decode(line: bytes) -> Plant:
-    """Return the plant of a record; its line feed may be missing.
-
-    Raises:
-        DamagedRecord: The line is not a record.
-    """
+    """Return the plant of a line, or raise ``DamagedRecord``; it needs no line feed."""
     try:
         value: Any = _decode(line.decode())
     except UnicodeDecodeError as ex:
@@ -93,14 +88,9 @@ def decode(line: bytes) -> Plant:
 
 
 def scan_ids(chunk: bytes, start: int) -> Iterator[tuple[int, int]]:
-    """Yield the id and the offset of each record in a chunk of a file.
+    """Yield the id and the offset of each record in a chunk of whole lines.
 
-    Args:
-        chunk: Whole lines; the last line feed may be missing.
-        start: Where the chunk begins, in bytes from the start of the file.
-
-    Raises:
-        DamagedRecord: A line is not a record; the ids before it were yielded.
+    It raises ``DamagedRecord`` when the ids before the damaged line were yielded.
     """
     try:
         chunk.decode()

@@ -1,8 +1,8 @@
 """Reading a plant file that may be damaged, and telling a torn tail from damage.
 
-A crash can leave two things, both behind the end that the latest sync covered. A sync
-covers the whole file. So if a crash has lost some bytes, all bytes that were written
-after them were not synced either, and never acknowledged:
+A sync covers the whole file. So if a crash has lost some bytes, all bytes that were
+written after them were not synced either, and never acknowledged. It can leave two
+things, both behind the end that the latest sync covered:
 
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
@@ -10,14 +10,13 @@ after them were not synced either, and never acknowledged:
   same unsynced batch did reach the disk, so that records follow. It is believed only
   when a store opens, and only above an end that is known to have been synced.
 
-Both are cut off, and kept in a side file. The last line may also be a record that lacks
-its line feed, because an editor has left it out: it is kept. (The beginning of a record
-is never a JSON object.)
+Both are cut off, and kept in a side file. A last record that lacks only its line feed,
+as editors leave it, is kept: the beginning of a record is never a JSON object.
 
-Any other line that is not a record was acknowledged, or may have been. No program can
-know what happened to it. So nothing is changed until an operator asks for a repair. Nor
-is a file changed that no crash of ours can have left: where no line is a record, or
-where more is damaged than can have been written between two syncs.
+Any other line that is not a record was acknowledged, or may have been. So nothing is
+changed until an operator asks for a repair. Nor is a file changed that no crash of ours
+can have left: where no line is a record, or where more is damaged than can have been
+written between two syncs.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ from store.jsonl.table import IndexDamaged
 log = logging.getLogger(__name__)
 
 BLOCK = 512  # bytes; the smallest that a disk loses
-# The longest torn tail, in bytes. A batch has 1 MiB, four may wait for a sync, and
-# several processes may write.
+# Bytes of a torn tail: a batch has 1 MiB, four may wait for a sync, in each process.
 MOST_TORN = 64 * 1024 * 1024
 LEARNED = 8 * CHUNK  # bytes whose ids an index learns at a time
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
-
+REPEATED = 'its id is that of a different plant, %d'
 BEGINNING = b'{"id":'  # of each line that we write
 CONTROL = re.compile(rb'[\x01-\x09\x0b-\x1f]')  # in no line that we write
 
@@ -81,6 +79,14 @@ def line_at(fd: int, offset: int) -> Line:
     return _line(offset, text[: text.find(b'\n') + 1] or text)
 
 
+def plant_at(fd: int, offset: int, id: int) -> Plant:
+    """Return the plant of an entry of the index, or raise ``IndexDamaged``."""
+    plant = line_at(fd, offset).plant if offset >= 0 else None
+    if plant is None or plant.id != id:
+        raise IndexDamaged('an entry is not of this file')
+    return plant
+
+
 def _line(offset: int, text: bytes) -> Line:
     try:
         return Line(offset, text, record.decode(text), '')
@@ -89,12 +95,7 @@ def _line(offset: int, text: bytes) -> Line:
 
 
 def read_plants(path: Path) -> Iterator[Plant]:
-    """Yield the plants of a file, which may be in use; nothing is changed.
-
-    Raises:
-        StoreUnavailable: The file cannot be read.
-        StoreCorrupt: A line is damaged, and it is not a torn tail.
-    """
+    """Yield the plants of a file, which may be in use; nothing is changed."""
     with reading(path) as (fd, synced):
         end = whole_size(path, fd)
         check_length(path, fd, end, synced)
@@ -116,44 +117,28 @@ def read_plants(path: Path) -> Iterator[Plant]:
 def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """Open a plant file for a command; yield a descriptor, and the synced end.
 
-    The end is known before the size of the file is asked for: other processes append
-    and sync meanwhile.
-
-    Raises:
-        StoreUnavailable: A system call failed.
+    The caller asks for the size after that: others append and sync meanwhile. An
+    ``OSError`` becomes a ``StoreUnavailable``.
     """
     try:
         with open(open_file(path, flags), 'rb') as file:
-            fd = file.fileno()
-            with closing(Index(path, fd)) as index:
-                synced = index.synced
-            yield fd, synced
+            index = Index(path, file.fileno())
+            index.close()
+            yield file.fileno(), index.synced
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
 
 def read_on(
-    path: Path,
-    fd: int,
-    index: Index,
-    end: int,
-    ids: Iterable[int] = (),
-    *,
-    crashed: bool = False,
+    path: Path, fd: int, index: Index, end: int, ids: Iterable[int], *, crashed: bool
 ) -> tuple[dict[int, int], Line | None]:
     """Enter the lines up to ``end`` into an index; progress goes to the log.
 
-    After a crash of the machine there may be lost blocks.
+    A plant may be there twice, and, if the machine may have ``crashed``, lost blocks.
 
     Returns:
         The offsets of those ids that are known then, unless the index is being built;
         and the first line of a torn tail, or ``None``.
-
-    Raises:
-        IndexDamaged: The index must be built again.
-        StoreUnavailable: The index knows lines behind the end of the file.
-        StoreCorrupt: A line is damaged, and it is no torn tail; or two plants have one
-            id. (A plant may be in the file twice.)
     """
     start, size = index.end, end - index.end
     began = reported = time.monotonic()
@@ -171,8 +156,9 @@ def read_on(
                 raise StoreUnavailable(reason, store=str(path)) from ex
         found = index.learn(lines, ids)
         for id, offset in lines:
-            if found[id] != offset:
-                _check_repeat(path, fd, found[id], offset)
+            first = found[id]
+            if first != offset and plant_at(fd, first, id) != plant_at(fd, offset, id):
+                raise _corrupt(path, fd, offset, REPEATED % id)
         if torn is not None:
             break
         now = time.monotonic()
@@ -186,51 +172,31 @@ def read_on(
     return {id: found[id] for id in ids if id in found}, torn
 
 
-def _check_repeat(path: Path, fd: int, first: int, again: int) -> None:
-    plant, other = line_at(fd, first).plant, line_at(fd, again).plant
-    if plant is None or other is None or plant.id != other.id:
-        raise IndexDamaged('an entry is not of this file')
-    if plant != other:
-        raise _corrupt(path, fd, again, repeated(plant.id))
-
-
 def check_opening(path: Path) -> None:
-    """Raise what an open of a plant file would raise; change nothing.
-
-    Raises:
-        StoreUnavailable: It is too short, no file of plants, or it cannot be read.
-        StoreCorrupt: A line that an open would read is damaged.
-    """
-    with (
-        open(open_file(path), 'rb') as file,
-        closing(Index(path, file.fileno())) as index,
-    ):
+    """Raise what an open of a plant file would raise; change nothing."""
+    with open(open_file(path), 'rb') as file:
         fd = file.fileno()
-        # After the synced end is known: other processes append and sync meanwhile.
-        end = whole_size(path, fd)
-        check_length(path, fd, end, index.synced)
-        if index.reason is not None:
-            index.build(temporary=True)
-        with suppress(IndexDamaged):  # an open builds such an index again
-            read_on(path, fd, index, end, crashed=True)
+        with closing(Index(path, fd)) as index:
+            end = whole_size(path, fd)  # now: see ``reading``
+            check_length(path, fd, end, index.synced)
+            if index.reason is not None:
+                index.build(temporary=True)
+            with suppress(IndexDamaged):  # an open builds such an index again
+                read_on(path, fd, index, end, (), crashed=True)
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:
     """Move the bytes of a plant file from an offset on to a side file; return its path.
 
-    REQUIRES: the lock of the plant file.
-
-    Raises:
-        OSError: A system call failed. The bytes are in the plant file or the side file.
+    REQUIRES: the lock. After an error the bytes are in the plant file or the side file.
     """
     end = os.fstat(fd).st_size
     side = copy_aside(path, fd, [(offset, end)], 'torn')
     try:
         # The point of no return: the bytes are durable in both files; the cut leaves
-        # one. Until the file is synced, a crash may bring them back, to be cut again.
-        # The sync must come before the next append: a crash could leave blocks of both,
-        # and the beginning of a new record with the end of an old one may be a record
-        # that no client sent.
+        # one. A crash before the sync may bring them back, to be cut again. The sync
+        # must come before the next append: a crash could leave blocks of both, and the
+        # beginning of a new record with the end of an old one may be a third record.
         os.ftruncate(fd, offset)
         os.fdatasync(fd)
     except BaseException:
@@ -242,10 +208,7 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
 
 
 def write_again(fd: int, start: int) -> None:
-    """Write the bytes of a plant file from an offset on again, and sync the file.
-
-    REQUIRES: the lock of the plant file.
-    """
+    """Write the bytes from an offset on again, and sync them. REQUIRES: the lock."""
     while data := os.pread(fd, CHUNK, start):
         start += os.pwrite(fd, data, start)
     # NOTE: not fdatasync, which leaves out the mtime: the index has it.
@@ -253,10 +216,7 @@ def write_again(fd: int, start: int) -> None:
 
 
 def whole_size(path: Path, fd: int) -> int:
-    """Return the size of a plant file between two appends, not in the middle of one.
-
-    REQUIRES: the caller does not hold the lock, which is taken for a moment.
-    """
+    """Return the size of a plant file between two appends; takes the lock for that."""
     take_flock(path, fd, fcntl.LOCK_SH)
     try:
         return os.fstat(fd).st_size
@@ -265,11 +225,7 @@ def whole_size(path: Path, fd: int) -> int:
 
 
 def check_length(path: Path, fd: int, size: int, known: int) -> None:
-    """Refuse a plant file that is shorter than an end that it has had.
-
-    Raises:
-        StoreUnavailable: It is; the message says what an operator can do.
-    """
+    """Refuse a plant file that is shorter than an end that it has had."""
     missing = known - size
     # An editor may have left out the last line feed.
     if missing > 1 or (missing == 1 and os.pread(fd, 1, size - 1) == b'\n'):
@@ -281,27 +237,19 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
         )
 
 
-def repeated(id: int) -> str:
-    """Return what is wrong with a line whose id an earlier line has."""
-    return f'its id is that of a different plant, {id}'
-
-
 def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
     return StoreCorrupt(str(path), 1 + count_lines(fd, 0, offset), offset, reason)
 
 
 def count_lines(fd: int, start: int, end: int) -> int:
     """Return how many lines end between two offsets."""
-    return sum(chunk.count(b'\n') for _, chunk in _chunks(fd, start, end))
+    return sum(piece.count(b'\n') for piece in pieces(fd, start, end))
 
 
 def _chunks(
     fd: int, start: int, end: int, size: int = CHUNK
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield a file in chunks of whole lines, each with its offset.
-
-    Only the last chunk may end without a line feed.
-    """
+    """Yield chunks of whole lines, each with its offset; the last may lack its feed."""
     offset = start
     unfinished: list[bytes] = []  # of a line; joined once, however long it is
     for data in pieces(fd, start, end, size):
@@ -319,12 +267,7 @@ def _chunks(
 def _torn_tail(
     path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
 ) -> Line | None:
-    """Return the first line of a torn tail; ``None`` if no line is damaged any more.
-
-    Raises:
-        StoreUnavailable: It is not a file of plants.
-        StoreCorrupt: A line is damaged, and it is not a torn tail.
-    """
+    """Return the first line of a torn tail; ``None`` if no line is damaged any more."""
     lines = read_lines(fd, start, end)
     line = next((line for line in lines if line.plant is None), None)
     if line is None:
@@ -344,18 +287,13 @@ def _torn_tail(
 
 
 def check_ours(path: Path, fd: int) -> None:
-    """Refuse a file of something else, which a command or a start would change.
-
-    Raises:
-        StoreUnavailable: No line of it is a plant, and no crash can have left it; or it
-            is a JSON array, of which the last line may be a plant.
-    """
+    """Refuse a file of which no line is a plant, and that no crash can have left."""
     first = line_at(fd, 0)
     if not first.text or first.plant is not None or _is_torn_record(first):
         return
     reason = 'no line of it is a plant'
     if first.text.startswith(b'['):
-        reason = 'it is a JSON array'
+        reason = 'it is a JSON array'  # of which the last line may be a plant
     elif any(line.plant is not None for line in read_lines(fd, 0, sys.maxsize)):
         return
     raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))

@@ -27,8 +27,7 @@ class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
     plants: int  # the number of sound ones
-    # A sentence for each line that is not a plant, or has the id of an earlier plant,
-    # and for what is missing at the end.
+    # A sentence for each damaged line or taken id, and for what is missing at the end.
     damaged: tuple[str, ...] = ()
     repaired: str = ''  # what was done about them, and what is left to do
 
@@ -38,12 +37,8 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
 
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
     accepted: the plant file is replaced in one step by another file, with all sound
-    lines. A server that has the old one open refuses plants until it is reloaded.
-
-    Raises:
-        StoreUnavailable: It is no file of plants, or a file cannot be read or written.
-            The plant file is unchanged; or it is repaired, but a power cut may still
-            undo the repair.
+    lines. A server that has the old one open refuses plants until it is reloaded. After
+    an error the file is unchanged, or repaired, which a power cut may still undo.
     """
     sentences: list[str] = []
     with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
@@ -58,8 +53,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
         for line in damaged:
             number += recovery.count_lines(fd, counted, line.offset)
             counted = line.offset
-            place = f'{path}: line {number} (byte {line.offset})'
-            sentences.append(f'{place}: {line.reason}')
+            sentences.append(f'{path}: line {number} (byte {counted}): {line.reason}')
         try:
             recovery.check_length(path, fd, end, synced)
         except StoreUnavailable as ex:
@@ -101,10 +95,7 @@ def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
 def _find_damage(
     path: Path, fd: int, end: int, progress: Progress
 ) -> tuple[int, list[Line], int]:
-    """Return the number of sound lines, the others, and that of wrong ids in the index.
-
-    A table on disk finds repeated ids without holding all ids in memory.
-    """
+    """Return how many lines are sound, the others, and how many ids are wrong."""
     count = wrong = 0
     damaged: list[Line] = []
     repeated: list[tuple[int, int]] = []
@@ -133,5 +124,5 @@ def _find_damage(
     for first, again in repeated:
         line, plant = recovery.line_at(fd, again), recovery.line_at(fd, first).plant
         if plant is not None and line.plant != plant:
-            damaged.append(line._replace(reason=recovery.repeated(plant.id)))
+            damaged.append(line._replace(reason=recovery.REPEATED % plant.id))
     return count - len(damaged), sorted(damaged), wrong

@@ -9,25 +9,24 @@ have such a version.
 a checkpoint has ended, and SQLite lays them over the main file. If one of the two was
 put back from another moment, ids are missing, and SQLite does not notice. So each
 commit counts up a number in page 1 (``user_version``). With the commits ``first`` to
-``last`` in the WAL, the main file fits if
+``last`` in the WAL, the main file fits if it is not longer than the last commit says,
+and its number is
 
-* its number is ``first - 1``, and it is not shorter than its page 1 says; or
-* its number is from ``first`` to ``last``: a checkpoint of this WAL was cut off. It
-  writes page 1 first, and whatever page it writes is in the WAL, too;
+* ``first - 1``, and it is not shorter than its page 1 says; or
+* from ``first`` to ``last``: a checkpoint of this WAL was cut off. It writes page 1
+  first, and whatever page it writes is in the WAL, too.
 
-and it is not longer than the last commit says. After a checkpoint the next commit
-begins the WAL again. Until it ends, the WAL has no commit, and the main file alone
-counts. Without a WAL the index must have been closed: a main file that was in use may
-be a copy from the middle of a checkpoint. The lengths tell of a copy that took longer
-than a checkpoint which added pages. They do not tell of a copy that stopped for a while
-in the middle of a checkpoint, or beside one that added none.
+After a checkpoint the next commit begins the WAL again. Until it ends, the WAL has no
+commit, and the main file alone counts. Without a WAL the index must have been closed: a
+main file that was in use may be a copy from the middle of a checkpoint. The lengths
+tell of a copy that took longer than a checkpoint which added pages, not of one that
+paused in the middle of a checkpoint, or beside one that added none.
 
 **Forks.** SQLite has locks in memory, for all connections of a process. A child that is
-forked while another thread holds one would wait for it forever. So every use of a
-connection holds a lock of this module, and a fork waits for these locks: two, because a
-look must not wait for a flush. SQLite's locks on files belong to a process, and its
-connections share them: while a child has a connection of its parent open, its own ones
-take no locks. So ``connect`` closes those first.
+forked while another thread holds one would wait forever. So every use of a connection
+holds a lock of this module, and a fork waits for both: two, because a look must not
+wait for a flush. SQLite's locks on files belong to a process: connections of a child
+take none while it has one of its parent open. So ``connect`` closes inherited ones.
 """
 
 from __future__ import annotations
@@ -45,16 +44,12 @@ from pathlib import Path
 from random import getrandbits
 from typing import NamedTuple
 
-# Ids of one INSERT. json.dumps() holds the GIL, 0.2 ms for so many.
-ROWS = 1_024
-# A checkpoint syncs two files. A commit begins it when the WAL has so many pages.
-CHECKPOINT_PAGES = 1_000
-# Cache of SQLite while a table is built: scattered ids change nearly every page again
-# and again. With a small cache each page would be written a hundred times.
+ROWS = 1_024  # ids of one INSERT; json.dumps() holds the GIL, 0.2 ms for so many
+CHECKPOINT_PAGES = 1_000  # in the WAL; then a commit begins a checkpoint: two syncs
+# While a table is built: with a small cache each page is written a hundred times.
 BUILD_CACHE_KIB = 256 * 1024
 BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
-# Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is. All
-# of them are big-endian.
+# Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is.
 WAL_HEADER, FRAME_HEADER = 32, 24
 
 SCHEMA = (
@@ -83,9 +78,7 @@ class State(NamedTuple):
     inode: int  # that of the plant file
     mark: int  # the end of the lines whose ids are in the table
     tail: int  # the CRC-32 of the bytes of the plant file before the mark
-    # That of the plant file, in nanoseconds, since the last process has closed the
-    # index; None while one has it in use.
-    mtime: int | None
+    mtime: int | None  # of the plant file, in ns, at the last close; None while in use
 
 
 class IndexDamaged(Exception):
@@ -94,13 +87,12 @@ class IndexDamaged(Exception):
 
 _reading, _writing = threading.RLock(), threading.RLock()
 for _lock in _reading, _writing:
-    # NOTE: these are never removed, so they must not keep this module in memory.
+    # NOTE: never removed, so these callbacks must not keep this module in memory.
     os.register_at_fork(
         before=_lock.acquire,
         after_in_parent=_lock.release,
         after_in_child=_lock.release,
     )
-
 
 # The connections that read, each with the process that has made it, and its file.
 _readers: dict[sqlite3.Connection, tuple[int, Path]] = {}
@@ -121,8 +113,7 @@ def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator
     except OSError as ex:
         raise error(ex.strerror or str(ex)) from ex  # a client sees it: no path
     except (sqlite3.Error, TypeError, ValueError) as ex:
-        code = getattr(ex, 'sqlite_errorcode', None)
-        is_no_table = code == sqlite3.SQLITE_NOTADB
+        is_no_table = getattr(ex, 'sqlite_errorcode', None) == sqlite3.SQLITE_NOTADB
         reason = 'it is of an earlier version, or no index' if is_no_table else str(ex)
         raise error(reason) from ex
 
@@ -131,7 +122,6 @@ def _failed(reason: str) -> OSError:
     return OSError(errno.EIO, f'the index: {reason}')
 
 
-# For the use of connections that read, and of those that write.
 reading = partial(_using, _reading, IndexDamaged)
 writing = partial(_using, _writing, _failed)
 
@@ -153,53 +143,29 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
     They only grow: those that are the same again are of one moment.
     """
     before = None
-    while not (found := _Moment.read(path, connection)).fits():
-        if found == before:
-            return False
-        before = found
-    return True
-
-
-class _Moment(NamedTuple):
-    """What tells whether main file and WAL are of one moment; lengths in pages."""
-
-    number: int  # in the main file
-    length: int  # of the main file
-    header_length: int  # as page 1 of the main file says
-    has_wal: bool
-    first: int | None  # the number of the first commit in the WAL
-    last: int  # as SQLite reads it
-    last_length: int  # likewise
-    is_closed: bool
-
-    @classmethod
-    def read(cls, path: Path, connection: sqlite3.Connection) -> _Moment:
+    while True:
         header = _read_header(path)
+        number, header_length = _integer(header, 60), _integer(header, 28)
         [page_size] = connection.execute('PRAGMA page_size').fetchone()
         [last] = connection.execute('PRAGMA user_version').fetchone()
         [last_length] = connection.execute('PRAGMA page_count').fetchone()
-        return cls(
-            _integer(header, 60),
-            os.stat(path).st_size // page_size,
-            _integer(header, 28),
-            *_read_wal(path),
-            last,
-            last_length,
-            read_state(connection).mtime is not None,
-        )
-
-    def fits(self) -> bool:
-        if not self.has_wal:
-            return self.is_closed
-        if self.first is None or self.number == self.first - 1:
-            is_whole = self.length >= self.header_length
+        length = os.stat(path).st_size // page_size
+        has_wal, first = _read_wal(path)
+        is_closed = read_state(connection).mtime is not None
+        if not has_wal:
+            fits = is_closed
+        elif first is None or number == first - 1:
+            fits = header_length <= length <= last_length
         else:
-            is_whole = self.first <= self.number <= self.last
-        return is_whole and self.length <= self.last_length
+            fits = first <= number <= last and length <= last_length
+        lengths = header_length, length, last_length
+        found = number, first, last, has_wal, is_closed, lengths
+        if fits or found == before:
+            return fits
+        before = found
 
 
 def _read_header(path: Path) -> bytes:
-    """Return the header of the main file."""
     # NOTE: closing a file releases all locks that this process has on it, those of
     # SQLite, too. So it stays open while connections are, and the path names it.
     fd = _mains.get(path)
@@ -216,8 +182,7 @@ def _read_wal(path: Path) -> tuple[bool, int | None]:
         header = wal.read(WAL_HEADER)
         page_size = _integer(header, 8)
         # Frames with another salt are from before the WAL was begun again. The pages of
-        # a commit are in order, but one that is larger than the cache begins with
-        # others.
+        # a commit are in order, unless it is larger than the cache.
         while (frame := wal.read(FRAME_HEADER)) and frame[8:16] == header[16:24]:
             if _integer(frame, 0) == 1:
                 return True, _integer(wal.read(page_size), 60)
@@ -260,11 +225,8 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
 def new_table(path: Path | None = None) -> sqlite3.Connection:
     """Return a connection to a new table, in a transaction.
 
-    An unfinished table is removed, never rolled back. So it needs no journal, and only
-    the commit syncs.
-
-    Args:
-        path: An empty file, or ``None`` for a table that SQLite removes.
+    It is in an empty file, or, without a path, in one that SQLite removes. If it is not
+    finished it is removed, never rolled back. So it needs no journal.
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
@@ -306,10 +268,8 @@ def find(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
 def insert(
     connection: sqlite3.Connection, entries: dict[int, int], start: int, end: int
 ) -> None:
-    """Insert the entries between two offsets whose id is not there yet.
-
-    SQLite leaves out the others and sorts: in Python that would hold the GIL.
-    """
+    """Insert the entries between two offsets whose id is not there yet."""
+    # SQLite leaves out the others and sorts: in Python that would hold the GIL.
     rest = iter(entries.items())
     while rows := dict(islice(rest, ROWS)):
         connection.execute(INSERT, [json.dumps(rows), start, end])

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sqlite3
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -299,6 +299,18 @@ class TestBuilt:
             assert store.add(Plant(100, 'Moss'))
             with pytest.raises(IdTaken):
                 store.add(Plant(999, 'Moss'))
+
+    def test_entry_that_no_file_can_have(self, path):
+        """An index with an offset below 0 is built again, also for a repeated line."""
+        for id, repeat in (3, b''), (4, lines(Plant(4, 'Fern'))):
+            with JSONLinesStore(path) as store:
+                store.add_many([Plant(number, 'Fern') for number in range(5)])
+                wait_for_flush(path)
+                with closing(sqlite3.connect(index_of(path))) as other, other:
+                    other.execute('UPDATE plants SET offset = -1 WHERE id = ?', [id])
+                append(path, repeat)
+                with pytest.raises(IdTaken):
+                    store.add(Plant(id, 'Moss'))
 
     def test_check_leaves_a_table_that_is_built(self, path):
         """A check removes no table that another process is building."""
