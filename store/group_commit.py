@@ -34,7 +34,7 @@ Written = TypeVar('Written')
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
 SLOW_SYNCS_IN_FLIGHT = 4
-# A full batch, so that a small record is not made slow by a crowd of large ones.
+# The size of a full batch: a crowd of large records must not make a small one slow.
 BATCH_BYTES = 1024 * 1024
 
 
