@@ -23,15 +23,13 @@ from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
 
-# Characters of a number literal: far more than any use needs, and far fewer than make
-# its conversion slow, which takes time with the square of the length.
+# Characters of a number literal. A conversion takes time with the square of the length.
 MAX_NUMBER_LENGTH = 1_000
 # Characters of the client's input that a message repeats.
 MAX_SHOWN_LENGTH = 60
 
 # Draft 2020-12 takes 1.0 for an integer, draft 4 does not. So a rule with the type
-# integer gets a reference to this schema, which accepts what is no number or an integer
-# literal.
+# integer refers to this schema: the only numbers that it accepts are integer literals.
 _LITERAL_URI = 'urn:integer-literal'
 _LITERAL = {
     '$schema': 'http://json-schema.org/draft-04/schema#',
@@ -50,7 +48,8 @@ class Invalid(Exception):
     """A value breaks rules of a schema; the message names every fault."""
 
 
-# NOTE: built once: json.dumps() with arguments builds one at every call.
+# NOTE: encoder and decoder are built once: json.dumps() and json.loads() with arguments
+# build one at every call.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -82,7 +81,6 @@ def _constant(literal: str) -> NoReturn:
     raise NotJSON(f'{literal} is not JSON')
 
 
-# NOTE: built once: json.loads() with arguments builds one at every call.
 _decode = json.JSONDecoder(
     object_pairs_hook=_object,
     parse_int=lambda literal: int(_bounded(literal)),
@@ -92,11 +90,7 @@ _decode = json.JSONDecoder(
 
 
 class Schema:
-    """The schema in the file ``{name}.json``, ready to check bodies; build it once.
-
-    Raises:
-        ValueError: A file is not a JSON Schema; the message is a sentence.
-    """
+    """The schema in ``{name}.json``, built once to check bodies; raises as ``load``."""
 
     def __init__(self, name: str) -> None:
         files = load()
@@ -107,25 +101,19 @@ class Schema:
                     part['allOf'] = [*part.get('allOf', []), {'$ref': _LITERAL_URI}]
         files[_LITERAL_URI] = _LITERAL
         try:
+            registry = jsonschema_rs.Registry(list(files.items()))
             self._validator = jsonschema_rs.Draft202012Validator(
-                files[f'{name}.json'],
-                registry=jsonschema_rs.Registry(list(files.items())),
-                offline=True,
-                mask=_MASK,
+                files[f'{name}.json'], registry=registry, offline=True, mask=_MASK
             )
         except (ValueError, jsonschema_rs.ReferencingError) as ex:
             path = DIRECTORY / f'{name}.json'
             raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
 
     def read(self, text: bytes) -> Any:
-        """Return the value of JSON text, which must keep the rules of the schema.
+        """Return the value of JSON text, or raise ``NotJSON`` or ``Invalid``.
 
         ``docs/api.md`` says how strictly the text is read. The stack of the interpreter
         bounds nesting, at some hundreds of levels.
-
-        Raises:
-            NotJSON: The text is not such JSON.
-            Invalid: Its value breaks rules of the schema.
         """
         try:
             decoded = text.decode()
@@ -143,8 +131,7 @@ class Schema:
         except UnicodeEncodeError as ex:
             raise NotJSON('a string holds a lone surrogate') from ex
         except json.JSONDecodeError as ex:
-            message = ex.msg.removesuffix(' at')
-            raise NotJSON(f'{message} at character {ex.pos}') from ex
+            raise NotJSON(f'{ex.msg.removesuffix(" at")} at character {ex.pos}') from ex
         except (RecursionError, ValueError) as ex:
             # ValueError: rules that compare values have a limit of their own.
             raise NotJSON('it is nested too deeply') from ex
@@ -187,8 +174,7 @@ def _describe(error: jsonschema_rs.ValidationError) -> str:
     rule: Any = error.kind.value
     match error.kind.name:
         case 'required':
-            path = [*path, rule]
-            sentence = 'is missing'
+            path, sentence = [*path, rule], 'is missing'
         case 'type' if len(rule) == 1 or set(rule) == set(_LITERAL['type']):
             type = rule[0] if len(rule) == 1 else 'integer'
             article = 'an' if type[0] in 'aio' else 'a'

@@ -1,7 +1,6 @@
 """The command line: ``python -m store list|count|check|copy``.
 
-It reads one variable of the environment, ``PLANTS_STORE``, which names the same store
-here as for the server. ``store/`` may not import ``web/settings.py``, which reads all.
+It reads ``PLANTS_STORE`` itself, since ``store/`` may not import ``web/settings.py``.
 """
 
 from __future__ import annotations
@@ -17,20 +16,13 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
 
-from store import (
-    DEFAULT_URL,
-    IdTaken,
-    Plant,
-    PlantStore,
-    StoreError,
-    StoreUnavailable,
-    __version__,
-    masked,
-    open_store,
-)
-from store.base import Create, batches
+from store import __version__
+from store.base import Create, Plant, PlantStore, batches
+from store.errors import IdTaken, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
+from store.masking import masked
+from store.url import DEFAULT_URL, open_store
 
 PIPE = '-'  # the URL of the standard input
 RETRY_AFTER = 1.0  # seconds, while a copy waits for a store
@@ -95,12 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog='python -m store',
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _Parser(prog='python -m store', description=DESCRIPTION, epilog=EPILOG)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     version = f'plant store {__version__}'
     parser.add_argument('--version', action='version', version=version)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
@@ -268,9 +256,7 @@ def _read_plants() -> Iterator[Plant]:
     try:
         for number, line in enumerate(sys.stdin.buffer, 1):
             try:
-                # The last line feed may be missing: a line that was cut off anywhere
-                # else is no JSON object.
-                yield record.decode(line.removesuffix(b'\n') + b'\n')
+                yield record.decode(line)
             except record.DamagedRecord as ex:
                 raise StoreError(f'{name}: line {number} is no plant: {ex}') from ex
     except OSError as ex:

@@ -8,11 +8,10 @@ leader is the first caller that is still waiting.
 Appends exclude each other. Syncs need not, since a sync covers every byte that was
 written before it began. How many may be in flight follows the measured time of a sync:
 
-* Where a sync is quick (tens of microseconds, a disk with a battery), its cost is the
-  system calls and the thread switches around it. One in flight is best: while it runs
-  the next batch gathers, so that one append, one sync and one switch serve many.
-* Where a sync is slow (milliseconds, an ordinary disk), a caller that just misses a
-  batch would wait for two syncs. Several in flight overlap, and the disk groups them.
+* Where it is quick (tens of microseconds, a disk with a battery), the system calls and
+  thread switches around it are the cost. So one is in flight, and the next batch grows.
+* Where it is slow (milliseconds, an ordinary disk), a caller that just misses a batch
+  would wait for two syncs. Several in flight overlap, and the disk groups them.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, Generic, TypeVar
@@ -34,24 +34,21 @@ Written = TypeVar('Written')
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
 SLOW_SYNCS_IN_FLIGHT = 4
-# A batch that has this size takes no further record, so that a small record is not made
-# slow by a crowd of large ones.
+# The size of a full batch: a crowd of large records must not make a small one slow.
 BATCH_BYTES = 1024 * 1024
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Entry(Generic[Item]):
-    """A record on its way to the disk."""
+    """A record on its way to the disk; equal only to itself."""
 
-    __slots__ = ('_leads', '_wake', 'error', 'item', 'new', 'size')
-    _wake: Callable[[], object]  # set when its caller waits
-
-    def __init__(self, item: Item, size: int) -> None:
-        self.item = item
-        self.size = size  # in bytes
-        # Set by the append or the sync: what submit() returns, or raises.
-        self.new = False
-        self.error: BaseException | None = None
-        self._leads = False
+    item: Item
+    size: int  # in bytes
+    # Set by the append or the sync: what submit() returns, or raises.
+    new: bool = False
+    error: BaseException | None = None
+    _leads: bool = False
+    _wake: Callable[[], object] = field(init=False)  # set when its caller waits
 
 
 def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
@@ -166,13 +163,11 @@ class GroupCommit(Generic[Item, Written]):
             more = self._scheduler.give_way()
 
     def _take_batch(self) -> list[Entry[Item]]:
-        batch = []
-        size = 0
+        batch, size = [], 0
         with self._lock:
             while self._waiting and size < BATCH_BYTES:
-                entry = self._waiting.popleft()
-                size += entry.size
-                batch.append(entry)
+                batch.append(self._waiting.popleft())
+                size += batch[-1].size
         return batch
 
     def _wake_leader(self) -> None:

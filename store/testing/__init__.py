@@ -17,36 +17,21 @@ import inspect
 import itertools
 import os
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from store import (
-    IdTaken,
-    Plant,
-    PlantStore,
-    Scheduler,
-    StoreClosed,
-    StoreUnavailable,
-    open_store,
-)
-from store.testing.plants import (
-    FERN,
-    HOSTILE,
-    IDS,
-    MOSS,
-    NO_PLANTS,
-    PLANTS,
-    SIMILAR,
-    plane,
-)
+from store.base import Plant, PlantStore
+from store.errors import IdTaken, StoreClosed, StoreUnavailable
+from store.scheduler import THREADS
+from store.testing.plants import FERN, HOSTILE, IDS, MOSS, NO_PLANTS, SIMILAR, samples
 from store.testing.waiting import FORK, PATIENCE, in_child, in_threads, wait_until
-
-Result = TypeVar('Result')
+from store.url import open_store
 
 
 def uses(store: PlantStore) -> list[Callable[[], object]]:
@@ -60,27 +45,16 @@ def open_files() -> set[Path]:
     return {file for file in Path('/proc/self/fd').iterdir() if file.exists()}
 
 
-def quoting(contract: type) -> type:
-    """Have each test of a class quote its docstring, a promise, when it fails."""
-
-    def quoted(test: Callable[..., None]) -> Callable[..., None]:
-        @wraps(test)
-        def run(*arguments: object, **fixtures: object) -> None:
-            try:
-                test(*arguments, **fixtures)
-            except BaseException as ex:
-                ex.add_note(f'The promise: {inspect.getdoc(test)}')
-                raise
-
-        return run
-
-    for name, test in vars(contract).copy().items():
-        if name.startswith('test_'):
-            setattr(contract, name, quoted(test))
-    return contract
+@contextmanager
+def quoting(promise: str | None) -> Iterator[None]:
+    """Quote a promise when a test fails."""
+    try:
+        yield
+    except BaseException as ex:
+        ex.add_note(f'The promise: {promise}')
+        raise
 
 
-@quoting
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 class StoreContract:
     """The tests of one store class; see the top of this module for the subclass."""
@@ -101,10 +75,6 @@ class StoreContract:
         """Return the URL of the store, or skip the test if it has none."""
         return self.url(store) or pytest.skip('the plants of this store die with it')
 
-    def reopen(self, store: PlantStore) -> PlantStore:
-        """Return another store of the same plants, which was not used yet."""
-        return open_store(self.shared_url(store))
-
     def assert_holds(self, store: PlantStore, *plants: Plant) -> None:
         """Check which plants are stored, with the code of the store and without it."""
         assert sorted(self.raw_plants(store)) == sorted(plants)
@@ -115,15 +85,13 @@ class StoreContract:
 
         It outlives the store object. When it is added again, ``add`` returns ``False``.
         """
-        texts = [character * 2**20 for character in 'x"\x01\U0001f331']
-        texts += map(plane, range(17))
-        plants = [*PLANTS, *(Plant(9000 + at, text) for at, text in enumerate(texts))]
+        plants = samples()
         assert all(map(store.add, plants))
         assert not any(map(store.add, plants))
         self.assert_holds(store, *plants)
-        if self.url(store):
+        if url := self.url(store):
             store.close()
-            with self.reopen(store) as again:
+            with open_store(url) as again:
                 self.assert_holds(again, *plants)
                 assert not any(map(again.add, plants))
 
@@ -133,11 +101,8 @@ class StoreContract:
         new = [Plant(id, 'Moss', 'shade') for id in IDS]
         taken = [Plant(5, 'Moss'), new[1]._replace(tag=None)]
         outcomes = store.add_many([*new, *taken, Plant(5, 'Fern'), new[0], *taken])
-        shown = [
-            f'{outcome.id} is taken' if isinstance(outcome, IdTaken) else outcome
-            for outcome in outcomes
-        ]
-        refused = [f'{plant.id} is taken' for plant in taken]
+        shown = [str(end) if isinstance(end, IdTaken) else end for end in outcomes]
+        refused = [str(IdTaken(plant.id)) for plant in taken]
         assert shown == [True] * len(new) + refused + [False, False] + refused
         assert store.add_many([]) == []
         self.assert_holds(store, Plant(5, 'Fern'), *new)
@@ -145,15 +110,13 @@ class StoreContract:
     def test_taken_id_is_refused(self, store: PlantStore) -> None:
         """When ``add`` raises ``IdTaken``, the store is unchanged."""
         stored = [plant._replace(id=id) for id, plant in enumerate(SIMILAR)]
-        assert all(store.add(plant) for plant in stored)
-        for plant, similar in itertools.product(stored, SIMILAR):
-            other = similar._replace(id=plant.id)
-            if other != plant:
-                with pytest.raises(IdTaken) as caught:
-                    store.add(other)
-                assert caught.value.id == plant.id
+        assert all(map(store.add, stored))
+        for plant, other in itertools.permutations(stored, 2):
+            with pytest.raises(IdTaken) as caught:
+                store.add(other._replace(id=plant.id))
+            assert caught.value.id == plant.id
         self.assert_holds(store, *stored)
-        assert not any(store.add(plant) for plant in stored)
+        assert not any(map(store.add, stored))
 
     def test_unavailable_store_recovers(self, store: PlantStore) -> None:
         """When ``add`` raises ``StoreUnavailable``: repeat the call."""
@@ -167,22 +130,18 @@ class StoreContract:
         self.assert_holds(store, FERN, MOSS)
 
     @pytest.mark.parametrize('run', [in_threads, in_child])
-    def test_adds_at_once(
-        self, store: PlantStore, run: Callable[[Callable[[], object]], None]
-    ) -> None:
+    def test_adds_at_once(self, store: PlantStore, run: Callable[..., None]) -> None:
         """``add`` may be called from many threads, and from many processes.
 
         Each id has exactly one winner, and all may add the very same plants.
         """
-        if run is in_child:
-            self.shared_url(store)
+        url = self.shared_url(store) if run is in_child else None
         ids = {name: random.Random(name).sample(range(200), 120) for name in 'abcdefgh'}
         same = [Plant(id, 'Fern') for id in range(200, 220)]
         together, results = FORK.Barrier(len(ids)), FORK.SimpleQueue()
 
         def add_all(name: str) -> None:
-            opened = self.reopen(store) if run is in_child else nullcontext(store)
-            with opened as shared:
+            with open_store(url) if url else nullcontext(store) as shared:
                 together.wait(PATIENCE)
                 for plant in same:
                     shared.add(plant)
@@ -191,25 +150,23 @@ class StoreContract:
                         shared.add(Plant(id, name))
                         results.put((id, name))
 
-        run(*(lambda name=name: add_all(name) for name in ids))
-        won = []
-        while not results.empty():
-            won.append(Plant(*results.get()))
+        run(*(partial(add_all, name) for name in ids))
+        results.put(None)
+        won = [Plant(*result) for result in iter(results.get, None)]
         assert sorted(plant.id for plant in won) == sorted(set().union(*ids.values()))
         self.assert_holds(store, *won, *same)
-        assert not any(store.add(plant) for plant in [*won, *same])
+        assert not any(map(store.add, [*won, *same]))
 
     def test_iterate_while_adding(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added before it began, each once."""
         before = [Plant(id, 'Fern') for id in range(50)]
         for plant in before:
             store.add(plant)
-        iterators = [iter(store), iter(store)]
-        seen = [[next(iterator)] for iterator in iterators]
+        begun = [(next(iterator), iterator) for iterator in (iter(store), iter(store))]
         for id in range(50, 100):
             store.add(Plant(id, 'Moss'))
-        for plants, iterator in zip(seen, iterators, strict=True):
-            plants += iterator
+        for first, others in begun:
+            plants = [first, *others]
             assert len(plants) == len(set(plants))
             assert set(plants) >= set(before)
 
@@ -222,50 +179,41 @@ class StoreContract:
         """
         url, files = self.shared_url(store), set(tmp_path.rglob('*'))
         with open_store(url, create='never') as missing:
-            for step, take in {
+            steps = {
                 'the constructor': lambda: open_store(f'{url}2').close(),
                 "check_opening with create='never'": missing.check_opening,
                 'check_opening': store.check_opening,
-            }.items():
+            }
+            for step, take in steps.items():
                 take()
                 for use in uses(missing):
                     with suppress(StoreUnavailable):
                         use()
-                        pytest.fail(
-                            f"{step} must make no store, and create='never' none, "
-                            f'but {use} does not raise StoreUnavailable'
-                        )
+                        fault = f"{step} must make no store, and create='never' none"
+                        pytest.fail(f'{fault}: {use} does not raise StoreUnavailable')
                 assert set(tmp_path.rglob('*')) == files, f'{step} must make no file'
 
     def test_wrong_url_is_not_repeated(self, store: PlantStore) -> None:
         """A ``ValueError`` for a URL does not repeat it: it may hold a password."""
-        scheme, said = self.shared_url(store).partition(':')[0], ''
+        scheme = self.shared_url(store).partition(':')[0]
         for wrong in '//me:S3cret@host:port/x', '//S3cret@[x', '?password=S3cret':
             try:
-                open_store(f'{scheme}:{wrong}').close()
+                with suppress(StoreUnavailable):  # it may be a path
+                    open_store(f'{scheme}:{wrong}').close()
             except ValueError as ex:
-                said = str(ex)
-            except StoreUnavailable:  # it may be a path
-                pass
-            # Of a sentence that repeats the URL open_store() shows only the class.
-            hidden = 'S3cret' in said or said.endswith('raised ValueError')
-            assert not hidden, f'a ValueError must not repeat the URL: {said}'
+                # Of a sentence that repeats the URL open_store() shows only the class.
+                if 'S3cret' in str(ex) or str(ex).endswith('raised ValueError'):
+                    pytest.fail(f'a ValueError must not repeat the URL: {ex}')
 
     def test_scheduler_calls_what_blocks(self, store: PlantStore) -> None:
         """``add`` and ``ping`` do what blocks in ``scheduler.call``."""
-        called: list[object] = []
-
-        class Noting(Scheduler):
-            def call(self, function: Callable[[], Result]) -> Result:
-                called.append(function)
-                return function()
-
-        with open_store(self.shared_url(store), scheduler=Noting()) as other:
+        scheduler = Mock(THREADS, wraps=THREADS)
+        with open_store(self.shared_url(store), scheduler=scheduler) as other:
             other.add(MOSS)  # it opens the store
             for use in uses(other)[:2]:
-                called.clear()
+                scheduler.call.reset_mock()
                 use()
-                assert called, f'scheduler.call was not called by {use}'
+                assert scheduler.call.called, f'scheduler.call was not called by {use}'
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_closed_store_refuses(self, store: PlantStore, used: bool) -> None:
@@ -298,8 +246,7 @@ class StoreContract:
             wait_until(lambda: len(added) > 50, '50 plants are added')
             store.close()
 
-        adds = (lambda name=name: add_until_closed(name) for name in 'abcd')
-        in_threads(close, *adds)
+        in_threads(close, *(partial(add_until_closed, name) for name in 'abcd'))
         assert set(added) <= set(self.raw_plants(store))
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
@@ -350,24 +297,25 @@ class StoreContract:
         store.ping()
         store.check_opening()
         self.assert_holds(store)
-        mixed = [''.join(chance.sample(plane(number), 3)) for number in range(17)]
-        texts = [*HOSTILE, *mixed]
         for step in range(300):
             id = chance.randrange(step // 3 + 1)
-            plant = Plant(id, chance.choice(texts), chance.choice([None, *texts]))
+            plant = Plant(id, chance.choice(HOSTILE), chance.choice([None, *HOSTILE]))
             if chance.random() < 0.3:
                 plant = plants.get(id, plant)
-            if plants.setdefault(id, plant) == plant:
+            fits = plants.setdefault(id, plant) == plant
+            with nullcontext() if fits else pytest.raises(IdTaken):
                 store.add(plant)
-            else:
-                with pytest.raises(IdTaken):
-                    store.add(plant)
             store.ping()
             if chance.random() < 0.1:
                 store.check_opening()
                 assert sorted(store) == sorted(plants.values())
-            if chance.random() < 0.1 and self.url(store):
+            if chance.random() < 0.1 and (url := self.url(store)):
                 store.close()
-                store = self.reopen(store)
+                store = open_store(url)
         self.assert_holds(store, *plants.values())
         store.close()
+
+
+for name, method in vars(StoreContract).copy().items():
+    if name.startswith('test_'):
+        setattr(StoreContract, name, quoting(inspect.getdoc(method))(method))

@@ -25,11 +25,6 @@ HOSTILE = [
 ]
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
-PLANTS = [
-    *(Plant(id, 'Fern', 'shade') for id in IDS),
-    *(Plant(7000 + at, text) for at, text in enumerate(HOSTILE)),
-    *(Plant(8000 + at, 'Fern', text) for at, text in enumerate(HOSTILE)),
-]
 
 # Different plants, also with the same id.
 SIMILAR = [
@@ -51,3 +46,14 @@ def plane(number: int) -> str:
     """Return every character of a plane of Unicode that a plant may hold."""
     points = range(max(1, number << 16), (number + 1) << 16)
     return ''.join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+
+
+def samples() -> list[Plant]:
+    """Return plants that have every kind of id and text, also a megabyte."""
+    long = [character * 2**20 for character in 'x"\x01\U0001f331']
+    names = [*HOSTILE, *long, *map(plane, range(17))]
+    return [
+        *(Plant(id, 'Fern', 'shade') for id in IDS),
+        *(Plant(7000 + at, name) for at, name in enumerate(names)),
+        *(Plant(8000 + at, 'Fern', tag) for at, tag in enumerate(HOSTILE)),
+    ]
