@@ -19,14 +19,12 @@ from gevent.socket import socket as GeventSocket
 
 from serving.scheduler import Turns
 
-# ---- time limits, in seconds
-
-# For a new connection to begin its first request; ``keepalive`` is for those after it.
+# Seconds for a new connection to begin its first request; then ``keepalive`` counts.
 FIRST_REQUEST = 15
-# For one request, from its first byte to the end of its body.
+# Seconds for one request, from its first byte to the end of its body.
 REQUEST_TIMEOUT = 30
-# For a client to take its last answer, and for one that is idle when its worker stops
-# or has as many connections as it may have.
+# Seconds for a client to take its last answer, and for one that is idle when its worker
+# stops or has as many connections as it may have.
 LINGER = 2
 # Bytes a second that a client must send to be listened to for longer than LINGER.
 LINGER_RATE = 256 * 1024
@@ -73,13 +71,11 @@ class Client:
         self._waits_before_read = False  # the rest of a record may be in the socket
 
     def expect_request(self, seconds: float) -> None:
-        """Give the client time to begin a request."""
         self.is_idle = True
         self.idle_since = time.monotonic()
         self.deadline = self.idle_since + seconds
 
     def begin_request(self) -> None:
-        """Give the client time to send the rest of a request."""
         self.is_idle = False
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
 
@@ -105,10 +101,7 @@ class Client:
         if self._buffered > MAX_BUFFERED:
             self.flush()
 
-    send = sendall
-
     def flush(self) -> None:
-        """Send the buffered answers."""
         buffer, self._buffer = self._buffer, []
         if self._buffered <= MAX_BUFFERED:
             buffer = [b''.join(buffer)]  # else without a copy: large data is shared
@@ -134,7 +127,7 @@ class Client:
         A client that sends a whole request before it reads must not be reset.
         """
         self.flush()
-        self._raw_socket.shutdown(socket.SHUT_WR)
+        self._shutdown(socket.SHUT_WR)
         self.is_idle = False
         began = time.monotonic()
         self.deadline = began + LINGER
@@ -147,15 +140,13 @@ class Client:
         """End all waits for the client: a read finds the end, a send fails."""
         self.has_ended = True
         self.deadline = math.inf
-        how = socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
         with suppress(OSError):  # the connection has ended already
-            self._raw_socket.shutdown(how)
+            self._shutdown(socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD)
+
+    def _shutdown(self, how: int) -> None:
+        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
+        self._sock._sock.shutdown(how)
 
     def close(self) -> None:
         self._readable.close()
         self._sock.close()
-
-    @property
-    def _raw_socket(self) -> Any:
-        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
-        return self._sock._sock
