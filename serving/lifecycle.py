@@ -4,9 +4,9 @@ The master builds the application once, before it forks, and every worker serves
 object: schemas, tokens, code, which file the store is. So does a worker that starts
 later, when files are half edited or gone. A reload (``master.py``) builds a new one.
 
-The master opens the store once before it makes workers. So a damaged file or an index
-to build is dealt with in the foreground, and not by workers that die in a loop.
-Afterwards the master never waits for a store, a lock or another process.
+The master opens the store once before it makes workers, so that a damaged file or an
+index to build is not left to workers that die in a loop. Afterwards the master never
+waits for a store, a lock or another process.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from web.tokens import make_token
 
 log = logging.getLogger('plants')
 
-# The application that this module is about; others are served as gunicorn does it.
-OURS = 'app:app'
+OURS = 'app:app'  # other applications are served as gunicorn does it
 # Names the directory of the counters to the new master of an upgrade.
 COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
 
@@ -79,9 +78,6 @@ def before_run(application: WSGIApplication) -> None:
         members = _summary(cfg, settings, 'none configured: a start makes one')
         print(_template(members) % {'message': PASSED, **members})
         sys.exit()
-
-
-# Hooks, in the order of a server's life.
 
 
 def when_ready(server: Master) -> None:
@@ -152,7 +148,7 @@ def on_exit(server: Master) -> None:
 
 
 def _serve(server: Master, settings: Settings) -> None:
-    """Have all workers that are forked from now on serve a new application.
+    """Have workers that are forked from now on serve a new application.
 
     They open its store, not this process.
     """

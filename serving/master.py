@@ -9,11 +9,10 @@ At a SIGHUP:
    workers are killed, and everything is put back.
 3. The old workers stop when they have answered the requests that they have begun.
 
-**Importing twice.** Step 2 imports every module of the service again, except this one:
-a change of it takes a restart. So this module imports none of them, and all that
-outlives a reload is an attribute of ``Master``. The old modules are freed unless
-something that stays refers to them: do not register their classes and functions with a
-library (``atexit``, ``copyreg``).
+Step 2 imports every module of the service again, except this one: a change of it takes
+a restart. So this module imports none of them, and all that outlives a reload is an
+attribute of ``Master``. The old modules are freed unless something that stays refers to
+them: register none of their classes and functions (``atexit``, ``copyreg``).
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ from gunicorn.errors import HaltServer
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
 # Settings that a reload cannot change.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
-# What a check prints at its end, if a start would work.
+# What a check prints if a start would work.
 PASSED = 'the plant store would start'
-# Signals that end a process.
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-# How long a check may take, and then new workers until they serve, in seconds.
+# How long a check may take, and then new workers until they serve.
 CHECK_SECONDS = 300
 BOOT_SECONDS = 60
 
@@ -77,16 +74,14 @@ class Master(Arbiter):  # type: ignore[misc]
     log: Any
     made_token: str | None = None  # because none was configured
     counters: Path | None = None  # the directory in which workers share their metrics
-    # Of the application that new workers serve; the master does not open it. None for
-    # an application of somebody else.
-    store: Any = None
+    store: Any = None  # of workers to come; None for an application of somebody else
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
 
     def __init__(self, application: WSGIApplication) -> None:
         super().__init__(application)
-        # gunicorn makes it up from sys.argv: `python -m gunicorn` becomes a path in its
-        # package, where `import http` finds gunicorn's own, and nothing starts.
+        # gunicorn takes sys.argv, where `python -m gunicorn` is a path in its package:
+        # `import http` would find gunicorn's own.
         self.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
 
     @property
@@ -143,8 +138,7 @@ class Master(Arbiter):  # type: ignore[misc]
     def _replace(self) -> None:
         """Load everything anew and start new workers, or leave all as it was.
 
-        ``_load`` changes only this process, and the new workers serve beside the old
-        ones. So until an old worker is stopped, everything can be undone.
+        Until an old worker is stopped, everything can be undone.
         """
         snapshot, old = _Snapshot(self), set(self.WORKERS)
         try:
@@ -193,8 +187,7 @@ class Master(Arbiter):  # type: ignore[misc]
             new = [worker for pid, worker in self.WORKERS.items() if pid not in old]
             if len(new) < self.num_workers or time.monotonic() > deadline:
                 raise RuntimeError('a new worker does not serve; the log has more')
-            # Until its first heartbeat, the file of a worker has the time of day, far
-            # above the monotonic clock.
+            # Until its first heartbeat, the file of a worker has the time of day.
             if all(worker.tmp.last_update() <= time.monotonic() for worker in new):
                 return
             time.sleep(0.01)
@@ -211,12 +204,13 @@ class Master(Arbiter):  # type: ignore[misc]
                 self.reap_workers()
 
     def signal(self, number: int, frame: object) -> None:
-        """Queue a signal; end a worker that has no signal handlers of its own yet.
+        """Queue a signal; a stop ends a worker that has no handlers of its own yet.
 
-        Such a worker would queue a stop, too, and go on until it is killed. Not with
-        ``sys.exit``: Python ignores exceptions in a callback that runs at a fork.
+        Not with ``sys.exit``: Python ignores exceptions in a callback that runs at a
+        fork.
         """
-        if number in STOPS and os.getpid() != self.pid:
+        stops = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
+        if number in stops and os.getpid() != self.pid:
             os._exit(0)
         super().signal(number, frame)
 
@@ -225,8 +219,8 @@ class _Snapshot:
     """What ``_load`` changes in the process of the master, as it was before."""
 
     def __init__(self, master: Master) -> None:
-        # A shallow copy: for cfg, app, log, worker_class, store and the like, which are
-        # replaced. WORKERS stays the same dictionary: an old worker may have ended.
+        # Shallow: cfg, app, log, store and the like are replaced, but WORKERS stays the
+        # same dictionary: an old worker may have ended.
         self._attributes = vars(master).copy()
         self._environ = dict(os.environ)
         self._modules = {name: sys.modules[name] for name in _module_names()}
@@ -249,7 +243,7 @@ def _module_names() -> list[str]:
 
 
 def _forget_modules() -> None:
-    """Have the next import of a module of the service read it again."""
+    """Have the next imports of the modules read them again."""
     for name in _module_names():
         del sys.modules[name]
 

@@ -1,8 +1,7 @@
 """The worker: gunicorn's gevent worker, with clients that are limited, and spread.
 
 Only the sockets of clients are gevent's: no library runs with sockets and locks that it
-was not written for. (``ssl`` is the exception, and only if TLS is configured: gunicorn
-makes its context, and would make a blocking one.)
+was not written for (except ``ssl``, if TLS is configured: gunicorn makes its context).
 
 All workers wait at one socket, and the first to wake accepts: a few kept connections
 often end up at one worker while another idles (4 clients: 2,880 adds a second in the
@@ -41,15 +40,14 @@ from serving.scheduler import Turns, poll_sockets
 from web.errors import FAULT, Fault
 from web.middleware import RequestLog
 
-# Seconds between two looks for a signal to stop, and for clients whose time is up.
-TICK = 0.2
+TICK = 0.2  # seconds between two looks for a signal to stop, and for late clients
 # How many seconds a worker with more connections leaves a new one to the others, and
 # how often before it accepts: the others may be in the middle of a turn.
 STAND_BACK = 0.001
 STAND_BACKS = 5
 
-# The number of connections of each worker plus one, and 0 where there is no worker, in
-# memory that the master and its workers share. A worker's age gives its slot.
+# Shared by the master and its workers: the number of connections of each worker plus
+# one, or 0 for no worker. A worker's age gives its slot.
 SLOTS = 256
 connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
@@ -73,8 +71,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         ]
 
     def run(self) -> None:
-        # Otherwise the garbage collector writes to each object of the master, and with
-        # 450 connections a worker has 24 MiB of its own instead of 14.
+        # The garbage collector would write to each object of the master: with 450
+        # connections a worker would have 24 MiB of its own instead of 14.
         gc.freeze()
         # Usually 1,024 files may be open, and each connection is one.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -88,7 +86,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.log.batching.batch_with(gevent.get_hub().loop)
         self._tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
         self._exchanges = Exchanges(self.cfg)
-        # What answers requests that the application must not serve.
+        # Answers requests that the application must not serve.
         knows_faults = getattr(self.wsgi, 'knows_faults', False)
         self._refusals = self.wsgi if knows_faults else PlantsApp([RequestLog()])
         self._turns = Turns()
@@ -113,7 +111,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._tick(math.inf if is_over else -math.inf)
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
-        """Serve a connection from its beginning to its end."""
         client = Client(sock, self._turns)
         self._clients.add(client)
         try:
@@ -132,7 +129,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         except OSError:
             pass  # the client is gone
         except Exception:
-            # Whatever the fault, only this connection ends.
             self.log.exception('a connection was lost')
         finally:
             self._clients.discard(client)
@@ -190,9 +186,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         body = self._refusals(environ, response.start_response)
         id = dict(response.headers)['x-request-id']
         if status < 500:
+            kind = type(error).__name__
             hint = ' (HTTPS to a port for HTTP?)' if client.looks_like_tls else ''
-            kind = type(error).__name__ + hint
-            self.log.warning('%s: request refused: %s', id, kind)
+            self.log.warning('%s: request refused: %s%s', id, kind, hint)
         else:
             self.log.error('%s: request failed', id, exc_info=error)
         for data in body:
@@ -206,10 +202,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             connection_counts[self.age % SLOTS] = self.connections + 1
 
     def _tick(self, idle_since: float) -> None:
-        """Tell the master that the worker lives, expire clients, and wait.
-
-        Clients expire at their deadline, and if they have been idle for so long.
-        """
+        """Tell the master that the worker lives, expire late and idle clients, wait."""
         self.notify()
         poll_sockets()  # first hear the clients, if this process was paused
         now = time.monotonic()
