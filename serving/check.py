@@ -1,7 +1,5 @@
 """What a start, ``gunicorn --check-config`` and a reload check; it changes nothing."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

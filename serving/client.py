@@ -6,8 +6,6 @@ A connection that is closed with unread bytes is reset, and the client may lose 
 answer (RFC 9112, section 9.6).
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import time

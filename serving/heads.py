@@ -5,8 +5,6 @@ An add takes 269 and 247 us of CPU with kept heads, and 367 and 364 without (sid
 side, two workers, 16 and 64 connections).
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -9,8 +9,6 @@ index to build is not left to workers that die in a loop. Afterwards the master 
 waits for a store, a lock or another process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The log: gunicorn's, also as JSON, with the service's own lines in it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

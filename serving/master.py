@@ -15,8 +15,6 @@ attribute of ``Master``. The old modules are freed unless something that stays r
 them: register none of their classes and functions (``atexit``, ``copyreg``).
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import io

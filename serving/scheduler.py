@@ -5,8 +5,6 @@ sync, a database, a lock) run in other threads. So a store is the same code unde
 server, and nothing is monkey-patched.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial

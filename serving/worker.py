@@ -10,8 +10,6 @@ leaves a new one to the others for a moment. ``reuse_port`` spreads many connect
 not few, and resets those that wait for a worker that stops.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import mmap

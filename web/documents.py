@@ -1,7 +1,5 @@
 """Public documents: the OpenAPI description, and the page to try the service."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Middleware for every request: id and log line, CORS, token, path and method."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -1,7 +1,5 @@
 """Bearer tokens: the accepted tokens, and the tokens file."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging
