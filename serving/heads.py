@@ -286,12 +286,11 @@ class Exchanges:
             # What a proxy says of its client holds for the whole connection.
             proxied = request.proxy_protocol_info
 
-    def respond(
-        self, request: StrictRequest, listener: Any
-    ) -> tuple[Response, dict[str, Any]]:
+    def respond(self, request: StrictRequest) -> tuple[Response, dict[str, Any]]:
         """Return the response to a request, empty yet, and the WSGI environment."""
         client, address = request.unreader.sock, request.peer_addr
         if request.environ is None:
+            head, _, listener = request.key
             _, environ = wsgi.create(request, client, address, listener, self._cfg)
             # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
             if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
@@ -300,7 +299,7 @@ class Exchanges:
             environ['wsgi.multithread'] = True
             environ['wsgi.input'] = environ['gunicorn.socket'] = None
             request.environ = environ
-            if request.key[0]:
+            if head:
                 if len(self._known) == KNOWN_HEADS:
                     self._known.clear()
                 kept = vars(request) | {'body': None, 'unreader': None}

@@ -41,8 +41,7 @@ from web.middleware import RequestLog
 TICK = 0.2  # seconds between two looks for a signal to stop, and for late clients
 # How many seconds a worker with more connections leaves a new one to the others, and
 # how often before it accepts: the others may be in the middle of a turn.
-STAND_BACK = 0.001
-STAND_BACKS = 5
+STAND_BACK, STAND_BACKS = 0.001, 5
 
 # Shared by the master and its workers: the number of connections of each worker plus
 # one, or 0 for no worker. A worker's age gives its slot.
@@ -75,8 +74,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # Usually 1,024 files may be open, and each connection is one.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        # In seconds. A thread that comes back from a sync waits so long for the GIL.
-        sys.setswitchinterval(0.0002)
+        sys.setswitchinterval(0.0002)  # seconds that a thread waits for the GIL
         # As plain attributes: gunicorn's way to read them takes 5 to 10 % of the CPU.
         settings = self.cfg.settings.items()
         self.cfg.__dict__.update((name, setting.get()) for name, setting in settings)
@@ -85,8 +83,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
         self._exchanges = Exchanges(self.cfg)
         # Answers requests that the application must not serve.
-        knows_faults = getattr(self.wsgi, 'knows_faults', False)
-        self._refusals = self.wsgi if knows_faults else PlantsApp([RequestLog()])
+        is_ours = isinstance(self.wsgi, PlantsApp)
+        self._refusals = self.wsgi if is_ours else PlantsApp([RequestLog()])
         self._turns = Turns()
         self._clients: set[Client] = set()
         self.connections = 0
@@ -115,7 +113,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             if self._tls is not None:
                 client.start_tls(self._tls)
             for request in self._exchanges.requests(client, address, listener):
-                if not self._answer(request, client, listener):
+                if not self._answer(request, client):
                     break
                 if request.finish():
                     client.begin_request()
@@ -133,14 +131,14 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             client.close()
             self.count_connection(-1)
 
-    def _answer(self, request: StrictRequest, client: Client, listener: Any) -> bool:
+    def _answer(self, request: StrictRequest, client: Client) -> bool:
         """Have the application answer a request; return whether others may follow."""
         began = time.monotonic()
         response = None
         try:
             request.read(self.cfg)
             self.cfg.pre_request(self, request)
-            response, environ = self._exchanges.respond(request, listener)
+            response, environ = self._exchanges.respond(request)
             self.nr += 1
             if self.nr >= self.max_requests and self.alive:
                 self.log.info('max_requests is reached: the worker stops')
@@ -173,10 +171,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         return not response.should_close()
 
     def _refuse(self, request: StrictRequest, client: Client, error: Exception) -> None:
-        """Answer a request that the application does not serve, or failed to serve.
-
-        The log does not repeat the request: there may be a token in it.
-        """
+        """Answer a request that the application does not serve, or failed to serve."""
         status = status_of(error)
         message = f'{status.phrase}: the HTTP server cannot serve this request'
         environ = request.refuse() | {FAULT: Fault(100 * status, message)}
@@ -184,7 +179,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         body = self._refusals(environ, response.start_response)
         id = dict(response.headers)['x-request-id']
         if status < 500:
-            kind = type(error).__name__
+            kind = type(error).__name__  # its text may have a token
             hint = ' (HTTPS to a port for HTTP?)' if client.looks_like_tls else ''
             self.log.warning('%s: request refused: %s%s', id, kind, hint)
         else:
@@ -225,8 +220,7 @@ class Acceptor(StreamServer):  # type: ignore[misc]
     def do_read(self) -> Any:
         mine = self._worker.connections
         fewest = min(filter(None, connection_counts), default=1) - 1
-        # Few connections are spread evenly; many may differ by a sixteenth.
-        if mine <= fewest + mine // 16:
+        if mine <= fewest + mine // 16:  # few are spread evenly, many roughly
             self._stood_back = 0
         elif self._stood_back < STAND_BACKS:
             self._stood_back += 1
