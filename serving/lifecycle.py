@@ -34,8 +34,7 @@ from web.tokens import make_token
 log = logging.getLogger('plants')
 
 OURS = 'app:app'  # other applications are served as gunicorn does it
-# Names the directory of the counters to the new master of an upgrade.
-COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
+COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'  # their directory, for an upgrade
 
 
 def default_workers() -> int:
@@ -44,10 +43,7 @@ def default_workers() -> int:
 
 
 def before_run(application: WSGIApplication) -> None:
-    """Check, and open the store once, or end with a sentence and exit code 1.
-
-    ``--check-config`` ends here in any case; a reload begins with that command.
-    """
+    """Check, and open the store once, or end with a sentence and exit code 1."""
     if application.app_uri != OURS:
         return
     cfg = application.cfg
@@ -146,10 +142,7 @@ def on_exit(server: Master) -> None:
 
 
 def _serve(server: Master, settings: Settings) -> None:
-    """Have workers that are forked from now on serve a new application.
-
-    They open its store, not this process.
-    """
+    """Have workers to come serve a new application; they open its store."""
     metrics: bool | Path = False
     if settings.metrics:
         metrics = server.counters = server.counters or _counters(server.cfg)

@@ -109,10 +109,10 @@ class BatchingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if threading.get_ident() != self._thread:
             self._write([record])
-            return
-        self._records.append(record)
-        if len(self._records) == 1:
-            self._timer.start(self.flush)
+        else:
+            self._records.append(record)
+            if len(self._records) == 1:
+                self._timer.start(self.flush)
 
     def flush(self) -> None:
         records, self._records = self._records, []

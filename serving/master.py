@@ -1,16 +1,11 @@
 """The master: gunicorn's, with a reload that happens whole or not at all.
 
-At a SIGHUP:
+At a SIGHUP ``gunicorn --check-config`` runs in a process of its own: it may take long,
+or hang. If it passes, everything is read again, and new workers start beside the old
+ones. What fails before all of them serve is undone; then the old ones are stopped.
 
-1. ``gunicorn --check-config`` runs in a process of its own, with the arguments and the
-   environment of this server. It may take long or hang: the master goes on.
-2. If it passes, the configuration is read, the code imported, the application built,
-   and new workers are started. If anything fails before all of them serve, the new
-   workers are killed, and everything is put back.
-3. The old workers stop when they have answered the requests that they have begun.
-
-Step 2 imports every module of the service again, except this one: a change of it takes
-a restart. So this module imports none of them, and all that outlives a reload is an
+Every module of the service is imported again, except this one: a change of it takes a
+restart. So this module imports none of them, and all that outlives a reload is an
 attribute of ``Master``. The old modules are freed unless something that stays refers to
 them: register none of their classes and functions (``atexit``, ``copyreg``).
 """
@@ -40,8 +35,7 @@ from gunicorn.errors import HaltServer
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
 # Settings that a reload cannot change.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
-# What a check prints if a start would work.
-PASSED = 'the plant store would start'
+PASSED = 'the plant store would start'  # what a check prints then
 # How long a check may take, and then new workers until they serve.
 CHECK_SECONDS = 300
 BOOT_SECONDS = 60
@@ -134,10 +128,7 @@ class Master(Arbiter):  # type: ignore[misc]
         self.log.error('Not reloaded, the server goes on as before: %s', reason)
 
     def _replace(self) -> None:
-        """Load everything anew and start new workers, or leave all as it was.
-
-        Until an old worker is stopped, everything can be undone.
-        """
+        """Load everything anew and start new workers, or leave all as it was."""
         snapshot, old = _Snapshot(self), set(self.WORKERS)
         try:
             self._load()
@@ -173,7 +164,7 @@ class Master(Arbiter):  # type: ignore[misc]
                 raise ValueError(f'{name}: a change of it takes a restart')
         self.app, self.cfg = app, app.cfg
         self.cfg.on_reload(self)
-        self.log = None  # setup() makes one, from the new code
+        self.log = None  # setup() makes one, of the new code
         self.setup(app)
 
     def _start_workers(self, old: set[int]) -> None:
@@ -185,7 +176,7 @@ class Master(Arbiter):  # type: ignore[misc]
             new = [worker for pid, worker in self.WORKERS.items() if pid not in old]
             if len(new) < self.num_workers or time.monotonic() > deadline:
                 raise RuntimeError('a new worker does not serve; the log has more')
-            # Until its first heartbeat, the file of a worker has the time of day.
+            # Until its first heartbeat a worker's file has the time of day: far above.
             if all(worker.tmp.last_update() <= time.monotonic() for worker in new):
                 return
             time.sleep(0.01)
@@ -202,11 +193,8 @@ class Master(Arbiter):  # type: ignore[misc]
                 self.reap_workers()
 
     def signal(self, number: int, frame: object) -> None:
-        """Queue a signal; a stop ends a worker that has no handlers of its own yet.
-
-        Not with ``sys.exit``: Python ignores exceptions in a callback that runs at a
-        fork.
-        """
+        # A worker that has no handlers of its own yet would queue a stop, too. Not
+        # sys.exit(): Python ignores exceptions in a callback that runs at a fork.
         stops = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
         if number in stops and os.getpid() != self.pid:
             os._exit(0)

@@ -8,7 +8,7 @@ server, and nothing is monkey-patched.
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import gevent
 from gevent.hub import Waiter
@@ -17,8 +17,6 @@ from gevent.monkey import get_original
 from greenlet import getcurrent
 
 from store.scheduler import Scheduler
-
-Result = TypeVar('Result')
 
 # For calls that block: the syncs of several batches, waits for a lock or a database.
 THREADS = 10
@@ -42,11 +40,10 @@ class GeventScheduler(Scheduler):
     def lock(self) -> Any:
         return Semaphore()
 
-    def call(self, function: Callable[[], Result]) -> Result:
+    def call(self, function: Callable[[], Any]) -> Any:
         caller = Waiter()
         self._calls.put((caller, function))
-        result: Result = caller.get()
-        return result
+        return caller.get()
 
     @cached_property
     def _calls(self) -> Any:
