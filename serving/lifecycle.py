@@ -26,7 +26,7 @@ from app import create_app
 from serving.check import Faults, as_user, check
 from serving.master import PASSED, Master
 from serving.scheduler import GeventScheduler
-from serving.worker import PlantsWorker
+from serving.worker import SLOTS, PlantsWorker, connection_counts
 from store import THREADS, StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
 from web.tokens import make_token
@@ -104,7 +104,7 @@ def worker_exit(server: Master, worker: Worker) -> None:
 def child_exit(server: Master, worker: Worker) -> None:
     """Remove the connection count of a worker that has ended."""
     if isinstance(worker, PlantsWorker):
-        worker.forget_connections()
+        connection_counts[worker.age % SLOTS] = 0
 
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:

@@ -55,10 +55,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     alive: bool
     sockets: list[Any]
 
-    def forget_connections(self) -> None:
-        """Take this worker out of the counts; for the master, when it has ended."""
-        connection_counts[self.age % SLOTS] = 0
-
     def patch(self) -> None:
         if self.cfg.is_ssl:
             monkey.patch_ssl()
@@ -98,7 +94,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._tick(time.monotonic() - LINGER if pool.full() else -math.inf)
         for server in servers:
             server.close()
-        self.forget_connections()
+        self.count_connection(0)
         stopped = time.monotonic()
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
@@ -191,8 +187,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def count_connection(self, change: int) -> None:
         """Tell the others that a connection was accepted (1) or has ended (-1)."""
         self.connections += change
-        if self.alive:
-            connection_counts[self.age % SLOTS] = self.connections + 1
+        connection_counts[self.age % SLOTS] = self.connections + 1 if self.alive else 0
 
     def _tick(self, idle_since: float) -> None:
         """Tell the master that the worker lives, expire late and idle clients, wait."""
