@@ -17,21 +17,16 @@ from gevent.socket import socket as GeventSocket
 
 from serving.scheduler import Turns
 
-# Seconds for a new connection to begin its first request; then ``keepalive`` counts.
-FIRST_REQUEST = 15
-# Seconds for one request, from its first byte to the end of its body.
-REQUEST_TIMEOUT = 30
+FIRST_REQUEST = 15  # seconds for a new connection to begin its first request
+REQUEST_TIMEOUT = 30  # seconds for one request, from its first byte to its last
 # Seconds for a client to take its last answer, and for one that is idle when its worker
 # stops or has as many connections as it may have.
 LINGER = 2
-# Bytes a second that a client must send to be listened to for longer than LINGER.
-LINGER_RATE = 256 * 1024
+LINGER_RATE = 256 * 1024  # bytes a second for which a client is listened to longer
 
-# Bytes of answers that are buffered before they are sent: a client may send many
-# requests and read none of the answers.
+# Bytes of answers that are buffered: a client may send many requests and read nothing.
 MAX_BUFFERED = 64 * 1024
-# Bytes of a large answer that are sent before other clients have a turn.
-SLICE = 64 * 1024
+SLICE = 64 * 1024  # bytes of an answer that are sent before other clients have a turn
 
 
 class ClientGone(OSError):

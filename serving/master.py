@@ -36,16 +36,14 @@ MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
 # Settings that a reload cannot change.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
 PASSED = 'the plant store would start'  # what a check prints then
-# How long a check may take, and then new workers until they serve.
-CHECK_SECONDS = 300
-BOOT_SECONDS = 60
+CHECK_SECONDS = 300  # how long a check may take
+BOOT_SECONDS = 60  # and then new workers, until they serve
 
 
 def install(first: Callable[[WSGIApplication], None]) -> None:
     """Have gunicorn run ``Master``, and call a function before it does anything.
 
-    gunicorn's own check only imports the application and calls no hook, and what is
-    refused after ``--daemon`` took effect has no terminal to be told on.
+    gunicorn's own check calls no hook, and after ``--daemon`` there is no terminal.
     """
     run = WSGIApplication.run
 
@@ -229,13 +227,11 @@ def _module_names() -> list[str]:
 
 
 def _forget_modules() -> None:
-    """Have the next imports of the modules read them again."""
     for name in _module_names():
         del sys.modules[name]
 
 
 def _free_modules() -> None:
-    """Free the modules that are not used any more."""
     for clear in getattr(typing, '_cleanups', ()):  # caches of generic types
         clear()
     gc.collect()

@@ -18,8 +18,7 @@ from greenlet import getcurrent
 
 from store.scheduler import Scheduler
 
-# For calls that block: the syncs of several batches, waits for a lock or a database.
-THREADS = 10
+THREADS = 10  # for calls that block: several syncs, waits for a lock or a database
 
 
 class GeventScheduler(Scheduler):
