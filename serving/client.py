@@ -115,10 +115,7 @@ class Client:
             self.deadline = deadline
 
     def linger(self) -> None:
-        """Let the client receive its last answer, and read the rest of what it sends.
-
-        A client that sends a whole request before it reads must not be reset.
-        """
+        """Let the client take its last answer, and read the rest of what it sends."""
         self.flush()
         self._shutdown(socket.SHUT_WR)
         self.is_idle = False

@@ -4,9 +4,8 @@ The master builds the application once, before it forks, and every worker serves
 object: schemas, tokens, code, which file the store is. So does a worker that starts
 later, when files are half edited or gone. A reload (``master.py``) builds a new one.
 
-The master opens the store once before it makes workers, so that a damaged file or an
-index to build is not left to workers that die in a loop. Afterwards the master never
-waits for a store, a lock or another process.
+The master opens the store once before it makes workers: they would die in a loop over a
+damaged file. Afterwards it never waits for a store, a lock or another process.
 """
 
 import logging

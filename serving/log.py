@@ -27,10 +27,7 @@ def _format_time(second: int, format: str) -> str:
 
 
 class LeanRecord(logging.LogRecord):
-    """A record without what our lines do not show: the call, thread and process.
-
-    It and ``heads.CONSTANT`` save 4 % of the CPU of an add.
-    """
+    """A record without what our lines do not show; an add takes 4 % less CPU."""
 
     pathname = filename = module = funcName = ''
     lineno, relativeCreated = 0, 0.0

@@ -22,10 +22,9 @@ THREADS = 10  # for calls that block: several syncs, waits for a lock or a datab
 
 
 class GeventScheduler(Scheduler):
-    """How greenlets wait in a store.
+    """How greenlets wait in a store; calls that block run in threads of its own.
 
-    Calls that block run in threads of its own. In those of the hub 0.73 and 0.76 of the
-    plants are added (side by side, two workers, 4 and 16 clients).
+    In those of the hub 0.73 of the plants are added (4 clients, side by side).
     """
 
     def give_way(self) -> bool:
