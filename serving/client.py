@@ -22,7 +22,7 @@ REQUEST_TIMEOUT = 30  # seconds for one request, from its first byte to its last
 # Seconds for a client to take its last answer, and for one that is idle when its worker
 # stops or has as many connections as it may have.
 LINGER = 2
-LINGER_RATE = 256 * 1024  # bytes a second for which a client is listened to longer
+LINGER_RATE = 256 * 1024  # bytes a second that a client must send to have longer
 
 # Bytes of answers that are buffered: a client may send many requests and read nothing.
 MAX_BUFFERED = 64 * 1024

@@ -205,7 +205,11 @@ _http_date = lru_cache(maxsize=1)(partial(formatdate, usegmt=True))
 
 
 class Response(wsgi.Response):  # type: ignore[misc]
-    """gunicorn's response; with the switches of ``log.py``, 9 % less CPU for an add."""
+    """gunicorn's response; the date is formatted once a second.
+
+    With the switches in ``log.py`` it saves 9 % of the CPU of an add, and ``CONSTANT``
+    with ``LeanRecord`` 4 % more (side by side, 16 connections).
+    """
 
     def process_headers(self, headers: list[tuple[str, str]]) -> None:
         super().process_headers([each for each in headers if each not in CONSTANT])

@@ -27,7 +27,7 @@ def _format_time(second: int, format: str) -> str:
 
 
 class LeanRecord(logging.LogRecord):
-    """A record without what our lines do not show; an add takes 4 % less CPU."""
+    """A record without what our lines do not show (gain: see ``heads.Response``)."""
 
     pathname = filename = module = funcName = ''
     lineno, relativeCreated = 0, 0.0
