@@ -11,10 +11,9 @@ HEAD works where GET does. Every other request is refused: 401, 404, 405. A resp
 with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/errors.py``
 lists its values.
 
-``create_app`` is for programs that embed the service: it gets everything it needs as an
-argument. ``app:app`` is for servers: the application that the environment configures
-(``web/settings.py``). It is made at the first access, so that importing this module has
-no side effect.
+``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
+application that the environment configures (``web/settings.py``). It is made at the
+first access, so that importing this module has no side effect.
 """
 
 import sys
@@ -48,8 +47,6 @@ from web.tokens import Tokens, make_token
 
 class PlantsApp(falcon.App[PlantsRequest, Response]):
     """The WSGI application, and what answers the requests that a server refuses."""
-
-    knows_faults = True  # it answers a ``FAULT`` in the environment
 
     def __init__(self, middleware: list[Any]) -> None:
         super().__init__(request_type=PlantsRequest, middleware=middleware)
@@ -154,9 +151,6 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
 
     The store is closed when the process ends. With no token configured a random one is
     made and printed: the service never runs open.
-
-    Raises:
-        ValueError: A variable has a bad value.
     """
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)

@@ -1,7 +1,5 @@
 """What a start, ``gunicorn --check-config`` and a reload check; it changes nothing."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile
@@ -49,7 +47,6 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     environ = dict(os.environ)
     with faults.about('raw_env'):
         environ |= cfg.env
-    settings = Settings(environ.get('PLANTS_STORE', DEFAULT_URL))
     try:
         settings = Settings.from_environ(environ)
     except ValueError as ex:
@@ -90,7 +87,7 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
         is_usable = not any(fault.startswith('PLANTS_STORE') for fault in faults)
         with faults.about('PLANTS_STORE'):
             if is_usable and (faults or not is_opened_next):
-                open_store(settings.store).check_opening()
+                open_store(environ.get('PLANTS_STORE', DEFAULT_URL)).check_opening()
     for name in [] if is_bound or 'LISTEN_FDS' in os.environ else cfg.bind:
         with faults.about(f'bind: {name}'):
             _check_address(name, cfg.reuse_port)
@@ -114,10 +111,7 @@ def _check_directory(path: str) -> None:
 
 
 def _check_address(name: str, reuse_port: bool) -> None:
-    """Check that a server could listen at an address.
-
-    gunicorn itself tries an address five times, with many log lines.
-    """
+    """Check that a server could listen at an address; gunicorn tries it five times."""
     address = parse_address(name)
     if isinstance(address, int):  # fd://3
         os.fstat(address)

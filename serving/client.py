@@ -6,8 +6,6 @@ A connection that is closed with unread bytes is reset, and the client may lose 
 answer (RFC 9112, section 9.6).
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import time
@@ -19,23 +17,16 @@ from gevent.socket import socket as GeventSocket
 
 from serving.scheduler import Turns
 
-# ---- time limits, in seconds
-
-# For a new connection to begin its first request; ``keepalive`` is for those after it.
-FIRST_REQUEST = 15
-# For one request, from its first byte to the end of its body.
-REQUEST_TIMEOUT = 30
-# For a client to take its last answer, and for one that is idle when its worker stops
-# or has as many connections as it may have.
+FIRST_REQUEST = 15  # seconds for a new connection to begin its first request
+REQUEST_TIMEOUT = 30  # seconds for one request, from its first byte to its last
+# Seconds for a client to take its last answer, and for one that is idle when its worker
+# stops or has as many connections as it may have.
 LINGER = 2
-# Bytes a second that a client must send to be listened to for longer than LINGER.
-LINGER_RATE = 256 * 1024
+LINGER_RATE = 256 * 1024  # bytes a second that a client must send to have longer
 
-# Bytes of answers that are buffered before they are sent: a client may send many
-# requests and read none of the answers.
+# Bytes of answers that are buffered: a client may send many requests and read nothing.
 MAX_BUFFERED = 64 * 1024
-# Bytes of a large answer that are sent before other clients have a turn.
-SLICE = 64 * 1024
+SLICE = 64 * 1024  # bytes of an answer that are sent before other clients have a turn
 
 
 class ClientGone(OSError):
@@ -73,13 +64,11 @@ class Client:
         self._waits_before_read = False  # the rest of a record may be in the socket
 
     def expect_request(self, seconds: float) -> None:
-        """Give the client time to begin a request."""
         self.is_idle = True
         self.idle_since = time.monotonic()
         self.deadline = self.idle_since + seconds
 
     def begin_request(self) -> None:
-        """Give the client time to send the rest of a request."""
         self.is_idle = False
         self.deadline = time.monotonic() + REQUEST_TIMEOUT
 
@@ -105,10 +94,7 @@ class Client:
         if self._buffered > MAX_BUFFERED:
             self.flush()
 
-    send = sendall
-
     def flush(self) -> None:
-        """Send the buffered answers."""
         buffer, self._buffer = self._buffer, []
         if self._buffered <= MAX_BUFFERED:
             buffer = [b''.join(buffer)]  # else without a copy: large data is shared
@@ -129,12 +115,9 @@ class Client:
             self.deadline = deadline
 
     def linger(self) -> None:
-        """Let the client receive its last answer, and read the rest of what it sends.
-
-        A client that sends a whole request before it reads must not be reset.
-        """
+        """Let the client take its last answer, and read the rest of what it sends."""
         self.flush()
-        self._raw_socket.shutdown(socket.SHUT_WR)
+        self._shutdown(socket.SHUT_WR)
         self.is_idle = False
         began = time.monotonic()
         self.deadline = began + LINGER
@@ -147,15 +130,13 @@ class Client:
         """End all waits for the client: a read finds the end, a send fails."""
         self.has_ended = True
         self.deadline = math.inf
-        how = socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD
         with suppress(OSError):  # the connection has ended already
-            self._raw_socket.shutdown(how)
+            self._shutdown(socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD)
+
+    def _shutdown(self, how: int) -> None:
+        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
+        self._sock._sock.shutdown(how)
 
     def close(self) -> None:
         self._readable.close()
         self._sock.close()
-
-    @property
-    def _raw_socket(self) -> Any:
-        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
-        return self._sock._sock

@@ -4,12 +4,9 @@ The master builds the application once, before it forks, and every worker serves
 object: schemas, tokens, code, which file the store is. So does a worker that starts
 later, when files are half edited or gone. A reload (``master.py``) builds a new one.
 
-The master opens the store once before it makes workers. So a damaged file or an index
-to build is dealt with in the foreground, and not by workers that die in a loop.
-Afterwards the master never waits for a store, a lock or another process.
+The master opens the store once before it makes workers: they would die in a loop over a
+damaged file. Afterwards it never waits for a store, a lock or another process.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -28,17 +25,15 @@ from app import create_app
 from serving.check import Faults, as_user, check
 from serving.master import PASSED, Master
 from serving.scheduler import GeventScheduler
-from serving.worker import PlantsWorker
+from serving.worker import SLOTS, PlantsWorker, connection_counts
 from store import THREADS, StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
 from web.tokens import make_token
 
 log = logging.getLogger('plants')
 
-# The application that this module is about; others are served as gunicorn does it.
-OURS = 'app:app'
-# Names the directory of the counters to the new master of an upgrade.
-COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'
+OURS = 'app:app'  # other applications are served as gunicorn does it
+COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'  # their directory, for an upgrade
 
 
 def default_workers() -> int:
@@ -47,10 +42,7 @@ def default_workers() -> int:
 
 
 def before_run(application: WSGIApplication) -> None:
-    """Check, and open the store once, or end with a sentence and exit code 1.
-
-    ``--check-config`` ends here in any case; a reload begins with that command.
-    """
+    """Check, and open the store once, or end with a sentence and exit code 1."""
     if application.app_uri != OURS:
         return
     cfg = application.cfg
@@ -79,9 +71,6 @@ def before_run(application: WSGIApplication) -> None:
         members = _summary(cfg, settings, 'none configured: a start makes one')
         print(_template(members) % {'message': PASSED, **members})
         sys.exit()
-
-
-# Hooks, in the order of a server's life.
 
 
 def when_ready(server: Master) -> None:
@@ -114,7 +103,7 @@ def worker_exit(server: Master, worker: Worker) -> None:
 def child_exit(server: Master, worker: Worker) -> None:
     """Remove the connection count of a worker that has ended."""
     if isinstance(worker, PlantsWorker):
-        worker.forget_connections()
+        connection_counts[worker.age % SLOTS] = 0
 
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:
@@ -152,10 +141,7 @@ def on_exit(server: Master) -> None:
 
 
 def _serve(server: Master, settings: Settings) -> None:
-    """Have all workers that are forked from now on serve a new application.
-
-    They open its store, not this process.
-    """
+    """Have workers to come serve a new application; they open its store."""
     metrics: bool | Path = False
     if settings.metrics:
         metrics = server.counters = server.counters or _counters(server.cfg)

@@ -1,7 +1,5 @@
 """The log: gunicorn's, also as JSON, with the service's own lines in it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -29,11 +27,7 @@ def _format_time(second: int, format: str) -> str:
 
 
 class LeanRecord(logging.LogRecord):
-    """A record without what our lines do not show: the call, thread and process.
-
-    With it and ``heads.CONSTANT`` an add takes 236 us of CPU, without them 246 (side by
-    side, one worker, 16 connections, no disk).
-    """
+    """A record without what our lines do not show (gain: see ``heads.Response``)."""
 
     pathname = filename = module = funcName = ''
     lineno, relativeCreated = 0, 0.0
@@ -68,12 +62,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """One JSON object a line, for log collectors.
-
-    Every object has ``time`` (RFC 3339, UTC), ``level``, ``pid``, ``logger`` and
-    ``message``, and ``exception`` if there is a traceback. If a call logs a mapping
-    with ``message``, the object has the members of the mapping.
-    """
+    """One JSON object a line, with the members of the mapping that a call logs."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC)
@@ -83,8 +72,8 @@ class JSONFormatter(logging.Formatter):
             'pid': record.process,
             'logger': record.name,
         }
-        # NOTE: the access log of gunicorn passes a mapping without ``message``. It has
-        # the headers of the request, and so its token: never write its members.
+        # NOTE: the access log passes a mapping without ``message``, which has the
+        # headers of the request, and so its token: never write its members.
         if isinstance(record.args, dict) and 'message' in record.args:
             line.update(record.args)
         else:
@@ -97,17 +86,14 @@ class JSONFormatter(logging.Formatter):
 class BatchingHandler(logging.Handler):
     """Has its targets write the lines of a few milliseconds with one system call.
 
-    Code that has not run for a moment is slow: to format and write a line takes 28 us
-    in the middle of a request, and 12 us in a batch. Without batches 0.92 of the plants
-    are added with 64 connections (two workers, paired runs). A line may be lost when a
-    worker is killed less than ``BATCH_SECONDS`` after it.
+    A line takes 12 us in a batch, and 28 in the middle of a request. The lines of the
+    last ``BATCH_SECONDS`` may be lost when a worker is killed.
     """
 
     def __init__(self, targets: Iterable[logging.Handler]) -> None:
         super().__init__()
         self._targets = list(targets)
         self._records: list[logging.LogRecord] = []
-        self._timer: Any = None
         self._thread = 0
 
     def batch_with(self, loop: Any) -> None:
@@ -118,10 +104,10 @@ class BatchingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if threading.get_ident() != self._thread:
             self._write([record])
-            return
-        self._records.append(record)
-        if len(self._records) == 1:
-            self._timer.start(self.flush)
+        else:
+            self._records.append(record)
+            if len(self._records) == 1:
+                self._timer.start(self.flush)
 
     def flush(self) -> None:
         records, self._records = self._records, []
@@ -174,13 +160,12 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         gunicorn's own method would end the server if the disk is full. Here the new
         file gets the old descriptor, for all that hold the stream (``wsgi.errors``).
         """
-        captures = self.cfg.capture_output and self.cfg.errorlog != '-'
         for logger in loggers():
             for handler in logger.handlers:
                 if isinstance(handler, logging.FileHandler) and handler.stream:
                     path = handler.baseFilename
                     streams: list[Any] = [handler.stream]
-                    if captures and logger is self.error_log:
+                    if logger is self.error_log and self.logfile:  # --capture-output
                         streams += self.logfile, sys.stdout, sys.stderr
                     try:
                         with open(path, 'a') as new:

@@ -1,22 +1,14 @@
 """The master: gunicorn's, with a reload that happens whole or not at all.
 
-At a SIGHUP:
+At a SIGHUP ``gunicorn --check-config`` runs in a process of its own: it may take long,
+or hang. If it passes, everything is read again, and new workers start beside the old
+ones. What fails before all of them serve is undone; then the old ones are stopped.
 
-1. ``gunicorn --check-config`` runs in a process of its own, with the arguments and the
-   environment of this server. It may take long or hang: the master goes on.
-2. If it passes, the configuration is read, the code imported, the application built,
-   and new workers are started. If anything fails before all of them serve, the new
-   workers are killed, and everything is put back.
-3. The old workers stop when they have answered the requests that they have begun.
-
-**Importing twice.** Step 2 imports every module of the service again, except this one:
-a change of it takes a restart. So this module imports none of them, and all that
-outlives a reload is an attribute of ``Master``. The old modules are freed unless
-something that stays refers to them: do not register their classes and functions with a
-library (``atexit``, ``copyreg``).
+Every module of the service is imported again, except this one: a change of it takes a
+restart. So this module imports none of them, and all that outlives a reload is an
+attribute of ``Master``. The old modules are freed unless something that stays refers to
+them: register none of their classes and functions (``atexit``, ``copyreg``).
 """
-
-from __future__ import annotations
 
 import gc
 import importlib
@@ -43,20 +35,15 @@ from gunicorn.errors import HaltServer
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
 # Settings that a reload cannot change.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
-# What a check prints at its end, if a start would work.
-PASSED = 'the plant store would start'
-# Signals that end a process.
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-# How long a check may take, and then new workers until they serve, in seconds.
-CHECK_SECONDS = 300
-BOOT_SECONDS = 60
+PASSED = 'the plant store would start'  # what a check prints then
+CHECK_SECONDS = 300  # how long a check may take
+BOOT_SECONDS = 60  # and then new workers, until they serve
 
 
 def install(first: Callable[[WSGIApplication], None]) -> None:
     """Have gunicorn run ``Master``, and call a function before it does anything.
 
-    gunicorn's own check only imports the application and calls no hook, and what is
-    refused after ``--daemon`` took effect has no terminal to be told on.
+    gunicorn's own check calls no hook, and after ``--daemon`` there is no terminal.
     """
     run = WSGIApplication.run
 
@@ -77,16 +64,14 @@ class Master(Arbiter):  # type: ignore[misc]
     log: Any
     made_token: str | None = None  # because none was configured
     counters: Path | None = None  # the directory in which workers share their metrics
-    # Of the application that new workers serve; the master does not open it. None for
-    # an application of somebody else.
-    store: Any = None
+    store: Any = None  # of workers to come; None for an application of somebody else
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
 
     def __init__(self, application: WSGIApplication) -> None:
         super().__init__(application)
-        # gunicorn makes it up from sys.argv: `python -m gunicorn` becomes a path in its
-        # package, where `import http` finds gunicorn's own, and nothing starts.
+        # gunicorn takes sys.argv, where `python -m gunicorn` is a path in its package:
+        # `import http` would find gunicorn's own.
         self.START_CTX['args'] = [sys.executable, *sys.orig_argv[1:]]
 
     @property
@@ -141,11 +126,7 @@ class Master(Arbiter):  # type: ignore[misc]
         self.log.error('Not reloaded, the server goes on as before: %s', reason)
 
     def _replace(self) -> None:
-        """Load everything anew and start new workers, or leave all as it was.
-
-        ``_load`` changes only this process, and the new workers serve beside the old
-        ones. So until an old worker is stopped, everything can be undone.
-        """
+        """Load everything anew and start new workers, or leave all as it was."""
         snapshot, old = _Snapshot(self), set(self.WORKERS)
         try:
             self._load()
@@ -181,7 +162,7 @@ class Master(Arbiter):  # type: ignore[misc]
                 raise ValueError(f'{name}: a change of it takes a restart')
         self.app, self.cfg = app, app.cfg
         self.cfg.on_reload(self)
-        self.log = None  # setup() makes one, from the new code
+        self.log = None  # setup() makes one, of the new code
         self.setup(app)
 
     def _start_workers(self, old: set[int]) -> None:
@@ -193,8 +174,7 @@ class Master(Arbiter):  # type: ignore[misc]
             new = [worker for pid, worker in self.WORKERS.items() if pid not in old]
             if len(new) < self.num_workers or time.monotonic() > deadline:
                 raise RuntimeError('a new worker does not serve; the log has more')
-            # Until its first heartbeat, the file of a worker has the time of day, far
-            # above the monotonic clock.
+            # Until its first heartbeat a worker's file has the time of day: far above.
             if all(worker.tmp.last_update() <= time.monotonic() for worker in new):
                 return
             time.sleep(0.01)
@@ -211,12 +191,10 @@ class Master(Arbiter):  # type: ignore[misc]
                 self.reap_workers()
 
     def signal(self, number: int, frame: object) -> None:
-        """Queue a signal; end a worker that has no signal handlers of its own yet.
-
-        Such a worker would queue a stop, too, and go on until it is killed. Not with
-        ``sys.exit``: Python ignores exceptions in a callback that runs at a fork.
-        """
-        if number in STOPS and os.getpid() != self.pid:
+        # A worker that has no handlers of its own yet would queue a stop, too. Not
+        # sys.exit(): Python ignores exceptions in a callback that runs at a fork.
+        stops = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
+        if number in stops and os.getpid() != self.pid:
             os._exit(0)
         super().signal(number, frame)
 
@@ -225,8 +203,8 @@ class _Snapshot:
     """What ``_load`` changes in the process of the master, as it was before."""
 
     def __init__(self, master: Master) -> None:
-        # A shallow copy: for cfg, app, log, worker_class, store and the like, which are
-        # replaced. WORKERS stays the same dictionary: an old worker may have ended.
+        # Shallow: cfg, app, log, store and the like are replaced, but WORKERS stays the
+        # same dictionary: an old worker may have ended.
         self._attributes = vars(master).copy()
         self._environ = dict(os.environ)
         self._modules = {name: sys.modules[name] for name in _module_names()}
@@ -249,13 +227,11 @@ def _module_names() -> list[str]:
 
 
 def _forget_modules() -> None:
-    """Have the next import of a module of the service read it again."""
     for name in _module_names():
         del sys.modules[name]
 
 
 def _free_modules() -> None:
-    """Free the modules that are not used any more."""
     for clear in getattr(typing, '_cleanups', ()):  # caches of generic types
         clear()
     gc.collect()

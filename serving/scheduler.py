@@ -5,12 +5,10 @@ sync, a database, a lock) run in other threads. So a store is the same code unde
 server, and nothing is monkey-patched.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import gevent
 from gevent.hub import Waiter
@@ -20,22 +18,16 @@ from greenlet import getcurrent
 
 from store.scheduler import Scheduler
 
-Result = TypeVar('Result')
-
-# For calls that block: the syncs of several batches, waits for a lock or a database.
-THREADS = 10
+THREADS = 10  # for calls that block: several syncs, waits for a lock or a database
 
 
 class GeventScheduler(Scheduler):
-    """How greenlets wait in a store.
+    """How greenlets wait in a store; calls that block run in threads of its own.
 
-    Calls that block run in threads of its own. With the hub's pool, which takes more
-    turns between threads, 0.73 and 0.76 of the plants are added (side by side, two
-    workers, 4 and 16 clients), at 1.16 and 1.09 times the CPU.
+    In those of the hub 0.73 of the plants are added (4 clients, side by side).
     """
 
     def give_way(self) -> bool:
-        """Serve the connections that have sent something."""
         poll_sockets()
         return True
 
@@ -46,16 +38,15 @@ class GeventScheduler(Scheduler):
     def lock(self) -> Any:
         return Semaphore()
 
-    def call(self, function: Callable[[], Result]) -> Result:
+    def call(self, function: Callable[[], Any]) -> Any:
         caller = Waiter()
         self._calls.put((caller, function))
-        result: Result = caller.get()
-        return result
+        return caller.get()
 
     @cached_property
     def _calls(self) -> Any:
         """The queue of the threads; they start at the first call, so in a worker."""
-        # Those of the system, also where an embedder has patched the modules.
+        # System threads, also where an embedder has patched the modules.
         calls = get_original('queue', 'SimpleQueue')()
         outcomes = deque[tuple[Any, ...]]()
         wakeup = gevent.get_hub().loop.async_()
@@ -84,8 +75,8 @@ def poll_sockets() -> None:
     """Return when the event loop has polled its sockets and called their watchers."""
     hub = gevent.get_hub()
     # NOTE: not sleep(0), which returns before the loop polls the sockets; nor idle(),
-    # which clients without a token can delay, and which gathers all connections in one
-    # batch, so that no other request is served during its sync.
+    # which any client can delay, and which gathers all connections in one batch, so
+    # that no other request is served during its sync.
     check, idle = hub.loop.check(), hub.loop.idle()
     check.priority = hub.loop.MINPRI
     check.start(getcurrent().switch)
@@ -100,9 +91,8 @@ def poll_sockets() -> None:
 class Turns:
     """Decides which greenlets go on when the event loop has polled its sockets.
 
-    First all whose clients have sent something, in the order in which they did. The
-    loop itself reports the latest first: a client that is answered early would be
-    served late the next time, and some requests take twice as long as others.
+    First all whose clients have sent something, in the order in which they did. (The
+    loop reports the latest first: some requests would take twice as long as others.)
 
     Then one greenlet whose client has pipelined its next request. With ``sleep(0)``
     those that pipeline would take turns among themselves first: beside 300 of them a
@@ -120,13 +110,10 @@ class Turns:
         self._check.start(self._next)
 
     def wait_for_data(self, readable: Any) -> None:
-        """Return when a watcher has reported its socket.
-
-        The watcher stays active: to stop and start it takes a system call.
-        """
+        """Return when a watcher has reported its socket."""
         greenlet = getcurrent()
         self._waiting.add(greenlet)
-        if not readable.active:
+        if not readable.active:  # to stop and start it each time takes a system call
             readable.start(self._report, readable, greenlet)
         self._hub.switch()
 

@@ -1,8 +1,7 @@
 """The worker: gunicorn's gevent worker, with clients that are limited, and spread.
 
 Only the sockets of clients are gevent's: no library runs with sockets and locks that it
-was not written for. (``ssl`` is the exception, and only if TLS is configured: gunicorn
-makes its context, and would make a blocking one.)
+was not written for (except ``ssl``, if TLS is configured: gunicorn makes its context).
 
 All workers wait at one socket, and the first to wake accepts: a few kept connections
 often end up at one worker while another idles (4 clients: 2,880 adds a second in the
@@ -10,8 +9,6 @@ worst case, 7,080 if they are spread). So a worker with more connections than an
 leaves a new one to the others for a moment. ``reuse_port`` spreads many connections,
 not few, and resets those that wait for a worker that stops.
 """
-
-from __future__ import annotations
 
 import gc
 import math
@@ -41,15 +38,13 @@ from serving.scheduler import Turns, poll_sockets
 from web.errors import FAULT, Fault
 from web.middleware import RequestLog
 
-# Seconds between two looks for a signal to stop, and for clients whose time is up.
-TICK = 0.2
+TICK = 0.2  # seconds between two looks for a signal to stop, and for late clients
 # How many seconds a worker with more connections leaves a new one to the others, and
 # how often before it accepts: the others may be in the middle of a turn.
-STAND_BACK = 0.001
-STAND_BACKS = 5
+STAND_BACK, STAND_BACKS = 0.001, 5
 
-# The number of connections of each worker plus one, and 0 where there is no worker, in
-# memory that the master and its workers share. A worker's age gives its slot.
+# Shared by the master and its workers: the number of connections of each worker plus
+# one, or 0 for no worker. A worker's age gives its slot.
 SLOTS = 256
 connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
@@ -60,10 +55,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     alive: bool
     sockets: list[Any]
 
-    def forget_connections(self) -> None:
-        """Take this worker out of the counts; for the master, when it has ended."""
-        connection_counts[self.age % SLOTS] = 0
-
     def patch(self) -> None:
         if self.cfg.is_ssl:
             monkey.patch_ssl()
@@ -73,14 +64,13 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         ]
 
     def run(self) -> None:
-        # Otherwise the garbage collector writes to each object of the master, and with
-        # 450 connections a worker has 24 MiB of its own instead of 14.
+        # The garbage collector would write to each object of the master: with 450
+        # connections a worker would have 24 MiB of its own instead of 14.
         gc.freeze()
         # Usually 1,024 files may be open, and each connection is one.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        # In seconds. A thread that comes back from a sync waits so long for the GIL.
-        sys.setswitchinterval(0.0002)
+        sys.setswitchinterval(0.0002)  # seconds that a thread waits for the GIL
         # As plain attributes: gunicorn's way to read them takes 5 to 10 % of the CPU.
         settings = self.cfg.settings.items()
         self.cfg.__dict__.update((name, setting.get()) for name, setting in settings)
@@ -88,9 +78,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.log.batching.batch_with(gevent.get_hub().loop)
         self._tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
         self._exchanges = Exchanges(self.cfg)
-        # What answers requests that the application must not serve.
-        knows_faults = getattr(self.wsgi, 'knows_faults', False)
-        self._refusals = self.wsgi if knows_faults else PlantsApp([RequestLog()])
+        # Answers requests that the application must not serve.
+        is_ours = isinstance(self.wsgi, PlantsApp)
+        self._refusals = self.wsgi if is_ours else PlantsApp([RequestLog()])
         self._turns = Turns()
         self._clients: set[Client] = set()
         self.connections = 0
@@ -104,7 +94,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._tick(time.monotonic() - LINGER if pool.full() else -math.inf)
         for server in servers:
             server.close()
-        self.forget_connections()
+        self.count_connection(0)
         stopped = time.monotonic()
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
@@ -113,14 +103,13 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._tick(math.inf if is_over else -math.inf)
 
     def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
-        """Serve a connection from its beginning to its end."""
         client = Client(sock, self._turns)
         self._clients.add(client)
         try:
             if self._tls is not None:
                 client.start_tls(self._tls)
             for request in self._exchanges.requests(client, address, listener):
-                if not self._answer(request, client, listener):
+                if not self._answer(request, client):
                     break
                 if request.finish():
                     client.begin_request()
@@ -132,21 +121,20 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         except OSError:
             pass  # the client is gone
         except Exception:
-            # Whatever the fault, only this connection ends.
             self.log.exception('a connection was lost')
         finally:
             self._clients.discard(client)
             client.close()
             self.count_connection(-1)
 
-    def _answer(self, request: StrictRequest, client: Client, listener: Any) -> bool:
+    def _answer(self, request: StrictRequest, client: Client) -> bool:
         """Have the application answer a request; return whether others may follow."""
         began = time.monotonic()
         response = None
         try:
             request.read(self.cfg)
             self.cfg.pre_request(self, request)
-            response, environ = self._exchanges.respond(request, listener)
+            response, environ = self._exchanges.respond(request)
             self.nr += 1
             if self.nr >= self.max_requests and self.alive:
                 self.log.info('max_requests is reached: the worker stops')
@@ -179,10 +167,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         return not response.should_close()
 
     def _refuse(self, request: StrictRequest, client: Client, error: Exception) -> None:
-        """Answer a request that the application does not serve, or failed to serve.
-
-        The log does not repeat the request: there may be a token in it.
-        """
+        """Answer a request that the application does not serve, or failed to serve."""
         status = status_of(error)
         message = f'{status.phrase}: the HTTP server cannot serve this request'
         environ = request.refuse() | {FAULT: Fault(100 * status, message)}
@@ -190,9 +175,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         body = self._refusals(environ, response.start_response)
         id = dict(response.headers)['x-request-id']
         if status < 500:
+            kind = type(error).__name__  # its text may have a token
             hint = ' (HTTPS to a port for HTTP?)' if client.looks_like_tls else ''
-            kind = type(error).__name__ + hint
-            self.log.warning('%s: request refused: %s', id, kind)
+            self.log.warning('%s: request refused: %s%s', id, kind, hint)
         else:
             self.log.error('%s: request failed', id, exc_info=error)
         for data in body:
@@ -202,14 +187,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def count_connection(self, change: int) -> None:
         """Tell the others that a connection was accepted (1) or has ended (-1)."""
         self.connections += change
-        if self.alive:
-            connection_counts[self.age % SLOTS] = self.connections + 1
+        connection_counts[self.age % SLOTS] = self.connections + 1 if self.alive else 0
 
     def _tick(self, idle_since: float) -> None:
-        """Tell the master that the worker lives, expire clients, and wait.
-
-        Clients expire at their deadline, and if they have been idle for so long.
-        """
+        """Tell the master that the worker lives, expire late and idle clients, wait."""
         self.notify()
         poll_sockets()  # first hear the clients, if this process was paused
         now = time.monotonic()
@@ -234,8 +215,7 @@ class Acceptor(StreamServer):  # type: ignore[misc]
     def do_read(self) -> Any:
         mine = self._worker.connections
         fewest = min(filter(None, connection_counts), default=1) - 1
-        # Few connections are spread evenly; many may differ by a sixteenth.
-        if mine <= fewest + mine // 16:
+        if mine <= fewest + mine // 16:  # few are spread evenly, many roughly
             self._stood_back = 0
         elif self._stood_back < STAND_BACKS:
             self._stood_back += 1

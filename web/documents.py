@@ -1,7 +1,5 @@
 """Public documents: the OpenAPI description, and the page to try the service."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache, partial
@@ -66,10 +64,9 @@ def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, objec
     resources: dict[str, object] = {
         '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON)
     }
-    for path, (name, media_type, max_age) in _PAGE.items():
+    for path, (name, mime_type, max_age) in _PAGE.items():
         read = cache(partial(_read_page, name))  # all clients share the bytes
-        media_type = f'{media_type}; charset=utf-8'
-        resources[path] = DocumentResource(read, media_type, max_age)
+        resources[path] = DocumentResource(read, f'{mime_type}; charset=utf-8', max_age)
     return resources
 
 

@@ -1,9 +1,8 @@
 """The errors of the interface: their values, and what answers an exception."""
 
-from __future__ import annotations
-
 import enum
 import logging
+from typing import Self
 
 import falcon
 from falcon import Request, Response
@@ -12,7 +11,6 @@ from schemas import encode
 from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
 
 log = logging.getLogger('plants')
-
 
 # In a WSGI environment: the fault with which the server refuses the request.
 FAULT = 'plants.fault'
@@ -38,7 +36,7 @@ class ErrorValue(enum.IntEnum):
     INTERNAL = 500_00, 'an unexpected fault of the service'
     STORE_UNAVAILABLE = 503_00, 'the store cannot take plants now'
 
-    def __new__(cls, value: int, meaning: str = '') -> ErrorValue:
+    def __new__(cls, value: int, meaning: str = '') -> Self:
         member = int.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning

@@ -1,15 +1,12 @@
 """Metrics for Prometheus at ``/metrics``, of one process or of several.
 
 Several processes use the multi-process mode of ``prometheus_client``: each keeps its
-values in files of a directory, and each answer adds them up. Usually the files are
-named after process ids, so that each new process adds files for good. Here they are
-named by the smallest number that no living process has: a new process goes on with the
-counters of one that has ended.
+values in files of a directory, and each answer adds them up. With process ids in their
+names, as usual, each restart would add files. So a process takes the smallest number
+that no living process has, and goes on with the counters of one that has ended.
 
 NOTE: only ``create_app`` with metrics imports this module: its package is optional.
 """
-
-from __future__ import annotations
 
 import fcntl
 import os
@@ -62,7 +59,7 @@ class Metrics:
         store.on_sync = self._observe_sync
         tokens.on_failed_reload = lambda: self._measured().failed_reloads.inc()
 
-    def _measured(self) -> _Meters:
+    def _measured(self) -> '_Meters':
         """Return what this process measures; made at its first use, so after a fork."""
         if self._meters is None:
             with self._making:

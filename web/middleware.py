@@ -1,7 +1,5 @@
 """Middleware for every request: id and log line, CORS, token, path and method."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re
@@ -75,9 +73,8 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
     It answers a preflight request (Fetch standard, section 3.3.2) before the token is
-    checked, since browsers send no token with it. The answer is the same for every
-    path, so it does not tell which paths exist. Cookies stay forbidden: a page sets the
-    header with the token by itself.
+    checked, since browsers send none with it, and alike for every path, so that it does
+    not tell which exist. Cookies stay forbidden: a page sets the header by itself.
 
     Raises:
         ValueError: No browser sends such an origin, and it is not ``*`` alone.

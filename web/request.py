@@ -1,7 +1,5 @@
 """The request: what the middleware finds out about it, and how its body is read."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,14 +1,12 @@
 """The settings of the service: the only reader of the ``PLANTS_`` variables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from store import DEFAULT_URL, masked, open_store
 from web.middleware import CrossOrigin
@@ -49,7 +47,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()  # whose pages may read answers; * means all
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read the ``PLANTS_`` variables.
 
         Raises:

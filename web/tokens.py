@@ -1,7 +1,5 @@
 """Bearer tokens: the accepted tokens, and the tokens file."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging
@@ -102,9 +100,8 @@ def _digest(token: str, where: str) -> bytes:
 class TokensFile(Tokens):
     """Tokens in a file, one entry a line, read again when the file has changed.
 
-    A process that inherits the object by a fork inherits the tokens too, and looks at
-    the file itself. So a worker that starts while the file is broken accepts what the
-    parent process has read.
+    A forked process inherits the tokens: while the file is broken, a new worker accepts
+    what its parent has read.
 
     Raises:
         ValueError: The file cannot be read, a line is wrong, or there is no token. The

@@ -79,7 +79,7 @@ def requests(exchanges, data):
     try:
         for request in exchanges.requests(client, CLIENT, LISTENER):
             request.read(exchanges._cfg)
-            environ = exchanges.respond(request, LISTENER)[1]
+            environ = exchanges.respond(request)[1]
             body = environ.pop('wsgi.input').read()
             for name in ('gunicorn.socket', 'wsgi.errors', 'wsgi.file_wrapper'):
                 del environ[name]

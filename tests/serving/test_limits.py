@@ -143,7 +143,8 @@ def test_client_that_stops_reading_is_disconnected(impatient):
     with ExitStack() as opened:
         for _ in range(5):
             client = opened.enter_context(impatient.connect())
-            client.send(request('GET', LARGE_FILE) * 20)
+            # More than the kernel buffers at both ends, which is up to 36 MiB.
+            client.send(request('GET', LARGE_FILE) * 40)
             assert len(client.receive().body) > 2**20
         wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
 
