@@ -10,8 +10,6 @@ the round its database must hold as many plants as it has acknowledged. A conten
 promises durability may acknowledge at most one plant per connection with each sync.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

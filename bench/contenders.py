@@ -1,7 +1,5 @@
 """The servers to measure: this one, and its alternatives."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

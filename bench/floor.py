@@ -3,8 +3,6 @@
 It stores nothing and logs nothing, so it shows the cost of the server alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -8,8 +8,6 @@ are measured in turn, round after round, so that noise of the machine affects al
 them.
 """
 
-from __future__ import annotations
-
 import argparse
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """Send requests: the first plant, some that must be refused, then the load."""
 
-from __future__ import annotations
-
 import http.client
 import math
 import subprocess

@@ -3,8 +3,6 @@
 bench/peers/.venv/bin/python -m bench.picture
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

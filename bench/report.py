@@ -1,7 +1,5 @@
 """The figures of a run, and their tables in Markdown."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

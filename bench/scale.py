@@ -4,8 +4,6 @@ It is compared with an empty store, in turn, round after round. Each measurement
 in a new process.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import random

@@ -1,7 +1,5 @@
 """Start a server, measure its memory and CPU time, stop it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -8,8 +8,6 @@ jsonschema checks the files at the start. jsonschema-rs validates bodies with th
 needs 1 us for a plant, jsonschema 50 to 80.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

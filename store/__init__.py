@@ -1,7 +1,5 @@
 """Stores of plants: one contract, ``PlantStore``, and the stores that keep it."""
 
-from __future__ import annotations
-
 from store.base import Create, Plant, PlantStore, check_plant
 from store.errors import (
     IdTaken,

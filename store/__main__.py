@@ -3,8 +3,6 @@
 It reads ``PLANTS_STORE`` itself, since ``store/`` may not import ``web/settings.py``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

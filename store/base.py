@@ -1,7 +1,5 @@
 """The contract between the service and a store of plants."""
 
-from __future__ import annotations
-
 import abc
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """The exceptions that a plant store raises."""
 
-from __future__ import annotations
+from typing import Self
 
 
 class StoreError(Exception):
@@ -30,7 +30,7 @@ class StoreUnavailable(StoreError):
         self.detail = detail  # more for the operator
 
     @classmethod
-    def refused(cls, error: OSError, store: object) -> StoreUnavailable:
+    def refused(cls, error: OSError, store: object) -> Self:
         """Return the exception of a store for an error of the operating system."""
         return cls(error.strerror or str(error), store=str(store))
 

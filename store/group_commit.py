@@ -14,8 +14,6 @@ written before it began. How many may be in flight follows the measured time of 
   would wait for two syncs. Several in flight overlap, and the disk groups them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A store that opens at its first use, and again in a forked child."""
 
-from __future__ import annotations
-
 import abc
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Showing the URL of a store without its secrets."""
 
-from __future__ import annotations
-
 import re
 
 # jsonl: is left out where its path may have the same characters.

@@ -1,7 +1,5 @@
 """A store in the memory of one process, for tests and quick trials."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from store.base import Plant, PlantStore, check_plant

@@ -5,8 +5,6 @@ server that serves many requests in one thread passes a scheduler of its own to
 ``open_store``, which serves other requests meanwhile.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager

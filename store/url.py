@@ -4,8 +4,6 @@ A package offers a store through an entry point, which names a function or a cla
 the parameters of ``open_store``: see ``docs/stores.md``.
 """
 
-from __future__ import annotations
-
 import re
 
 from store.base import Create, PlantStore

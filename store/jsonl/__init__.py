@@ -1,7 +1,5 @@
 """The embedded store: a file of JSON lines, shared by any number of processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

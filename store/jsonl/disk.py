@@ -1,7 +1,5 @@
 """System calls on a plant file and the files beside it, and what their errors mean."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

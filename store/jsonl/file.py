@@ -41,8 +41,6 @@ Other processes need not be told: the kernel reports a failed write-back once to
 descriptor that was open then, and a later open writes the bytes again first.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

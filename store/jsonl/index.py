@@ -42,8 +42,6 @@ use may end a process (SIGBUS).
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """The lock of a plant file: between processes, and between threads of this one."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

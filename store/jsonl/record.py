@@ -19,8 +19,6 @@ Our own lines have no white space, the members in the order above, and only the 
 that RFC 8259, section 7, requires.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -19,8 +19,6 @@ can have left: where no line is a record, or where more is damaged than can have
 written between two syncs.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

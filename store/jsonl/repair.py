@@ -1,7 +1,5 @@
 """Finding every damage of a plant file, and making another file of what is sound."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress

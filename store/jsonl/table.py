@@ -29,8 +29,6 @@ wait for a flush. SQLite's locks on files belong to a process: connections of a 
 take none while it has one of its parent open. So ``connect`` closes inherited ones.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -11,8 +11,6 @@
 Engines that scale out have no advisory lock, no sequence and no lock of a table.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time
@@ -83,7 +81,7 @@ class PostgreSQLStore(LazyStore['Database']):
             if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
                 raise
 
-    def _open_backend(self) -> Database:
+    def _open_backend(self) -> 'Database':
         return Database(self._url, self._create, self._scheduler, self._report_sync)
 
 

@@ -1,7 +1,5 @@
 """A connection to a PostgreSQL server: the statements, and the meaning of errors."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

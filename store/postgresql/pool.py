@@ -1,7 +1,5 @@
 """Lends connections to a database, and spares it while it does not answer."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

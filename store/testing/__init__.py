@@ -11,8 +11,6 @@ here, and nowhere else in this package. For readable assertions put
 ``pytest.register_assert_rewrite('store.testing')`` into ``conftest.py``.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Plants that a store may get wrong, and what is no plant: for the tests of stores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from store import Plant

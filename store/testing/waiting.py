@@ -1,7 +1,5 @@
 """Waiting for threads, processes and conditions, for the tests of stores."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

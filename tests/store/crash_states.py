@@ -18,8 +18,6 @@ So a state is one *choice* for each *question*: each block, each size, the mtime
 file, each change to the directory, and the table. Choice 0 is what the processes saw.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -29,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from unittest import mock
 
 from store import Plant, PlantStore
@@ -367,7 +365,7 @@ class State(NamedTuple):
         files: From each name to the second name, the content and the mtime of its file.
     """
 
-    crash: Crash
+    crash: 'Crash'
     choices: Choices
     files: dict[str, tuple[Path | None, bytes, int]]
 
@@ -386,7 +384,7 @@ class State(NamedTuple):
             if name == recorder.index.name:
                 _begin_wal(Path(path))
 
-    def smallest(self, fails: Callable[[State], object]) -> State:
+    def smallest(self, fails: Callable[[Self], object]) -> Self:
         """Return a failing state with as few choices as this failure needs."""
         for left_out in self.choices:
             fewer = {key: n for key, n in self.choices.items() if key != left_out}
