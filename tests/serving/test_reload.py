@@ -9,7 +9,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 from exchange import assert_error, child_pids, edit, fern, locked, table
 from server import (
     GUNICORN,
