@@ -18,6 +18,7 @@ FORKSERVER.set_forkserver_preload(
     [
         *('gunicorn.app.wsgiapp', 'gunicorn.arbiter', 'gunicorn.workers.ggevent'),
         *('falcon', 'jsonschema', 'jsonschema_rs'),
+        *('difflib', 'hmac', 'logging.config', 'secrets', 'sqlite3', 'uuid'),
     ]
 )
 

@@ -149,13 +149,6 @@ def test_chunked_body_is_read_to_its_end(client):
     assert_error(client.request('/plants', **chunked(io.BytesIO())), 40001)
 
 
-def test_endless_body_is_40003(client):
-    """Reading an endless body stops as soon as it is larger than the limit."""
-    body = io.BytesIO(b' ' * 1_000_000)
-    assert_error(client.request('/plants', **chunked(body)), 40003)
-    assert body.tell() <= 65_537
-
-
 def test_chunked_body_without_a_marked_end_is_40001(client):
     """Where the server does not mark the end, the body is not read."""
     response = client.request('/plants', **chunked(UnreadableBody(), False))
@@ -475,19 +468,6 @@ def test_each_request_is_logged(value, client, requests_logged):
     request_id = response.headers['X-Request-Id']
     assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
     assert line.endswith(f' ms {len(response.body)} bytes')
-
-
-def test_log_has_no_token(client, requests_logged):
-    """Neither a valid token nor a wrong one is ever logged."""
-    token = client.authorization[1]
-    client.add(FERN)
-    client.authorization = ('Bearer', 'wrong-token')
-    client.add(FERN)
-    client.get('/nowhere', headers={'Authorization': f'Basic {token}'})
-    assert len(requests_logged()) == 3
-    for line in requests_logged():
-        assert token not in line
-        assert 'wrong-token' not in line
 
 
 @pytest.mark.parametrize('path', ['/a%0Ab', '/%1B[31m', '/%E2%80%A8', '/a%20b'])

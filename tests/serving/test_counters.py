@@ -67,7 +67,7 @@ def test_counts_survive_killed_and_reloaded_workers(tmp_path):
         add_plants(server, 11, 10)
         assert read_metric(server, route='/plants') == 20
         sizes = set()
-        for _ in range(4):
+        for _ in range(3):
             server.reload()
             wait_until(lambda: len(server.worker_pids()) == 2, 'there are no more')
             processes = read_samples(server, 'process_start_time_seconds')

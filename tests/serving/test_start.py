@@ -26,14 +26,13 @@ from server import (
 
 COMMANDS = {
     'gunicorn': [SCRIPTS / 'gunicorn'],
-    'gunicorn app:app': [SCRIPTS / 'gunicorn', 'app:app'],
     'waitress-serve app:app': [
         *(SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app'),
     ],
     'python app.py': [sys.executable, 'app.py'],
-    'gunicorn at several addresses, preloaded': [
-        *(SCRIPTS / 'gunicorn', '-b127.0.0.1:0', '-b[::1]:0', '-blocalhost:0'),
-        '--preload',
+    'gunicorn app:app at several addresses, preloaded': [
+        *(SCRIPTS / 'gunicorn', 'app:app', '--preload'),
+        *('-b127.0.0.1:0', '-b[::1]:0', '-blocalhost:0'),
     ],
 }
 

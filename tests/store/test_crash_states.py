@@ -32,7 +32,7 @@ STATES = os.environ.get('CRASH_STATES', '100')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
 # How many crashes of each scenario are followed by a second crash.
-FIRST_CRASHES = 10 if LIMIT else 50
+FIRST_CRASHES = 5 if LIMIT else 50
 MIXTURES = 3  # random states of the index for each state of the plant file
 BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
@@ -424,7 +424,7 @@ def test_acknowledged_plants_survive_a_second_crash(directory, scenario, block):
             repair_damage(again)
             with JSONLinesStore(again.path) as store:
                 again.add(store, Plant(99, 'Elm'))
-        _, text = first_fault(again, block, chance, LIMIT and LIMIT // FIRST_CRASHES)
+        _, text = first_fault(again, block, chance, LIMIT and LIMIT // 10)
         again = f'{state}\nwas opened. {text}'
         assert not text, f'{again}\nwith CRASH_SEED={SEED} CRASH_STATES={STATES}'
 

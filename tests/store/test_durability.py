@@ -11,15 +11,13 @@ import random
 import resource
 import shutil
 import signal
-import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
 from disk import wait_for_flush
-from exchange import assert_error
+from exchange import Crowd, assert_error
 from server import Server, request, wait_until
 
 WORKERS = 2
@@ -97,73 +95,6 @@ def assert_stored(path, plants):
 
 KILL_SEEDS = range(2)
 KILL_ROUNDS = 8
-CLIENTS = 8
-# The rare long name makes a write of many pages, which a kill can tear.
-NAMES = [*('Fern' for _ in range(40)), 'Färn🌿' * 2_000]
-
-
-class Crowd:
-    """Clients that post new plants, each again and again until it is acknowledged.
-
-    Args:
-        server: The server, which may be killed at any time.
-        acknowledged: A list to which the acknowledged plants are appended.
-        ids: An iterator of new ids.
-        seed: The seed of the random names and tags.
-    """
-
-    def __init__(self, server, acknowledged, ids, seed):
-        self._server = server
-        self._acknowledged = acknowledged
-        self._ids = ids
-        self._chances = [random.Random(f'{seed} {number}') for number in range(CLIENTS)]
-        self._counts = [0] * CLIENTS
-        self._enough = threading.Event()
-
-    def __enter__(self):
-        self._pool = ThreadPoolExecutor(CLIENTS)
-        self._clients = [
-            self._pool.submit(self._post_many, number) for number in range(CLIENTS)
-        ]
-        return self
-
-    def __exit__(self, *exc_info):
-        self._enough.set()
-        self._pool.shutdown()
-        for client in self._clients:
-            client.result()
-
-    def wait_for_all(self):
-        """Wait until the server has acknowledged one more plant of each client."""
-        # Two more, because a response from before this call may be counted after it.
-        goals = [count + 2 for count in self._counts]
-
-        def goals_are_reached():
-            for client in self._clients:
-                if client.done():
-                    client.result()
-            return all(map(int.__ge__, self._counts, goals))
-
-        wait_until(goals_are_reached, 'every client is served')
-
-    def _post_many(self, number):
-        chance = self._chances[number]
-        while not self._enough.is_set():
-            plant = {'id': next(self._ids), 'name': chance.choice(NAMES)}
-            if chance.random() < 0.5:
-                plant['tag'] = f'client {number}'
-            wait_until(lambda plant=plant: self._is_added(plant), 'it is added')
-            self._acknowledged.append(plant)
-            self._counts[number] += 1
-
-    def _is_added(self, plant):
-        try:
-            answer = self._server.ask(request(body=plant))
-        except OSError:
-            return False
-        if answer and answer.status != 200:
-            assert_error(answer, 50300)
-        return answer and answer.status == 200
 
 
 @pytest.mark.parametrize('seed', KILL_SEEDS, ids='seed {}'.format)

@@ -1,51 +1,14 @@
 """A failover to a PostgreSQL standby, while clients add plants."""
 
 import itertools
-import operator
 import os
 import signal
-import threading
-import time
-from contextlib import ExitStack, suppress
 
 import pytest
-from exchange import SHORT_DATABASE_LIMITS
+from exchange import SHORT_DATABASE_LIMITS, Crowd
 from postgresql import PostgreSQL
 from proxy import Proxy
-from server import PATIENCE, Server, configured, request, wait_until
-
-CLIENTS = 8
-
-
-def add_all(server, place, added, ended):
-    """Add plants one after another, and repeat each until it is answered 200.
-
-    Args:
-        server: The server.
-        place: The number of this client, from 0.
-        added: A list of the acknowledged plants, which this function extends.
-        ended: An event that ends the function after its current plant.
-    """
-    with ExitStack() as opened:
-        connection = None
-        for id in itertools.count(place, CLIENTS):
-            body = {'id': id, 'name': f'Fern {id}', 'tag': str(place)}
-            status = None
-            while status != 200:
-                answer = None
-                with suppress(ConnectionError):
-                    connection = connection or opened.enter_context(server.connect())
-                    answer = connection.ask(request(body=body))
-                if answer is None:  # the connection is lost
-                    connection = None
-                else:
-                    status = answer.status
-                    assert status in (200, 503)
-                if status != 200:
-                    time.sleep(0.02)
-            added.append(tuple(body.values()))
-            if ended.is_set():
-                return
+from server import Server, configured, request, wait_until
 
 
 @pytest.fixture
@@ -77,32 +40,19 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
         url = f'postgresql://gardener@{hosts}/postgres'
         limits = configured(tmp_path, *SHORT_DATABASE_LIMITS)
         with Server(tmp_path, *limits, workers=2, PLANTS_STORE=url) as server:
-            added = [[] for _ in range(CLIENTS)]
-            ended = threading.Event()
-            clients = [
-                threading.Thread(target=add_all, args=(server, n, added[n], ended))
-                for n in range(CLIENTS)
-            ]
-            for client in clients:
-                client.start()
-            try:
-                wait_until(lambda: all(len(a) > 20 for a in added), 'all add')
+            added = []
+            with Crowd(server, added, itertools.count(1), fault) as crowd:
+                wait_until(lambda: len(added) > 160, 'all add')
                 if fault == 'silent':
                     proxy.stop()
                 primary.stop(signal.SIGKILL)
                 standby.execute('SELECT pg_promote()')  # returns when it is done
-                counts = [len(a) for a in added]
-                wait_until(
-                    lambda: all(map(operator.gt, map(len, added), counts)), 'all add'
-                )
-            finally:
-                ended.set()
-                for client in clients:
-                    client.join(PATIENCE)
+                crowd.wait_for_all()
             assert server.ask(request('GET', '/readyz')).status == 200
             assert len(server.worker_pids()) == 2
             stored = standby.execute('SELECT id, name, tag FROM plants')
-    assert sorted(stored) == sorted(itertools.chain(*added))
+    expected = [(p['id'], p['name'], p.get('tag')) for p in added]
+    assert sorted(stored) == sorted(expected)
     assert 'Traceback' not in server.log
 
 

@@ -13,10 +13,9 @@ from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
 from store.scheduler import Scheduler
-from store.testing.waiting import in_child, in_threads, wait_until
+from store.testing.waiting import in_threads, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
-FERN_LINE = b'{"id":1,"name":"Fern"}\n'
 
 
 @pytest.fixture
@@ -158,27 +157,3 @@ def test_file_replaced_while_waiting(path, opened_before):
 
         refused = threading.Event()
         in_threads(lambda: add() or refused.set(), replace)
-
-
-class TestPin:
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    @pytest.mark.parametrize('in_process', [lambda job: job(), in_child])
-    def test_replaced_file_is_refused(self, path, in_process):
-        """A pinned store refuses another file, in every process that opens it later."""
-        path.write_bytes(FERN_LINE)
-        with JSONLinesStore(path, create='always') as store:
-            old = path.rename(path.with_name('old'))
-
-            def refuse():
-                for make in (lambda: None, path.touch):
-                    make()
-                    for attempt in (store.ping, lambda: store.add(MOSS)):
-                        with pytest.raises(StoreUnavailable):
-                            attempt()
-                assert path.read_bytes() == b''
-                path.unlink()
-
-            in_process(refuse)
-            old.rename(path)
-            in_process(lambda: store.add(MOSS))
-        assert path.read_bytes().count(b'\n') == 2

@@ -48,18 +48,18 @@ def url(pooler):
     return pooler.new_url(**WRONG)
 
 
-@pytest.fixture(scope='module', params=[('session', 20), ('transaction', 1)])
-def either(request, server):
-    """A pooler in each mode that works, with as few sessions as the tests need."""
-    with PgBouncer(server, *request.param) as pooler:
+@pytest.fixture(scope='module')
+def narrow(server):
+    """A pooler whose clients all share one session."""
+    with PgBouncer(server, 'transaction') as pooler:
         yield pooler
 
 
 class TestPgBouncer(DirectContract):
     @pytest.fixture
-    def store(self, either, server):
+    def store(self, narrow, server):
         self.server = server
-        with open_store(either.new_url(**WRONG)) as opened:
+        with open_store(narrow.new_url(**WRONG)) as opened:
             yield opened
 
 

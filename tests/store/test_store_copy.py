@@ -271,7 +271,7 @@ def stored(url):
 
 def test_lost_source_is_read_again(make, run, server, monkeypatch):
     """A copy reads a source again that went away, and counts what it reads last."""
-    plants = [plant._replace(tag='shade' * 200) for plant in many(20_000)]
+    plants = [plant._replace(tag='shade' * 200) for plant in many(8_000)]
     source, target = make('postgresql', *plants), make('jsonl')
     losses = iter([True, True])
 
@@ -285,7 +285,7 @@ def test_lost_source_is_read_again(make, run, server, monkeypatch):
     monkeypatch.setattr('store.__main__.RETRY_AFTER', 0.01)
     code, output, errors = run('copy', source, target)
     assert (code, [line[:22] for line in errors]) == (0, ['Waiting: postgresql://'] * 2)
-    assert sum(counts(output)) == 20_000
+    assert sum(counts(output)) == 8_000
     assert plants_in(target) == plants
 
     losses = repeat(True)

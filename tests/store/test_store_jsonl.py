@@ -74,11 +74,6 @@ class TestFile:
             b'{"id":0,"name":"\\"\\\\\\b\\f\\n\\r\\t\\u0001\\u001f"}\n'
         )
 
-    def test_unused_store_makes_no_file(self, path):
-        """A store makes no file before its first use, nor when it is closed unused."""
-        JSONLinesStore(path).close()
-        assert not files(path)
-
     def test_relative_path_is_resolved_at_once(self, path, monkeypatch):
         """A relative path refers to the working directory at the call of open_store."""
         monkeypatch.chdir(path.parent)
@@ -145,17 +140,6 @@ class TestFile:
             store.ping()
             assert 'fsync' in disk.calls_on(path)
 
-    def test_check_opening_changes_nothing(self, path):
-        """check_opening accepts a missing file or a torn tail, and changes nothing."""
-        with JSONLinesStore(path) as store:
-            store.check_opening()
-        assert not files(path)
-        torn = FERN + b'{"id":2,"na'
-        path.write_bytes(torn)
-        with JSONLinesStore(path) as store:
-            store.check_opening()
-        assert files(path) == {path.name: torn}
-
     def test_file_that_cannot_be_made(self, path):
         """A file that cannot be opened or made is unavailable; nothing is made."""
         path.mkdir()
@@ -208,14 +192,6 @@ class TestMissingFile:
         with open_store(f'jsonl:{forgotten}', create='always') as store:
             store.add(Plant(1, 'Moss'))
             assert list(store) == [Plant(1, 'Moss')]
-
-    def test_create_never_makes_no_file(self, path):
-        """With ``create='never'`` a missing file is an error, and is not made."""
-        with open_store(f'jsonl:{path}', create='never') as store:
-            for attempt in (store.ping, lambda: store.add(Plant(1, 'Fern'))):
-                with pytest.raises(StoreUnavailable, match='the file is gone'):
-                    attempt()
-        assert not files(path)
 
     @pytest.mark.parametrize('create', ['always', 'first', 'never'])
     def test_existing_file_is_kept(self, path, create):
@@ -316,22 +292,6 @@ class TestThreads:
             in_threads(lambda: store.add(Plant(1, 'Fern')), release, *followers)
             assert disk.calls_on(path) == ['pwrite', 'fdatasync']
         assert path.read_bytes().count(b'\n') == 9
-
-    def test_ping_works_during_adds(self, path):
-        """Pings succeed while other threads add plants."""
-        done = threading.Event()
-        with JSONLinesStore(path) as store:
-            store.ping()
-
-            def add(first):
-                for id in range(first, first + 80):
-                    store.add(Plant(id, 'Fern'))
-                done.set()
-
-            def ping():
-                wait_until(lambda: store.ping() or done.is_set())
-
-            in_threads(*(partial(add, 1000 * n) for n in range(3)), ping, ping)
 
     def test_close_waits_for_a_sync(self, path, disk):
         """A close waits for a sync in flight, whose plant is then acknowledged."""
