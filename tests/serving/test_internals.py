@@ -16,7 +16,8 @@ CLIENT = ('127.0.0.1', 40_000)
 LISTENER = ('127.0.0.1', 8000)
 BODY = b'{"id": 1}'
 
-REQUEST_LINES = 5 * [b'POST / HTTP/1.1'] + [b'POST / HTTP/1.0', b'GET /  x', b'']
+REQUEST_LINES = 4 * [b'POST /a HTTP/1.1'] + [b'POST /A HTTP/1.1', b'POST / HTTP/1.0']
+REQUEST_LINES += b'GET /  x', b''
 LINES = [
     b'Host: a',
     b'Content-Length: 9',

@@ -127,6 +127,18 @@ def killed_last_process(disk, opened):
         disk.add(store, IVY)
 
 
+def killed_before_a_close(disk, opened):
+    """A process is killed after a write, and the last one closes the file."""
+    process = Disk(disk.path)
+    killed = opened(process)
+    with opened() as store:
+        disk.add(store, FERN)
+        disk.add(killed, MOSS)
+        process.before = killing_after(process, 'pwrite')
+        with suppress(Killed):
+            disk.add(killed, *LONG, *LONGER)
+
+
 def random_kills(disk, opened):
     """Random processes, which are killed at random calls, add random plants."""
     chance = Random(SEED)
@@ -256,6 +268,7 @@ SCENARIOS = [
     large_batch,
     killed_process,
     killed_last_process,
+    killed_before_a_close,
     random_kills,
     torn_tail,
     lost_block,
