@@ -134,8 +134,8 @@ class Master(Arbiter):  # type: ignore[misc]
         except BaseException as ex:  # also SystemExit, of a hook
             if os.getpid() != self.pid:
                 raise  # a worker that was forked in _start_workers ends so
+            snapshot.put_back(self)  # first: the new hooks may fail again
             self._kill_workers_but(old)
-            snapshot.put_back(self)
             is_sentence = isinstance(ex, ValueError | OSError | RuntimeError)
             self._refuse(str(ex) if is_sentence else f'{type(ex).__name__}: {ex}')
         else:

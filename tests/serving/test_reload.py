@@ -79,6 +79,12 @@ REFUSED = {
         'post_fork = lambda server, worker: 1 / 0',
         'a new worker does not serve',
     ),
+    'hook of the master for each worker that ends': (
+        'workers = 2\n'
+        'post_fork = lambda server, worker: len(server.WORKERS) < 2 or 1 / 0\n'
+        'child_exit = lambda server, worker: 1 / 0',
+        'a new worker does not serve',
+    ),
     'hook of a worker that has begun': (
         'workers = 1\n'
         "raw_env = ['PLANTS_STORE=memory:']\n"
