@@ -48,7 +48,7 @@ class Pool:
     def run(
         self, function: Callable[..., Result], *arguments: object, again: bool = False
     ) -> Result:
-        """Call a function with a connection; again, once, if that is lost."""
+        """Call a function with a connection; again, once, if that was lost."""
         with self.lend() as connection:
             try:
                 return function(connection, *arguments)
@@ -57,7 +57,6 @@ class Pool:
                     connection.close()  # a standby now; another host may be the primary
                 if again or connection.timed_out or not connection.closed:
                     raise
-        # It may have been lost long ago. A repeated add finds its plants, and compares.
         return self.run(function, *arguments, again=True)
 
     @contextmanager
