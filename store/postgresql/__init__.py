@@ -127,7 +127,6 @@ class Database:
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        # Not "with connection": its commit would wait for a stream that is still open.
         with explained(self._shown), closing(self._connect(to_read=True)) as connection:
             try:
                 yield from connection.read_plants()

@@ -218,8 +218,6 @@ class Connection(psycopg.Connection[Any]):
     def read_plants(self) -> Iterator[Plant]:
         if not self._settings:
             cursor = self.cursor(row_factory=args_row(Plant))
-            # NOTE: yield from, so that a reader that stops early closes the stream,
-            # whose lock the connection needs to close.
             yield from cursor.stream(READ, size=READ_AT_ONCE)
             return
         # Pages take five times as long, but a slow reader keeps no session of the pool.
