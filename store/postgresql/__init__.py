@@ -7,8 +7,7 @@
 * When a connection is lost, the batch is sent once more over a new one. What the first
   has committed is found then, and compared.
 * Every wait has a limit at the server, and a longer one here for a server that hangs.
-
-Engines that scale out have no advisory lock, no sequence and no lock of a table.
+* Engines that scale out have no advisory lock, no sequence and no lock of a table.
 """
 
 import random
@@ -53,8 +52,7 @@ class PostgreSQLStore(LazyStore['Database']):
         super().__init__(scheduler=scheduler)
         # libpq takes what follows such a character in a password for the host or a
         # parameter, and its error message shows that. An @ in a parameter looks alike.
-        pattern = '@.*@|[/?#].*@|%(?![0-9a-f]{2})'
-        if re.search(pattern, url.partition('://')[2], re.DOTALL | re.IGNORECASE):
+        if re.search('(?si)@.*@|[/?#].*@|%(?![0-9a-f]{2})', url.partition('://')[2]):
             raise ValueError(
                 'percent-encode special characters in the password: % is %25, '
                 '@ is %40, / is %2F, ? is %3F, # is %23'
@@ -129,7 +127,6 @@ class Database:
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        # Not "with connection": its commit would wait for a stream that is still open.
         with explained(self._shown), closing(self._connect(to_read=True)) as connection:
             try:
                 yield from connection.read_plants()

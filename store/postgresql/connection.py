@@ -162,8 +162,7 @@ class Connection(psycopg.Connection[Any]):
             self._deadline = time.monotonic() + CANCEL_WITHIN
             self.cancel_safe(timeout=CANCEL_WITHIN)
             result = self.wait(gen)
-        # A commit that is cancelled while it waits for a standby is reported as done,
-        # with a warning.
+        # The server reports a commit that it no longer waits for as done, and warns.
         if self._warning:
             raise errors.StatementCompletionUnknown(f'{NOT_CONFIRMED}: {self._warning}')
         return result
@@ -217,11 +216,8 @@ class Connection(psycopg.Connection[Any]):
             self._trace = LOCK_ANY
 
     def read_plants(self) -> Iterator[Plant]:
-        """Yield all plants."""
         if not self._settings:
             cursor = self.cursor(row_factory=args_row(Plant))
-            # NOTE: yield from, so that a reader that stops early closes the stream,
-            # whose lock the connection needs to close.
             yield from cursor.stream(READ, size=READ_AT_ONCE)
             return
         # Pages take five times as long, but a slow reader keeps no session of the pool.

@@ -11,6 +11,7 @@ from psycopg import errors
 from store.errors import StoreClosed, StoreUnavailable
 from store.postgresql.connection import UNSERVED, Connection, Result, explained
 
+IDLE = psycopg.pq.TransactionStatus.IDLE  # never of a connection that is lost
 # In seconds.
 RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
 WAIT_WITHIN = 2  # for a connection that another caller has
@@ -47,7 +48,7 @@ class Pool:
     def run(
         self, function: Callable[..., Result], *arguments: object, again: bool = False
     ) -> Result:
-        """Call a function with a connection; again, once, if that is lost."""
+        """Call a function with a connection; again, once, if that was lost."""
         with self.lend() as connection:
             try:
                 return function(connection, *arguments)
@@ -56,43 +57,11 @@ class Pool:
                     connection.close()  # a standby now; another host may be the primary
                 if again or connection.timed_out or not connection.closed:
                     raise
-        # It may have been lost long ago. A repeated add finds its plants, and compares.
         return self.run(function, *arguments, again=True)
 
     @contextmanager
     def lend(self) -> Iterator[Connection]:
         """Lend a connection; whatever the database refuses is ``StoreUnavailable``."""
-        outage_before = self._enter()
-        outage_after = connection = None
-        try:
-            with explained(self._shown):
-                connection = self._take()
-                connection.start_use()
-                yield connection
-        except StoreUnavailable as ex:
-            # An error on a connection that did not time out is an answer.
-            if connection is None or connection.timed_out:
-                outage_after = Outage(ex.reason)
-            raise
-        finally:
-            with self._changed:
-                # A caller from before an outage knows less than the one who found it.
-                if self._outage is outage_before:
-                    self._outage = outage_after
-                if connection is not None:
-                    self._give_back(connection)
-                self._active -= 1
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Close the idle connections now, and the others when they come back."""
-        with self._changed:
-            self._closed = True
-            while self._idle:
-                self._idle.pop().close()
-
-    def _enter(self) -> Outage | None:
-        """Return the outage that this caller may end, or refuse it."""
         with self._changed:
             if self._closed:
                 raise StoreClosed
@@ -102,22 +71,49 @@ class Pool:
                     raise StoreUnavailable(outage.reason, store=self._shown)
                 outage.is_attempted = True
             self._active += 1
-            return outage
+        new_outage = connection = None
+        try:
+            with explained(self._shown):
+                connection = self._take()
+                connection.start_use()
+                yield connection
+        except StoreUnavailable as ex:
+            # An error on a connection that did not time out is an answer.
+            if connection is None or connection.timed_out:
+                new_outage = Outage(ex.reason)
+            raise
+        finally:
+            with self._changed:
+                # A caller from before an outage knows less than the one who found it.
+                if self._outage is outage:
+                    self._outage = new_outage
+                if connection is not None:
+                    self._idle.append(connection)
+                    if self._closed or connection.info.transaction_status != IDLE:
+                        # The cause has probably broken the others, too.
+                        self._close_idle()
+                self._active -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Close the idle connections now, and the others when they come back."""
+        with self._changed:
+            self._closed = True
+            self._close_idle()
 
     def _take(self) -> Connection:
         """Return an idle connection, or a new one, or one that is given back."""
         is_full = time.monotonic() < self._full_until
-        connection = self._take_idle(WAIT_WITHIN if is_full else 0)
-        if connection is None:
-            try:
-                connection = self._connect()
-            except psycopg.OperationalError as ex:
-                connection = self._take_idle(WAIT_WITHIN)
-                if connection is None:
-                    raise
-                if UNSERVED in str(ex):  # after seconds; a server refuses at once
-                    self._full_until = time.monotonic() + FULL_FOR
-        return connection
+        if idle := self._take_idle(WAIT_WITHIN if is_full else 0):
+            return idle
+        try:
+            return self._connect()
+        except psycopg.OperationalError as ex:
+            if not (idle := self._take_idle(WAIT_WITHIN)):
+                raise
+            if UNSERVED in str(ex):  # after seconds; a server refuses at once
+                self._full_until = time.monotonic() + FULL_FOR
+            return idle
 
     def _take_idle(self, within: float) -> Connection | None:
         """Return an idle connection; wait for one only while callers are active."""
@@ -133,12 +129,7 @@ class Pool:
                     self._active += 1
             return self._idle.pop() if self._idle else None
 
-    def _give_back(self, connection: Connection) -> None:
-        """Take a connection back. REQUIRES: lock held."""
-        if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-            connection.close()
-        self._idle.append(connection)
-        if self._closed or connection.closed:  # then it is removed again
-            # All of them: the cause has probably broken the others, too.
-            while self._idle:
-                self._idle.pop().close()
+    def _close_idle(self) -> None:
+        """Close what nobody uses. REQUIRES: lock held."""
+        while self._idle:
+            self._idle.pop().close()
