@@ -96,12 +96,12 @@ class GroupCommit(Generic[Item, Written]):
         entry = Entry(item, size)
         try:
             with self._lock:
-                self._waiting.append(entry)
                 must_wait = self._appending or self._syncing >= self._sync_limit
                 if must_wait:
                     wait, entry._wake = self._scheduler.waiter()
                 else:
                     entry._leads = self._appending = True
+                self._waiting.append(entry)  # last: the next leader can wake it
             if must_wait:
                 wait()
         except BaseException:  # Ctrl-C; but a leader must serve its followers
