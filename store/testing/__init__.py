@@ -158,8 +158,7 @@ class StoreContract:
     def test_iterate_while_adding(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added before it began, each once."""
         before = [Plant(id, 'Fern') for id in range(50)]
-        for plant in before:
-            store.add(plant)
+        assert all(map(store.add, before))
         begun = [(next(iterator), iterator) for iterator in (iter(store), iter(store))]
         for id in range(50, 100):
             store.add(Plant(id, 'Moss'))

@@ -60,10 +60,7 @@ def _run(workers: Sequence[threading.Thread | ForkProcess]) -> None:
 def wait_until(
     condition: Callable[[], Result], what: str = 'it holds', seconds: float = PATIENCE
 ) -> Result:
-    """Call a function until it returns something true, and return that.
-
-    A failure says what did not come true in the time.
-    """
+    """Call a function until it returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):
         assert time.monotonic() < deadline, f'{what}: not within {seconds:g} s'
