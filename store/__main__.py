@@ -218,9 +218,8 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
     finally:
         parts.close()
         # Also after an error: the copied plants stay, and a repeat goes on.
-        _print_line(
-            f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
-        )
+        line = f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
+        _print_line(line)
     return int(conflicting > 0)
 
 

@@ -6,9 +6,8 @@ store that was not used yet. A store that has a ``url`` is opened again by
 ``open_store``, in this process and in others. So its package must be installed, with
 the entry point that names its scheme (see ``store/url.py``).
 
-Each test quotes the promise that it checks, and so does its failure. pytest is needed
-here, and nowhere else in this package. For readable assertions put
-``pytest.register_assert_rewrite('store.testing')`` into ``conftest.py``.
+Each test quotes the promise that it checks, and so does its failure. For readable
+assertions put ``pytest.register_assert_rewrite('store.testing')`` into ``conftest.py``.
 """
 
 import inspect
