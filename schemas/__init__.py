@@ -139,8 +139,7 @@ class Schema:
 def load() -> dict[str, Any]:
     """Check the schemas and return them, without $schema, by the names of their files.
 
-    Raises:
-        ValueError: A file is not a JSON Schema; the message is a sentence.
+    The sentence of a ``ValueError`` names the file that is not a JSON Schema.
     """
     files = {}
     for path in sorted(DIRECTORY.glob('*.json')):

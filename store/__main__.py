@@ -65,11 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of this process; return its exit code.
-
-    Raises:
-        SystemExit: The command is wrong, or asks for the help or the version.
-    """
+    """Run a command, by default that of this process; return its exit code."""
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -100,15 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(run.__name__[1:], help=text, description=text)
         command.set_defaults(run=run, parser=command)
+        add_url = partial(command.add_argument, type=_url, help=where)
         if run is _copy:
-            command.add_argument('url', metavar='SRC', type=_url, help=where)
-            command.add_argument('target', metavar='DST', type=_url, help=where)
+            add_url('url', metavar='SRC')
+            add_url('target', metavar='DST')
             text = 'seconds to wait for a store that goes away (default: 60)'
             command.add_argument('--wait', type=int, default=60, help=text)
         else:
-            command.add_argument(
-                'url', metavar='URL', type=_url, nargs='?', default=default, help=where
-            )
+            add_url('url', metavar='URL', nargs='?', default=default)
         if run is _check:
             text = 'move damaged lines to a side file'
             command.add_argument('--repair', action='store_true', help=text)
@@ -223,9 +218,8 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
     finally:
         parts.close()
         # Also after an error: the copied plants stay, and a repeat goes on.
-        _print_line(
-            f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
-        )
+        line = f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
+        _print_line(line)
     return int(conflicting > 0)
 
 
@@ -270,7 +264,6 @@ def _write(data: bytes = b'', *, flush: bool = True) -> bool:
     """Write to the standard output; return whether anybody still reads it.
 
     A reader may close a pipe early, as ``head`` does; then a copy goes on without it.
-    Raises ``StoreUnavailable`` if the output cannot be written.
     """
     try:
         sys.stdout.buffer.write(data)

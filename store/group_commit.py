@@ -59,9 +59,10 @@ class GroupCommit(Generic[Item, Written]):
 
     Args:
         append: Called with a batch, one call at a time; it writes the records. An
-            ``Exception`` that it raises reaches every caller of the batch, any other
-            ``BaseException`` only the leader. It may set an entry's ``error`` instead.
-            It returns the argument of ``sync``; if that is false there is no sync.
+            ``Exception`` that it raises reaches every caller of the batch. Any other
+            ``BaseException`` reaches the leader; its followers get
+            ``StoreUnavailable``. It may set an entry's ``error`` instead. It returns
+            the argument of ``sync``; if that is false there is no sync.
         sync: Called with the result of ``append``; when it returns, the batch is
             durable. Calls may overlap. It reports errors in the same two ways.
         scheduler: How the callers wait.
@@ -87,21 +88,16 @@ class GroupCommit(Generic[Item, Written]):
         self._sync_limit = 1
 
     def submit(self, item: Item, size: int) -> bool:
-        """Return the ``new`` of a record, of a size in bytes, when it is durable.
-
-        Raises:
-            StoreUnavailable: The leader was interrupted; the record may be there.
-            Exception: Whatever the append or the sync raised for this record.
-        """
+        """Return the ``new`` of a record when it is durable, or raise its ``error``."""
         entry = Entry(item, size)
         try:
             with self._lock:
-                self._waiting.append(entry)
                 must_wait = self._appending or self._syncing >= self._sync_limit
                 if must_wait:
                     wait, entry._wake = self._scheduler.waiter()
                 else:
                     entry._leads = self._appending = True
+                self._waiting.append(entry)  # last: the next leader can wake it
             if must_wait:
                 wait()
         except BaseException:  # Ctrl-C; but a leader must serve its followers

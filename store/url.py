@@ -55,7 +55,6 @@ def open_store(
 
 
 def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
-    """Return the store of an installed package."""
     # NOTE: imported here: it takes half of the time of a command without packages.
     from importlib.metadata import entry_points
 

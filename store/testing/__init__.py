@@ -6,17 +6,16 @@ store that was not used yet. A store that has a ``url`` is opened again by
 ``open_store``, in this process and in others. So its package must be installed, with
 the entry point that names its scheme (see ``store/url.py``).
 
-Each test quotes the promise that it checks, and so does its failure. pytest is needed
-here, and nowhere else in this package. For readable assertions put
-``pytest.register_assert_rewrite('store.testing')`` into ``conftest.py``.
+The docstring of each test is the promise that it checks; pytest shows it when the test
+fails. For readable assertions put ``pytest.register_assert_rewrite('store.testing')``
+into ``conftest.py``.
 """
 
-import inspect
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,16 +40,6 @@ def uses(store: PlantStore) -> list[Callable[[], object]]:
 def open_files() -> set[Path]:
     """Return the open files and sockets of this process; each name is a number."""
     return {file for file in Path('/proc/self/fd').iterdir() if file.exists()}
-
-
-@contextmanager
-def quoting(promise: str | None) -> Iterator[None]:
-    """Quote a promise when a test fails."""
-    try:
-        yield
-    except BaseException as ex:
-        ex.add_note(f'The promise: {promise}')
-        raise
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -158,8 +147,7 @@ class StoreContract:
     def test_iterate_while_adding(self, store: PlantStore) -> None:
         """Iteration yields every plant that was added before it began, each once."""
         before = [Plant(id, 'Fern') for id in range(50)]
-        for plant in before:
-            store.add(plant)
+        assert all(map(store.add, before))
         begun = [(next(iterator), iterator) for iterator in (iter(store), iter(store))]
         for id in range(50, 100):
             store.add(Plant(id, 'Moss'))
@@ -312,8 +300,3 @@ class StoreContract:
                 store = open_store(url)
         self.assert_holds(store, *plants.values())
         store.close()
-
-
-for name, method in vars(StoreContract).copy().items():
-    if name.startswith('test_'):
-        setattr(StoreContract, name, quoting(inspect.getdoc(method))(method))

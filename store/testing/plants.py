@@ -49,9 +49,8 @@ def plane(number: int) -> str:
 def samples() -> list[Plant]:
     """Return plants that have every kind of id and text, also a megabyte."""
     long = [character * 2**20 for character in 'x"\x01\U0001f331']
-    names = [*HOSTILE, *long, *map(plane, range(17))]
-    return [
-        *(Plant(id, 'Fern', 'shade') for id in IDS),
-        *(Plant(7000 + at, name) for at, name in enumerate(names)),
-        *(Plant(8000 + at, 'Fern', tag) for at, tag in enumerate(HOSTILE)),
-    ]
+    texts = [*HOSTILE, *long, *map(plane, range(17))]
+    plants = [Plant(id, 'Fern', 'shade') for id in IDS]
+    for id, text in enumerate(texts, 7000):
+        plants += Plant(id, text), Plant(-id, 'Fern', text)
+    return plants

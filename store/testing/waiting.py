@@ -27,10 +27,9 @@ def in_threads(*jobs: Callable[[], object]) -> None:
     # Daemons, so that a thread that hangs fails its test and not the whole run.
     threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
     _run(threads)
-    hung = sum(thread.is_alive() for thread in threads)
-    assert not hung, f'{hung} of {len(threads)} threads hang'
-    if failures:
+    if failures:  # first: others may hang because of it
         raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), 'a thread hangs'
 
 
 def in_child(*jobs: Callable[[], object]) -> None:
@@ -60,10 +59,7 @@ def _run(workers: Sequence[threading.Thread | ForkProcess]) -> None:
 def wait_until(
     condition: Callable[[], Result], what: str = 'it holds', seconds: float = PATIENCE
 ) -> Result:
-    """Call a function until it returns something true, and return that.
-
-    A failure says what did not come true in the time.
-    """
+    """Call a function until it returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):
         assert time.monotonic() < deadline, f'{what}: not within {seconds:g} s'

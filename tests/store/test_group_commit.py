@@ -362,6 +362,41 @@ def test_interrupted_waiter_stops_no_other(quick):
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_caller_interrupted_before_its_wait_stops_no_other(quick, monkeypatch):
+    """A signal that comes before a caller can wait leaves nothing for a leader."""
+    disk = Disk()
+    disk.before_append = gate = Gate()
+
+    class Preempted:
+        """The lock of the queue; the leader runs as soon as the signal gives it up."""
+
+        lock = threading.Lock()
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, kind, *exc_info):
+            self.lock.release()
+            if kind is Interrupt:
+                gate.open()
+                wait_until(lambda: disk.syncs and not disk.commit._appending)
+
+    def interrupt(scheduler):
+        raise Interrupt
+
+    def submit_interrupted():
+        wait_until(lambda: gate.held)
+        with pytest.raises(Interrupt):
+            disk.submit(1)
+
+    disk.commit._lock = Preempted()
+    with monkeypatch.context() as patched:
+        patched.setattr(Scheduler, 'waiter', interrupt)
+        in_threads(lambda: disk.submit(0), submit_interrupted)
+    disk.submit(2)
+    assert disk.batches == [[0], [2]]
+
+
 @pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('speed', ['quick', 'slow'])
 @pytest.mark.parametrize('failing', [False, True], ids=['sound', 'failing'])

@@ -111,7 +111,7 @@ BROKEN = {
         """,
     ),
     'connection is kept': (
-        *(FORK, 'works after it'),
+        *(FORK, 'a child failed'),
         """
         @contextmanager
         def _database(self):
@@ -147,11 +147,11 @@ class TestExample:
         assert 'skipped' not in done.stdout
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    @table('test, promise, methods', BROKEN)
+    @table('test, fault, methods', BROKEN)
     def test_its_tests_find_a_broken_promise(
-        self, site, tmp_path, test, promise, methods
+        self, site, tmp_path, test, fault, methods
     ):
-        """A test of the kit fails, and names the promise that a store breaks."""
+        """A test of the kit fails; pytest shows its promise, the docstring."""
         source = 'from plants_in_sqlite import *\nclass Broken(SQLiteStore):' + methods
         install(site, 'broken', {'broken': 'broken:Broken'}, source)
         kit = runpy.run_path(EXAMPLE / 'test_plants_in_sqlite.py')['TestSQLiteStore']()
@@ -161,7 +161,9 @@ class TestExample:
             pytest.raises((AssertionError, pytest.fail.Exception)) as caught,
         ):
             getattr(kit, f'test_{test}')(store, *others)
-        assert promise in '\n'.join([str(caught.value), *caught.value.__notes__])
+        assert fault in str(caught.value)
+        promise = getattr(kit, f'test_{test}').__doc__.splitlines()[0]
+        assert promise in str(caught.getrepr())
 
     def test_server_serves_it(self, tmp_path):
         """PLANTS_STORE may name a store of another package; workers share it."""
