@@ -267,8 +267,8 @@ class Index:
         Return False if another process flushes. ``is_last`` REQUIRES ``close``: the
         mtime is noted, too, if nobody else has the index open.
         """
-        if self.synced <= self._flushed and not is_last:
-            return True
+        if self.reason is not None or (self.synced <= self._flushed and not is_last):
+            return True  # a table that is not believed stays as it is
         with writing(), disk.open_lock_file(self._plants_path, self._plants) as lock:
             if not try_flock(lock.fileno()):
                 return False
@@ -285,8 +285,9 @@ class Index:
         state = table.read_state(connection)
         if state.inode != self._inode or state.mark < self.mark:
             raise OSError(errno.ESTALE, 'it is of another file')
-        # NOTE: first: the ids that are entered meanwhile are behind it.
-        end = max(state.mark, self.synced)
+        # NOTE: first: ids that are entered meanwhile are behind it. While an index is
+        # opened again, a sync may cover lines that it has not read yet.
+        end = max(state.mark, min(self.synced, self.end))
         if (state.mark, state.mtime) != (end, mtime):
             connection.execute('BEGIN IMMEDIATE')
             # NOTE: copy() is atomic; other threads enter ids meanwhile.

@@ -390,6 +390,53 @@ class TestFlush:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
 
+    def test_flush_while_an_index_is_opened_again(self, path, monkeypatch):
+        """A sync that ends then moves the mark over no line that was not read."""
+        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
+        read_on = recovery.read_on
+
+        def sync_and_flush(*arguments, **options):
+            backend._sync(path.stat().st_size)  # of a batch that was written before
+            assert backend._index.flush()
+            return read_on(*arguments, **options)
+
+        with JSONLinesStore(path) as store:
+            backend = store._backend()
+            store.add_many(ferns(20))
+            with monkeypatch.context() as patch:
+                patch.setattr(recovery, 'read_on', sync_and_flush)
+                backend._index.close()  # as after an error of SQLite
+                store.ping()
+            with JSONLinesStore(path) as other:
+                assert_stored(other, ferns(20))
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_kill_after_a_flush_during_a_build(self, path, monkeypatch):
+        """No flush makes a table credible that is not believed and built again."""
+        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
+        fill(path, *plants)
+        closed = index_of(path).read_bytes()
+
+        def flush_and_die(*arguments):
+            monkeypatch.undo()
+            backend._index.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        child = os.fork()
+        if not child:
+            store = JSONLinesStore(path)
+            backend = store._backend()
+            text = path.read_bytes()
+            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
+            removed(path, Random())
+            index_of(path).write_bytes(closed)
+            monkeypatch.setattr(table, 'insert', flush_and_die)
+            store.ping()
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        with JSONLinesStore(path) as store:
+            assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
+
     def test_ascending_ids_need_no_look(self, path, monkeypatch):
         """Each range is looked up once, and an id that is taken is always found."""
         bases = 1_000, 0, 2_000
