@@ -111,7 +111,7 @@ class Index:
             state = table.read_state(self._table)
             belongs_together = table.belongs_together(self._path, self._table)
             self._files = self._inodes()
-        if state.inode != self._inode:
+        if state.inode != self._inode or state.mark < 0:
             raise IndexDamaged('it is of another file')
         self.synced = state.mark  # also if the table is not believed
         if not belongs_together:

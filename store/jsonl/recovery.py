@@ -79,7 +79,8 @@ def line_at(fd: int, offset: int) -> Line:
 
 def plant_at(fd: int, offset: int, id: int) -> Plant:
     """Return the plant of an entry of the index, or raise ``IndexDamaged``."""
-    plant = line_at(fd, offset).plant if offset >= 0 else None
+    is_inside = 0 <= offset < os.fstat(fd).st_size
+    plant = line_at(fd, offset).plant if is_inside else None
     if plant is None or plant.id != id:
         raise IndexDamaged('an entry is not of this file')
     return plant

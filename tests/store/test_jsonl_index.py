@@ -300,17 +300,28 @@ class TestBuilt:
             with pytest.raises(IdTaken):
                 store.add(Plant(999, 'Moss'))
 
-    def test_entry_that_no_file_can_have(self, path):
-        """An index with an offset below 0 is built again, also for a repeated line."""
+    @pytest.mark.parametrize('offset', [-1, 2**63 - 1, 0.5, 'x'])
+    def test_entry_that_no_file_can_have(self, path, offset):
+        """An index with a wild offset is built again, also for a repeated line."""
         for id, repeat in (3, b''), (4, lines(Plant(4, 'Fern'))):
             with JSONLinesStore(path) as store:
                 store.add_many([Plant(number, 'Fern') for number in range(5)])
                 wait_for_flush(path)
                 with closing(sqlite3.connect(index_of(path))) as other, other:
-                    other.execute('UPDATE plants SET offset = -1 WHERE id = ?', [id])
+                    update = 'UPDATE plants SET offset = ? WHERE id = ?'
+                    other.execute(update, [offset, id])
                 append(path, repeat)
                 with pytest.raises(IdTaken):
                     store.add(Plant(id, 'Moss'))
+
+    def test_mark_that_no_file_can_have(self, path):
+        """An index with a mark below 0 is built again."""
+        with JSONLinesStore(path) as store:
+            store.add_many(ferns(5))
+            wait_for_flush(path)
+            with closing(sqlite3.connect(index_of(path))) as other, other:
+                other.execute('UPDATE state SET mark = -9')
+            assert_stored(store, ferns(5))
 
     def test_check_leaves_a_table_that_is_built(self, path):
         """A check removes no table that another process is building."""
