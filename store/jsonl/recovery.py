@@ -166,8 +166,9 @@ def read_on(
             percent = 100 * (base + len(chunk) - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
-    # The table may know lines of other processes behind the end of the file.
-    check_length(path, fd, end, index.end)
+    # The table may know lines of other processes behind the end of the file; not of the
+    # file as it was: a command has no lock, and others append and flush meanwhile.
+    check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
 

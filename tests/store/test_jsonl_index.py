@@ -323,6 +323,23 @@ class TestBuilt:
                 other.execute('UPDATE state SET mark = -9')
             assert_stored(store, ferns(5))
 
+    def test_check_beside_a_flush(self, path, monkeypatch):
+        """A check does not call a file too short that grows beside it."""
+        whole_size = recovery.whole_size
+
+        def add_and_flush(*arguments):
+            size = whole_size(*arguments)
+            store.add(Plant(2, 'Fern'))
+            wait_for_flush(path)
+            return size
+
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            wait_for_flush(path)
+            append(path, lines(*ferns(5)))
+            monkeypatch.setattr(recovery, 'whole_size', add_and_flush)
+            JSONLinesStore(path).check_opening()
+
     def test_check_leaves_a_table_that_is_built(self, path):
         """A check removes no table that another process is building."""
         path.write_bytes(lines(*ferns(50)))
