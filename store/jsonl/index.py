@@ -84,6 +84,7 @@ class Index:
         self._files: dict[str, int] = {}  # inodes, up to the first that is missing
         self._new: sqlite3.Connection | None = None  # the table that is being built
         self._new_path: Path | None = None  # None for a temporary one
+        self._pid = os.getpid()
         self._recent: dict[int, int] = {}
         self._flushed = UNKNOWN  # the mark after the latest flush by this process
         self._tail = b''  # the last bytes before the end
@@ -303,7 +304,7 @@ class Index:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
 
     def close(self) -> None:
-        """Close the files, and remove a table that is not installed."""
+        """Close the files, and remove a table of this process that is not installed."""
         with reading():
             if self._table is not None:
                 table.disconnect(self._table)
@@ -312,5 +313,5 @@ class Index:
             if self._new is not None:
                 self._new.close()
                 self._new = None
-                if self._new_path is not None:
+                if self._new_path is not None and self._pid == os.getpid():
                     self._new_path.unlink(missing_ok=True)
