@@ -102,7 +102,9 @@ class Index:
                 self._load()
             except IndexDamaged as ex:
                 self.reason = str(ex)
-                self.close()
+            finally:
+                if self.reason is not None:
+                    self.close()
 
     def _load(self) -> None:
         if not self._path.exists():

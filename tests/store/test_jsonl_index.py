@@ -340,6 +340,19 @@ class TestBuilt:
             monkeypatch.setattr(recovery, 'whole_size', add_and_flush)
             JSONLinesStore(path).check_opening()
 
+    def test_open_that_fails_leaves_nothing_open(self, path, monkeypatch):
+        """While the plant file cannot be read, no try keeps a connection."""
+        fill(path, *ferns(5))
+
+        def refuse(*arguments):
+            raise failure(errno.EIO)
+
+        monkeypatch.setattr(index.Index, '_read_tail', refuse)
+        before = len(table._readers)
+        with pytest.raises(StoreUnavailable):
+            JSONLinesStore(path).ping()
+        assert len(table._readers) == before
+
     def test_check_leaves_a_table_that_is_built(self, path):
         """A check removes no table that another process is building."""
         path.write_bytes(lines(*ferns(50)))
