@@ -157,7 +157,7 @@ class Index:
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
         if ids and len(self._free) < MOST_FREE:
-            self._note_free(nexts)
+            self._note_free(nexts[:MOST_FREE])
         self._look_until = time.monotonic() + LOOK_WITHIN
         return found | {id: recent[id] for id in ids if id in recent}
 
