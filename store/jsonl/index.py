@@ -166,9 +166,7 @@ class Index:
             end = ID_MAX + 1 if following is None else following
             if end not in self._free:
                 insort(self._free_ends, end)
-                self._free[end] = id
-            elif id < self._free[end]:
-                self._free[end] = id
+            self._free[end] = min(id, self._free.get(end, id))
 
     def _are_free(self, ids: Iterable[int]) -> bool:
         """Whether each id is in a range that is free."""
