@@ -84,6 +84,7 @@ class Index:
         self._files: dict[str, int] = {}  # inodes, up to the first that is missing
         self._new: sqlite3.Connection | None = None  # the table that is being built
         self._new_path: Path | None = None  # None for a temporary one
+        self._pid = os.getpid()
         self._recent: dict[int, int] = {}
         self._flushed = UNKNOWN  # the mark after the latest flush by this process
         self._tail = b''  # the last bytes before the end
@@ -101,7 +102,9 @@ class Index:
                 self._load()
             except IndexDamaged as ex:
                 self.reason = str(ex)
-                self.close()
+            finally:
+                if self.reason is not None:
+                    self.close()
 
     def _load(self) -> None:
         if not self._path.exists():
@@ -111,7 +114,7 @@ class Index:
             state = table.read_state(self._table)
             belongs_together = table.belongs_together(self._path, self._table)
             self._files = self._inodes()
-        if state.inode != self._inode:
+        if state.inode != self._inode or state.mark < 0:
             raise IndexDamaged('it is of another file')
         self.synced = state.mark  # also if the table is not believed
         if not belongs_together:
@@ -154,7 +157,7 @@ class Index:
             if mark > self.end:  # other processes have appended and flushed
                 self.know(mark)
         if ids and len(self._free) < MOST_FREE:
-            self._note_free(nexts)
+            self._note_free(nexts[:MOST_FREE])
         self._look_until = time.monotonic() + LOOK_WITHIN
         return found | {id: recent[id] for id in ids if id in recent}
 
@@ -163,9 +166,7 @@ class Index:
             end = ID_MAX + 1 if following is None else following
             if end not in self._free:
                 insort(self._free_ends, end)
-                self._free[end] = id
-            elif id < self._free[end]:
-                self._free[end] = id
+            self._free[end] = min(id, self._free.get(end, id))
 
     def _are_free(self, ids: Iterable[int]) -> bool:
         """Whether each id is in a range that is free."""
@@ -267,8 +268,8 @@ class Index:
         Return False if another process flushes. ``is_last`` REQUIRES ``close``: the
         mtime is noted, too, if nobody else has the index open.
         """
-        if self.synced <= self._flushed and not is_last:
-            return True
+        if self.reason is not None or (self.synced <= self._flushed and not is_last):
+            return True  # a table that is not believed stays as it is
         with writing(), disk.open_lock_file(self._plants_path, self._plants) as lock:
             if not try_flock(lock.fileno()):
                 return False
@@ -285,8 +286,9 @@ class Index:
         state = table.read_state(connection)
         if state.inode != self._inode or state.mark < self.mark:
             raise OSError(errno.ESTALE, 'it is of another file')
-        # NOTE: first: the ids that are entered meanwhile are behind it.
-        end = max(state.mark, self.synced)
+        # NOTE: first: ids that are entered meanwhile are behind it. While an index is
+        # opened again, a sync may cover lines that it has not read yet.
+        end = max(state.mark, min(self.synced, self.end))
         if (state.mark, state.mtime) != (end, mtime):
             connection.execute('BEGIN IMMEDIATE')
             # NOTE: copy() is atomic; other threads enter ids meanwhile.
@@ -302,7 +304,7 @@ class Index:
         return State(self._inode, mark, zlib.crc32(self._read_tail(mark)), mtime)
 
     def close(self) -> None:
-        """Close the files, and remove a table that is not installed."""
+        """Close the files, and remove a table of this process that is not installed."""
         with reading():
             if self._table is not None:
                 table.disconnect(self._table)
@@ -311,5 +313,5 @@ class Index:
             if self._new is not None:
                 self._new.close()
                 self._new = None
-                if self._new_path is not None:
+                if self._new_path is not None and self._pid == os.getpid():
                     self._new_path.unlink(missing_ok=True)

@@ -79,7 +79,8 @@ def line_at(fd: int, offset: int) -> Line:
 
 def plant_at(fd: int, offset: int, id: int) -> Plant:
     """Return the plant of an entry of the index, or raise ``IndexDamaged``."""
-    plant = line_at(fd, offset).plant if offset >= 0 else None
+    is_inside = 0 <= offset < os.fstat(fd).st_size
+    plant = line_at(fd, offset).plant if is_inside else None
     if plant is None or plant.id != id:
         raise IndexDamaged('an entry is not of this file')
     return plant
@@ -165,8 +166,9 @@ def read_on(
             percent = 100 * (base + len(chunk) - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
-    # The table may know lines of other processes behind the end of the file.
-    check_length(path, fd, end, index.end)
+    # The table may know lines of other processes behind the end of the file; not of the
+    # file as it was: a command has no lock, and others append and flush meanwhile.
+    check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
 

@@ -260,7 +260,8 @@ def look(
 
 def find(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
     """Return the offsets of those ids that are in the table."""
-    return dict(connection.execute(FIND, [str(list(ids))]).fetchall())
+    rows = connection.execute(FIND, [str(list(ids))])
+    return {id: int(offset) for id, offset in rows}
 
 
 def insert(

@@ -10,7 +10,7 @@ import pytest
 from disk import Disk, append, assert_stored, installed, lines
 
 from store import Plant
-from store.jsonl import JSONLinesStore, file
+from store.jsonl import JSONLinesStore, file, table
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -135,6 +135,23 @@ def test_fork_while_threads_add_and_flush(path, monkeypatch):
 
         in_threads(fork, lambda: work(10**6), lambda: work(10**7))
         assert_stored(store, [Plant(number, 'Moss') for number in range(25)])
+
+
+def test_fork_while_an_index_is_built(path, monkeypatch):
+    """A child leaves the table alone that its parent is building."""
+    insert = table.insert
+
+    def fork(*arguments):
+        monkeypatch.undo()
+        in_child(store._process)
+        insert(*arguments)
+
+    with JSONLinesStore(path) as store:
+        store.add_many(PLANTS)
+        for part in path.parent.glob('*.index*'):
+            part.unlink()
+        monkeypatch.setattr(table, 'insert', fork)
+        assert_stored(store, PLANTS)
 
 
 def test_log_that_blocks_holds_no_lock(path):

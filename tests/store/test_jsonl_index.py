@@ -300,17 +300,58 @@ class TestBuilt:
             with pytest.raises(IdTaken):
                 store.add(Plant(999, 'Moss'))
 
-    def test_entry_that_no_file_can_have(self, path):
-        """An index with an offset below 0 is built again, also for a repeated line."""
+    @pytest.mark.parametrize('offset', [-1, 2**63 - 1, 0.5, 'x'])
+    def test_entry_that_no_file_can_have(self, path, offset):
+        """An index with a wild offset is built again, also for a repeated line."""
         for id, repeat in (3, b''), (4, lines(Plant(4, 'Fern'))):
             with JSONLinesStore(path) as store:
                 store.add_many([Plant(number, 'Fern') for number in range(5)])
                 wait_for_flush(path)
                 with closing(sqlite3.connect(index_of(path))) as other, other:
-                    other.execute('UPDATE plants SET offset = -1 WHERE id = ?', [id])
+                    update = 'UPDATE plants SET offset = ? WHERE id = ?'
+                    other.execute(update, [offset, id])
                 append(path, repeat)
                 with pytest.raises(IdTaken):
                     store.add(Plant(id, 'Moss'))
+
+    def test_mark_that_no_file_can_have(self, path):
+        """An index with a mark below 0 is built again."""
+        with JSONLinesStore(path) as store:
+            store.add_many(ferns(5))
+            wait_for_flush(path)
+            with closing(sqlite3.connect(index_of(path))) as other, other:
+                other.execute('UPDATE state SET mark = -9')
+            assert_stored(store, ferns(5))
+
+    def test_check_beside_a_flush(self, path, monkeypatch):
+        """A check does not call a file too short that grows beside it."""
+        whole_size = recovery.whole_size
+
+        def add_and_flush(*arguments):
+            size = whole_size(*arguments)
+            store.add(Plant(2, 'Fern'))
+            wait_for_flush(path)
+            return size
+
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            wait_for_flush(path)
+            append(path, lines(*ferns(5)))
+            monkeypatch.setattr(recovery, 'whole_size', add_and_flush)
+            JSONLinesStore(path).check_opening()
+
+    def test_open_that_fails_leaves_nothing_open(self, path, monkeypatch):
+        """While the plant file cannot be read, no try keeps a connection."""
+        fill(path, *ferns(5))
+
+        def refuse(*arguments):
+            raise failure(errno.EIO)
+
+        monkeypatch.setattr(index.Index, '_read_tail', refuse)
+        before = len(table._readers)
+        with pytest.raises(StoreUnavailable):
+            JSONLinesStore(path).ping()
+        assert len(table._readers) == before
 
     def test_check_leaves_a_table_that_is_built(self, path):
         """A check removes no table that another process is building."""
@@ -389,6 +430,53 @@ class TestFlush:
                 for number in 3, 4, 0:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
+
+    def test_flush_while_an_index_is_opened_again(self, path, monkeypatch):
+        """A sync that ends then moves the mark over no line that was not read."""
+        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
+        read_on = recovery.read_on
+
+        def sync_and_flush(*arguments, **options):
+            backend._sync(path.stat().st_size)  # of a batch that was written before
+            assert backend._index.flush()
+            return read_on(*arguments, **options)
+
+        with JSONLinesStore(path) as store:
+            backend = store._backend()
+            store.add_many(ferns(20))
+            with monkeypatch.context() as patch:
+                patch.setattr(recovery, 'read_on', sync_and_flush)
+                backend._index.close()  # as after an error of SQLite
+                store.ping()
+            with JSONLinesStore(path) as other:
+                assert_stored(other, ferns(20))
+
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_kill_after_a_flush_during_a_build(self, path, monkeypatch):
+        """No flush makes a table credible that is not believed and built again."""
+        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
+        fill(path, *plants)
+        closed = index_of(path).read_bytes()
+
+        def flush_and_die(*arguments):
+            monkeypatch.undo()
+            backend._index.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        child = os.fork()
+        if not child:
+            store = JSONLinesStore(path)
+            backend = store._backend()
+            text = path.read_bytes()
+            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
+            removed(path, Random())
+            index_of(path).write_bytes(closed)
+            monkeypatch.setattr(table, 'insert', flush_and_die)
+            store.ping()
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        with JSONLinesStore(path) as store:
+            assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
 
     def test_ascending_ids_need_no_look(self, path, monkeypatch):
         """Each range is looked up once, and an id that is taken is always found."""
