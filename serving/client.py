@@ -82,7 +82,7 @@ class Client:
             data: bytes = b'' if self.has_ended else self._sock.recv(size)
         except OSError as ex:
             raise ClientGone from ex
-        self.has_ended = not data
+        self.has_ended = self.has_ended or not data  # it may be expired by now
         if self.is_idle and data:
             self.looks_like_tls = data.startswith(b'\x16\x03')
             self.begin_request()
