@@ -33,8 +33,8 @@ from gunicorn.errors import HaltServer
 
 # What is imported again; __config__ is gunicorn.conf.py.
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
-# Settings that a reload cannot change.
-FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
+# Settings that a reload cannot change, or not undo.
+FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'capture_output')
 PASSED = 'the plant store would start'  # what a check prints then
 CHECK_SECONDS = 300  # how long a check may take
 BOOT_SECONDS = 60  # and then new workers, until they serve

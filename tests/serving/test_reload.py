@@ -71,6 +71,11 @@ REFUSED = {
     'syntax': ('keepalive =', 'gunicorn.conf.py, line'),
     'setting': ("keepalive = 'long'", 'Invalid value for keepalive'),
     'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change of it takes'),
+    'capture of the output': (
+        "capture_output, errorlog = True, 'new.log'\n"
+        'post_fork = lambda server, worker: 1 / 0',
+        'capture_output: a change of it takes',
+    ),
     'two faults': (
         "accesslog = 'no/log'\ncertfile = 'no.pem'",
         'no such directory that can be written to; certfile, keyfile: ',
