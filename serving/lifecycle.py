@@ -102,8 +102,7 @@ def worker_exit(server: Master, worker: Worker) -> None:
 
 def child_exit(server: Master, worker: Worker) -> None:
     """Remove the connection count of a worker that has ended."""
-    if isinstance(worker, PlantsWorker):
-        connection_counts[worker.age % SLOTS] = 0
+    connection_counts[worker.age % SLOTS] = 0
 
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:

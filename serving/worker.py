@@ -115,8 +115,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                     client.begin_request()
                     self._turns.wait_for_others()
                 else:
-                    seconds = self.cfg.keepalive if self.alive else LINGER
-                    client.expect_request(seconds)
+                    client.expect_request(self.cfg.keepalive if self.alive else LINGER)
             client.linger()
         except OSError:
             pass  # the client is gone
