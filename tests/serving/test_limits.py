@@ -234,6 +234,30 @@ def test_pipelining_clients_delay_nobody(tmp_path):
         assert 'WORKER TIMEOUT' not in server.log
 
 
+def test_body_that_never_pauses_delays_nobody(tmp_path):
+    """While a client sends long extensions of chunks, adds of another are answered."""
+    chunk = b'1;a="%b"\r\n \r\n' % (b'x' * 8_000)
+    with Server(tmp_path, '--timeout=2') as server, ExitStack() as opened:
+        pid = only_worker(server)
+        pool = opened.enter_context(ThreadPoolExecutor(1))
+        flood, healthy = (opened.enter_context(server.connect()) for _ in range(2))
+
+        def send_chunks():
+            flood.send(chunked(end=b'', content_type='application/json'))
+            end = time.monotonic() + 5
+            with suppress(ConnectionError):
+                while time.monotonic() < end:
+                    flood._socket.sendall(50 * chunk)
+
+        sending = pool.submit(send_chunks)
+        while not sending.done():
+            began = time.monotonic()
+            assert healthy.ask(request(body=fern())).status == 200
+            assert time.monotonic() - began < MAX_ANSWER_SECONDS
+        assert only_worker(server) == pid
+        sending.result()
+
+
 def test_slow_clients_delay_nobody(service):
     """With 400 unfinished heads and bodies, other clients are answered quickly."""
     workers = service.worker_pids()
