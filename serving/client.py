@@ -26,7 +26,7 @@ LINGER_RATE = 256 * 1024  # bytes a second that a client must send to have longe
 
 # Bytes of answers that are buffered: a client may send many requests and read nothing.
 MAX_BUFFERED = 64 * 1024
-SLICE = 64 * 1024  # bytes of an answer that are sent before other clients have a turn
+SLICE = 64 * 1024  # bytes sent or received before other clients have a turn
 
 
 class ClientGone(OSError):
@@ -54,6 +54,7 @@ class Client:
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._is_sending = False
+        self._received = 0  # since others had a turn
         self.expect_request(FIRST_REQUEST)
 
     def start_tls(self, context: Any) -> None:
@@ -82,10 +83,15 @@ class Client:
             data: bytes = b'' if self.has_ended else self._sock.recv(size)
         except OSError as ex:
             raise ClientGone from ex
-        self.has_ended = not data
+        self.has_ended = self.has_ended or not data  # it may be expired by now
         if self.is_idle and data:
             self.looks_like_tls = data.startswith(b'\x16\x03')
             self.begin_request()
+        else:
+            self._received += len(data)
+            if self._received > SLICE:
+                self._received = 0
+                self._turns.wait_for_others()
         return data
 
     def sendall(self, data: bytes) -> None:
@@ -124,7 +130,6 @@ class Client:
         while data := self.recv(65_536):
             later = self.deadline + len(data) / LINGER_RATE
             self.deadline = min(later, began + REQUEST_TIMEOUT)
-            gevent.sleep(0)
 
     def expire(self) -> None:
         """End all waits for the client: a read finds the end, a send fails."""

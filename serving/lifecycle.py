@@ -23,9 +23,9 @@ from gunicorn.workers.base import Worker
 
 from app import create_app
 from serving.check import Faults, as_user, check
-from serving.master import PASSED, Master
+from serving.master import PASSED, SLOTS, Master, connection_counts
 from serving.scheduler import GeventScheduler
-from serving.worker import SLOTS, PlantsWorker, connection_counts
+from serving.worker import PlantsWorker
 from store import THREADS, StoreError, masked, open_store
 from web.settings import Settings, is_in_memory
 from web.tokens import make_token
@@ -102,8 +102,7 @@ def worker_exit(server: Master, worker: Worker) -> None:
 
 def child_exit(server: Master, worker: Worker) -> None:
     """Remove the connection count of a worker that has ended."""
-    if isinstance(worker, PlantsWorker):
-        connection_counts[worker.age % SLOTS] = 0
+    connection_counts[worker.age % SLOTS] = 0
 
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:

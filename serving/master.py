@@ -5,14 +5,15 @@ or hang. If it passes, everything is read again, and new workers start beside th
 ones. What fails before all of them serve is undone; then the old ones are stopped.
 
 Every module of the service is imported again, except this one: a change of it takes a
-restart. So this module imports none of them, and all that outlives a reload is an
-attribute of ``Master``. The old modules are freed unless something that stays refers to
-them: register none of their classes and functions (``atexit``, ``copyreg``).
+restart. So this module imports none of them, and all that outlives a reload is here.
+The old modules are freed unless something that stays refers to them: register none of
+their classes and functions (``atexit``, ``copyreg``).
 """
 
 import gc
 import importlib
 import io
+import mmap
 import os
 import re
 import signal
@@ -33,11 +34,16 @@ from gunicorn.errors import HaltServer
 
 # What is imported again; __config__ is gunicorn.conf.py.
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
-# Settings that a reload cannot change.
-FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile')
+# Settings that a reload cannot change, or not undo.
+FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'capture_output')
 PASSED = 'the plant store would start'  # what a check prints then
 CHECK_SECONDS = 300  # how long a check may take
 BOOT_SECONDS = 60  # and then new workers, until they serve
+
+# Shared with all workers, old and new: the number of connections of each plus one, or 0
+# for no worker. A worker's age gives its slot.
+SLOTS = 256
+connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
 
 def install(first: Callable[[WSGIApplication], None]) -> None:

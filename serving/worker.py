@@ -12,7 +12,6 @@ not few, and resets those that wait for a worker that stops.
 
 import gc
 import math
-import mmap
 import resource
 import socket
 import sys
@@ -34,6 +33,7 @@ from app import PlantsApp
 from serving.client import LINGER, Client, ClientGone
 from serving.heads import Exchanges, Response, StrictRequest, status_of
 from serving.log import PlantsLogger
+from serving.master import SLOTS, connection_counts
 from serving.scheduler import Turns, poll_sockets
 from web.errors import FAULT, Fault
 from web.middleware import RequestLog
@@ -42,11 +42,6 @@ TICK = 0.2  # seconds between two looks for a signal to stop, and for late clien
 # How many seconds a worker with more connections leaves a new one to the others, and
 # how often before it accepts: the others may be in the middle of a turn.
 STAND_BACK, STAND_BACKS = 0.001, 5
-
-# Shared by the master and its workers: the number of connections of each worker plus
-# one, or 0 for no worker. A worker's age gives its slot.
-SLOTS = 256
-connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
 
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
@@ -115,8 +110,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                     client.begin_request()
                     self._turns.wait_for_others()
                 else:
-                    seconds = self.cfg.keepalive if self.alive else LINGER
-                    client.expect_request(seconds)
+                    client.expect_request(self.cfg.keepalive if self.alive else LINGER)
             client.linger()
         except OSError:
             pass  # the client is gone

@@ -53,8 +53,6 @@ class Bytes:
     def sendall(self, data):
         self.sent += data
 
-    send = sendall
-
 
 def make_settings(**changed):
     """Return settings under which a request id may matter to gunicorn."""

@@ -4,6 +4,8 @@ import os
 import resource
 import selectors
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -22,7 +24,15 @@ from exchange import (
     only_worker,
     table,
 )
-from server import GUNICORN, PATIENCE, Server, configured, request, wait_until
+from server import (
+    GUNICORN,
+    PATIENCE,
+    REPOSITORY,
+    Server,
+    configured,
+    request,
+    wait_until,
+)
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
 
@@ -65,6 +75,33 @@ def test_incomplete_request_is_ended_at_its_time_limit(impatient, before, data, 
             assert_error(answer, value)
             assert answer.announces_close
             assert client.receive() is None
+
+
+ARRIVES_AT_THE_LIMIT = """
+import gevent, socket
+from gevent.socket import socket as GeventSocket
+from serving.client import Client
+from serving.scheduler import Turns
+
+listener = socket.create_server(('127.0.0.1', 0))
+peer = socket.create_connection(listener.getsockname())
+client = Client(GeventSocket(fileno=listener.accept()[0].detach()), Turns())
+client.begin_request()
+waiting = gevent.spawn(client.recv, 100)
+gevent.sleep(0.01)
+peer.sendall(b'first')
+client.expire()
+assert waiting.get() == b'first'
+assert client.has_ended
+peer.sendall(b'second')
+assert client.recv(100) == b''
+"""
+
+
+def test_data_that_arrives_at_the_time_limit_takes_no_limit_back():
+    """A client whose time is up has ended, also if it sends something just then."""
+    command = [sys.executable, '-c', ARRIVES_AT_THE_LIMIT]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
 
 
 def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
@@ -195,6 +232,30 @@ def test_pipelining_clients_delay_nobody(tmp_path):
             crowd.result()
         assert only_worker(server) == pid
         assert 'WORKER TIMEOUT' not in server.log
+
+
+def test_body_that_never_pauses_delays_nobody(tmp_path):
+    """While a client sends long extensions of chunks, adds of another are answered."""
+    chunk = b'1;a="%b"\r\n \r\n' % (b'x' * 8_000)
+    with Server(tmp_path, '--timeout=2') as server, ExitStack() as opened:
+        pid = only_worker(server)
+        pool = opened.enter_context(ThreadPoolExecutor(1))
+        flood, healthy = (opened.enter_context(server.connect()) for _ in range(2))
+
+        def send_chunks():
+            flood.send(chunked(end=b'', content_type='application/json'))
+            end = time.monotonic() + 5
+            with suppress(ConnectionError):
+                while time.monotonic() < end:
+                    flood._socket.sendall(50 * chunk)
+
+        sending = pool.submit(send_chunks)
+        while not sending.done():
+            began = time.monotonic()
+            assert healthy.ask(request(body=fern())).status == 200
+            assert time.monotonic() - began < MAX_ANSWER_SECONDS
+        assert only_worker(server) == pid
+        sending.result()
 
 
 def test_slow_clients_delay_nobody(service):

@@ -70,6 +70,11 @@ REFUSED = {
     'syntax': ('keepalive =', 'gunicorn.conf.py, line'),
     'setting': ("keepalive = 'long'", 'Invalid value for keepalive'),
     'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change of it takes'),
+    'capture of the output': (
+        "capture_output, errorlog = True, 'new.log'\n"
+        'post_fork = lambda server, worker: 1 / 0',
+        'capture_output: a change of it takes',
+    ),
     'two faults': (
         "accesslog = 'no/log'\ncertfile = 'no.pem'",
         'no such directory that can be written to; certfile, keyfile: ',
@@ -304,6 +309,27 @@ def test_reload_frees_the_old_code(tmp_path):
         text=True,
     )
     assert (done.stdout, done.stderr) == ('[]\n', '')
+
+
+COUNTED = """
+from serving import master
+from serving.worker import connection_counts as before
+master._forget_modules()
+from serving import lifecycle, worker
+
+assert worker.connection_counts is before
+before[7] = 3
+old = type('OldWorker', (), {'age': 7})()
+lifecycle.child_exit(None, old)
+assert before[7] == 0
+"""
+
+
+def test_reload_goes_on_with_the_counts_of_connections(tmp_path):
+    """An old worker that dies in a reload is counted no more, also if that fails."""
+    environment = os.environ | {'PYTHONPATH': str(REPOSITORY)}
+    command = [sys.executable, '-c', COUNTED]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
 def test_reload_may_change_the_worker_class(checkout):
