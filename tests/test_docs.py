@@ -169,10 +169,7 @@ def test_metrics_and_alerts_are_listed(serve, store):
 
 @pytest.fixture
 def shell(checkout, tmp_path):
-    """A function that runs shell lines in a checkout with a plant file.
-
-    It returns the exit code and the output.
-    """
+    """A function that runs a script in a checkout; it returns exit code and output."""
     (tmp_path / 'deploy').symlink_to(REPOSITORY / 'deploy')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(encode(FERN) + encode(MOSS))

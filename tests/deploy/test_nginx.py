@@ -40,11 +40,7 @@ http {
 
 
 class Nginx:
-    """nginx with the recipe; only paths, port and host name are changed.
-
-    Args:
-        directory: The directory for its files, and for the socket of the upstream.
-    """
+    """nginx in a directory with the recipe, with other paths, port and host name."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -242,12 +238,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Upstream(ThreadingMixIn, UnixStreamServer):
-    """A server in place of the service.
-
-    Args:
-        path: The path of the socket.
-        replies: One for each request.
-    """
+    """A server in place of the service, with a reply for each request."""
 
     daemon_threads = True
 

@@ -70,12 +70,7 @@ def rules():
 
 
 class Prometheus:
-    """Prometheus with the configuration, over plain HTTP and with another target.
-
-    Args:
-        directory: The directory of the configuration.
-        target: The port of the service.
-    """
+    """Prometheus with the configuration, over plain HTTP and with another target."""
 
     def __init__(self, directory, target):
         self._directory = directory
@@ -123,11 +118,7 @@ class Prometheus:
 
 
 def test_service_is_scraped(directory, tmp_path):
-    """Prometheus scrapes /metrics with the token, and finds what the recipes ask for.
-
-    Each metric and label of the rules exists, and each query of the dashboard has data.
-    node_exporter does not run in this test.
-    """
+    """Prometheus scrapes /metrics, and finds what the rules and the dashboard need."""
     panels = json.loads((RECIPE / 'grafana.json').read_text())['panels']
     assert len({panel['id'] for panel in panels}) == len(panels)
     dashboard = [target['expr'] for panel in panels for target in panel['targets']]

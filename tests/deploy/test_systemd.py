@@ -41,11 +41,7 @@ def analyze(*arguments):
 
 
 def unit(places=()):
-    """Return the unit of the service: from each name to the list of its values.
-
-    Args:
-        places: Pairs of texts: a path in the unit, and that of the test.
-    """
+    """Return the unit, with other paths: from each name to the list of its values."""
     text = SERVICE.read_text()
     for theirs, ours in places:
         text = text.replace(theirs, str(ours))
@@ -91,14 +87,7 @@ def test_stop_has_the_time_that_workers_take():
 
 
 class Service:
-    """The service run according to its unit, with a stand-in for systemd.
-
-    The stand-in has the listening socket, which outlives the service, the notification
-    socket, and the credentials. It has no sandbox.
-
-    Args:
-        directory: The directory that stands for the root of the file system.
-    """
+    """The service run according to its unit, with a stand-in for systemd."""
 
     def __init__(self, directory):
         self._installed = directory / 'plants'
@@ -163,10 +152,7 @@ class Service:
             self.start()
 
     def start(self, *, for_client=False):
-        """Start the service, and wait for its READY notification.
-
-        With ``for_client`` systemd's tool starts it when the next client connects.
-        """
+        """Start the service at once, and wait until it is READY, or for a client."""
         descriptor = self._listening.fileno()
         [command] = self.unit['ExecStart']
         [directory] = self.unit['WorkingDirectory']

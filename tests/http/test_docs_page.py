@@ -102,12 +102,7 @@ def browser():
 
 
 class Page:
-    """The page, with the actions of its user.
-
-    Args:
-        browser: The browser that shows the page.
-        url: The URL of the page.
-    """
+    """The page at a URL in a browser, with the actions of its user."""
 
     def __init__(self, browser, url):
         self._browser = browser

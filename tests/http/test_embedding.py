@@ -84,11 +84,9 @@ def application(serve, store):
 
 
 def exchange(port, data):
-    """Send one request and return its answer.
-
-    The request is sent in one piece: a server that answers before it has read the
-    body, and then closes, would reset the connection of a client that still sends.
-    """
+    """Send one request and return its answer."""
+    # In one piece: a server that answers before it has read the body, and then closes,
+    # would reset the connection of a client that still sends.
     with socket.create_connection(('127.0.0.1', port), PATIENCE) as connection:
         connection.sendall(data)
         with connection.makefile('rb') as stream:

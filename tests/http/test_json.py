@@ -103,10 +103,7 @@ def forgetful_client():
 
 @pytest.mark.parametrize(('text', 'value'), ACCEPTED.items(), ids=case_id)
 def test_text_is_accepted(text, value, edit_schema, forgetful_client):
-    """Valid JSON text (RFC 8259) is parsed to one value, of the right types.
-
-    As a body it is no plant, and so 40005, never 40004.
-    """
+    """Valid JSON text is parsed to one value; as a body it is 40005, never 40004."""
     # Equality is not enough: 1 == 1.0 == True, and 0.0 == -0.0.
     edit_schema('Anything', dict.copy)
     assert repr(Schema('Anything').read(text)) == repr(value)

@@ -25,10 +25,7 @@ def client(serve, store):
 
 
 def read_samples(client):
-    """Return the samples that a client reads: from name and labels to value.
-
-    Each metric has a sentence of help.
-    """
+    """Return the samples that a client reads, from name and labels to value."""
     answer = client.get('/metrics')
     assert answer.content_type == 'text/plain'
     families = list(text_string_to_metric_families(answer.text))

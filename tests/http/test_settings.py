@@ -232,10 +232,7 @@ def at_exit(monkeypatch):
 
 
 def test_get_app_follows_the_environment(at_exit, capsys):
-    """Store, tokens and limit are those of the environment; nothing is printed.
-
-    The end of the process closes the store.
-    """
+    """Store, tokens and limit are those of the environment; exits close the store."""
     environ = {
         'PLANTS_STORE': 'memory:',
         'PLANTS_TOKENS': f'{TOKEN},{OTHER}',

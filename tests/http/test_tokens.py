@@ -149,10 +149,7 @@ def test_authorization_needs_a_bearer_token_of_ours(value, authorization):
 
 
 def test_metrics_token_reads_metrics_and_nothing_else(path):
-    """Once a token is for metrics, no other one reads them, and it does nothing else.
-
-    It is 40300 on every other path, whether the path exists or not.
-    """
+    """Once a token is for metrics, only that reads them, and it is 40300 elsewhere."""
     path.write_text(f'shop {TOKEN}\n')
     client = serve_tokens(TokensFile(path), metrics=True)
     assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 200

@@ -141,11 +141,7 @@ def streams(draw):
 
 
 def read_by_h11(data):
-    """Return the first request, the bytes behind it, and whether it is the last.
-
-    Raises:
-        h11.RemoteProtocolError: It is refused, or not complete.
-    """
+    """Return the first request, the bytes behind it, and whether it is the last."""
     connection = h11.Connection(h11.SERVER)
     # RFC 9112, section 2.2: an empty line before a request is ignored.
     connection.receive_data(data.removeprefix(b'\r\n'))

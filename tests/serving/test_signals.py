@@ -53,19 +53,7 @@ SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
 
 
 class Load:
-    """Clients that add plants in three ways, and record every request that fails.
-
-    Some send one request after another on a connection, some open one for each, and
-    some pause between requests, so that the connection idles.
-
-    Args:
-        server: The server to load.
-
-    Attributes:
-        added: The plants that were answered with 200.
-        lost: The plants that got no complete answer before their connection ended.
-        refused: The plants for which no connection could be made.
-    """
+    """Clients that add plants: without a pause, each on a new connection, or seldom."""
 
     CLIENTS = 2 * ((0, 'keep-alive'), (0, 'close'), (0.02, 'keep-alive'))
 
@@ -192,10 +180,7 @@ def test_upgrade_loses_no_request(tmp_path):
 
 @pytest.mark.parametrize('end', ['SIGTERM', 'Ctrl-C'])
 def test_server_that_ends_under_load_has_each_plant(tmp_path, end):
-    """A server ends in time under load, and every plant answered with 200 is stored.
-
-    After SIGTERM no other plant is stored.
-    """
+    """A server ends in time under load, and every plant answered with 200 is stored."""
     with Server(tmp_path, workers=2) as server:
         load = Load(server)
         with load.running():

@@ -155,11 +155,7 @@ def broken():
 
 
 def test_application_that_fails_ends_only_its_connection(tmp_path):
-    """After an exception of an application, also in mid-answer, its worker goes on.
-
-    The operator's hook is called after these requests, too. A traceback is one line of
-    a log in JSON.
-    """
+    """After an exception, also in mid-answer, a worker goes on and calls its hooks."""
     path = tmp_path / 'other.py'
     path.write_text(OTHER_APP)
     hook = (
