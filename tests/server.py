@@ -100,7 +100,7 @@ def is_alive(pid):
 
 
 def request(method='POST', target='/plants', body=b'', *, version='1.1', **headers):
-    """Return a request of JSON with the token; None omits a header, a list repeats it."""
+    """Return a request with a token; a header may be a list, or None to omit it."""
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
     defaults = {'host': 'localhost', 'authorization': f'Bearer {TOKEN}'}
