@@ -295,8 +295,8 @@ class Server:
         self.signal(signal.SIGHUP)
 
         def all_are_new():
-            new = self.worker_pids() - old
-            return new and new == self.worker_pids()
+            pids = self.worker_pids()
+            return pids and pids.isdisjoint(old)
 
         wait_until(all_are_new, 'all workers are new')
 
