@@ -59,10 +59,7 @@ def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence
     )
     python.chmod(0o755)
     done = subprocess.run(
-        [*MAKE, 'run', f'PYTHON={python}'],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
+        [*MAKE, 'run', f'PYTHON={python}'], cwd=checkout, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert done.stdout == ''

@@ -92,8 +92,7 @@ def test_taken_id_is_refused(client, store):
 
 
 @pytest.mark.parametrize(
-    'id',
-    ['-9223372036854775808', '-0', '9007199254740993', '9223372036854775807'],
+    'id', ['-9223372036854775808', '-0', '9007199254740993', '9223372036854775807']
 )
 def test_id_is_a_signed_64_bit_integer(id, client, store):
     """Every id of 64 bits is accepted and stored exactly."""

@@ -27,7 +27,7 @@ from server import (
 COMMANDS = {
     'gunicorn': [SCRIPTS / 'gunicorn'],
     'waitress-serve app:app': [
-        *(SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app'),
+        *(SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app')
     ],
     'python app.py': [sys.executable, 'app.py'],
     'gunicorn app:app at several addresses, preloaded': [

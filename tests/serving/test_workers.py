@@ -18,14 +18,7 @@ from exchange import (
     parse_json_log,
     stop,
 )
-from server import (
-    PATIENCE,
-    RawClient,
-    Server,
-    configured,
-    installed,
-    request,
-)
+from server import PATIENCE, RawClient, Server, configured, installed, request
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
