@@ -57,9 +57,6 @@ def image(checkout):
     return checkout
 
 
-# ---- the image
-
-
 def test_image_serves(image):
     """The command of the image serves from its volume, is healthy, and stops."""
     with Server(image, command=COMMAND, **variables(image / 'data')) as server:
@@ -92,9 +89,6 @@ def test_image_has_only_what_runs():
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
     [pip] = [item for item in instructions('RUN') if item.startswith('pip ')]
     assert pip.endswith('--only-binary :all: -r requirements.txt')
-
-
-# ---- the composition
 
 
 @pytest.fixture(scope='module')

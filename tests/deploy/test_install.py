@@ -36,9 +36,6 @@ def wheels():
     return sorted(Path(os.environ['WHEELS']).iterdir())
 
 
-# ---- the Makefile
-
-
 @pytest.mark.parametrize(
     ('version', 'platform', 'sentence'),
     [
@@ -134,9 +131,6 @@ def test_pip_install_is_refused_with_a_sentence():
     assert 'The plant store is no package: ' in done.stderr
 
 
-# ---- the requirements
-
-
 def normalized(name):
     """Return the normalized name of a package."""
     return re.sub(r'[-_.]+', '-', name).lower()
@@ -163,9 +157,6 @@ def test_wheel_is_pinned():
     for wheel in wheels():
         name, version, *_ = wheel.name.split('-')
         assert pins('constraints.txt')[normalized(name)] == version
-
-
-# ---- the project
 
 
 def test_version_is_the_same_everywhere():

@@ -216,8 +216,6 @@ def test_metrics_are_for_prometheus(server, nginx, target):
     assert_error(nginx.ask(data, source='127.0.0.2'), 40400)
 
 
-# ---- the test as the upstream
-
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'
 
 

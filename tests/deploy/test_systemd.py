@@ -51,9 +51,6 @@ def unit(places=()):
     return values
 
 
-# ---- checked by the tools of systemd
-
-
 def test_units_are_sound(tmp_path):
     """Systemd-analyze finds no fault in the units, once the programs exist."""
     assert len(UNITS) == 4
@@ -81,9 +78,6 @@ def test_stop_has_the_time_that_workers_take():
     [seconds] = re.findall(r'^graceful_timeout = (\d+)$', code, re.MULTILINE)
     [service, *_] = re.findall(r'stop_grace_period: (\d+)s', composition)
     assert int(seconds) < int(unit()['TimeoutStopSec'][0]) == int(service)
-
-
-# ---- run without systemd
 
 
 class Service:

@@ -21,9 +21,6 @@ FILES = {
 }
 
 
-# ---- its files
-
-
 @pytest.mark.parametrize('path', FILES)
 def test_file_is_public_and_loads_only_our_files(path, anonymous):
     """Each file is public, has its type, and a policy against foreign content."""
@@ -71,8 +68,6 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
     assert_error(anonymous.get('/nowhere', headers=html), 40100)
     assert_error(client.get('/', headers=html), 40400)
 
-
-# ---- in a browser
 
 # Behind a proxy that removes a prefix without a header that says so.
 STRIPPED = """

@@ -21,9 +21,6 @@ FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
 MAX_BODY = 200  # bytes; small, so that a larger body still goes out in one piece
 
 
-# ---- servers
-
-
 @contextmanager
 def in_thread(run, stop):
     """Run a server in a thread while the block lasts."""
@@ -93,9 +90,6 @@ def exchange(port, data):
             return TestResponse.from_file(stream)
 
 
-# ---- under each server
-
-
 @pytest.mark.parametrize('server', SERVERS)
 @pytest.mark.parametrize(
     ('value', 'data'),
@@ -111,9 +105,6 @@ def test_answers_are_valid_wsgi(start, application, store, server, value, data):
     assert_error(exchange(port, data), value)
     assert exchange(port, request(body=FERN)).json == FERN_ANSWER
     assert list(store) == [Plant(**FERN)]
-
-
-# ---- chunked bodies
 
 
 PIECES = [b'{"id": 1, "name": ', b'"Fern", "tag": "shade"}']
@@ -137,9 +128,6 @@ def test_broken_chunks_are_40000(start, application):
     """Chunks that the server cannot decode are 40000, not an error of the service."""
     data = chunked(*PIECES, end=b'seven\r\n', **CHUNKED['alone'])
     assert_error(exchange(start('cheroot', application), data), 40000)
-
-
-# ---- what a server may leave out
 
 
 @pytest.fixture

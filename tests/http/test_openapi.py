@@ -140,9 +140,6 @@ def test_base_url_is_where_the_description_is(description, base):
     assert urljoin(f'{base}/openapi.json', server['url']).rstrip('/') == base
 
 
-# ---- the service against its description
-
-
 def test_service_answers_as_described(tmp_path):
     """Valid and invalid requests of all kinds are answered as described."""
     with Server(tmp_path) as server:

@@ -21,9 +21,6 @@ FERN = {'id': 1, 'name': 'Fern'}
 OTHER = f'{TOKEN}r'
 
 
-# ---- Settings
-
-
 def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
     """The default is a file in the working directory, and no token."""
     monkeypatch.chdir(tmp_path)
@@ -162,9 +159,6 @@ def test_unreadable_tokens_file_is_refused(path):
     assert path in str(raised.value)
 
 
-# ---- the arguments of create_app
-
-
 @pytest.mark.parametrize('store', ['memory:', None, dict], ids=str)
 def test_create_app_refuses_what_is_no_store(store):
     """A URL in place of a store is a TypeError that says what to use."""
@@ -185,9 +179,6 @@ def test_two_applications_are_independent():
     long = {'id': 2, 'name': 'x' * 40}
     assert first.add(long).status_int == 200
     assert_error(second.add(long), 40003)
-
-
-# ---- app:app
 
 
 IMPORT = f"""

@@ -59,8 +59,6 @@ def value_of(client, authorization, path='/plants'):
     return response.json['error']
 
 
-# ---- the text of a token
-
 BAD_TOKENS = [
     *['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é', f'{OTHER}=x'],
     *[f'name:{OTHER}', sha256(OTHER)[:-1], sha256(OTHER)[:-1] + 'g', None, b'abc'],
@@ -116,9 +114,6 @@ def test_name_that_would_break_a_log_line_is_refused(name):
         Tokens({name: TOKEN})
 
 
-# ---- the Authorization header
-
-
 # The scheme may be in any case, with any number of spaces after it.
 ACCEPTED = [f'Bearer {TOKEN}', f'bearer {TOKEN}', f'BEARER   {TOKEN} ']
 NO_BEARER_TOKEN = [
@@ -145,9 +140,6 @@ def test_authorization_needs_a_bearer_token_of_ours(value, authorization):
     assert value_of(serve_tokens({'garden': TOKEN}), authorization) == value
 
 
-# ---- what a token may do
-
-
 def test_metrics_token_reads_metrics_and_nothing_else(path):
     """Once a token is for metrics, only that reads them, and it is 40300 elsewhere."""
     path.write_text(f'shop {TOKEN}\n')
@@ -163,9 +155,6 @@ def test_metrics_token_reads_metrics_and_nothing_else(path):
     refused = client.add(FERN, authorization=f'Bearer {OTHER}')
     challenge = 'Bearer error="insufficient_scope", scope="plants"'
     assert refused.headers['WWW-Authenticate'] == challenge
-
-
-# ---- the lines of a tokens file
 
 
 @pytest.mark.parametrize(
@@ -212,9 +201,6 @@ def test_tokens_file_may_come_from_any_editor(path):
     """A file may have a byte order mark, any line ends, and none at its end."""
     path.write_bytes(f'\ufeffgarden {TOKEN}\r\n\r\nother {OTHER}'.encode())
     assert_accepts(TokensFile(path), {TOKEN: 'garden', OTHER: 'other'})
-
-
-# ---- a tokens file that changes
 
 
 @pytest.fixture

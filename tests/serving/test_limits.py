@@ -27,9 +27,6 @@ from server import GUNICORN, PATIENCE, Server, configured, request, wait_until
 UNAUTHORIZED = request('GET', '/x', authorization=None)
 
 
-# ---- time
-
-
 PROBE = request('GET', '/livez')
 INCOMPLETE = {
     'head': (b'', b'POST /plants HTTP/1.1\r\nX-Slow: ', None),
@@ -161,9 +158,6 @@ def test_slow_reader_gets_everything(impatient):
         assert received.count(whole) == 3
 
 
-# ---- turns
-
-
 def send_pipelines(server, opened, number, seconds):
     """Let clients without a token pipeline requests without a pause."""
     selector = opened.enter_context(selectors.DefaultSelector())
@@ -214,9 +208,6 @@ def test_slow_clients_delay_nobody(service):
         assert_quick(service, between=drip)
         assert not any(client.is_readable() for client in clients)
     assert service.worker_pids() == workers
-
-
-# ---- memory, connections, files
 
 
 def test_unfinished_head_uses_little_memory(tmp_path):

@@ -34,9 +34,6 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
         assert len(server.plants()) == len(plants)
 
 
-# ---- TLS
-
-
 @pytest.fixture(scope='module')
 def certificate(tmp_path_factory):
     """A self-signed certificate for localhost, with its key."""
@@ -120,9 +117,6 @@ def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path, certif
         assert silent.is_readable(PATIENCE)
         assert server.wait() == 0
         assert 'Traceback' not in server.log
-
-
-# ---- other applications
 
 
 OTHER_APP = """
@@ -262,9 +256,6 @@ def test_pre_request_may_change_each_request(tmp_path):
             int(server.ask(request('GET')).json['HTTP_X_NUMBER']) for _ in range(3)
         ]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
-
-
-# ---- spreading
 
 
 @pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
