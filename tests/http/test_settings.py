@@ -32,11 +32,11 @@ def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
 
 
 def test_each_variable_sets_a_field():
-    """Each variable sets one field; other variables are ignored."""
+    """Each variable sets one field, of tokens between commas; others are ignored."""
     settings = Settings.from_environ(
         {
             'PLANTS_STORE': 'memory:',
-            'PLANTS_TOKENS': TOKEN,
+            'PLANTS_TOKENS': f',, {TOKEN} , ,\t{OTHER}\n,',
             'PLANTS_MAX_BODY': '1000',
             'PLANTS_LOG': 'json',
             'PLANTS_METRICS': '1',
@@ -48,7 +48,8 @@ def test_each_variable_sets_a_field():
     )
     assert settings.store == 'memory:'
     assert settings.max_body_bytes == 1000
-    assert settings.tokens.find(TOKEN).name == 'token-1'
+    names = [settings.tokens.find(text).name for text in (TOKEN, OTHER)]
+    assert (len(settings.tokens), names) == (2, ['token-1', 'token-2'])
     assert settings.metrics is True
     assert settings.cors_origins == ('https://a.example', 'http://localhost:3000')
 
@@ -133,14 +134,6 @@ def test_bad_list_of_tokens_is_refused(listed, reason):
     with pytest.raises(ValueError, match=f'^PLANTS_TOKENS: {reason}') as raised:
         Settings.from_environ({'PLANTS_TOKENS': listed})
     assert TOKEN not in str(raised.value)
-
-
-def test_tokens_are_separated_by_commas():
-    """Tokens are named by their numbers; blanks and empty entries are ignored."""
-    listed = f',, {TOKEN} , ,\t{OTHER}\n,'
-    tokens = Settings.from_environ({'PLANTS_TOKENS': listed}).tokens
-    names = [tokens.find(text).name for text in (TOKEN, OTHER)]
-    assert (len(tokens), names) == (2, ['token-1', 'token-2'])
 
 
 @pytest.mark.parametrize('listed', ['', TOKEN])
