@@ -52,6 +52,12 @@ def configured(directory, *lines):
     return '-c', str(path)
 
 
+def finished(command, **options):
+    """Run a command that ends by itself; return its exit code, output and errors."""
+    options = {'capture_output': True, 'text': True, 'timeout': PATIENCE, **options}
+    return subprocess.run(command, **options)
+
+
 @contextmanager
 def command(*arguments, **options):
     """Run a command of the store in a child process; kill it at the end."""

@@ -17,6 +17,7 @@ from server import (
     SCRIPTS,
     TOKEN,
     Server,
+    finished,
     installed,
     request,
 )
@@ -244,14 +245,8 @@ def test_readme_example_makes_an_application(tmp_path, monkeypatch):
 def python(code, directory, *path):
     """Run a program in a directory of its own; return what it prints."""
     search = ':'.join(map(str, path or [REPOSITORY]))
-    done = subprocess.run(
-        [sys.executable, '-c', code],
-        cwd=directory,
-        env={'PATH': os.environ['PATH'], 'PYTHONPATH': search},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = {'PATH': os.environ['PATH'], 'PYTHONPATH': search}
+    done = finished([sys.executable, '-c', code], cwd=directory, env=environment)
     assert (done.returncode, done.stderr) == (0, ''), done.stderr
     return done.stdout
 

@@ -16,6 +16,7 @@ from server import (
     REPOSITORY,
     TOKEN,
     Server,
+    finished,
     free_port,
     installed,
     request,
@@ -35,11 +36,7 @@ def directory(tmp_path):
 
 def promtool(*arguments):
     """Run promtool; return its exit code and output."""
-    done = subprocess.run(
-        [installed('promtool', 'prometheus'), *arguments],
-        capture_output=True,
-        text=True,
-    )
+    done = finished([installed('promtool', 'prometheus'), *arguments])
     return done.returncode, done.stdout + done.stderr
 
 

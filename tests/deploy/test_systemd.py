@@ -19,6 +19,7 @@ from server import (
     SCRIPTS,
     TOKEN,
     RawClient,
+    finished,
     installed,
     request,
     socket_to,
@@ -31,13 +32,9 @@ UNITS = sorted(SERVICE.parent.glob('plants*.*'))
 
 def analyze(*arguments):
     """Run systemd-analyze."""
-    return subprocess.run(
-        [installed('systemd-analyze', 'systemd'), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=os.environ | {'SYSTEMD_COLORS': '0', 'COLUMNS': '200'},
-    )
+    environment = os.environ | {'SYSTEMD_COLORS': '0', 'COLUMNS': '200'}
+    command = [installed('systemd-analyze', 'systemd'), *arguments]
+    return finished(command, env=environment)
 
 
 def unit(places=()):

@@ -162,8 +162,11 @@ def page(browser, server):
 
 
 @pytest.mark.parametrize('server', ['stripped:site'], indirect=True)
-def test_page_adds_a_plant(page, server):
-    """With the token, a plant that is filled in and sent is added and answered."""
+def test_page_adds_a_plant(browser, server):
+    """A browser at the base URL is led to the page; with the token it adds a plant."""
+    page = Page(browser, f'{server[1]}/')
+    page.find('.opblock')
+    assert browser.current_url == f'{server[1]}/docs'
     page.authorize(TOKEN)
     offered = page.fill_in({'id': 7, 'name': 'Fern', 'tag': 'shade'})
     assert offered == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
@@ -182,14 +185,6 @@ def test_page_shows_the_error_of_a_wrong_token(page):
     # The browser reports only the refused request in its console.
     (message,) = page.console_messages()
     assert '401' in message
-
-
-@pytest.mark.parametrize('server', ['stripped:site'], indirect=True)
-def test_browser_at_the_top_gets_the_page(browser, server):
-    """A browser that opens the base URL is led to the page."""
-    page = Page(browser, f'{server[1]}/')
-    page.find('.opblock')
-    assert browser.current_url == f'{server[1]}/docs'
 
 
 # How far the buttons of an answer reach into its text, in pixels.

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from urllib.parse import urljoin
 
 import pytest
 from jsonschema import Draft202012Validator
-from server import PATIENCE, REPOSITORY, TOKEN, Server
+from server import PATIENCE, REPOSITORY, TOKEN, Server, finished
 
 from store import __version__
 from web.errors import ErrorValue
@@ -143,27 +142,20 @@ def test_base_url_is_where_the_description_is(description, base):
 def test_service_answers_as_described(tmp_path):
     """Valid and invalid requests of all kinds are answered as described."""
     with Server(tmp_path) as server:
-        result = subprocess.run(
-            [
-                *(sys.executable, '-m', 'schemathesis.cli', 'run'),
-                *('--header', f'Authorization: Bearer {TOKEN}'),
-                *('--max-examples', '10', '--seed', '1', '--no-color'),
-                f'http://127.0.0.1:{server.port}/openapi.json',
-            ],
-            cwd=tmp_path,
-            env=os.environ
-            | {
-                'SCHEMATHESIS_HOOKS': 'schemathesis_hooks',
-                'PYTHONPATH': str(REPOSITORY / 'tests/http'),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * PATIENCE,
-            check=False,
-        )
+        command = [
+            *(sys.executable, '-m', 'schemathesis.cli', 'run'),
+            *('--header', f'Authorization: Bearer {TOKEN}'),
+            *('--max-examples', '10', '--seed', '1', '--no-color'),
+            f'http://127.0.0.1:{server.port}/openapi.json',
+        ]
+        hooks = {
+            'SCHEMATHESIS_HOOKS': 'schemathesis_hooks',
+            'PYTHONPATH': str(REPOSITORY / 'tests/http'),
+        }
+        environment = os.environ | hooks
+        result = finished(command, cwd=tmp_path, env=environment, timeout=2 * PATIENCE)
         answered = set(re.findall(r' (\w+ /[a-z.]+ \d{3}) ', server.log))
-    assert result.returncode == 0, result.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
     assert {f'POST /plants {status}' for status in (200, 400, 401)} <= answered
     for path in ['/livez', '/readyz', '/openapi.json', '/docs']:
         assert {f'GET {path} 200', f'POST {path} 405'} <= answered

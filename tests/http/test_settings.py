@@ -1,13 +1,12 @@
 """Settings of the environment, ``create_app``, ``app:app`` and importing."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 from conftest import TOKEN, Client
 from exchange import assert_error
-from server import PATIENCE, REPOSITORY
+from server import REPOSITORY, finished
 
 import app
 from app import create_app, get_app
@@ -195,14 +194,8 @@ assert imported is app.app
 
 def test_application_is_made_at_first_access(tmp_path):
     """Importing has no side effect and reads no variable; the first access does."""
-    done = subprocess.run(
-        [sys.executable, '-c', IMPORT],
-        cwd=tmp_path,
-        env={'PYTHONPATH': str(REPOSITORY), 'PLANTS_STORE': 'bad'},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = {'PYTHONPATH': str(REPOSITORY), 'PLANTS_STORE': 'bad'}
+    done = finished([sys.executable, '-c', IMPORT], cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
     assert list(tmp_path.iterdir()) == []
 

@@ -4,7 +4,6 @@ import fcntl
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from server import (
     REPOSITORY,
     Server,
     configured,
+    finished,
     is_alive,
     request,
     wait_until,
@@ -294,11 +294,7 @@ def test_reload_frees_the_old_code(tmp_path):
     environment = {
         name: text for name, text in os.environ.items() if 'COVERAGE' not in name
     }
-    done = subprocess.run(
-        [sys.executable, '-c', GENERATIONS],
-        cwd=tmp_path,
-        env=environment | {'PYTHONPATH': str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
+    environment['PYTHONPATH'] = str(REPOSITORY)
+    command = [sys.executable, '-c', GENERATIONS]
+    done = finished(command, cwd=tmp_path, env=environment)
     assert (done.stdout, done.stderr) == ('[]\n', '')
