@@ -118,10 +118,8 @@ def test_links_have_targets(page):
 
 def test_settings_are_listed():
     """Each variable that the service knows has a row, and each row is known."""
-    listed = [
-        quoted(cells[0])[0] for cells in rows(section('README.md', '## Settings'))
-    ]
-    assert listed == list(VARIABLES)
+    table = rows(section('README.md', '## Settings'))
+    assert [quoted(cells[0])[0] for cells in table] == list(VARIABLES)
 
 
 def test_error_values_are_listed():
@@ -314,11 +312,9 @@ def test_host_may_have_modules_of_our_names(tmp_path):
 def test_store_waits_as_greenlets_do(tmp_path):
     """With the scheduler of the page, greenlets add plants at the same time."""
     code = block('docs/embedding.md', '## Under your server', 'python')
-    use = (
-        'import gevent; from store import Plant; '
-        'adds = [gevent.spawn(store.add, Plant(n, "Fern")) for n in range(20)]; '
-        'print(sum(add.get() for add in gevent.joinall(adds)))'
-    )
+    use = """import gevent; from store import Plant
+adds = [gevent.spawn(store.add, Plant(n, 'Fern')) for n in range(20)]
+print(sum(add.get() for add in gevent.joinall(adds)))"""
     assert python(f'{code}\n{use}', tmp_path) == '20\n'
 
 

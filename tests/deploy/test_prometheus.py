@@ -85,16 +85,14 @@ class Prometheus:
         path.write_text(text)
 
     def __enter__(self):
+        command = [
+            installed('prometheus', 'prometheus'),
+            f'--config.file={self._directory}/prometheus.yml',
+            f'--storage.tsdb.path={self._directory}/data',
+            f'--web.listen-address=127.0.0.1:{self._port}',
+        ]
         with (self._directory / 'log').open('wb') as log:
-            self._process = subprocess.Popen(
-                [
-                    installed('prometheus', 'prometheus'),
-                    f'--config.file={self._directory}/prometheus.yml',
-                    f'--storage.tsdb.path={self._directory}/data',
-                    f'--web.listen-address=127.0.0.1:{self._port}',
-                ],
-                stderr=log,
-            )
+            self._process = subprocess.Popen(command, stderr=log)
         return self
 
     def __exit__(self, *exc_info):

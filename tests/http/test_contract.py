@@ -294,8 +294,11 @@ def test_only_get_and_head_are_allowed_on_public_paths(path, client):
         assert_method_not_allowed(client.request(path, method=method), 'GET, HEAD')
 
 
+UNKNOWN = ['/', '/plants/', '/Plants', '/livez/', '/%2Flivez', '/%00', '/%ff']
+
+
 @pytest.mark.parametrize(
-    'path', ['/', '/plants/', '/Plants', '/livez/', '/%2Flivez', '/%00', '/%ff']
+    'path', [*UNKNOWN, '/docs/', '/docs/docs.html', '/docs/../app.py']
 )
 def test_unknown_path_is_40400(path, client):
     """A path that does not exist is 40400, but only to a client with a token."""

@@ -40,13 +40,6 @@ def test_file_is_public_and_loads_only_our_files(path, anonymous):
     assert head.body == b''
 
 
-@pytest.mark.parametrize('path', ['/docs/', '/docs/docs.html', '/docs/../app.py'])
-def test_other_names_are_no_files(path, client, anonymous):
-    """Other names are 40400; without a token they are 401."""
-    assert_error(client.get(path), 40400)
-    assert_error(anonymous.get(path), 40100)
-
-
 @pytest.mark.parametrize('path', FILES)
 def test_page_without_swagger_ui_is_40400(path, serve, store, monkeypatch):
     """Without Swagger UI's package there is no page, and the message says so."""

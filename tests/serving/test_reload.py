@@ -25,14 +25,9 @@ IN_PLACE = GUNICORN[:3]  # with the configuration and the code of its directory
 
 def replace_worker(server):
     """Kill a worker, and wait until there is another one."""
-    (victim, *others) = server.worker_pids()
+    victim, *others = server.worker_pids()
     os.kill(victim, signal.SIGKILL)
-
-    def is_another():
-        pids = server.worker_pids() - {victim}
-        return len(pids) > len(others)
-
-    wait_until(is_another, 'there is another worker', 5)
+    wait_until(lambda: len(server.worker_pids() - {victim}) > len(others), 'another', 5)
     wait_until(lambda: not Path(f'/proc/{victim}').exists(), 'it is reaped', 5)
 
 

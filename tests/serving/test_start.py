@@ -184,7 +184,11 @@ def test_check_prints_what_a_start_would_use(tmp_path, option):
 
 
 def test_passwords_are_not_shown(tmp_path):
-    """A check and a start show the store's URL without what may be a password."""
+    """A check and a start show the URL without a password; settings have no token."""
+    code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
+    assert code == 0
+    assert 'worker_class' in printed
+    assert 'No token' not in printed
     url = f'jsonl:.//me:{SECRET}@host'
     shown = f'store    jsonl:{tmp_path}/***@host'
     # A check uses the variables that --env sets.
@@ -193,14 +197,6 @@ def test_passwords_are_not_shown(tmp_path):
         pass
     assert shown in server.log
     assert SECRET not in server.log
-
-
-def test_print_config_generates_no_token(tmp_path):
-    """--print-config prints the settings, without a token."""
-    code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
-    assert code == 0
-    assert 'worker_class' in printed
-    assert 'No token' not in printed
 
 
 def test_every_fault_is_listed(service, checkout):
