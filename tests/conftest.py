@@ -43,12 +43,7 @@ if (
 
 
 class Client(TestApp):
-    """A client that returns answers of any status, errors included.
-
-    Args:
-        app: The application.
-        token: The bearer token to send, if any.
-    """
+    """A client that returns answers of any status, errors included."""
 
     def __init__(self, app, token=None):
         super().__init__(app)
@@ -58,14 +53,7 @@ class Client(TestApp):
         return super().do_request(req, status, expect_errors=True)
 
     def send(self, body, path='/plants', content_type='application/json', **headers):
-        """Post bytes; write header names with underscores; None leaves a header out.
-
-        Args:
-            body: The bytes of the body.
-            path: The path to post to.
-            content_type: The media type of the body.
-            headers: Headers to add, or to send in place of the usual ones.
-        """
+        """Post bytes; write header names with underscores; None leaves a header out."""
         headers = {'content_type': content_type, **headers}
         return self.request(
             path,
@@ -120,10 +108,7 @@ def anonymous(app):
 
 @pytest.fixture
 def edit_schema(tmp_path, monkeypatch):
-    """Return a function that changes a schema in a copy of the files.
-
-    The function gets the name of the schema, and what changes it in place.
-    """
+    """Return a function that changes the schema of a name, in a copy of the files."""
     directory = tmp_path / 'schemas'
     shutil.copytree(schemas.DIRECTORY, directory)
     monkeypatch.setattr(schemas, 'DIRECTORY', directory)
@@ -139,10 +124,7 @@ def edit_schema(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capfdbinary):
-    """Return a function that runs a command of the store in this process.
-
-    The function returns the exit code, the bytes of stdout and the lines of stderr.
-    """
+    """Return a function that runs a command; it returns code, output and errors."""
 
     def run(*arguments):
         try:

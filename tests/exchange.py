@@ -76,15 +76,7 @@ def chunked(*pieces, end=b'0\r\n\r\n', **how):
 
 
 def assert_error(answer, value):
-    """Check that an answer is an ``Error`` with its headers, and shows no secret.
-
-    Args:
-        answer: The answer, as ``RawClient`` or WebTest returns it.
-        value: The expected ``error``.
-
-    Returns:
-        Its ``message``.
-    """
+    """Check that an answer is a sound ``Error`` without secrets; return its message."""
     headers = {name.lower(): text for name, text in answer.headers.items()}
     error = json.loads(answer.body)
     ERROR.validate(error)
@@ -105,11 +97,7 @@ def assert_error(answer, value):
 
 
 def ask_in_step(client, data, *, pipelined=True, head=False):
-    """Send a complete request; return its answer, and check the connection after it.
-
-    The connection is in step: either it answers the next request, or the answer had
-    ``Connection: close`` and the next request is not answered.
-    """
+    """Return the answer; the next request is answered, or a close was announced."""
     following = request('GET', '/livez', x_request_id='following')
     client.send(data + following if pipelined else data)
     answer = client.receive(head=head)
@@ -217,14 +205,7 @@ NAMES = [*('Fern' for _ in range(40)), 'Färn🌿' * 2_000]
 
 
 class Crowd:
-    """Clients that post new plants, each again and again until it is acknowledged.
-
-    Args:
-        server: The server, which may be killed at any time.
-        acknowledged: A list to which the acknowledged plants are appended.
-        ids: An iterator of new ids.
-        seed: The seed of the random names and tags.
-    """
+    """Clients that post new plants, each again and again until it is acknowledged."""
 
     def __init__(self, server, acknowledged, ids, seed):
         self._server = server

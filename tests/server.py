@@ -31,10 +31,7 @@ TOKEN = 'a-token-that-no-log-may-show'
 
 
 def installed(program, packages):
-    """Return the path of a program, or skip the test if it is not installed.
-
-    The other tests run with pip's packages alone. ``.ci/run`` installs the programs.
-    """
+    """Return the path of a program, or skip the test if it is not installed."""
     # Debian installs servers in /usr/sbin, which only root has in PATH.
     path = shutil.which(program, path=f'{os.environ["PATH"]}:/usr/sbin')
     if path is None:
@@ -53,6 +50,12 @@ def configured(directory, *lines):
     ]
     path.write_text('\n'.join([*begin, *lines]))
     return '-c', str(path)
+
+
+def finished(command, **options):
+    """Run a command that ends by itself; return its exit code, output and errors."""
+    options = {'capture_output': True, 'text': True, 'timeout': PATIENCE, **options}
+    return subprocess.run(command, **options)
 
 
 @contextmanager
@@ -74,10 +77,7 @@ def command(*arguments, **options):
 
 
 def free_port():
-    """Return a port that no process listens on.
-
-    It is below the ports that Linux gives to clients and to servers without a port.
-    """
+    """Return a free port below those that Linux gives to clients and servers."""
     while True:
         port = random.randrange(20_000, 32_768)
         with socket.socket() as free, suppress(OSError):
@@ -106,11 +106,7 @@ def is_alive(pid):
 
 
 def request(method='POST', target='/plants', body=b'', *, version='1.1', **headers):
-    """Return the bytes of a request with the token and a body of JSON.
-
-    A keyword is a header, for example ``content_type='text/plain'``. A list sends the
-    header several times, and ``None`` removes a default header.
-    """
+    """Return a request with a token; a header may be a list, or None to omit it."""
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
     defaults = {'host': 'localhost', 'authorization': f'Bearer {TOKEN}'}
@@ -145,13 +141,7 @@ class Answer:
 
 
 class RawClient:
-    """One connection: send bytes, receive answers one after another.
-
-    Args:
-        port: The port to connect to.
-        timeout: For each operation on the socket, in seconds.
-        over: A connected socket to use instead of a port.
-    """
+    """One connection: send bytes, receive answers one after another."""
 
     def __init__(self, port=None, timeout=PATIENCE, *, over=None):
         self._socket = over or socket.create_connection(('127.0.0.1', port), timeout)
@@ -170,14 +160,7 @@ class RawClient:
             self._socket.sendall(data)
 
     def receive(self, *, head=False):
-        """Return the next answer, or ``None`` if the server closed the connection.
-
-        Args:
-            head: Whether it answers a HEAD request, and so has no body.
-
-        Raises:
-            ConnectionError: The answer is cut off.
-        """
+        """Return the next answer, or ``None`` if the server closed the connection."""
         try:
             line = self._stream.readline()
             if not line:
@@ -223,18 +206,7 @@ class RawClient:
 
 
 class Server:
-    """A server in a process group of its own, with its files in a directory.
-
-    It listens on a port that the system chooses. As a context manager it waits at the
-    beginning until every worker answers, and at the end it kills the process group.
-
-    Args:
-        directory: The working directory, with the log and the plant file.
-        arguments: Added to the command.
-        command: By default gunicorn, as the repository configures it.
-        workers: Their number, or ``None`` to leave it to the configuration.
-        environment: Variables to set, or with ``None`` to remove.
-    """
+    """A server in a process group of its own, with its files in a directory."""
 
     def __init__(
         self, directory, *arguments, command=GUNICORN, workers=1, **environment
@@ -329,8 +301,8 @@ class Server:
         self.signal(signal.SIGHUP)
 
         def all_are_new():
-            new = self.worker_pids() - old
-            return new and new == self.worker_pids()
+            pids = self.worker_pids()
+            return pids and pids.isdisjoint(old)
 
         wait_until(all_are_new, 'all workers are new')
 

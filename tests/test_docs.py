@@ -17,6 +17,7 @@ from server import (
     SCRIPTS,
     TOKEN,
     Server,
+    finished,
     installed,
     request,
 )
@@ -117,10 +118,8 @@ def test_links_have_targets(page):
 
 def test_settings_are_listed():
     """Each variable that the service knows has a row, and each row is known."""
-    listed = [
-        quoted(cells[0])[0] for cells in rows(section('README.md', '## Settings'))
-    ]
-    assert listed == list(VARIABLES)
+    table = rows(section('README.md', '## Settings'))
+    assert [quoted(cells[0])[0] for cells in table] == list(VARIABLES)
 
 
 def test_error_values_are_listed():
@@ -169,10 +168,7 @@ def test_metrics_and_alerts_are_listed(serve, store):
 
 @pytest.fixture
 def shell(checkout, tmp_path):
-    """A function that runs shell lines in a checkout with a plant file.
-
-    It returns the exit code and the output.
-    """
+    """A function that runs a script in a checkout; it returns exit code and output."""
     (tmp_path / 'deploy').symlink_to(REPOSITORY / 'deploy')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(encode(FERN) + encode(MOSS))
@@ -247,14 +243,8 @@ def test_readme_example_makes_an_application(tmp_path, monkeypatch):
 def python(code, directory, *path):
     """Run a program in a directory of its own; return what it prints."""
     search = ':'.join(map(str, path or [REPOSITORY]))
-    done = subprocess.run(
-        [sys.executable, '-c', code],
-        cwd=directory,
-        env={'PATH': os.environ['PATH'], 'PYTHONPATH': search},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = {'PATH': os.environ['PATH'], 'PYTHONPATH': search}
+    done = finished([sys.executable, '-c', code], cwd=directory, env=environment)
     assert (done.returncode, done.stderr) == (0, ''), done.stderr
     return done.stdout
 
@@ -322,11 +312,9 @@ def test_host_may_have_modules_of_our_names(tmp_path):
 def test_store_waits_as_greenlets_do(tmp_path):
     """With the scheduler of the page, greenlets add plants at the same time."""
     code = block('docs/embedding.md', '## Under your server', 'python')
-    use = (
-        'import gevent; from store import Plant; '
-        'adds = [gevent.spawn(store.add, Plant(n, "Fern")) for n in range(20)]; '
-        'print(sum(add.get() for add in gevent.joinall(adds)))'
-    )
+    use = """import gevent; from store import Plant
+adds = [gevent.spawn(store.add, Plant(n, 'Fern')) for n in range(20)]
+print(sum(add.get() for add in gevent.joinall(adds)))"""
     assert python(f'{code}\n{use}', tmp_path) == '20\n'
 
 

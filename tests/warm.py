@@ -24,17 +24,7 @@ FORKSERVER.set_forkserver_preload(
 
 
 class WarmProcess:
-    """``python -m gunicorn``, with the part of ``subprocess.Popen`` that tests use.
-
-    Args:
-        command: The command, from ``sys.executable`` on.
-        cwd: The working directory.
-        env: The environment.
-        log: The path of a file for stdout and stderr.
-
-    Attributes:
-        pid: The process id of the server, which leads a session of its own.
-    """
+    """``python -m gunicorn``, with the part of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, command, cwd, env, log):
         command = [str(word) for word in command]

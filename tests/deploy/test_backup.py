@@ -88,11 +88,7 @@ def limit_size():
         (damage, {}, r'line 31 \(byte \d+\) is damaged'),
         (lambda plants: plants.unlink(), {}, 'No such file'),
         (lambda plants: None, {'preexec_fn': limit_size}, 'File too large'),
-        (
-            lambda plants: plants.write_bytes(LINES[0]),
-            {},
-            f'{OLD} has 50: find out',
-        ),
+        (lambda plants: plants.write_bytes(LINES[0]), {}, f'{OLD} has 50: find out'),
         (lambda plants: None, {'keep': '0'}, 'KEEP is a number from 1 on'),
     ],
     ids=['damaged', 'missing', 'disk full', 'fewer plants', 'keeps none'],

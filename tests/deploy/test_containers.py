@@ -16,6 +16,7 @@ from server import (
     SCRIPTS,
     RawClient,
     Server,
+    finished,
     installed,
     request,
     socket_to,
@@ -57,9 +58,6 @@ def image(checkout):
     return checkout
 
 
-# ---- the image
-
-
 def test_image_serves(image):
     """The command of the image serves from its volume, is healthy, and stops."""
     with Server(image, command=COMMAND, **variables(image / 'data')) as server:
@@ -75,13 +73,8 @@ def test_image_listens_where_its_health_is_checked(image):
     """The variable PORT moves the service and its health check together."""
     assert variables(image)['PORT'] == PORT
     assert '{os.environ[\\"PORT\\"]}' in PROBE
-    done = subprocess.run(
-        [*COMMAND, '--print-config'],
-        cwd=image,
-        env=variables(image / 'data') | {'PORT': '9123', 'PLANTS_TOKENS': 't'},
-        capture_output=True,
-        text=True,
-    )
+    environment = variables(image / 'data') | {'PORT': '9123', 'PLANTS_TOKENS': 't'}
+    done = finished([*COMMAND, '--print-config'], cwd=image, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^bind +=\s+\['0\.0\.0\.0:9123'\]$", done.stdout, re.MULTILINE)
 
@@ -92,9 +85,6 @@ def test_image_has_only_what_runs():
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
     [pip] = [item for item in instructions('RUN') if item.startswith('pip ')]
     assert pip.endswith('--only-binary :all: -r requirements.txt')
-
-
-# ---- the composition
 
 
 @pytest.fixture(scope='module')
@@ -113,16 +103,9 @@ def secrets(tmp_path_factory):
 def compose(secrets):
     """Run docker-compose config, which prints the resolved composition."""
     shutil.copy(REPOSITORY / 'deploy/compose.yaml', secrets.parent)
-    return subprocess.run(
-        [
-            *(installed('docker-compose', 'docker-compose'), '--file'),
-            *(secrets.with_name('compose.yaml'), 'config'),
-        ],
-        cwd='/',
-        env={'PATH': os.environ['PATH']},
-        capture_output=True,
-        text=True,
-    )
+    program = installed('docker-compose', 'docker-compose')
+    command = [program, '--file', secrets.with_name('compose.yaml'), 'config']
+    return finished(command, cwd='/', env={'PATH': os.environ['PATH']})
 
 
 @pytest.fixture(scope='module')
@@ -146,13 +129,17 @@ def test_composition_needs_its_secrets(missing, secrets, tmp_path):
 
 
 def test_composition_gets_the_secrets_as_they_are(services, secrets):
-    """Nobody else reads the secrets, and no character of them is changed."""
+    """Nobody else reads the secrets; service and database get them unchanged."""
     assert secrets.stat().st_mode & 0o077 == 0
     made = dict(line.split('=') for line in secrets.read_text().splitlines())
     assert {len(value) for value in made.values()} == {64}
     service = services['plants']['environment']
+    database = services['database']['environment']
     assert service['PLANTS_TOKENS'] == made['PLANTS_TOKENS']
     assert service['PGPASSWORD'] == made['DATABASE_PASSWORD']
+    assert database['POSTGRES_PASSWORD'] == made['DATABASE_PASSWORD']
+    url = 'postgresql://{POSTGRES_USER}@database/{POSTGRES_DB}'
+    assert service['PLANTS_STORE'] == url.format(**database)
 
 
 def test_composition_serves(services, image):
@@ -170,16 +157,6 @@ def test_composition_serves(services, image):
             assert client.ask(data).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         assert health(server.port) == 0
-
-
-def test_composition_agrees_on_the_database(services):
-    """Service and database have the same name, user and password."""
-    database = services['database']['environment']
-    service = services['plants']['environment']
-    assert service['PLANTS_STORE'] == 'postgresql://{}@database/{}'.format(
-        database['POSTGRES_USER'], database['POSTGRES_DB']
-    )
-    assert service['PGPASSWORD'] == database['POSTGRES_PASSWORD']
 
 
 def test_composition_leads_nginx_to_its_files(services):

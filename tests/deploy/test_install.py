@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from server import PATIENCE, REPOSITORY, Server, request
+from server import REPOSITORY, Server, finished, request
 
 from store import __version__
 
@@ -36,9 +35,6 @@ def wheels():
     return sorted(Path(os.environ['WHEELS']).iterdir())
 
 
-# ---- the Makefile
-
-
 @pytest.mark.parametrize(
     ('version', 'platform', 'sentence'),
     [
@@ -58,12 +54,7 @@ def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence
         'exec(sys.argv[2])\n'
     )
     python.chmod(0o755)
-    done = subprocess.run(
-        [*MAKE, 'run', f'PYTHON={python}'],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-    )
+    done = finished([*MAKE, 'run', f'PYTHON={python}'], cwd=checkout)
     assert done.returncode == 2
     assert done.stdout == ''
     assert done.stderr.splitlines()[0] == sentence
@@ -80,20 +71,11 @@ def test_make_run_installs_what_runs_and_serves(checkout):
         'PIP_NO_COMPILE': '1',
         'PIP_NO_INDEX': '1',
     }
-    subprocess.run(
-        [*MAKE, '.venv/run'],
-        cwd=checkout,
-        env=os.environ | offline,
-        check=True,
-        timeout=300,
-    )
+    command = [*MAKE, '.venv/run']
+    finished(command, cwd=checkout, env=os.environ | offline, check=True, timeout=300)
     with Server(checkout, command=(*MAKE, 'run')) as server:
         assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
-    done = subprocess.run(
-        [checkout / '.venv/bin/pip', 'list', '--format=json'],
-        capture_output=True,
-        check=True,
-    )
+    done = finished([checkout / '.venv/bin/pip', 'list', '--format=json'], check=True)
     found = {normalized(package['name']) for package in json.loads(done.stdout)}
     assert found - {'pip', 'setuptools'} == needed
     assert not needed & {'flask', 'pytest'}
@@ -107,16 +89,9 @@ def test_make_run_works_after_a_move_and_ignores_port(checkout):
     (checkout / '.venv/bin').mkdir(parents=True)
     for name in ('bin/python', 'pyvenv.cfg', 'lib'):  # without bin/gunicorn
         (checkout / '.venv' / name).symlink_to(environment / name)
-    done = subprocess.run(
-        [*MAKE, '--old-file=.venv/run', 'run'],
-        cwd=checkout,
-        env=os.environ
-        | {'PORT': '9123', 'PLANTS_TOKENS': 't'}
-        | {'GUNICORN_CMD_ARGS': '--print-config'},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ours = {'PORT': '9123', 'PLANTS_TOKENS': 't', 'GUNICORN_CMD_ARGS': '--print-config'}
+    command = [*MAKE, '--old-file=.venv/run', 'run']
+    done = finished(command, cwd=checkout, env=os.environ | ours)
     # Printed as the address, or as one that is in use: a server may run beside.
     bound = re.findall(
         r'^(?:bind +=|Error: bind:) (.*:\d+)', done.stdout + done.stderr, re.MULTILINE
@@ -126,18 +101,10 @@ def test_make_run_works_after_a_move_and_ignores_port(checkout):
 
 def test_pip_install_is_refused_with_a_sentence():
     """``pip install .`` says what to do instead, and installs nothing."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'pip', 'install', '--no-index', '--no-deps', '.'],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    command = [sys.executable, '-m', 'pip', 'install', '--no-index', '--no-deps', '.']
+    done = finished(command, cwd=REPOSITORY)
     assert done.returncode == 1
     assert 'The plant store is no package: ' in done.stderr
-
-
-# ---- the requirements
 
 
 def normalized(name):
@@ -166,9 +133,6 @@ def test_wheel_is_pinned():
     for wheel in wheels():
         name, version, *_ = wheel.name.split('-')
         assert pins('constraints.txt')[normalized(name)] == version
-
-
-# ---- the project
 
 
 def test_version_is_the_same_everywhere():

@@ -40,11 +40,7 @@ http {
 
 
 class Nginx:
-    """nginx with the recipe; only paths, port and host name are changed.
-
-    Args:
-        directory: The directory for its files, and for the socket of the upstream.
-    """
+    """nginx in a directory with the recipe, with other paths, port and host name."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -128,32 +124,23 @@ def server(nginx, tmp_path_factory):
         yield server
 
 
-def test_repeated_plant_is_stored_once(server, nginx):
-    """A plant is accepted through TLS three times, and stored once."""
+def test_answers_of_the_service_pass_unchanged(server, nginx):
+    """A plant that is sent three times is stored once; an Error has its message."""
     plant = fern()
     with nginx.connect() as client:
         for _ in range(3):
             answer = client.ask(request(body=plant))
             assert (answer.status, answer.json) == (200, {'name': 'Fern'})
+        message = assert_error(client.ask(request(body=plant | {'id': 1.5})), 40005)
+        assert message == 'id: 1.5 is not an integer'
+        assert_error(client.ask(request(body=plant, authorization=None)), 40100)
     assert server.plants().count(plant) == 1
-
-
-def test_error_of_the_service_passes_unchanged(server, nginx):
-    """The Error of a request that the service refuses passes through nginx."""
-    answer = nginx.ask(request(body={'id': 1.5, 'name': 'Fern'}))
-    assert_error(answer, 40005)
-    assert answer.json['message'] == 'id: 1.5 is not an integer'
-    answer = nginx.ask(request(body=fern(), authorization=None))
-    assert_error(answer, 40100)
 
 
 def test_only_the_page_and_the_description_are_compressed(server, nginx):
     """Large public files are compressed for clients that accept it, plants are not."""
-    for method, target, coding in [
-        ('GET', '/docs/swagger-ui.css', 'gzip'),
-        ('GET', '/openapi.json', 'gzip'),
-        ('POST', '/plants', None),
-    ]:
+    for target in ('/docs/swagger-ui.css', '/openapi.json', '/plants'):
+        method, coding = ('POST', None) if target == '/plants' else ('GET', 'gzip')
         with nginx.connect() as client:
             client.send(request(method, target, fern(), accept_encoding='gzip'))
             answer = client.receive(head=True)
@@ -220,8 +207,6 @@ def test_metrics_are_for_prometheus(server, nginx, target):
     assert_error(nginx.ask(data, source='127.0.0.2'), 40400)
 
 
-# ---- the test as the upstream
-
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'
 
 
@@ -242,12 +227,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Upstream(ThreadingMixIn, UnixStreamServer):
-    """A server in place of the service.
-
-    Args:
-        path: The path of the socket.
-        replies: One for each request.
-    """
+    """A server in place of the service, with a reply for each request."""
 
     daemon_threads = True
 

@@ -16,6 +16,7 @@ from server import (
     REPOSITORY,
     TOKEN,
     Server,
+    finished,
     free_port,
     installed,
     request,
@@ -35,11 +36,7 @@ def directory(tmp_path):
 
 def promtool(*arguments):
     """Run promtool; return its exit code and output."""
-    done = subprocess.run(
-        [installed('promtool', 'prometheus'), *arguments],
-        capture_output=True,
-        text=True,
-    )
+    done = finished([installed('promtool', 'prometheus'), *arguments])
     return done.returncode, done.stdout + done.stderr
 
 
@@ -70,12 +67,7 @@ def rules():
 
 
 class Prometheus:
-    """Prometheus with the configuration, over plain HTTP and with another target.
-
-    Args:
-        directory: The directory of the configuration.
-        target: The port of the service.
-    """
+    """Prometheus with the configuration, over plain HTTP and with another target."""
 
     def __init__(self, directory, target):
         self._directory = directory
@@ -93,16 +85,14 @@ class Prometheus:
         path.write_text(text)
 
     def __enter__(self):
+        command = [
+            installed('prometheus', 'prometheus'),
+            f'--config.file={self._directory}/prometheus.yml',
+            f'--storage.tsdb.path={self._directory}/data',
+            f'--web.listen-address=127.0.0.1:{self._port}',
+        ]
         with (self._directory / 'log').open('wb') as log:
-            self._process = subprocess.Popen(
-                [
-                    installed('prometheus', 'prometheus'),
-                    f'--config.file={self._directory}/prometheus.yml',
-                    f'--storage.tsdb.path={self._directory}/data',
-                    f'--web.listen-address=127.0.0.1:{self._port}',
-                ],
-                stderr=log,
-            )
+            self._process = subprocess.Popen(command, stderr=log)
         return self
 
     def __exit__(self, *exc_info):
@@ -123,11 +113,7 @@ class Prometheus:
 
 
 def test_service_is_scraped(directory, tmp_path):
-    """Prometheus scrapes /metrics with the token, and finds what the recipes ask for.
-
-    Each metric and label of the rules exists, and each query of the dashboard has data.
-    node_exporter does not run in this test.
-    """
+    """Prometheus scrapes /metrics, and finds what the rules and the dashboard need."""
     panels = json.loads((RECIPE / 'grafana.json').read_text())['panels']
     assert len({panel['id'] for panel in panels}) == len(panels)
     dashboard = [target['expr'] for panel in panels for target in panel['targets']]

@@ -19,6 +19,7 @@ from server import (
     SCRIPTS,
     TOKEN,
     RawClient,
+    finished,
     installed,
     request,
     socket_to,
@@ -31,21 +32,13 @@ UNITS = sorted(SERVICE.parent.glob('plants*.*'))
 
 def analyze(*arguments):
     """Run systemd-analyze."""
-    return subprocess.run(
-        [installed('systemd-analyze', 'systemd'), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=os.environ | {'SYSTEMD_COLORS': '0', 'COLUMNS': '200'},
-    )
+    environment = os.environ | {'SYSTEMD_COLORS': '0', 'COLUMNS': '200'}
+    command = [installed('systemd-analyze', 'systemd'), *arguments]
+    return finished(command, env=environment)
 
 
 def unit(places=()):
-    """Return the unit of the service: from each name to the list of its values.
-
-    Args:
-        places: Pairs of texts: a path in the unit, and that of the test.
-    """
+    """Return the unit, with other paths: from each name to the list of its values."""
     text = SERVICE.read_text()
     for theirs, ours in places:
         text = text.replace(theirs, str(ours))
@@ -53,9 +46,6 @@ def unit(places=()):
     for name, value in re.findall(r'^(\w+)=(.*)$', text, re.MULTILINE):
         values.setdefault(name, []).append(value)
     return values
-
-
-# ---- checked by the tools of systemd
 
 
 def test_units_are_sound(tmp_path):
@@ -87,18 +77,8 @@ def test_stop_has_the_time_that_workers_take():
     assert int(seconds) < int(unit()['TimeoutStopSec'][0]) == int(service)
 
 
-# ---- run without systemd
-
-
 class Service:
-    """The service run according to its unit, with a stand-in for systemd.
-
-    The stand-in has the listening socket, which outlives the service, the notification
-    socket, and the credentials. It has no sandbox.
-
-    Args:
-        directory: The directory that stands for the root of the file system.
-    """
+    """The service run according to its unit, with a stand-in for systemd."""
 
     def __init__(self, directory):
         self._installed = directory / 'plants'
@@ -163,10 +143,7 @@ class Service:
             self.start()
 
     def start(self, *, for_client=False):
-        """Start the service, and wait for its READY notification.
-
-        With ``for_client`` systemd's tool starts it when the next client connects.
-        """
+        """Start the service at once, and wait until it is READY, or for a client."""
         descriptor = self._listening.fileno()
         [command] = self.unit['ExecStart']
         [directory] = self.unit['WorkingDirectory']

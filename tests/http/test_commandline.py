@@ -1,10 +1,9 @@
 """``python app.py``: help, version, missing packages, the start of gunicorn."""
 
-import subprocess
 import sys
 
 import pytest
-from server import PATIENCE, REPOSITORY
+from server import REPOSITORY, finished
 
 from store import __version__
 from web import commandline
@@ -13,14 +12,7 @@ from web.settings import VARIABLES
 
 def run(*arguments):
     """Run app.py in a child process; return its exit code, output and errors."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd='/',
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = finished([sys.executable, *arguments], cwd='/')
     return done.returncode, done.stdout, done.stderr
 
 

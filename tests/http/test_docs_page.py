@@ -21,9 +21,6 @@ FILES = {
 }
 
 
-# ---- its files
-
-
 @pytest.mark.parametrize('path', FILES)
 def test_file_is_public_and_loads_only_our_files(path, anonymous):
     """Each file is public, has its type, and a policy against foreign content."""
@@ -41,13 +38,6 @@ def test_file_is_public_and_loads_only_our_files(path, anonymous):
     head = anonymous.head(path)
     assert head.headers['Content-Length'] == str(len(response.body))
     assert head.body == b''
-
-
-@pytest.mark.parametrize('path', ['/docs/', '/docs/docs.html', '/docs/../app.py'])
-def test_other_names_are_no_files(path, client, anonymous):
-    """Other names are 40400; without a token they are 401."""
-    assert_error(client.get(path), 40400)
-    assert_error(anonymous.get(path), 40100)
 
 
 @pytest.mark.parametrize('path', FILES)
@@ -71,8 +61,6 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
     assert_error(anonymous.get('/nowhere', headers=html), 40100)
     assert_error(client.get('/', headers=html), 40400)
 
-
-# ---- in a browser
 
 # Behind a proxy that removes a prefix without a header that says so.
 STRIPPED = """
@@ -102,12 +90,7 @@ def browser():
 
 
 class Page:
-    """The page, with the actions of its user.
-
-    Args:
-        browser: The browser that shows the page.
-        url: The URL of the page.
-    """
+    """The page at a URL in a browser, with the actions of its user."""
 
     def __init__(self, browser, url):
         self._browser = browser
@@ -172,8 +155,11 @@ def page(browser, server):
 
 
 @pytest.mark.parametrize('server', ['stripped:site'], indirect=True)
-def test_page_adds_a_plant(page, server):
-    """With the token, a plant that is filled in and sent is added and answered."""
+def test_page_adds_a_plant(browser, server):
+    """A browser at the base URL is led to the page; with the token it adds a plant."""
+    page = Page(browser, f'{server[1]}/')
+    page.find('.opblock')
+    assert browser.current_url == f'{server[1]}/docs'
     page.authorize(TOKEN)
     offered = page.fill_in({'id': 7, 'name': 'Fern', 'tag': 'shade'})
     assert offered == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
@@ -192,14 +178,6 @@ def test_page_shows_the_error_of_a_wrong_token(page):
     # The browser reports only the refused request in its console.
     (message,) = page.console_messages()
     assert '401' in message
-
-
-@pytest.mark.parametrize('server', ['stripped:site'], indirect=True)
-def test_browser_at_the_top_gets_the_page(browser, server):
-    """A browser that opens the base URL is led to the page."""
-    page = Page(browser, f'{server[1]}/')
-    page.find('.opblock')
-    assert browser.current_url == f'{server[1]}/docs'
 
 
 # How far the buttons of an answer reach into its text, in pixels.

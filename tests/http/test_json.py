@@ -103,10 +103,7 @@ def forgetful_client():
 
 @pytest.mark.parametrize(('text', 'value'), ACCEPTED.items(), ids=case_id)
 def test_text_is_accepted(text, value, edit_schema, forgetful_client):
-    """Valid JSON text (RFC 8259) is parsed to one value, of the right types.
-
-    As a body it is no plant, and so 40005, never 40004.
-    """
+    """Valid JSON text is parsed to one value; as a body it is 40005, never 40004."""
     # Equality is not enough: 1 == 1.0 == True, and 0.0 == -0.0.
     edit_schema('Anything', dict.copy)
     assert repr(Schema('Anything').read(text)) == repr(value)
@@ -173,50 +170,39 @@ def test_depth_is_read_or_refused(member, value, forgetful_client):
 @pytest.mark.parametrize(
     ('body', 'faults'),
     [
-        ('{"id":1.0,"name":""}', ['id: 1.0 is not an integer']),
+        ('{"id":1.0,"name":""}', 'id: 1.0 is not an integer'),
         (
             f'{{"id":{2**63},"name":""}}',
-            [f'id: {2**63} is greater than the maximum of {2**63 - 1}'],
+            f'id: {2**63} is greater than the maximum of {2**63 - 1}',
         ),
-        ('{}', ['id: is missing', 'name: is missing']),
+        ('{}', 'id: is missing; name: is missing'),
         (
             '{"id":"1","name":null,"tag":["é"]}',
-            [
-                'id: "1" is not an integer',
-                'name: null is not a string',
-                'tag: ["é"] is not a string',
-            ],
+            'id: "1" is not an integer; name: null is not a string; '
+            'tag: ["é"] is not a string',
         ),
         (
             # SQL text cannot hold U+0000.
             r'{"id":1,"name":"a\u0000b","tag":"\u0000"}',
-            [
-                r'name: "a\u0000b" does not match "^[^\u0000]*$"',
-                r'tag: "\u0000" does not match "^[^\u0000]*$"',
-            ],
+            r'name: "a\u0000b" does not match "^[^\u0000]*$"; '
+            r'tag: "\u0000" does not match "^[^\u0000]*$"',
         ),
-        ('[]', ['body: [] is not an object']),
+        ('[]', 'body: [] is not an object'),
     ],
     ids=case_id,
 )
 def test_message_lists_every_fault_with_member_and_rule(body, faults, forgetful_client):
     """Each fault names its member and the rule, and is listed once."""
     message = assert_error(forgetful_client.send(body.encode()), 40005)
-    assert sorted(message.split('; ')) == faults
+    assert sorted(message.split('; ')) == faults.split('; ')
 
 
 @pytest.mark.parametrize(
-    'body',
-    [
-        {'id': 1, 'name': '\0' * 10_000},
-        {'id': 1, 'name': {'x' * 50_000: 1}},
-        {'id': int('9' * 1000), 'name': ''},
-    ],
-    ids=case_id,
+    'name', ['\0' * 10_000, {'x' * 50_000: 1}, int('9' * 1000)], ids=case_id
 )
-def test_long_input_is_cut_in_the_message(body, forgetful_client):
+def test_long_input_is_cut_in_the_message(name, forgetful_client):
     """A message shows the beginning of long input and says that it is cut."""
-    message = assert_error(forgetful_client.add(body), 40005)
+    message = assert_error(forgetful_client.add({'id': 1, 'name': name}), 40005)
     assert len(message) < 300
     assert '...' in message
 
@@ -224,13 +210,7 @@ def test_long_input_is_cut_in_the_message(body, forgetful_client):
 def test_name_is_answered_and_stored_as_it_was_sent(client, store):
     """Nothing is trimmed, folded, normalized or taken for an escape."""
     names = ['', 'x' * 30_000, 'a\r\nSet-Cookie: x', '\x1b[31m\x7f\x85\u2028', ' a ']
-    names += [
-        '\ufeffFERN\uffff',
-        'A\u030a',
-        '\xc5',
-        '"\\u0041\\ud800\\0',
-        '%00{0}</script>',
-    ]
+    names += ['\ufeffFERN\uffff', 'A\u030a', '\xc5', '"\\u0041\\ud800\\0', '%00{0}</p>']
     plants = [Plant(id, name, name) for id, name in enumerate(names)]
     for plant in plants:
         answer = client.add(plant._asdict())
@@ -408,10 +388,8 @@ def test_only_new_plants_are_accepted(forgetful_client, value, escaped):
 RULES = [
     *[{'maxLength': 2}, {'enum': ['', '0', 1, 0.5]}, {'not': {'const': ''}}],
     *[{'multipleOf': 0.5, 'maximum': 2**40}, {'items': {'type': 'integer'}}],
-    *[
-        {'type': ['integer', 'array', 'null']},
-        {'anyOf': [{'maxLength': 1}, {'const': 7}]},
-    ],
+    {'type': ['integer', 'array', 'null']},
+    {'anyOf': [{'maxLength': 1}, {'const': 7}]},
 ]
 
 

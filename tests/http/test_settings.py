@@ -1,13 +1,12 @@
 """Settings of the environment, ``create_app``, ``app:app`` and importing."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 from conftest import TOKEN, Client
 from exchange import assert_error
-from server import PATIENCE, REPOSITORY
+from server import REPOSITORY, finished
 
 import app
 from app import create_app, get_app
@@ -21,9 +20,6 @@ FERN = {'id': 1, 'name': 'Fern'}
 OTHER = f'{TOKEN}r'
 
 
-# ---- Settings
-
-
 def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
     """The default is a file in the working directory, and no token."""
     monkeypatch.chdir(tmp_path)
@@ -35,11 +31,11 @@ def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
 
 
 def test_each_variable_sets_a_field():
-    """Each variable sets one field; other variables are ignored."""
+    """Each variable sets one field, of tokens between commas; others are ignored."""
     settings = Settings.from_environ(
         {
             'PLANTS_STORE': 'memory:',
-            'PLANTS_TOKENS': TOKEN,
+            'PLANTS_TOKENS': f',, {TOKEN} , ,\t{OTHER}\n,',
             'PLANTS_MAX_BODY': '1000',
             'PLANTS_LOG': 'json',
             'PLANTS_METRICS': '1',
@@ -51,7 +47,8 @@ def test_each_variable_sets_a_field():
     )
     assert settings.store == 'memory:'
     assert settings.max_body_bytes == 1000
-    assert settings.tokens.find(TOKEN).name == 'token-1'
+    names = [settings.tokens.find(text).name for text in (TOKEN, OTHER)]
+    assert (len(settings.tokens), names) == (2, ['token-1', 'token-2'])
     assert settings.metrics is True
     assert settings.cors_origins == ('https://a.example', 'http://localhost:3000')
 
@@ -138,14 +135,6 @@ def test_bad_list_of_tokens_is_refused(listed, reason):
     assert TOKEN not in str(raised.value)
 
 
-def test_tokens_are_separated_by_commas():
-    """Tokens are named by their numbers; blanks and empty entries are ignored."""
-    listed = f',, {TOKEN} , ,\t{OTHER}\n,'
-    tokens = Settings.from_environ({'PLANTS_TOKENS': listed}).tokens
-    names = [tokens.find(text).name for text in (TOKEN, OTHER)]
-    assert (len(tokens), names) == (2, ['token-1', 'token-2'])
-
-
 @pytest.mark.parametrize('listed', ['', TOKEN])
 def test_both_token_variables_are_refused(listed):
     """Both variables for tokens are an error, even if one of them is empty."""
@@ -160,9 +149,6 @@ def test_unreadable_tokens_file_is_refused(path):
     with pytest.raises(ValueError, match=r'^PLANTS_TOKENS_FILE: ') as raised:
         Settings.from_environ({'PLANTS_TOKENS_FILE': path})
     assert path in str(raised.value)
-
-
-# ---- the arguments of create_app
 
 
 @pytest.mark.parametrize('store', ['memory:', None, dict], ids=str)
@@ -187,9 +173,6 @@ def test_two_applications_are_independent():
     assert_error(second.add(long), 40003)
 
 
-# ---- app:app
-
-
 IMPORT = f"""
 import logging, os, signal, sys, threading
 handlers = [signal.getsignal(number) for number in signal.valid_signals()]
@@ -211,14 +194,8 @@ assert imported is app.app
 
 def test_application_is_made_at_first_access(tmp_path):
     """Importing has no side effect and reads no variable; the first access does."""
-    done = subprocess.run(
-        [sys.executable, '-c', IMPORT],
-        cwd=tmp_path,
-        env={'PYTHONPATH': str(REPOSITORY), 'PLANTS_STORE': 'bad'},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = {'PYTHONPATH': str(REPOSITORY), 'PLANTS_STORE': 'bad'}
+    done = finished([sys.executable, '-c', IMPORT], cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
     assert list(tmp_path.iterdir()) == []
 
@@ -232,10 +209,7 @@ def at_exit(monkeypatch):
 
 
 def test_get_app_follows_the_environment(at_exit, capsys):
-    """Store, tokens and limit are those of the environment; nothing is printed.
-
-    The end of the process closes the store.
-    """
+    """Store, tokens and limit are those of the environment; exits close the store."""
     environ = {
         'PLANTS_STORE': 'memory:',
         'PLANTS_TOKENS': f'{TOKEN},{OTHER}',

@@ -100,9 +100,6 @@ def test_connection_that_the_client_leaves_open_is_closed(impatient, data):
         wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
 
 
-# ---- the server stops
-
-
 @pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
 def test_body_that_is_read_as_the_server_stops_is_answered(tmp_path, frame):
     """A stop while a body is read: the answer announces the end."""

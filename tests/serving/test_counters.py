@@ -66,16 +66,15 @@ def test_counts_survive_killed_and_reloaded_workers(tmp_path):
         wait_until(lambda: len(server.worker_pids() - {victim}) == 2, 'another starts')
         add_plants(server, 11, 10)
         assert read_metric(server, route='/plants') == 20
-        sizes = set()
-        for _ in range(3):
+        for _ in range(2):
             server.reload()
             wait_until(lambda: len(server.worker_pids()) == 2, 'there are no more')
             processes = read_samples(server, 'process_start_time_seconds')
             assert {sample.labels['process'] for sample in processes} < set('0123')
-            sizes.add(len(list(directory.glob('*_[0-9].db'))))
+            files = {path.stem.split('_')[-1] for path in directory.glob('*_[0-9]*.db')}
+            assert files <= set('0123')
         add_plants(server, 21, 10)
         assert read_metric(server, route='/plants') == 30
-        assert len(sizes) <= 2
     assert not directory.exists()
 
 

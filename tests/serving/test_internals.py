@@ -130,14 +130,10 @@ def test_known_head_is_read_like_a_new_one(seed):
 def test_request_id_is_read_as_the_settings_say(name, value, line):
     """A request id is read like any header, also one that an operator limits."""
     changed = {'limit_request_fields': 9, name: value}
-    cold, warm = (
-        without_known_heads(**changed),
-        heads.Exchanges(make_settings(**changed)),
-    )
+    cold = without_known_heads(**changed)
+    warm = heads.Exchanges(make_settings(**changed))
     for sent in (b'X-Request-Id: a', line, line):
-        data = (
-            b'GET / HTTP/1.1\r\nHost: a\r\n' + sent + b'\r\nContent-Length: 0\r\n\r\n'
-        )
+        data = b'GET / HTTP/1.1\r\nHost: a\r\n%b\r\nContent-Length: 0\r\n\r\n' % sent
         assert requests(warm, data) == requests(cold, data)
 
 

@@ -37,20 +37,15 @@ from server import (
 UNAUTHORIZED = request('GET', '/x', authorization=None)
 
 
-# ---- time
-
-
 PROBE = request('GET', '/livez')
+SLOW_HEAD = b'POST /plants HTTP/1.1\r\nX-Slow: '
+SLOW_BODY = request(body=b' ', content_length='1000')
 INCOMPLETE = {
-    'head': (b'', b'POST /plants HTTP/1.1\r\nX-Slow: ', None),
-    'body': (b'', request(body=b' ', content_length='1000'), 40000),
+    'head': (b'', SLOW_HEAD, None),
+    'body': (b'', SLOW_BODY, 40000),
     'trailers': (b'', chunked(b' ', end=b'0\r\nX: '), 40000),
     'head behind another request': (PROBE, request()[:40], None),
-    'body behind another request': (
-        PROBE,
-        request(body=b' ', content_length='1000'),
-        40000,
-    ),
+    'body behind another request': (PROBE, SLOW_BODY, 40000),
 }
 
 
@@ -115,12 +110,9 @@ def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
 @pytest.mark.parametrize('requests', [0, 1])
 def test_idle_connection_is_closed_at_its_time_limit(tmp_path, requests):
     """A connection without a request is closed at the idle limit, not before."""
-    patient = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
-    lines = [*patient, 'client.FIRST_REQUEST = 2', 'keepalive = 2']
-    with (
-        Server(tmp_path, *configured(tmp_path, *lines)) as server,
-        server.connect() as client,
-    ):
+    lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
+    more = configured(tmp_path, *lines, 'client.FIRST_REQUEST = 2', 'keepalive = 2')
+    with Server(tmp_path, *more) as server, server.connect() as client:
         for _ in range(requests):
             assert client.ask(PROBE).status == 200
         assert not client.is_readable(1)
@@ -129,12 +121,10 @@ def test_idle_connection_is_closed_at_its_time_limit(tmp_path, requests):
 
 def test_idle_connections_make_room_for_new_ones(tmp_path):
     """A worker with all of its connections closes those that have been idle for 2 s."""
-    patient = ['from serving import client', 'client.FIRST_REQUEST = 3600']
-    lines = [*patient, 'keepalive = 3600', 'worker_connections = 20']
-    with (
-        Server(tmp_path, *configured(tmp_path, *lines)) as server,
-        ExitStack() as connections,
-    ):
+    lines = ['from serving import client', 'client.FIRST_REQUEST = 3600']
+    lines += ['keepalive = 3600', 'worker_connections = 20']
+    more = configured(tmp_path, *lines)
+    with Server(tmp_path, *more) as server, ExitStack() as connections:
         clients = [connections.enter_context(server.connect()) for _ in range(40)]
         assert clients[0].ask(PROBE).status == 200
         assert server.ask(request(body=fern())).status == 200
@@ -196,9 +186,6 @@ def test_slow_reader_gets_everything(impatient):
             received += client._socket.recv(2**19)
             time.sleep(0.15)
         assert received.count(whole) == 3
-
-
-# ---- turns
 
 
 def send_pipelines(server, opened, number, seconds):
@@ -264,9 +251,9 @@ def test_slow_clients_delay_nobody(service):
     with ExitStack() as opened:
         clients = [opened.enter_context(service.connect()) for _ in range(400)]
         for client in clients[::2]:
-            client.send(b'POST /plants HTTP/1.1\r\nX-Slow: ')
+            client.send(SLOW_HEAD)
         for client in clients[1::2]:
-            client.send(request(body=b' ', content_length='1000'))
+            client.send(SLOW_BODY)
 
         def drip():
             for client in clients:
@@ -277,16 +264,11 @@ def test_slow_clients_delay_nobody(service):
     assert service.worker_pids() == workers
 
 
-# ---- memory, connections, files
-
-
 def test_unfinished_head_uses_little_memory(tmp_path):
     """A client that sends almost all of a large head costs at most 0.1 MiB."""
     fields = ''.join(f'x{number}: {"a" * 8_000}\r\n' for number in range(98))
-    with (
-        Server(tmp_path, COVERAGE_PROCESS_CONFIG=None) as server,
-        ExitStack() as opened,
-    ):
+    unmeasured = {'COVERAGE_PROCESS_CONFIG': None}
+    with Server(tmp_path, **unmeasured) as server, ExitStack() as opened:
         assert_quick(server, rounds=3)  # the first requests load code
         before = server.memory()
         for size in (28_000, len(fields)):
@@ -319,7 +301,7 @@ def test_connections_are_bounded(tmp_path):
         with ExitStack() as connections:
             for _ in range(20):
                 client = connections.enter_context(server.connect())
-                client.send(b'POST /plants HTTP/1.1\r\nX-Slow: ')
+                client.send(SLOW_HEAD)
             waiting = server.connect()
             waiting.send(request(body=fern()))
             assert not waiting.is_readable(0.3)
@@ -339,7 +321,7 @@ def test_connections_above_the_file_limit_wait(tmp_path):
         with ExitStack() as connections:
             for _ in range(100):
                 client = connections.enter_context(server.connect())
-                client.send(b'POST /plants HTTP/1.1\r\nX-Slow: ')
+                client.send(SLOW_HEAD)
             open_files = Path(f'/proc/{pid}/fd')
             wait_until(lambda: len(list(open_files.iterdir())) >= 60, 'all are open')
             assert not client.is_readable(0.3)

@@ -27,7 +27,7 @@ from server import (
 COMMANDS = {
     'gunicorn': [SCRIPTS / 'gunicorn'],
     'waitress-serve app:app': [
-        *(SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app'),
+        *(SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app')
     ],
     'python app.py': [sys.executable, 'app.py'],
     'gunicorn app:app at several addresses, preloaded': [
@@ -70,11 +70,6 @@ def assert_start_refused(server, *words):
     assert SECRET not in sentence
 
 
-def options(text, *words):
-    """Return an environment with options for gunicorn, and words of its refusal."""
-    return {'GUNICORN_CMD_ARGS': f'--bind 127.0.0.1:0 {text}'}, words
-
-
 # Bad settings of other kinds than those of test_every_fault_is_listed.
 BAD_STARTS = {
     'memory: and two workers': (
@@ -83,11 +78,6 @@ BAD_STARTS = {
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
     'path of a store': ({'PLANTS_STORE': 'p.jsonl'}, ['use jsonl:p.jsonl']),
-    'statsd': options('--statsd-host localhost:8125', 'statsd_host', 'logger_class'),
-    'socket in no directory': options('-b unix:no/s', 'bind: ', 'no'),
-    'pid file in no directory': options('-p no/pid', 'pidfile: no'),
-    'heartbeat in no directory': options('--worker-tmp-dir no', 'worker_tmp_dir: no'),
-    'no worker class': options('-k no.Worker', 'worker_class: ', 'no.Worker'),
     'token of nobody': (
         {'GUNICORN_CMD_ARGS': '--preload', 'PLANTS_TOKENS': None},
         ['nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE'],
@@ -194,7 +184,11 @@ def test_check_prints_what_a_start_would_use(tmp_path, option):
 
 
 def test_passwords_are_not_shown(tmp_path):
-    """A check and a start show the store's URL without what may be a password."""
+    """A check and a start show the URL without a password; settings have no token."""
+    code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
+    assert code == 0
+    assert 'worker_class' in printed
+    assert 'No token' not in printed
     url = f'jsonl:.//me:{SECRET}@host'
     shown = f'store    jsonl:{tmp_path}/***@host'
     # A check uses the variables that --env sets.
@@ -203,14 +197,6 @@ def test_passwords_are_not_shown(tmp_path):
         pass
     assert shown in server.log
     assert SECRET not in server.log
-
-
-def test_print_config_generates_no_token(tmp_path):
-    """--print-config prints the settings, without a token."""
-    code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
-    assert code == 0
-    assert 'worker_class' in printed
-    assert 'No token' not in printed
 
 
 def test_every_fault_is_listed(service, checkout):
@@ -223,17 +209,24 @@ def test_every_fault_is_listed(service, checkout):
         "PLANTS_LOG: 'x' is not text or json",
         'PLANTS_TOKEN: there is no such setting; the nearest one is PLANTS_TOKENS',
         'workers: 0 is too few: nobody would answer a request',
+        "worker_class: class uri 'no.Worker'",
+        'logger_class: statsd_host needs gunicorn.instrument.statsd.Statsd',
         f'errorlog: {checkout}/no: there is no such directory that can be written to',
+        'pidfile: no: there is no such directory',
+        'worker_tmp_dir: no: there is no such directory',
         f'schemas: {checkout}/schemas/Plant.json: true is not an object',
         'certfile, keyfile: No such file or directory',
         f'PLANTS_STORE: {plants}: line 1 (byte 0) is damaged',
         f'bind: {taken}: Address already in use (another one: gunicorn -b ',
         'bind: :80800: bind(): port must be 0-65535',
+        'bind: unix:no/s: ',
     ]
-    arguments = ('-b', taken, '-b', ':80800', '--certfile', 'no', '--error-logfile')
+    arguments = ('-b', taken, '-b', ':80800', '-b', 'unix:no/s', '-k', 'no.Worker')
+    arguments += ('--certfile', 'no', '--worker-tmp-dir', 'no', '-p', 'no/pid')
+    arguments += ('--error-logfile', 'no/log', '--statsd-host', 'localhost:8125')
     settings = {'PLANTS_TOKEN': SECRET, 'PLANTS_LOG': 'x', 'WEB_CONCURRENCY': '0'}
     for option in ('--check-config', '--no-sendfile'):
-        command = [SCRIPTS / 'gunicorn', option, *arguments, 'no/log']
+        command = [SCRIPTS / 'gunicorn', option, *arguments]
         server = Server(checkout, command=command, GUNICORN_CMD_ARGS=None, **settings)
         assert server.run() == 1
         lines = zip(faults, server.log.splitlines(), strict=True)

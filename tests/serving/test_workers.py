@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 
 import pytest
@@ -18,14 +19,7 @@ from exchange import (
     parse_json_log,
     stop,
 )
-from server import (
-    PATIENCE,
-    RawClient,
-    Server,
-    configured,
-    installed,
-    request,
-)
+from server import PATIENCE, RawClient, Server, configured, installed, request
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
@@ -39,9 +33,6 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
         assert_error(server.ask(request(body=plants[0] | {'name': 'Moss'})), 40006)
         assert_error(server.ask(request(body=b'{')), 40004)
         assert len(server.plants()) == len(plants)
-
-
-# ---- TLS
 
 
 @pytest.fixture(scope='module')
@@ -129,9 +120,6 @@ def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path, certif
         assert 'Traceback' not in server.log
 
 
-# ---- other applications
-
-
 OTHER_APP = """
 from pathlib import Path
 
@@ -155,19 +143,11 @@ def broken():
 
 
 def test_application_that_fails_ends_only_its_connection(tmp_path):
-    """After an exception of an application, also in mid-answer, its worker goes on.
-
-    The operator's hook is called after these requests, too. A traceback is one line of
-    a log in JSON.
-    """
+    """After an exception, also in mid-answer, a worker goes on and calls its hooks."""
     path = tmp_path / 'other.py'
     path.write_text(OTHER_APP)
-    hook = (
-        'post_request = lambda worker, request, environ, response: '
-        'worker.log.info("hook called")'
-    )
-    more = configured(tmp_path, hook)
-    arguments = (*more, 'other:app')
+    hook = 'post_request = lambda worker, a, b, c: worker.log.info("hook called")'
+    arguments = (*configured(tmp_path, hook), 'other:app')
     with Server(tmp_path, *arguments, workers=None, PLANTS_LOG='json') as server:
         hooks = server.log.count('hook called')
         with server.connect() as kept:
@@ -205,11 +185,16 @@ def app(environ, start_response):
 """
 
 
-def test_requests_with_the_same_head_keep_their_environ(tmp_path):
-    """What is cached of a head does not include the body and the client."""
+@pytest.fixture
+def serve_environ(tmp_path):
+    """A function that serves an application which answers with its environ."""
     (tmp_path / 'environ.py').write_text(ENVIRON_APP)
-    settings = ('--workers', '1', '--forwarded-allow-ips', '127.0.0.2')
-    with Server(tmp_path, 'environ:app', *settings, workers=None) as server:
+    return partial(Server, tmp_path, 'environ:app', '-w1', workers=None)
+
+
+def test_requests_with_the_same_head_keep_their_environ(serve_environ):
+    """What is cached of a head does not include the body and the client."""
+    with serve_environ('--forwarded-allow-ips', '127.0.0.2') as server:
         for source in ('127.0.0.1', '127.0.0.2', '127.0.0.1'):
             address = ('127.0.0.1', server.port)
             with (
@@ -227,11 +212,9 @@ def test_requests_with_the_same_head_keep_their_environ(tmp_path):
         assert 'seen' in server.log
 
 
-def test_clients_of_a_unix_socket_keep_their_addresses(tmp_path):
+def test_clients_of_a_unix_socket_keep_their_addresses(serve_environ, tmp_path):
     """Clients that are bound to paths have these as addresses, whatever they send."""
-    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
-    bound = ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s')
-    with Server(tmp_path, 'environ:app', '-w1', *bound, workers=None):
+    with serve_environ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s'):
         for path in (f'{tmp_path}/1', f'{tmp_path}/2', ''):
             over = socket.socket(socket.AF_UNIX)
             over.settimeout(PATIENCE)
@@ -243,13 +226,11 @@ def test_clients_of_a_unix_socket_keep_their_addresses(tmp_path):
                     assert client.ask(request('GET')).json['REMOTE_ADDR'] == path
 
 
-def test_connection_of_a_proxy_keeps_the_address_of_its_client(tmp_path):
+def test_connection_of_a_proxy_keeps_the_address_of_its_client(serve_environ):
     """A line of the PROXY protocol is about all requests of its connection."""
-    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
-    settings = ('environ:app', '-w1', '--proxy-protocol')
     line = b'PROXY TCP4 192.0.2.1 192.0.2.2 1234 80\r\n'
     data = request('GET')
-    with Server(tmp_path, *settings, workers=None) as server:
+    with serve_environ('--proxy-protocol') as server:
         for announced, address in ((b'', '127.0.0.1'), (line, '192.0.2.1')) * 2:
             with server.connect() as client:
                 for sent in (announced + data, data, data):
@@ -264,18 +245,12 @@ def pre_request(worker, request):
 """
 
 
-def test_pre_request_may_change_each_request(tmp_path):
+def test_pre_request_may_change_each_request(serve_environ, tmp_path):
     """What the operator's hook does with a request is not in the next one."""
-    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
-    settings = ('environ:app', *configured(tmp_path, CHANGE_REQUEST), '-w1')
-    with Server(tmp_path, *settings, workers=None) as server:
-        numbers = [
-            int(server.ask(request('GET')).json['HTTP_X_NUMBER']) for _ in range(3)
-        ]
+    with serve_environ(*configured(tmp_path, CHANGE_REQUEST)) as server:
+        seen = [server.ask(request('GET')).json for _ in range(3)]
+    numbers = [int(one['HTTP_X_NUMBER']) for one in seen]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
-
-
-# ---- spreading
 
 
 @pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
