@@ -248,6 +248,11 @@ def path_of(target):
     return str(target)
 
 
+def open_paths():
+    """Return the paths of the descriptors of this process."""
+    return [path_of(int(fd)) for fd in os.listdir('/proc/self/fd')]
+
+
 def no_fault(name, *arguments):
     """Let every call succeed."""
 

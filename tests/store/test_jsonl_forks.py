@@ -7,7 +7,7 @@ import sqlite3
 import threading
 
 import pytest
-from disk import Disk, append, assert_stored, installed, lines
+from disk import Disk, append, assert_stored, installed, lines, open_paths
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file
@@ -38,10 +38,8 @@ def test_child_closes_inherited_descriptors(path):
     """A child that opens a store closes its copies of the parent's descriptors."""
 
     def opened():
-        links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
-        names = [os.readlink(link) for link in links if os.path.lexists(link)]
         # SQLite itself may keep one of the table for its next connection.
-        ours = (name for name in names if name.startswith(str(path)))
+        ours = (name for name in open_paths() if name.startswith(str(path)))
         return sorted(name for name in ours if not name.endswith('.index'))
 
     with JSONLinesStore(path) as store:
