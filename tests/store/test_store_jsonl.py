@@ -14,7 +14,6 @@ from disk import (
     append,
     assert_stored,
     files,
-    index_of,
     path_of,
     raw_plants,
 )
@@ -66,25 +65,31 @@ class TestFile:
             store.add(Plant(1, 'Fern'))
         assert path.read_bytes() == FERN
 
-    def test_new_files_are_private(self, path):
-        """Only the owner can read or write the files that the store makes."""
+    @pytest.mark.parametrize('mode', [None, 0o640], ids=['new', 'there'])
+    def test_files_have_mode_and_owner_of_the_plant_file(self, path, mode):
+        """A new file is private; all files beside a file have its mode and owner."""
         mask = os.umask(0)
         try:
-            path.touch(0o600)
-            path.write_bytes(FERN + b'torn')
+            if mode:
+                path.touch()
+                path.chmod(mode)
+                if not os.geteuid():
+                    os.chown(path, 12, 34)
             with JSONLinesStore(path) as store:
+                store.add(PLANTS[0])
+                append(path, b'torn')
                 store.ping()
-            path.unlink()
-            index_of(path).unlink()
-            with JSONLinesStore(path) as store:
-                store.ping()
-                names = {name.removeprefix(path.name) for name in files(path)}
+                found = {name: path.with_name(name).stat() for name in files(path)}
         finally:
             os.umask(mask)
+        names = {name.removeprefix(path.name) for name in found}
         index = {f'.index{suffix}' for suffix in ('', '-shm', '-lock', '-wal')}
         assert names == {'', '.torn-1', *index}
-        modes = {entry.stat().st_mode & 0o7777 for entry in path.parent.iterdir()}
-        assert modes == {0o600}
+        owners = {(status.st_uid, status.st_gid) for status in found.values()}
+        ours = os.geteuid(), os.getegid()
+        assert owners == {(12, 34) if mode and not os.geteuid() else ours}
+        modes = {status.st_mode & 0o7777 for status in found.values()}
+        assert modes == {mode or 0o600}
 
     def test_directory_is_synced(self, path, disk):
         """A new file's directory is synced before the first plant is written."""
