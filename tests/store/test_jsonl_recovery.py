@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from disk import (
-    Disk,
     Fault,
     append,
     assert_stored,
@@ -18,7 +17,6 @@ from disk import (
     files,
     fill,
     index_of,
-    installed,
     lines,
     path_of,
     take_side_files,
@@ -178,38 +176,24 @@ class TestCut:
                     user.add(plant)
                 assert_stored(user, [*others, *PLANTS], free=[OAK.id])
 
-    def test_side_file_is_synced_before_the_cut(self, path):
-        """The side file is durable before the tail is cut off; the cut is synced."""
+    def test_interrupt_after_a_cut_keeps_the_side_file(self, path, disk):
+        """A side file is durable before the cut; then it is the only copy.
+
+        The sync of the cut is the next step. Here it is interrupted.
+        """
         path.write_bytes(lines(PLANTS[0]) + b'torn')
-        disk = Disk(path)
-        synced, kept = [], []
+        steps = []
 
-        def note(name, target, *arguments):
-            if name == 'fsync':
-                synced.append(path_of(target))
-            if name == 'ftruncate' and path_of(target) == str(path):
-                assert synced[-2:] == [f'{path}.torn-1', str(path.parent)]
-                kept.extend(files(path).values())
-                disk.calls.clear()
-
-        disk.before = note
-        with installed(disk), JSONLinesStore(path) as store:
-            store.ping()
-            assert disk.calls_on(path)[0] == 'fdatasync'
-        assert b'torn' in kept
-
-    def test_interrupt_after_a_cut_keeps_the_side_file(self, path):
-        """An interrupt right after a torn tail was cut off keeps its only copy."""
-        path.write_bytes(lines(PLANTS[0]) + b'torn')
-        disk = Disk(path)
-
-        def interrupt(name, *arguments):
-            if name == 'fdatasync' and 'ftruncate' in [call for call, *_ in disk.calls]:
+        def interrupt(name, target, *arguments):
+            steps.append(f'{name} {path_of(target)}')
+            if steps[-2:] == [f'ftruncate {path}', f'fdatasync {path}']:
                 raise KeyboardInterrupt
 
         disk.before = interrupt
-        with installed(disk), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             JSONLinesStore(path).add(OAK)
+        kept = [f'fsync {path}.torn-1', f'open {path.parent}', f'fsync {path.parent}']
+        assert steps[-5:-2] == kept
         assert path.read_bytes() == lines(PLANTS[0])
         assert take_side_files(path) == [b'torn']
 
