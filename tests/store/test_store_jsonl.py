@@ -14,6 +14,7 @@ from disk import (
     append,
     assert_stored,
     files,
+    fill,
     path_of,
     raw_plants,
 )
@@ -91,30 +92,6 @@ class TestFile:
         modes = {status.st_mode & 0o7777 for status in found.values()}
         assert modes == {mode or 0o600}
 
-    def test_directory_is_synced(self, path, disk):
-        """A new file's directory is synced before the first plant is written."""
-        with JSONLinesStore(path) as store:
-            synced = []
-            disk.before = lambda *call: synced.append((call[0], path_of(call[1])))
-            store.add(PLANTS[0])
-        made = synced.index(('open', str(path)))
-        named = synced.index(('fsync', str(path.parent)))
-        assert made < named < synced.index(('pwrite', str(path)))
-
-    def test_directory_of_an_empty_file_is_synced(self, path, disk):
-        """An empty file's directory is synced too: its maker may have been killed."""
-        path.touch()
-        with JSONLinesStore(path) as store:
-            store.ping()
-        assert disk.named
-
-    def test_open_syncs_the_file(self, path, disk):
-        """An open syncs the lines of others, since a repeat would acknowledge them."""
-        path.write_bytes(FERN)
-        with JSONLinesStore(path) as store:
-            store.ping()
-            assert 'fsync' in disk.calls_on(path)
-
     def test_file_that_cannot_be_made(self, path):
         """A file that cannot be opened or made is unavailable; nothing is made."""
         path.mkdir()
@@ -143,28 +120,20 @@ class TestFile:
 
 
 class TestMissingFile:
-    @pytest.fixture
-    def forgotten(self, path):
-        """A plant file that is missing while its index exists."""
-        with JSONLinesStore(path) as store:
-            store.add(Plant(1, 'Fern'))
+    def test_missing_file_is_not_made_again(self, path):
+        """A missing file with an index is made again only with ``create='always'``."""
+        fill(path, PLANTS[0])
         path.unlink()
-        return path
-
-    def test_missing_file_is_not_made_again(self, forgotten):
-        """A missing file with an index is not made again; it is used once restored."""
-        with JSONLinesStore(forgotten) as store:
+        with JSONLinesStore(path) as store:
             for attempt in (store.ping, lambda: store.add(Plant(1, 'Moss'))):
                 with pytest.raises(StoreUnavailable, match=r'remove .*\.index'):
                     attempt()
-            assert not forgotten.exists()
-            forgotten.write_bytes(FERN)
+            assert not path.exists()
+            path.write_bytes(FERN)
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
-
-    def test_create_always_makes_a_missing_file(self, forgotten):
-        """With ``create='always'`` a missing file is made again, without ids."""
-        with open_store(f'jsonl:{forgotten}', create='always') as store:
+        path.unlink()
+        with open_store(f'jsonl:{path}', create='always') as store:
             store.add(Plant(1, 'Moss'))
             assert list(store) == [Plant(1, 'Moss')]
 
