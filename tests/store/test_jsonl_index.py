@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -14,13 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 from disk import (
-    Disk,
     append,
     assert_stored,
     failure,
     fill,
     index_of,
-    installed,
     lines,
     mark_of,
     wait_for_flush,
@@ -35,7 +34,6 @@ from store.testing.waiting import in_child, in_threads, wait_until
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
 TABLE = '', '-wal', '-shm'
-STATES = 'running', 'stopped', 'killed'  # of a store while its index is spoiled
 
 
 def ferns(*span):
@@ -123,16 +121,23 @@ def cut(path, chance):
         os.truncate(part, part.stat().st_size // 2 + 100)
 
 
+LOSSES = removed, some_removed, of_another_file, random_bytes
+DAMAGES = emptied, zeroed_pages, cut
+
+
 class TestSpoiled:
     @pytest.mark.usefixtures('frequent')
-    @pytest.mark.parametrize('state', STATES)
     @pytest.mark.parametrize(
-        'spoil', [removed, some_removed, of_another_file, random_bytes]
+        ('spoil', 'state'),
+        [
+            *itertools.product(LOSSES, ['running', 'stopped', 'killed']),
+            *itertools.product(DAMAGES, ['stopped', 'killed']),
+        ],
     )
-    def test_lost_index_gives_no_id_twice(self, path, state, spoil):
-        """An index may be removed or replaced at any time."""
-        plants = ferns(500)
-        for seed in range(3):
+    def test_spoiled_index_gives_no_id_twice(self, path, state, spoil):
+        """An index may be lost at any time, and be damaged while nobody uses it."""
+        plants = ferns(800)
+        for seed in range(2):
             with stopped(path, plants, state) as store, store:
                 spoil(path, Random(seed))
                 assert_stored(store, plants, free=[seed])
@@ -141,17 +146,7 @@ class TestSpoiled:
                 assert_stored(store, plants)
 
     @pytest.mark.usefixtures('frequent')
-    @pytest.mark.parametrize('state', ['stopped', 'killed'])
-    @pytest.mark.parametrize('spoil', [emptied, zeroed_pages, cut])
-    def test_damaged_index_is_built_again(self, path, state, spoil):
-        """An index that was damaged while nobody used it gives no id twice."""
-        plants = ferns(2000)
-        with stopped(path, plants, state) as store, store:
-            spoil(path, None)
-            assert_stored(store, plants, free=[1])
-
-    @pytest.mark.usefixtures('frequent')
-    @pytest.mark.parametrize('state', STATES)
+    @pytest.mark.parametrize('state', ['running', 'stopped', 'killed'])
     def test_older_index_is_not_believed(self, path, state):
         """An older index that is put back, whole, gives no id twice."""
         plants = ferns(500)
@@ -178,15 +173,14 @@ class TestSpoiled:
         assert rebuilt()
         assert [part.exists() for part in (*old, other)] == [False, False, True]
 
-    def test_build_that_fails_is_tried_again(self, path):
+    def test_build_that_fails_is_tried_again(self, path, disk):
         """After a failed build of the index the next add tries again."""
-        disk = Disk(path)
 
         def refuse(name, target, *arguments):
             if name == 'open' and str(target).endswith('.index-new'):
                 raise failure(24)
 
-        with installed(disk), JSONLinesStore(path) as store:
+        with JSONLinesStore(path) as store:
             store.add_many(ferns(50))
             removed(path, None)
             disk.before = refuse
