@@ -15,23 +15,7 @@ from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
-PLANTS = [Plant(number, 'Fern') for number in range(1, 13)]
-
-
-def test_parent_child_and_grandchild_add_in_turn(path):
-    """Parent, child and grandchild add to one store in turn, and agree."""
-    with JSONLinesStore(path) as store:
-        for number in range(0, 12, 4):
-
-            def use(number=number):
-                store.add(PLANTS[number + 1])
-                in_child(lambda: store.add(PLANTS[number + 2]))
-                assert_stored(store, PLANTS[: number + 3])
-
-            store.add(PLANTS[number])
-            in_child(use)
-            store.add(PLANTS[number + 3])
-    assert path.read_bytes() == lines(*PLANTS)
+PLANTS = [Plant(number, 'Fern') for number in range(1, 5)]
 
 
 def test_child_closes_inherited_descriptors(path):

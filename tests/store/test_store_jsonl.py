@@ -4,12 +4,10 @@ import contextlib
 import fcntl
 import os
 import threading
-from functools import partial
 
 import pytest
 from disk import (
     Disk,
-    Gate,
     another_process,
     append,
     assert_stored,
@@ -23,7 +21,7 @@ from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.testing import StoreContract
-from store.testing.waiting import PATIENCE, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_threads
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -217,25 +215,14 @@ class TestLinesByHand:
 
 
 class TestThreads:
-    def test_waiting_adds_share_a_write_and_a_sync(self, path, disk):
-        """Adds that wait together share one write and one sync."""
-        with JSONLinesStore(path) as store, Gate(disk) as gate:
-
-            def follow(id):
-                gate.wait_for(1)
-                store.add(Plant(id, 'Moss'))
-
-            def release():
-                wait_until(lambda: len(store._backend()._commit._waiting) == 8)
-                disk.calls.clear()
-                gate.release(gate.held[0])
-                gate.wait_for(2)
-                gate.release(gate.held[1])
-
-            followers = [partial(follow, id) for id in range(2, 10)]
-            in_threads(lambda: store.add(Plant(1, 'Fern')), release, *followers)
+    def test_plants_of_a_batch_share_a_write_and_a_sync(self, path, disk):
+        """Plants that are added together share one write and one sync."""
+        with JSONLinesStore(path) as store:
+            store.ping()
+            disk.calls.clear()
+            store.add_many(PLANTS)
             assert disk.calls_on(path) == ['pwrite', 'fdatasync']
-        assert path.read_bytes().count(b'\n') == 9
+        assert path.read_bytes() == FERN + MOSS
 
     def test_file_is_replaced_while_an_open_waits(self, path, monkeypatch):
         """An open that waits for the lock makes no index for the file that follows."""
