@@ -19,15 +19,9 @@ from store.testing.waiting import in_threads, wait_until
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Limit each wait for the lock to 50 ms."""
+def test_lock_held_by_another_process_or_thread(path, monkeypatch):
+    """While somebody else holds the lock every use fails in time; then it works."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
-
-
-@pytest.mark.usefixtures('impatient')
-def test_lock_held_by_another_process(path):
-    """While another process holds the lock every use fails in time; then it works."""
     scheduler = Mock(THREADS, wraps=THREADS)
     with (
         JSONLinesStore(path, scheduler=scheduler) as store,
@@ -48,22 +42,12 @@ def test_lock_held_by_another_process(path):
                     attempt()
             # A server's own thread must not block: all waits are in calls.
             assert scheduler.call.call_count > 3
+        refused = pytest.raises(StoreUnavailable, match='holds the lock')
+        with store._backend()._lock.held(), refused:
+            store.add(MOSS)
         store.ping()
         assert not_open.add(MOSS)
-    assert path.read_bytes().count(b'\n') == 2
-
-
-@pytest.mark.usefixtures('impatient')
-def test_lock_held_by_another_thread(path):
-    """While another thread holds the lock, adds fail in time; then they work."""
-    with JSONLinesStore(path) as store:
-        store.add(FERN)
-        with (
-            store._backend()._lock.held(),
-            pytest.raises(StoreUnavailable, match='holds the lock'),
-        ):
-            store.add(MOSS)
-        assert store.add(MOSS)
+    assert path.read_bytes() == lines(FERN, MOSS)
 
 
 @pytest.mark.parametrize('held_for', [0.000_3, 0.002, 0.03, 1])

@@ -245,27 +245,6 @@ class TestShortened:
         with JSONLinesStore(path) as store:
             assert_stored(store, PLANTS, free=[100])
 
-    @pytest.mark.parametrize('lost', ['nothing', 'worker', 'time'])
-    def test_file_cut_short_while_running(self, path, lost):
-        """A process that comes later refuses what an earlier one has acknowledged."""
-        with JSONLinesStore(path) as worker:
-            worker.add_many(PLANTS[:4])
-            text = path.read_bytes()
-            worker.add(PLANTS[4])
-            wait_until(worker._backend()._index.flush)
-            path.write_bytes(text)
-            if lost == 'time':
-                os.utime(path)
-            elif lost == 'worker':
-                worker.close()
-            stores = [JSONLinesStore(path) for _ in range(3)]
-            for store in [*stores, *[worker] * (lost != 'worker')]:
-                with store:
-                    for use in self.USES:
-                        with pytest.raises(StoreUnavailable, match='cut short'):
-                            use(store)
-        assert path.read_bytes() == text
-
     @pytest.mark.parametrize('end', [2, 3, 4])
     def test_file_cut_short_is_noticed_by_an_idle_process(self, path, monkeypatch, end):
         """A process that has not looked for a second looks before it adds."""
