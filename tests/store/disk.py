@@ -248,6 +248,11 @@ def path_of(target):
     return str(target)
 
 
+def open_paths():
+    """Return the paths of the descriptors of this process."""
+    return [path_of(int(fd)) for fd in os.listdir('/proc/self/fd')]
+
+
 def no_fault(name, *arguments):
     """Let every call succeed."""
 
@@ -361,17 +366,13 @@ def files(path):
     return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
 
 
-def side_files(path):
-    """Return the kept torn tails: the content of each side file, by its path."""
-    return {side: side.read_bytes() for side in path.parent.glob('*.torn-*')}
-
-
 def take_side_files(path):
     """Return the kept torn tails, and remove their side files."""
-    kept = side_files(path)
-    for side in kept:
+    kept = []
+    for side in path.parent.glob('*.torn-*'):
+        kept.append(side.read_bytes())
         side.unlink()
-    return list(kept.values())
+    return kept
 
 
 def append(path, data):

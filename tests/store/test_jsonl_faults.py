@@ -16,8 +16,9 @@ from disk import (
     index_of,
     installed,
     lines,
+    path_of,
     raw_plants,
-    side_files,
+    take_side_files,
     try_add,
 )
 
@@ -49,16 +50,6 @@ def pool():
 def short(fd, data, offset):
     """Write only half of the data."""
     return max(1, len(data) // 2)
-
-
-def failing_at_open(path):
-    """Return a fault: every fsync of the plant file fails, as the one of an open."""
-
-    def effect(fd):
-        if os.path.samestat(os.fstat(fd), path.stat()):
-            raise failure(errno.EIO)
-
-    return Fault('fsync', 1, effect, lasting=True)
 
 
 CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
@@ -169,12 +160,6 @@ class TestFullDisk:
         store.add(MOSS)
         assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
 
-    def test_short_writes_are_completed(self, disk, store):
-        """Short writes of one byte each are continued to the end."""
-        disk.before = Fault('pwrite', 1, lambda *arguments: 1, lasting=True)
-        store.add(MOSS)
-        assert disk.durable == lines(FERN, MOSS)
-
     def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
         """A write that returns 0 is an error, not an endless loop."""
         disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
@@ -201,7 +186,7 @@ class TestFullDisk:
         disk.resume()
         store.add(IVY)
         assert disk.durable == lines(FERN, IVY)
-        assert set(side_files(path).values()) == {lines(MOSS)[:5]}
+        assert take_side_files(path) == [lines(MOSS)[:5]]
 
     @pytest.mark.parametrize('call', ['fsync', 'ftruncate'])
     def test_failed_cut_makes_one_side_file(self, path, disk, store, call):
@@ -213,10 +198,10 @@ class TestFullDisk:
             with pytest.raises(StoreUnavailable):
                 store.add(MOSS)
         assert path.read_bytes() == lines(FERN) + TORN
-        assert len(side_files(path)) <= 1
+        assert len(take_side_files(path)) <= 1
         disk.resume()
         store.add(MOSS)
-        assert TORN in side_files(path).values()
+        assert TORN in take_side_files(path)
 
 
 class TestFailedSync:
@@ -250,26 +235,21 @@ class TestFailedSync:
         doubtful.close()
         if not with_index:
             index_of(path).unlink()
-        del disk.calls[:]
         with JSONLinesStore(path) as store:
             store.add(MOSS)
-            (fd, data, offset), *others = (
-                arguments
-                for name, *arguments in disk.calls
-                if name == 'pwrite' and arguments[1].startswith(b'{')
-            )
-            assert not others
-            assert lines(FERN, MOSS)[offset:] == data
-            assert offset <= len(lines(FERN))
-            written = disk.calls.index(('pwrite', fd, data, offset))
-            assert 'fsync' in [name for name, *_ in disk.calls[written:]]
-        assert disk.durable == lines(FERN, MOSS)
+            # A sync alone would lose them: the kernel takes their pages for clean.
+            assert disk.durable == lines(FERN, MOSS)
 
     def test_lines_stay_in_doubt_while_syncs_fail(self, path, disk, doubtful):
         """Lines in doubt stay so while the syncs of each open fail."""
+
+        def fail_an_open(name, target, *arguments):
+            if name == 'fsync' and path_of(target) == str(path):
+                raise failure(errno.EIO)
+
         doubtful.close()
         with JSONLinesStore(path) as store:
-            disk.before = failing_at_open(path)
+            disk.before = fail_an_open
             for _ in range(3):
                 assert not try_add(store, MOSS)
             disk.resume()
@@ -372,11 +352,8 @@ class TestRepeat:
         """A repeat of a plant that is not durable yet waits for a sync."""
         if slow:
             request.getfixturevalue('slow_syncs')
-        with contextlib.ExitStack() as stack:
-            store = stack.enter_context(JSONLinesStore(path))
-            other = store
-            if not shared:
-                other = stack.enter_context(JSONLinesStore(path))
+        store = JSONLinesStore(path)
+        with store, store if shared else JSONLinesStore(path) as other:
             store.add(FERN)
             other.add(FERN)
             with Gate(disk) as gate:

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 
 import pytest
-from disk import Disk, append, assert_stored, installed, lines
+from disk import Disk, append, assert_stored, installed, lines, open_paths
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file, table
@@ -15,33 +15,15 @@ from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
-PLANTS = [Plant(number, 'Fern') for number in range(1, 13)]
-
-
-def test_parent_child_and_grandchild_add_in_turn(path):
-    """Parent, child and grandchild add to one store in turn, and agree."""
-    with JSONLinesStore(path) as store:
-        for number in range(0, 12, 4):
-
-            def use(number=number):
-                store.add(PLANTS[number + 1])
-                in_child(lambda: store.add(PLANTS[number + 2]))
-                assert_stored(store, PLANTS[: number + 3])
-
-            store.add(PLANTS[number])
-            in_child(use)
-            store.add(PLANTS[number + 3])
-    assert path.read_bytes() == lines(*PLANTS)
+PLANTS = [Plant(number, 'Fern') for number in range(1, 5)]
 
 
 def test_child_closes_inherited_descriptors(path):
     """A child that opens a store closes its copies of the parent's descriptors."""
 
     def opened():
-        links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
-        names = [os.readlink(link) for link in links if os.path.lexists(link)]
         # SQLite itself may keep one of the table for its next connection.
-        ours = (name for name in names if name.startswith(str(path)))
+        ours = (name for name in open_paths() if name.startswith(str(path)))
         return sorted(name for name in ours if not name.endswith('.index'))
 
     with JSONLinesStore(path) as store:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import shutil
@@ -10,16 +11,15 @@ import sqlite3
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 from disk import (
-    Disk,
     append,
     assert_stored,
     failure,
     fill,
     index_of,
-    installed,
     lines,
     mark_of,
     wait_for_flush,
@@ -28,8 +28,10 @@ from disk import (
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
 from store.jsonl.repair import verify
-from store.scheduler import Scheduler
+from store.scheduler import THREADS
 from store.testing.waiting import in_child, in_threads, wait_until
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
 TABLE = '', '-wal', '-shm'
 
@@ -46,14 +48,8 @@ def frequent(monkeypatch):
     monkeypatch.setattr(table, 'CHECKPOINT_PAGES', 25)
 
 
-@pytest.fixture(params=['running', 'stopped', 'killed'])
-def state(request):
-    """What a store does while its index is spoiled."""
-    return request.param
-
-
 @contextmanager
-def stopped(path, plants, state='stopped'):
+def stopped(path, plants, state):
     """Yield a store that has plants, or has had them before it stopped or was killed.
 
     Their ids are in the table, but for the last two.
@@ -125,18 +121,23 @@ def cut(path, chance):
         os.truncate(part, part.stat().st_size // 2 + 100)
 
 
+LOSSES = removed, some_removed, of_another_file, random_bytes
+DAMAGES = emptied, zeroed_pages, cut
+
+
 class TestSpoiled:
     @pytest.mark.usefixtures('frequent')
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
     @pytest.mark.parametrize(
-        'spoil',
-        [removed, some_removed, of_another_file, random_bytes],
-        ids=lambda spoil: spoil.__name__,
+        ('spoil', 'state'),
+        [
+            *itertools.product(LOSSES, ['running', 'stopped', 'killed']),
+            *itertools.product(DAMAGES, ['stopped', 'killed']),
+        ],
     )
-    def test_lost_index_gives_no_id_twice(self, path, state, spoil):
-        """An index may be removed or replaced at any time."""
-        plants = ferns(500)
-        for seed in range(3):
+    def test_spoiled_index_gives_no_id_twice(self, path, state, spoil):
+        """An index may be lost at any time, and be damaged while nobody uses it."""
+        plants = ferns(800)
+        for seed in range(2):
             with stopped(path, plants, state) as store, store:
                 spoil(path, Random(seed))
                 assert_stored(store, plants, free=[seed])
@@ -145,19 +146,8 @@ class TestSpoiled:
                 assert_stored(store, plants)
 
     @pytest.mark.usefixtures('frequent')
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    @pytest.mark.parametrize('state', ['stopped', 'killed'])
-    @pytest.mark.parametrize('spoil', [emptied, zeroed_pages, cut])
-    def test_damaged_index_is_built_again(self, path, state, spoil):
-        """An index that was damaged while nobody used it gives no id twice."""
-        plants = ferns(2000)
-        with stopped(path, plants, state) as store, store:
-            spoil(path, None)
-            assert_stored(store, plants, free=[1])
-
-    @pytest.mark.usefixtures('frequent')
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_older_index_is_not_believed(self, path, state, tmp_path):
+    @pytest.mark.parametrize('state', ['running', 'stopped', 'killed'])
+    def test_older_index_is_not_believed(self, path, state):
         """An older index that is put back, whole, gives no id twice."""
         plants = ferns(500)
         with stopped(path, plants[:300], state) as store, store:
@@ -183,15 +173,14 @@ class TestSpoiled:
         assert rebuilt()
         assert [part.exists() for part in (*old, other)] == [False, False, True]
 
-    def test_build_that_fails_is_tried_again(self, path):
+    def test_build_that_fails_is_tried_again(self, path, disk):
         """After a failed build of the index the next add tries again."""
-        disk = Disk(path)
 
         def refuse(name, target, *arguments):
             if name == 'open' and str(target).endswith('.index-new'):
                 raise failure(24)
 
-        with installed(disk), JSONLinesStore(path) as store:
+        with JSONLinesStore(path) as store:
             store.add_many(ferns(50))
             removed(path, None)
             disk.before = refuse
@@ -209,17 +198,24 @@ class TestSpoiled:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), name)
             return stat(name, **options)
 
+        monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
             with monkeypatch.context() as patch:
-                patch.setattr(index, 'LOOK_WITHIN', 0)
-                store.ping()
                 patch.setattr(os, 'stat', refuse)
                 patch.setattr(Path, 'exists', lambda path: True)
                 with pytest.raises(StoreUnavailable) as caught:
                     store.add(Plant(2, 'Moss'))
-            assert caught.value.reason == 'the index: Input/output error'
-            assert_stored(store, [Plant(1, 'Fern')])
+        assert caught.value.reason == 'the index: Input/output error'
+
+
+UNEDITED = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
+EDITED = UNEDITED[0]._replace(id=999)
+
+
+def edit(path):
+    """Edit the first line of UNEDITED in place."""
+    path.write_bytes(path.read_bytes().replace(b'"id":100,', b'"id":999,', 1))
 
 
 class TestBuilt:
@@ -248,57 +244,27 @@ class TestBuilt:
             store.ping()
         assert (caught.value.line, caught.value.offset) == (302, len(text))
 
-    def test_index_files_have_mode_and_owner(self, path):
-        """A plant file keeps its mode and owner, and the files beside it have them."""
-        path.touch()
-        path.chmod(0o640)
-        if not os.geteuid():
-            os.chown(path, 12, 34)
-        before = path.stat()
-        with JSONLinesStore(path) as store:
-            store.add_many(ferns(20))
-            found = [part.stat() for part in path.parent.iterdir()]
-        assert len(found) == 5
-        ours = {(status.st_mode, status.st_uid, status.st_gid) for status in found}
-        assert ours == {(before.st_mode, before.st_uid, before.st_gid)}
-
-    def test_edited_file_is_indexed_again(self, path):
+    @pytest.mark.parametrize('more', [[], [Plant(7, 'Moss')]])
+    def test_edited_file_is_indexed_again(self, path, more):
         """An old line that was edited while stopped is found, also if others follow."""
-        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
-        for more in [], [Plant(7, 'Moss')]:
-            path.unlink(missing_ok=True)
-            with JSONLinesStore(path, create='always') as store:
-                store.add_many(plants)
-            text = path.read_bytes().replace(b'"id":100,', b'"id":999,', 1)
-            path.write_bytes(text + lines(*more))
-            os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
-            with JSONLinesStore(path) as store:
-                edited = [Plant(999, 'Fern', 'x' * 40), *plants[1:], *more]
-                assert_stored(store, edited, free=[100])
-
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_check_names_a_wrong_index(self, path):
-        """A check finds that an index is not that of the file; a repair heals it."""
-        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
-        with stopped(path, plants, 'killed'):
-            text = path.read_bytes()
-            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
-        (sentence,) = verify(path).damaged
-        assert sentence == f'{index_of(path)}: 1 ids differ from the file'
-        assert verify(path, repair=True).repaired
+        fill(path, *UNEDITED)
+        edit(path)
+        append(path, lines(*more))
+        os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
         with JSONLinesStore(path) as store:
-            assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
+            assert_stored(store, [EDITED, *UNEDITED[1:], *more], free=[100])
 
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_index_with_a_wrong_entry_is_built_again(self, path):
-        """A line that has not the id of its entry shows that the index is wrong."""
-        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
-        with stopped(path, plants, 'killed') as store, store:
-            text = path.read_bytes()
-            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
+    @pytest.mark.parametrize('repair', [True, False], ids=['repaired', 'unnoticed'])
+    def test_index_with_a_wrong_entry_is_built_again(self, path, repair):
+        """Whoever sees that an index is not that of the file has it built again."""
+        with stopped(path, UNEDITED, 'killed') as store, store:
+            edit(path)
+            if repair:
+                (sentence,) = verify(path).damaged
+                assert sentence == f'{index_of(path)}: 1 ids differ from the file'
+                assert verify(path, repair=True).repaired
             assert store.add(Plant(100, 'Moss'))
-            with pytest.raises(IdTaken):
-                store.add(Plant(999, 'Moss'))
+            assert_stored(store, [EDITED, *UNEDITED[1:], Plant(100, 'Moss')])
 
     @pytest.mark.parametrize('offset', [-1, 2**63 - 1, 0.5, 'x'])
     def test_entry_that_no_file_can_have(self, path, offset):
@@ -372,14 +338,6 @@ class TestBuilt:
 
 
 class TestFlush:
-    @pytest.mark.usefixtures('frequent')
-    def test_mark_follows_the_file(self, path):
-        """The mark follows an add by itself, also that of another process."""
-        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
-            for number, store in enumerate([one, other, one]):
-                store.add(Plant(number, 'Fern'))
-                wait_for_flush(path)
-
     @pytest.mark.usefixtures('frequent')
     def test_processes_flush_at_once(self, path):
         """Stores that add and flush at once share one index, and know all ids."""
@@ -576,7 +534,7 @@ class TestFlush:
 
     @pytest.mark.usefixtures('frequent')
     def test_commits_need_the_flush_lock(self, path, monkeypatch):
-        """A connection that can write exists only under the flush lock."""
+        """The mark follows each add, and is written only under the flush lock."""
         made = []
 
         def connect(name, **options):
@@ -600,18 +558,13 @@ class TestFlush:
         """A server's own thread reads few lines of another process, and not many."""
         monkeypatch.setattr(file, 'CATCH_UP_BYTES', 100)
         plants = ferns(300)
-        calls = []
-
-        class NotingScheduler(Scheduler):
-            def call(self, function):
-                calls.append(function)
-                return function()
-
-        with JSONLinesStore(path, scheduler=NotingScheduler()) as store:
+        scheduler = Mock(THREADS, wraps=THREADS)
+        with JSONLinesStore(path, scheduler=scheduler) as store:
             store.add(Plant(1, 'Fern'))
             for start, stop, expected in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
                 append(path, lines(*plants[start:stop]))
-                calls.clear()
+                scheduler.call.reset_mock()
                 assert store.add(plants[stop - 1]) is False
-                assert len(calls) == expected + 1  # one is that of the sync
+                # One is that of the sync.
+                assert scheduler.call.call_count == expected + 1
             assert_stored(store, plants)

@@ -4,43 +4,25 @@ import fcntl
 import os
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
-from disk import assert_stored, fill, lines
+from disk import assert_stored, fill, lines, open_paths
 
 from store import Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
-from store.scheduler import Scheduler
+from store.scheduler import THREADS
 from store.testing.waiting import in_threads, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Limit each wait for the lock to 50 ms."""
+def test_lock_held_by_another_process_or_thread(path, monkeypatch):
+    """While somebody else holds the lock every use fails in time; then it works."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
-
-
-class NotingScheduler(Scheduler):
-    """A scheduler of threads that counts its calls, and can interrupt them."""
-
-    calls = 0
-    interrupts = False
-
-    def call(self, function):
-        self.calls += 1
-        if self.interrupts:
-            raise KeyboardInterrupt
-        return function()
-
-
-@pytest.mark.usefixtures('impatient')
-def test_lock_held_by_another_process(path):
-    """While another process holds the lock every use fails in time; then it works."""
-    scheduler = NotingScheduler()
+    scheduler = Mock(THREADS, wraps=THREADS)
     with (
         JSONLinesStore(path, scheduler=scheduler) as store,
         JSONLinesStore(path) as not_open,
@@ -48,7 +30,7 @@ def test_lock_held_by_another_process(path):
         store.add(FERN)
         with path.open('rb') as other:
             fcntl.flock(other, fcntl.LOCK_EX)
-            scheduler.calls = 0
+            scheduler.call.reset_mock()
             for attempt in (
                 lambda: store.add(MOSS),
                 store.ping,
@@ -59,23 +41,13 @@ def test_lock_held_by_another_process(path):
                 with pytest.raises(StoreUnavailable, match='holds the lock'):
                     attempt()
             # A server's own thread must not block: all waits are in calls.
-            assert scheduler.calls > 3
+            assert scheduler.call.call_count > 3
+        refused = pytest.raises(StoreUnavailable, match='holds the lock')
+        with store._backend()._lock.held(), refused:
+            store.add(MOSS)
         store.ping()
         assert not_open.add(MOSS)
-    assert path.read_bytes().count(b'\n') == 2
-
-
-@pytest.mark.usefixtures('impatient')
-def test_lock_held_by_another_thread(path):
-    """While another thread holds the lock, adds fail in time; then they work."""
-    with JSONLinesStore(path) as store:
-        store.add(FERN)
-        with (
-            store._backend()._lock.held(),
-            pytest.raises(StoreUnavailable, match='holds the lock'),
-        ):
-            store.add(MOSS)
-        assert store.add(MOSS)
+    assert path.read_bytes() == lines(FERN, MOSS)
 
 
 @pytest.mark.parametrize('held_for', [0.000_3, 0.002, 0.03, 1])
@@ -113,22 +85,16 @@ def test_lock_of_a_closed_file_raises(path):
 
 def test_interrupted_wait_leaves_no_lock(path):
     """A caller that is interrupted while it waits leaves nothing locked."""
-    scheduler = NotingScheduler()
+    scheduler = Mock(THREADS, wraps=THREADS)
     with JSONLinesStore(path, scheduler=scheduler) as store:
         store.add(FERN)
         with path.open('rb') as other:
             fcntl.flock(other, fcntl.LOCK_EX)
-            scheduler.interrupts = True
+            scheduler.call.side_effect = KeyboardInterrupt
             with pytest.raises(KeyboardInterrupt):
                 store.add(MOSS)
-            scheduler.interrupts = False
+            scheduler.call.side_effect = None
         assert store.add(MOSS)
-
-
-def descriptors_of(path):
-    """Return how many descriptors of a file this process has."""
-    links = (f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd'))
-    return sum(os.path.exists(fd) and os.path.samefile(fd, path) for fd in links)
 
 
 @pytest.mark.parametrize('opened_before', [True, False], ids=['opened', 'not-yet'])
@@ -146,7 +112,7 @@ def test_file_replaced_while_waiting(path, opened_before):
                 waiting.add(MOSS)
 
         def replace():
-            wait_until(lambda: descriptors_of(path) > 2)
+            wait_until(lambda: open_paths().count(str(path)) > 2)
             path.with_name('new').write_bytes(lines(*others))
             path.with_name('new').replace(path)
             with JSONLinesStore(path) as current:

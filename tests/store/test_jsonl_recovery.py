@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 from disk import (
-    Disk,
+    Fault,
     append,
     assert_stored,
-    failure,
+    failing,
     files,
     fill,
     index_of,
-    installed,
     lines,
     path_of,
-    side_files,
     take_side_files,
 )
 from hypothesis import given
@@ -39,6 +37,7 @@ PLANTS = [
     Plant(-5, 'Heide \u2028', 'Licht ☀'),
 ]
 OAK = Plant(9, 'Oak')
+BATCH = [Plant(id, 'Moss', 'y' * 100) for id in range(10, 40)]
 RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
 
 
@@ -61,7 +60,14 @@ PIECES = [
     *(b'{"id":"3","name":"Ivy"}\n', b'{"id":3,"name":"Ivy","tag":null}\n'),
     *(b'{"id":3.0,"name":"Ivy"}\n', b'{"id":true,"name":"Ivy"}\n'),
 ]
+MORE = st.integers(0, 2)
 GARBAGE = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(b''.join)
+
+
+@pytest.fixture(scope='module')
+def shared(tmp_path_factory):
+    """The path of a plant file for all examples."""
+    return tmp_path_factory.mktemp('shared') / 'plants.jsonl'
 
 
 class TestCut:
@@ -81,20 +87,14 @@ class TestCut:
                 append(path, text[len(sound) : end])
                 store.add(OAK)
                 assert path.read_bytes() == lines(*PLANTS[:whole], OAK)
-                assert list(store) == [*PLANTS[:whole], OAK]
-            with JSONLinesStore(path) as store:
                 assert_stored(store, [*PLANTS[:whole], OAK])
-            warned = [entry.getMessage() for entry in caplog.records]
+            warned = '\n'.join(caplog.messages)
+            assert bool(warned) == bool(torn)
             if torn:
-                (warning,) = warned
-                place = f'at byte {len(lines(*PLANTS[:whole]))}'
-                assert f'{path}: removed {len(torn)} bytes' in warning
-                assert place in warning
-                assert 'a copy is in plants.jsonl.torn-1' in warning
-                assert take_side_files(path) == [torn]
-            else:
-                assert not warned
-                assert not side_files(path)
+                assert f'{path}: removed {len(torn)} bytes' in warned
+                assert f'at byte {len(lines(*PLANTS[:whole]))}' in warned
+                assert 'a copy is in plants.jsonl.torn-1' in warned
+            assert take_side_files(path) == [torn] * bool(torn)
 
     @pytest.mark.parametrize('place', range(len(lines(PLANTS[4])) - 1))
     def test_damaged_last_line_is_no_torn_tail(self, path, place):
@@ -110,29 +110,22 @@ class TestCut:
         assert path.read_bytes() == text
 
     @RUNNING
-    @given(garbage=GARBAGE, more=st.integers(0, 2))
-    def test_garbage_at_the_end_is_cut_off(
-        self, tmp_path_factory, running, garbage, more
-    ):
+    @given(garbage=GARBAGE, more=MORE)
+    def test_garbage_at_the_end_is_cut_off(self, shared, running, garbage, more):
         """Any bytes after the last record are cut off, and kept in a side file."""
-        path = tmp_path_factory.getbasetemp() / 'garbage' / 'plants.jsonl'
-        path.parent.mkdir(exist_ok=True)
         survivors = PLANTS[: 2 + more]
-        with opened(path, running, lines(*PLANTS[:2])) as store:
-            append(path, lines(*PLANTS[2 : 2 + more]) + garbage)
+        with opened(shared, running, lines(*PLANTS[:2])) as store:
+            append(shared, lines(*PLANTS[2 : 2 + more]) + garbage)
             store.add(OAK)
-            assert path.read_bytes() == lines(*survivors, OAK)
+            assert shared.read_bytes() == lines(*survivors, OAK)
             assert_stored(store, [*survivors, OAK], free=[100])
-        assert take_side_files(path) == [garbage]
+        assert take_side_files(shared) == [garbage]
 
     @RUNNING
-    @given(garbage=GARBAGE, more=st.integers(0, 2))
-    def test_garbage_before_a_record_is_refused(
-        self, tmp_path_factory, running, garbage, more
-    ):
+    @given(garbage=GARBAGE, more=MORE)
+    def test_garbage_before_a_record_is_refused(self, shared, running, garbage, more):
         """Garbage before a record is damage: refused with its place, not touched."""
-        path = tmp_path_factory.getbasetemp() / 'damage' / 'plants.jsonl'
-        path.parent.mkdir(exist_ok=True)
+        path = shared
         before = lines(*PLANTS[: 2 + more])
         with opened(path, running, lines(*PLANTS[:2])) as store:
             path.write_bytes(before + garbage + b'\n' + lines(PLANTS[4]) + b'torn')
@@ -168,8 +161,7 @@ class TestCut:
     @pytest.mark.parametrize('reopen', [True, False], ids=['reopened', 'same-store'])
     def test_ids_cut_off_with_damage_are_free(self, path, reopen):
         """After a person has cut damage off, the ids of the cut lines are free."""
-        with contextlib.ExitStack() as stack:
-            store = stack.enter_context(opened(path, True, lines(*PLANTS[:2])))
+        with opened(path, True, lines(*PLANTS[:2])) as store:
             size = path.stat().st_size
             append(path, lines(*PLANTS[2:4]) + b'?\n' + lines(PLANTS[4]))
             with pytest.raises(StoreCorrupt):
@@ -177,45 +169,31 @@ class TestCut:
             os.truncate(path, size)
             if reopen:
                 store.close()
-                store = stack.enter_context(JSONLinesStore(path))
             # Longer plants first, so that no line begins where one began before.
             others = [Plant(id, 'x' * 90) for id in range(20, 24)]
-            for plant in (*others, *reversed(PLANTS)):
-                store.add(plant)
-            assert_stored(store, [*others, *PLANTS], free=[OAK.id])
+            with JSONLinesStore(path) if reopen else store as user:
+                for plant in (*others, *reversed(PLANTS)):
+                    user.add(plant)
+                assert_stored(user, [*others, *PLANTS], free=[OAK.id])
 
-    def test_side_file_is_synced_before_the_cut(self, path):
-        """The side file is durable before the tail is cut off; the cut is synced."""
+    def test_interrupt_after_a_cut_keeps_the_side_file(self, path, disk):
+        """A side file is durable before the cut; then it is the only copy.
+
+        The sync of the cut is the next step. Here it is interrupted.
+        """
         path.write_bytes(lines(PLANTS[0]) + b'torn')
-        disk = Disk(path)
-        synced, kept = [], []
+        steps = []
 
-        def note(name, target, *arguments):
-            if name == 'fsync':
-                synced.append(path_of(target))
-            if name == 'ftruncate' and path_of(target) == str(path):
-                assert synced[-2:] == [f'{path}.torn-1', str(path.parent)]
-                kept.extend(files(path).values())
-                disk.calls.clear()
-
-        disk.before = note
-        with installed(disk), JSONLinesStore(path) as store:
-            store.ping()
-            assert disk.calls_on(path)[0] == 'fdatasync'
-        assert b'torn' in kept
-
-    def test_interrupt_after_a_cut_keeps_the_side_file(self, path):
-        """An interrupt right after a torn tail was cut off keeps its only copy."""
-        path.write_bytes(lines(PLANTS[0]) + b'torn')
-        disk = Disk(path)
-
-        def interrupt(name, *arguments):
-            if name == 'fdatasync' and 'ftruncate' in [call for call, *_ in disk.calls]:
+        def interrupt(name, target, *arguments):
+            steps.append(f'{name} {path_of(target)}')
+            if steps[-2:] == [f'ftruncate {path}', f'fdatasync {path}']:
                 raise KeyboardInterrupt
 
         disk.before = interrupt
-        with installed(disk), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             JSONLinesStore(path).add(OAK)
+        kept = [f'fsync {path}.torn-1', f'open {path.parent}', f'fsync {path.parent}']
+        assert steps[-5:-2] == kept
         assert path.read_bytes() == lines(PLANTS[0])
         assert take_side_files(path) == [b'torn']
 
@@ -266,27 +244,6 @@ class TestShortened:
             file.write(text)
         with JSONLinesStore(path) as store:
             assert_stored(store, PLANTS, free=[100])
-
-    @pytest.mark.parametrize('lost', ['nothing', 'worker', 'time'])
-    def test_file_cut_short_while_running(self, path, lost):
-        """A process that comes later refuses what an earlier one has acknowledged."""
-        with JSONLinesStore(path) as worker:
-            worker.add_many(PLANTS[:4])
-            text = path.read_bytes()
-            worker.add(PLANTS[4])
-            wait_until(worker._backend()._index.flush)
-            path.write_bytes(text)
-            if lost == 'time':
-                os.utime(path)
-            elif lost == 'worker':
-                worker.close()
-            stores = [JSONLinesStore(path) for _ in range(3)]
-            for store in [*stores, *[worker] * (lost != 'worker')]:
-                with store:
-                    for use in self.USES:
-                        with pytest.raises(StoreUnavailable, match='cut short'):
-                            use(store)
-        assert path.read_bytes() == text
 
     @pytest.mark.parametrize('end', [2, 3, 4])
     def test_file_cut_short_is_noticed_by_an_idle_process(self, path, monkeypatch, end):
@@ -359,66 +316,32 @@ class TestWrongFile:
         assert path.read_bytes() == text
 
 
-def removed(path):
-    """Remove the file; restore it from a hard link."""
-    kept = path.with_name('kept')
-    os.link(path, kept)
-    path.unlink()
-    return lambda: kept.rename(path)
-
-
-def replaced_by_copy(path):
-    """Replace the file by a copy."""
-    away = path.rename(path.with_name('away'))
-    shutil.copy2(away, path)
-    return lambda: away.replace(path)
-
-
-def replaced_by_directory(path):
-    """Replace the file by a directory."""
-    away = path.rename(path.with_name('away'))
-    path.mkdir()
-
-    def undo():
-        path.rmdir()
-        away.rename(path)
-
-    return undo
-
-
-def without_directory(path):
-    """Rename the directory away."""
-    away = path.parent.rename(path.parent.with_name('away'))
-    return lambda: away.rename(path.parent)
-
-
-SWAPS = [removed, replaced_by_copy, replaced_by_directory, without_directory]
-
-
 class TestSwap:
-    @pytest.fixture
-    def path(self, tmp_path):
-        """The path of the plant file, in its own directory."""
-        (tmp_path / 'own').mkdir()
-        return tmp_path / 'own' / 'plants.jsonl'
-
-    @pytest.mark.parametrize('swap', SWAPS, ids=lambda swap: swap.__name__)
-    def test_changed_file_is_refused_until_restored(self, path, swap):
+    @pytest.mark.parametrize('other', ['copy', 'directory', 'no directory'])
+    def test_changed_file_is_refused_until_restored(self, tmp_path, other):
         """A store whose file was changed refuses, until the change is undone."""
+        path = tmp_path / 'own' / 'plants.jsonl'
+        path.parent.mkdir()
+        moved = path.parent if other == 'no directory' else path
         with JSONLinesStore(path) as store:
-            for plant in PLANTS[:3]:
-                store.add(plant)
-            undo = swap(path)
-            before = sorted(path.parent.parent.rglob('*'))
+            store.add_many(PLANTS[:3])
+            away = moved.rename(moved.with_name('away'))
+            if other == 'copy':
+                shutil.copy2(away, path)
+            elif other == 'directory':
+                path.mkdir()
+            before = sorted(tmp_path.rglob('*'))
             text = path.read_bytes() if path.is_file() else None
             for plant in (PLANTS[0], PLANTS[3], PLANTS[0]._replace(name='Reed')):
                 with pytest.raises(StoreUnavailable):
                     store.add(plant)
                 with pytest.raises(StoreUnavailable):
                     store.ping()
-            assert sorted(path.parent.parent.rglob('*')) == before
+            assert sorted(tmp_path.rglob('*')) == before
             assert (path.read_bytes() if path.is_file() else None) == text
-            undo()
+            if other == 'directory':
+                path.rmdir()
+            away.rename(moved)
             store.ping()
             store.add(PLANTS[3])
             assert_stored(store, PLANTS[:4], free=[100])
@@ -443,12 +366,9 @@ class TestSwap:
             assert_stored(store, after, free=range(10))
 
 
-def test_long_build_logs_its_progress(tmp_path, monkeypatch, caplog):
+def test_long_build_logs_its_progress(path, monkeypatch, caplog):
     """A long build of an index logs how much of the file is read."""
-    path = tmp_path / 'plants.jsonl'
-    with JSONLinesStore(path) as store:
-        store.add(Plant(1, 'Fern'))
-    index_of(path).unlink()
+    path.write_bytes(lines(OAK))
     monkeypatch.setattr(recovery, 'PROGRESS_EVERY', -1)
     caplog.set_level(logging.INFO)
     with JSONLinesStore(path) as store:
@@ -456,19 +376,12 @@ def test_long_build_logs_its_progress(tmp_path, monkeypatch, caplog):
     assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages
 
 
-@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_probe_does_what_an_add_does(path, number):
+def test_probe_does_what_an_add_does(path, disk):
     """A process that has met no failed write is not ready while writes fail."""
-    disk = Disk(path)
-
-    def refuse(name, *arguments):
-        if name == 'pwrite':
-            raise failure(number)
-
-    with installed(disk), JSONLinesStore(path) as store:
+    with JSONLinesStore(path) as store:
         store.add(PLANTS[0])
-        disk.before = refuse
-        with pytest.raises(StoreUnavailable, match=os.strerror(number)):
+        disk.before = Fault('pwrite', 1, failing(errno.EROFS), lasting=True)
+        with pytest.raises(StoreUnavailable, match='Read-only file system'):
             store.ping()
         disk.resume()
         disk.calls.clear()
@@ -486,20 +399,16 @@ def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
 
     The acknowledged lines before it stay, and the rest goes to a side file.
     """
-    known = [Plant(1, 'Fern', 'x' * place)]
-    batch = [Plant(id, 'Moss', 'y' * 100) for id in range(10, 40)]
-    with JSONLinesStore(path) as store:
-        store.add(known[0])
-    append(path, lines(*batch))
+    known = Plant(1, 'Fern', 'x' * place)
+    fill(path, known)
     # Zeros from the synced end to the end of a block.
-    text = path.read_bytes()
-    start = len(lines(*known))
-    end = (start // 512 + 2) * 512
-    path.write_bytes(text[:start] + bytes(end - start) + text[end:])
+    start = len(lines(known))
+    lost = (start // 512 + 2) * 512 - start
+    torn = bytes(lost) + lines(*BATCH)[lost:]
+    append(path, torn)
     with JSONLinesStore(path) as store:
-        assert_stored(store, known, free=[10, 39])
-    (kept,) = take_side_files(path)
-    assert kept == bytes(end - start) + text[end:]
+        assert_stored(store, [known], free=[10, 39])
+    assert take_side_files(path) == [torn]
 
 
 @pytest.mark.parametrize(
@@ -509,11 +418,10 @@ def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
 )
 def test_zeros_that_are_no_lost_block_are_damage(path, synced, end, running):
     """Zeros that no crash can have left are damage: nothing is touched."""
-    batch = [Plant(id, 'Moss', 'y' * 100) for id in range(10, 40)]
-    text = bytes(end) + lines(*batch)[end:]
+    text = bytes(end) + lines(*BATCH)[end:]
     with opened(path, True, b'') as store:
         if synced:
-            store.add_many(batch)
+            store.add_many(BATCH)
         if running:
             path.write_bytes(text)
             with pytest.raises(StoreCorrupt):

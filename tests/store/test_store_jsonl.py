@@ -4,17 +4,15 @@ import contextlib
 import fcntl
 import os
 import threading
-from functools import partial
 
 import pytest
 from disk import (
     Disk,
-    Gate,
     another_process,
     append,
     assert_stored,
     files,
-    index_of,
+    fill,
     path_of,
     raw_plants,
 )
@@ -23,7 +21,7 @@ from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
 from store.jsonl import file as plant_file
 from store.testing import StoreContract
-from store.testing.waiting import PATIENCE, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_threads
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -57,23 +55,6 @@ class TestJSONLinesStore(StoreContract):
 
 
 class TestFile:
-    def test_bytes_of_a_line(self, path):
-        """A line has its members in order, no white space, and unescaped UTF-8."""
-        with JSONLinesStore(path) as store:
-            for plant in (
-                Plant(-7, 'Fern', 'shade'),
-                Plant(2**63 - 1, 'Gräser 🌱 \u2028\ufeff\x7f/', ''),
-                Plant(0, '"\\\b\f\n\r\t\x01\x1f'),
-            ):
-                store.add(plant)
-        assert path.read_bytes() == (
-            b'{"id":-7,"name":"Fern","tag":"shade"}\n'
-            b'{"id":9223372036854775807,"name":"'
-            + 'Gräser 🌱 \u2028\ufeff\x7f/'.encode()
-            + b'","tag":""}\n'
-            b'{"id":0,"name":"\\"\\\\\\b\\f\\n\\r\\t\\u0001\\u001f"}\n'
-        )
-
     def test_relative_path_is_resolved_at_once(self, path, monkeypatch):
         """A relative path refers to the working directory at the call of open_store."""
         monkeypatch.chdir(path.parent)
@@ -83,62 +64,31 @@ class TestFile:
             store.add(Plant(1, 'Fern'))
         assert path.read_bytes() == FERN
 
-    def test_new_files_are_private(self, path):
-        """Only the owner can read or write the files that the store makes."""
+    @pytest.mark.parametrize('mode', [None, 0o640], ids=['new', 'there'])
+    def test_files_have_mode_and_owner_of_the_plant_file(self, path, mode):
+        """A new file is private; all files beside a file have its mode and owner."""
         mask = os.umask(0)
         try:
-            path.touch(0o600)
-            path.write_bytes(FERN + b'torn')
+            if mode:
+                path.touch()
+                path.chmod(mode)
+                if not os.geteuid():
+                    os.chown(path, 12, 34)
             with JSONLinesStore(path) as store:
+                store.add(PLANTS[0])
+                append(path, b'torn')
                 store.ping()
-            path.unlink()
-            index_of(path).unlink()
-            with JSONLinesStore(path) as store:
-                store.ping()
-                names = {name.removeprefix(path.name) for name in files(path)}
+                found = {name: path.with_name(name).stat() for name in files(path)}
         finally:
             os.umask(mask)
+        names = {name.removeprefix(path.name) for name in found}
         index = {f'.index{suffix}' for suffix in ('', '-shm', '-lock', '-wal')}
         assert names == {'', '.torn-1', *index}
-        modes = {entry.stat().st_mode & 0o7777 for entry in path.parent.iterdir()}
-        assert modes == {0o600}
-
-    def test_directory_is_synced(self, path, disk):
-        """A new file's directory is synced before the first plant is written."""
-        with JSONLinesStore(path) as store:
-            synced = []
-            disk.before = lambda *call: synced.append((call[0], path_of(call[1])))
-            store.add(PLANTS[0])
-        made = synced.index(('open', str(path)))
-        named = synced.index(('fsync', str(path.parent)))
-        assert made < named < synced.index(('pwrite', str(path)))
-
-    def test_directory_of_an_empty_file_is_synced(self, path, disk):
-        """An empty file's directory is synced too: its maker may have been killed."""
-        path.touch()
-        with JSONLinesStore(path) as store:
-            store.ping()
-        assert disk.named
-
-    def test_add_is_synced(self, path, disk):
-        """An add returns after a write and then a sync; a repeat after a sync."""
-        with JSONLinesStore(path) as store:
-            store.ping()
-            disk.calls_on(path)
-            store.add(PLANTS[0])
-            assert disk.calls_on(path) == ['pwrite', 'fdatasync']
-            store.add(PLANTS[0])
-            assert disk.calls_on(path) == ['fdatasync']
-            with pytest.raises(IdTaken):
-                store.add(Plant(1, 'Moss'))
-            assert not disk.calls_on(path)
-
-    def test_open_syncs_the_file(self, path, disk):
-        """An open syncs the lines of others, since a repeat would acknowledge them."""
-        path.write_bytes(FERN)
-        with JSONLinesStore(path) as store:
-            store.ping()
-            assert 'fsync' in disk.calls_on(path)
+        owners = {(status.st_uid, status.st_gid) for status in found.values()}
+        ours = os.geteuid(), os.getegid()
+        assert owners == {(12, 34) if mode and not os.geteuid() else ours}
+        modes = {status.st_mode & 0o7777 for status in found.values()}
+        assert modes == {mode or 0o600}
 
     def test_file_that_cannot_be_made(self, path):
         """A file that cannot be opened or made is unavailable; nothing is made."""
@@ -168,28 +118,20 @@ class TestFile:
 
 
 class TestMissingFile:
-    @pytest.fixture
-    def forgotten(self, path):
-        """A plant file that is missing while its index exists."""
-        with JSONLinesStore(path) as store:
-            store.add(Plant(1, 'Fern'))
+    def test_missing_file_is_not_made_again(self, path):
+        """A missing file with an index is made again only with ``create='always'``."""
+        fill(path, PLANTS[0])
         path.unlink()
-        return path
-
-    def test_missing_file_is_not_made_again(self, forgotten):
-        """A missing file with an index is not made again; it is used once restored."""
-        with JSONLinesStore(forgotten) as store:
+        with JSONLinesStore(path) as store:
             for attempt in (store.ping, lambda: store.add(Plant(1, 'Moss'))):
                 with pytest.raises(StoreUnavailable, match=r'remove .*\.index'):
                     attempt()
-            assert not forgotten.exists()
-            forgotten.write_bytes(FERN)
+            assert not path.exists()
+            path.write_bytes(FERN)
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
-
-    def test_create_always_makes_a_missing_file(self, forgotten):
-        """With ``create='always'`` a missing file is made again, without ids."""
-        with open_store(f'jsonl:{forgotten}', create='always') as store:
+        path.unlink()
+        with open_store(f'jsonl:{path}', create='always') as store:
             store.add(Plant(1, 'Moss'))
             assert list(store) == [Plant(1, 'Moss')]
 
@@ -273,30 +215,14 @@ class TestLinesByHand:
 
 
 class TestThreads:
-    def test_waiting_adds_share_a_write_and_a_sync(self, path, disk):
-        """Adds that wait together share one write and one sync."""
-        with JSONLinesStore(path) as store, Gate(disk) as gate:
-
-            def follow(id):
-                gate.wait_for(1)
-                store.add(Plant(id, 'Moss'))
-
-            def release():
-                wait_until(lambda: len(store._backend()._commit._waiting) == 8)
-                disk.calls.clear()
-                gate.release(gate.held[0])
-                gate.wait_for(2)
-                gate.release(gate.held[1])
-
-            followers = [partial(follow, id) for id in range(2, 10)]
-            in_threads(lambda: store.add(Plant(1, 'Fern')), release, *followers)
+    def test_plants_of_a_batch_share_a_write_and_a_sync(self, path, disk):
+        """Plants that are added together share one write and one sync."""
+        with JSONLinesStore(path) as store:
+            store.ping()
+            disk.calls.clear()
+            store.add_many(PLANTS)
             assert disk.calls_on(path) == ['pwrite', 'fdatasync']
-        assert path.read_bytes().count(b'\n') == 9
-
-    def test_close_waits_for_a_sync(self, path, disk):
-        """A close waits for a sync in flight, whose plant is then acknowledged."""
-        # A close that did not wait would end long before this timeout.
-        close_during_sync(disk, lambda closed: not closed.wait(0.2))
+        assert path.read_bytes() == FERN + MOSS
 
     def test_file_is_replaced_while_an_open_waits(self, path, monkeypatch):
         """An open that waits for the lock makes no index for the file that follows."""
@@ -341,30 +267,24 @@ def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
         assert again.add(Plant(1, 'Fern')) is False
 
 
-def test_close_while_a_sync_is_stuck(disk, monkeypatch):
-    """A close waits only for a limited time for a disk that does not answer."""
-    monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
-    close_during_sync(disk, lambda closed: closed.wait(PATIENCE))
-
-
-def close_during_sync(disk, is_right):
-    """Close a store while it syncs a plant, which must be stored.
-
-    The sync waits for ``is_right``, which gets the event that the close has ended.
-    """
+@pytest.mark.parametrize('stuck', [False, True], ids=['slow', 'stuck'])
+def test_close_waits_for_a_sync(path, disk, monkeypatch, stuck):
+    """A close waits for a sync in flight, but only for a limited time."""
+    monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
     syncing, closed = threading.Event(), threading.Event()
 
     def sync(name, *arguments):
         if name == 'fdatasync':
             syncing.set()
-            assert is_right(closed)
+            # A close that did not wait would end long before the short timeout.
+            assert closed.wait(PATIENCE if stuck else 0.2) == stuck
 
     def close():
         assert syncing.wait(PATIENCE)
         store.close()
         closed.set()
 
-    store = JSONLinesStore(disk.plants)
+    store = JSONLinesStore(path)
     disk.before = sync
     in_threads(lambda: store.add(PLANTS[0]), close)
-    assert disk.plants.read_bytes() == FERN
+    assert path.read_bytes() == FERN
