@@ -166,10 +166,8 @@ class OneByOne(Scheduler):
     def give_way(self):
         if self._records:
             before = self._disk.waiting()
-            record = self._records.pop(0)
-            self.threads.append(
-                threading.Thread(target=self._disk.submit, args=[record])
-            )
+            submit = partial(self._disk.submit, self._records.pop(0))
+            self.threads.append(threading.Thread(target=submit))
             self.threads[-1].start()
             wait_until(lambda: self._disk.waiting() > before)
         return self._more
@@ -267,8 +265,7 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     An ``Exception`` reaches all of them; any other reaches only the leader, and its
     followers get ``StoreUnavailable``.
     """
-    disk = Disk()
-    gate = Gate()
+    disk, gate = Disk(), Gate()
 
     def fail_second():
         gate()
@@ -322,10 +319,6 @@ def test_failed_sync_replaces_the_error_of_a_record(slow):
     assert disk.observed == [(1, 1), (1, 1)]
 
 
-class Interrupt(Exception):
-    """Raised by a signal handler."""
-
-
 def test_interrupted_waiter_stops_no_other(quick):
     """After a signal has interrupted a waiter, the other waiters are served."""
     disk = Disk()
@@ -333,33 +326,27 @@ def test_interrupted_waiter_stops_no_other(quick):
     interrupted = threading.Event()
     main = threading.get_ident()
 
-    def interrupt(number, frame):
-        raise Interrupt
-
-    def signal_waiter():
+    def interrupt():
         wait_until(lambda: disk.waiting() and hasattr(disk.commit._waiting[0], '_wake'))
-        signal.pthread_kill(main, signal.SIGUSR1)
+        signal.pthread_kill(main, signal.SIGINT)
         assert interrupted.wait(PATIENCE)
         gate.open()
         disk.submit(2)
 
     # Signals interrupt only the main thread, so that one waits here.
-    jobs = [lambda: disk.submit(0), signal_waiter]
+    jobs = [lambda: disk.submit(0), interrupt]
     threads = [threading.Thread(target=job, daemon=True) for job in jobs]
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        threads[0].start()
-        wait_until(lambda: gate.held)
-        threads[1].start()
-        with pytest.raises(Interrupt):
-            disk.submit(1)
-        interrupted.set()
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in threads)
-        assert not disk.waiting()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    threads[0].start()
+    wait_until(lambda: gate.held)
+    threads[1].start()
+    with pytest.raises(KeyboardInterrupt):
+        disk.submit(1)
+    interrupted.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not disk.waiting()
+    assert disk.batches == [[0], [2]]
 
 
 @pytest.mark.parametrize('seed', range(2))
@@ -418,13 +405,7 @@ def test_random_load_reports_every_outcome(request, monkeypatch, seed, speed, fa
     assert raised == {record: error for record, error in outcomes.items() if error}
     assert disk.most_syncs <= (1 if speed == 'quick' else SLOW_SYNCS_IN_FLIGHT)
     assert not disk.waiting()
-    assert_durable(disk, returned)
-    if not failing:  # no leader is left behind
-        in_threads(lambda: disk.submit('alone'))
-
-
-def assert_durable(disk, returned):
-    """Check that a sync lies between each record's append and its return."""
+    # A sync lies between each record's append and its return.
     syncs = sorted(disk.syncs)
     begins = [began for began, _ in syncs]
     # For each sync, the earliest end of it and all later ones.
@@ -432,3 +413,5 @@ def assert_durable(disk, returned):
     for record, moment in returned.items():
         next_sync = bisect.bisect(begins, disk.appended[record])
         assert ends[next_sync] < moment
+    if not failing:  # no leader is left behind
+        in_threads(lambda: disk.submit('alone'))
