@@ -34,30 +34,20 @@ class Gate:
 
 
 class Disk:
-    """The append and the sync of a group commit; notes when each begins and ends.
-
-    Attributes:
-        batches: The records of each append.
-        appended: From each record to the time when its append ended.
-        syncs: The times when each successful sync began and ended.
-        most_syncs: The largest number of syncs in flight at once.
-        before_append, before_sync: Called without arguments; they may block or raise.
-        choose: Called with a batch; says whether the batch needs a sync.
-        observed: The size and the time of each sync.
-    """
+    """The append and the sync of a group commit; notes when each begins and ends."""
 
     def __init__(self):
         self.clock = itertools.count()
-        self.batches = []
-        self.appended = {}
-        self.syncs = []
-        self.most_syncs = 0
-        self.before_append = self.before_sync = lambda: None
-        self.choose = lambda batch: True
+        self.batches = []  # the records of each append
+        self.appended = {}  # from each record to the time when its append ended
+        self.syncs = []  # when each successful sync began and ended
+        self.most_syncs = 0  # in flight at once
+        self.observed = []  # the size and the time of each sync
+        self.before_append = self.before_sync = lambda: None  # may block or raise
+        self.choose = lambda batch: True  # whether the batch needs a sync
         self._appending = threading.Lock()
         self._syncing = 0
         self._count = threading.Lock()
-        self.observed = []
         self.commit = GroupCommit(
             self._append,
             self._sync,
@@ -110,14 +100,7 @@ def slow(monkeypatch):
 
 
 def run_behind(disk, first, *jobs, gate):
-    """Run a job that blocks at a gate, and other jobs that queue behind it in order.
-
-    Args:
-        disk: The disk to which each job submits one record.
-        first: The job that blocks.
-        jobs: The other jobs.
-        gate: The gate, which is opened when all jobs wait.
-    """
+    """Run a job that blocks at a gate until other jobs queue behind it, in order."""
 
     def follow(place, job):
         wait_until(lambda: gate.held and disk.waiting() == place)
