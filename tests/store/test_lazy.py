@@ -11,16 +11,11 @@ from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 
 class Backend:
-    """The backend of the stores in these tests; notes the pings.
-
-    Attributes:
-        pings: How many pings have ended.
-        now: How many pings run.
-        most: The largest number of pings that ran at once.
-    """
+    """The backend of the stores in these tests; notes the pings."""
 
     def __init__(self):
-        self.pings = self.now = self.most = 0
+        self.pings = 0  # that have ended
+        self.now = self.most = 0  # that run at once
         self.before_ping = lambda: None
 
     def ping(self):
@@ -94,15 +89,6 @@ def test_concurrent_first_uses_open_it_once(store):
     assert used == store.opened * 4
 
 
-def test_opened_again_after_a_failure(store):
-    """After a store could not open, the next use opens it."""
-    store._open_backend = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        store.add(None)
-    del store._open_backend
-    assert store.add(None) is store.opened[0]
-
-
 def test_child_forked_while_another_thread_opens(store):
     """A lock that is held at a fork does not block the child."""
     thread = threading.Thread(target=store.add, args=[None])
@@ -136,16 +122,16 @@ def test_pings_are_shared(store, error):
         except BaseException as ex:
             raised.append(ex)
 
+    def ask_later():
+        wait_until(lambda: backend.now)
+        ask()
+
+    def release():
+        wait_until(lambda: len(store._process().pinging.arrived) == 8)
+        held.set()
+
     backend.before_ping = end
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
-    threads[0].start()
-    wait_until(lambda: backend.now)
-    for thread in threads[1:]:
-        thread.start()
-    wait_until(lambda: len(store._process().pinging.arrived) == len(threads))
-    held.set()
-    for thread in threads:
-        thread.join(PATIENCE)
+    in_threads(ask, *[ask_later] * 7, release)
     assert (backend.most, backend.pings) == (1, 2)
     assert len(raised) == (7 if error else 0)
     if error:
