@@ -47,7 +47,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
                 wait_until(lambda: len(added) > 160, 'all add')
                 if fault == 'silent':
                     proxy.stop()
-                primary.stop(signal.SIGKILL)
+                primary.kill()
                 standby.execute('SELECT pg_promote()')  # returns when it is done
                 crowd.wait_for_all()
             assert server.ask(request('GET', '/readyz')).status == 200
