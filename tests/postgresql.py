@@ -69,10 +69,8 @@ def refused(reason=None, within=10):
 
 
 def new_directory():
-    """Return a new directory that belongs to the server's user.
-
-    NOTE: not pytest's tmp_path, which other users may not enter.
-    """
+    """Return a new directory that belongs to the server's user."""
+    # NOTE: not pytest's tmp_path, which other users may not enter.
     directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
     if USER:
         os.chown(directory, NOBODY, NOBODY)
@@ -81,10 +79,7 @@ def new_directory():
 
 @cache
 def programs():
-    """Return the directory of the server's programs, copied if need be.
-
-    A checkout by root may be in a directory that the server's user may not enter.
-    """
+    """Return the directory of the server's programs, which its user may enter."""
     installed = PACKAGE / 'pginstall18'
     with suppress(PermissionError, subprocess.CalledProcessError):
         run(installed / 'bin' / 'initdb', '--version')
