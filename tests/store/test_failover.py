@@ -59,10 +59,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
 
 
 def test_standby_is_read_and_awaited(tmp_path, primary, standby):
-    """A standby shows its plants, and is not ready for adds.
-
-    While it is frozen neither an add nor /readyz is answered with 200.
-    """
+    """A standby is read; while it is frozen neither an add nor /readyz gets a 200."""
     limits = configured(tmp_path, *SHORT_DATABASE_LIMITS)
     with Server(tmp_path, *limits, workers=1, PLANTS_STORE=primary.url()) as server:
         add = request(body={'id': 1, 'name': 'Fern'})

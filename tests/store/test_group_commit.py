@@ -243,11 +243,7 @@ def test_quick_failures_wait_for_no_slow_sync(quick):
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [Failure(), KeyboardInterrupt(), SystemExit()])
 def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
-    """An append or a sync that raises fails all callers of its batch and no others.
-
-    An ``Exception`` reaches all of them; any other reaches only the leader, and its
-    followers get ``StoreUnavailable``.
-    """
+    """An append or a sync that raises fails all callers of its batch and no others."""
     disk, gate = Disk(), Gate()
 
     def fail_second():
@@ -280,10 +276,7 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
 
 
 def test_failed_sync_replaces_the_error_of_a_record(slow):
-    """When the sync fails, a refused record gets that error, not the refusal.
-
-    The observer learns the time of each sync, failed or not.
-    """
+    """A failed sync replaces the refusal of a record, and is observed as any other."""
     failed = Failure('sync')
     disk = Disk()
     disk.submit(0)

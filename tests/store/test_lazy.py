@@ -1,12 +1,13 @@
 """A lazy store opens at its first use, once per process, and shares pings."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from store import StoreUnavailable
 from store.lazy import LazyStore
-from store.scheduler import Scheduler
+from store.scheduler import THREADS
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 
@@ -46,20 +47,13 @@ class Lock:
         return self._lock.__exit__(*exc_info)
 
 
-class NotingScheduler(Scheduler):
-    """Threads whose arrivals at a lock are noted."""
-
-    def lock(self):
-        return Lock()
-
-
 class Store(LazyStore):
     """A lazy store that opens ``Backend`` objects."""
 
     __iter__ = None
 
     def __init__(self):
-        super().__init__(scheduler=NotingScheduler())
+        super().__init__(scheduler=Mock(THREADS, wraps=THREADS, lock=Lock))
         self.opened = []
 
     def add(self, plant):
@@ -102,11 +96,7 @@ def test_child_forked_while_another_thread_opens(store):
     'error', [None, StoreUnavailable('full'), KeyboardInterrupt()], ids=repr
 )
 def test_pings_are_shared(store, error):
-    """One ping runs at a time, and all callers that waited share the next one.
-
-    A caller never gets the result of a ping that began before its call. A failed ping
-    fails all that share it; the next one tries again.
-    """
+    """One ping runs at a time; its failure, too, is that of all who called before."""
     backend = store.add(None)
     held = threading.Event()
     raised = []

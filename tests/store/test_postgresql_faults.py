@@ -214,10 +214,7 @@ def test_lost_response_is_unavailable(far, proxy, short_limits, after):
 
 
 def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
-    """While the server is silent, one caller tries to connect; others fail at once.
-
-    A caller from before the outage lets no second one try when it ends.
-    """
+    """While the server is silent one caller at a time tries; others fail at once."""
     far.add(FERN)
     monkeypatch.setattr(pool, 'WAIT_WITHIN', 0.1)
     lender = far._backend().pool
@@ -236,7 +233,7 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
             with refused():
                 use()
     assert connecting.is_alive()
-    assert lender._outage is outage
+    assert lender._outage is outage  # also after a caller from before it has ended
     connecting.join(PATIENCE)
     monkeypatch.undo()
     proxy.go_on()
@@ -244,29 +241,27 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     wait_until(lambda: can_add(far))
 
 
-def test_failed_connections_wait_for_no_other(store, monkeypatch):
+def test_failed_connections_wait_for_no_other(url, monkeypatch):
     """Callers that connect at once in vain fail at once, not after a time limit."""
     monkeypatch.setattr(pool, 'WAIT_WITHIN', PATIENCE)
-    backend = store._backend()
     together = threading.Barrier(4)
 
     def connect(**parameters):
         together.wait(PATIENCE)
         raise psycopg.OperationalError('refused')
 
-    def use():
-        with refused('there is no connection to the database'):
-            backend.ping()
-
-    with backend.pool.lend() as open_connection:
-        open_connection.close()
     monkeypatch.setattr(connection.Connection, 'connect', connect)
-    in_threads(*[use] * 4)
+    with open_store(url) as store:
+
+        def use():
+            with refused('there is no connection to the database'):
+                store._backend().ping()
+
+        in_threads(*[use] * 4)
 
 
-def test_refused_connection_waits_for_one_that_is_made(store, monkeypatch):
+def test_refused_connection_waits_for_one_that_is_made(url, monkeypatch):
     """Where one connection is allowed, callers that start at once share it."""
-    backend = store._backend()
     make = connection.Connection.connect
     turns = itertools.count()
     full = threading.Event()
@@ -278,10 +273,9 @@ def test_refused_connection_waits_for_one_that_is_made(store, monkeypatch):
         full.wait(PATIENCE)
         return make(**parameters)
 
-    with backend.pool.lend() as open_connection:
-        open_connection.close()
     monkeypatch.setattr(connection.Connection, 'connect', connect)
-    in_threads(backend.ping, backend.ping)
+    with open_store(url) as store:
+        in_threads(*[store._backend().ping] * 2)
 
 
 @pytest.mark.parametrize('stored', [False, True])
@@ -513,14 +507,12 @@ def test_nothing_is_acknowledged_without_the_standby(server, url, store, short_l
     assert store.add_many(visible) == [False] * len(visible)
 
 
+# The second is for a server without messages in its log.
 @pytest.mark.parametrize('message', [connection.EMIT_MESSAGE, 'SELECT unknown()'])
 def test_ping_waits_for_the_standby(
     server, url, store, short_limits, monkeypatch, message
 ):
-    """A ping waits for what an add waits for; of many pings few do, and none writes.
-
-    It does so on a server without messages in its log, too.
-    """
+    """A ping waits for what an add waits for; of many pings few do, and none writes."""
     store.add(FERN)
     monkeypatch.setattr(connection.Connection, '_trace', message)
     monkeypatch.setattr(postgresql, 'PROVEN_FOR', 0)

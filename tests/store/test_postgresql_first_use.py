@@ -28,10 +28,7 @@ numbers = count()
 
 @pytest.fixture(scope='session')
 def server(server):
-    """A server with one role, ``sealed``, that needs a password.
-
-    Other roles may not write messages to its log, which ``ping`` does where it may.
-    """
+    """A server where a role needs a password, and others may not write to its log."""
     access = server.data / 'pg_hba.conf'
     sealed = 'host all sealed 127.0.0.1/32 scram-sha-256\n'
     access.write_text(sealed + access.read_text())
@@ -96,10 +93,7 @@ RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
 
 @pytest.mark.parametrize('missing', RIGHTS)
 def test_role_needs_few_rights(made, role, missing):
-    """Once the table exists, a role needs the rights to select, insert and lock.
-
-    Without one of them the store is not ready, and refuses adds.
-    """
+    """A role needs the rights to select, insert and lock; it is refused without one."""
     with open_store(role(made, *RIGHTS)) as store:
         store.ping()
         assert store.add_many([FERN, FERN, FERN._replace(tag='')])[:2] == [True, False]

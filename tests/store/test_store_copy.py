@@ -163,6 +163,14 @@ class TestMissing:
         assert run('copy', 'memory:', target)[0] == 0
         assert plants_in(target) == []
 
+    @pytest.mark.parametrize('name', ['list', 'check'])
+    def test_missing_table_of_the_source_is_not_made(self, url, run, name):
+        """A missing table is an error for a command that reads, and is not made."""
+        for _ in range(2):
+            code, _, (error,) = run(name, url)
+            assert code == 1
+            assert 'there is no table plants' in error
+
     def test_missing_source_makes_no_target(self, path, url, run):
         """A missing source file is an error, and the target is not made."""
         code, output, errors = run('copy', path, url)
@@ -191,10 +199,15 @@ class TestInterrupted:
     @contextmanager
     def copying(self, target):
         """Copy from a pipe to a store, until the copy waits for the fourth batch."""
+
+        def has_three_batches():
+            with suppress(StoreUnavailable):
+                return len(plants_in(target)) == 3000
+
         with command('copy', '-', target, stdin=subprocess.PIPE) as process:
             process.stdin.write(lines(*self.PLANTS[:3500]))
             process.stdin.flush()
-            wait_until(lambda: stored(target) == 3000, 'three batches are copied')
+            wait_until(has_three_batches, 'three batches are copied')
             yield process
 
     @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL])
@@ -224,13 +237,6 @@ class TestInterrupted:
         assert re.fullmatch(r'Waiting: postgresql://.* the database.*\n', line)
         assert (code, counts(output)) == (0, (4500, 0, 0))
         assert plants_in(url) == self.PLANTS
-
-
-def stored(url):
-    """Return the number of plants in a store, or 0 if there is none yet."""
-    with suppress(StoreUnavailable):
-        return len(plants_in(url))
-    return 0
 
 
 def test_lost_source_is_read_again(make, run, server, monkeypatch):
