@@ -13,7 +13,6 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from urllib.parse import quote
 
 import psycopg
 import pytest
@@ -59,13 +58,9 @@ def run(program, *arguments):
 
 @contextmanager
 def refused(reason=None, within=10):
-    """Check that the block raises ``StoreUnavailable``.
-
-    Args:
-        reason: The expected reason; ``None`` accepts any.
-        within: The time limit in seconds. The default is longer than the time limits
-            for a response, its cancellation and a new connection together.
-    """
+    """Check that the block raises ``StoreUnavailable`` within seconds."""
+    # The default is longer than the time limits for a response, its cancellation and a
+    # new connection together.
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         yield caught
@@ -74,10 +69,8 @@ def refused(reason=None, within=10):
 
 
 def new_directory():
-    """Return a new directory that belongs to the server's user.
-
-    NOTE: not pytest's tmp_path, which other users may not enter.
-    """
+    """Return a new directory that belongs to the server's user."""
+    # NOTE: not pytest's tmp_path, which other users may not enter.
     directory = Path(tempfile.mkdtemp(prefix='plants-pg-'))
     if USER:
         os.chown(directory, NOBODY, NOBODY)
@@ -86,10 +79,7 @@ def new_directory():
 
 @cache
 def programs():
-    """Return the directory of the server's programs, copied if need be.
-
-    A checkout by root may be in a directory that the server's user may not enter.
-    """
+    """Return the directory of the server's programs, which its user may enter."""
     installed = PACKAGE / 'pginstall18'
     with suppress(PermissionError, subprocess.CalledProcessError):
         run(installed / 'bin' / 'initdb', '--version')
@@ -124,14 +114,7 @@ def accepts_connections(url):
 
 
 class PostgreSQL:
-    """A server with its own directory; as a context manager it starts and stops.
-
-    Args:
-        primary: The server to follow as a synchronous standby, or ``None``.
-
-    Attributes:
-        port: The TCP port on 127.0.0.1.
-    """
+    """A server, or a synchronous standby of a primary; a ``with`` block runs it."""
 
     def __init__(self, primary=None):
         self.directory = new_directory()
@@ -143,8 +126,7 @@ class PostgreSQL:
             run('cp', '-a', template(), self.data)
             self.configure(SETTINGS)
         else:
-            source = f'host=127.0.0.1 port={primary.port} user=gardener'
-            source += ' application_name=standby'
+            source = f'{primary.url()}?application_name=standby'
             run(
                 *(programs() / 'pg_basebackup', '-D', self.data, '-d', source),
                 *('-R', '-c', 'fast', '-N'),
@@ -192,47 +174,42 @@ class PostgreSQL:
             )
         wait_until(self._accepts_connections)
 
-    def stop(self, number=signal.SIGINT):
-        """Stop the server: a fast shutdown by default, or by another signal."""
-        if self._process is None:
-            return
-        if number == signal.SIGKILL:
-            self.kill()
-        else:
-            self._process.send_signal(number)
-        try:
-            self._process.wait(PATIENCE)
-        finally:
-            self.kill()
-            self._process = None
+    def stop(self):
+        """Stop the server, if it runs, by a fast shutdown."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(PATIENCE)
+            finally:
+                self.kill()
 
     def kill(self):
         """Kill all processes of the server at once."""
         # NOTE: not by group or session: each backend is the leader of its own.
         parent = self._process.pid
-        with suppress(OSError):
+        if self._process.poll() is None:
             os.kill(parent, signal.SIGSTOP)  # so that it starts no further child
             children = Path(f'/proc/{parent}/task/{parent}/children').read_text()
             for pid in map(int, [*children.split(), parent]):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait()
+        self._process = None
 
     @property
     def log(self):
         """The log of the server."""
         return (self.directory / 'log').read_text()
 
-    def url(self, options=''):
-        """Return a URL of the database, with command-line options for the session."""
-        query = f'?options={quote(options)}' if options else ''
-        return f'postgresql://gardener@127.0.0.1:{self.port}/postgres{query}'
+    def url(self):
+        """Return a URL of the database."""
+        return f'postgresql://gardener@127.0.0.1:{self.port}/postgres'
 
     def new_url(self):
         """Return a URL with a new, empty schema: a store without plants."""
         schema = f'store_{os.getpid()}_{next(self._schemas)}'
         self.execute(f'CREATE SCHEMA {schema}')
-        return self.url(f'-csearch_path={schema}')
+        return f'{self.url()}?options=-csearch_path%3D{schema}'
 
     def own(self, url):
         """Return the URL of this server for the URL of a proxy or a pooler."""
@@ -252,11 +229,12 @@ class PostgreSQL:
         )
         return {pid for (pid,) in rows}
 
-    def terminate_sessions(self):
-        """Terminate the sessions that stores have opened."""
+    def terminate_sessions(self, share=1):
+        """Terminate a share of the sessions that stores have opened."""
         self.execute(
             'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-            "WHERE application_name = 'plants'"
+            "WHERE application_name = 'plants' AND random() < %s",
+            share,
         )
 
     def _accepts_connections(self):
@@ -266,13 +244,7 @@ class PostgreSQL:
 
 
 class PgBouncer:
-    """A pooler before a server; as a context manager it starts and stops.
-
-    Args:
-        server: The server.
-        mode: For how long a client has a session: session, transaction or statement.
-        size: How many sessions each role has.
-    """
+    """A pooler with sessions of a server for each role; a ``with`` block runs it."""
 
     def __init__(self, server, mode, size=1):
         self._program = shutil.which('pgbouncer', path=f'{os.defpath}:/usr/sbin')

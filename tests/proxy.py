@@ -7,14 +7,7 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Forwards connections to a server; a test can have it stall, or drop answers.
-
-    Args:
-        port: The server's port on 127.0.0.1.
-
-    Attributes:
-        port: The port where the proxy listens.
-    """
+    """Forwards connections to a server; a test can have it stall, or drop answers."""
 
     def __init__(self, port):
         self._target = port
@@ -43,11 +36,7 @@ class Proxy:
         return url.replace(f':{self._target}/', f':{self.port}/')
 
     def stop(self, after=None):
-        """Forward nothing more, like a network that drops every packet.
-
-        Args:
-            after: Let this many answers pass first; by default none.
-        """
+        """Forward nothing more, or only some answers: a network that drops packets."""
         self._answers_to_pass = after
         if after is None:
             self._forwarding.clear()

@@ -6,9 +6,11 @@ import signal
 
 import pytest
 from exchange import SHORT_DATABASE_LIMITS, Crowd
-from postgresql import PostgreSQL
+from postgresql import PostgreSQL, refused
 from proxy import Proxy
 from server import Server, configured, request, wait_until
+
+from store import Plant, open_store
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
                 wait_until(lambda: len(added) > 160, 'all add')
                 if fault == 'silent':
                     proxy.stop()
-                primary.stop(signal.SIGKILL)
+                primary.kill()
                 standby.execute('SELECT pg_promote()')  # returns when it is done
                 crowd.wait_for_all()
             assert server.ask(request('GET', '/readyz')).status == 200
@@ -56,13 +58,17 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
     assert 'Traceback' not in server.log
 
 
-def test_frozen_standby_is_named(tmp_path, primary, standby):
-    """While the standby is frozen neither an add nor /readyz is answered with 200."""
+def test_standby_is_read_and_awaited(tmp_path, primary, standby):
+    """A standby is read; while it is frozen neither an add nor /readyz gets a 200."""
     limits = configured(tmp_path, *SHORT_DATABASE_LIMITS)
     with Server(tmp_path, *limits, workers=1, PLANTS_STORE=primary.url()) as server:
         add = request(body={'id': 1, 'name': 'Fern'})
         ready = request('GET', '/readyz')
         assert server.ask(add).status == 200
+        with open_store(standby.url(), create='never') as store:
+            wait_until(lambda: list(store) == [Plant(1, 'Fern')], 'it is applied')
+            with refused('the database is read-only'):
+                store.ping()
         ((pid,),) = standby.execute('SELECT pid FROM pg_stat_wal_receiver')
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -34,30 +34,20 @@ class Gate:
 
 
 class Disk:
-    """The append and the sync of a group commit; notes when each begins and ends.
-
-    Attributes:
-        batches: The records of each append.
-        appended: From each record to the time when its append ended.
-        syncs: The times when each successful sync began and ended.
-        most_syncs: The largest number of syncs in flight at once.
-        before_append, before_sync: Called without arguments; they may block or raise.
-        choose: Called with a batch; says whether the batch needs a sync.
-        observed: The size and the time of each sync.
-    """
+    """The append and the sync of a group commit; notes when each begins and ends."""
 
     def __init__(self):
         self.clock = itertools.count()
-        self.batches = []
-        self.appended = {}
-        self.syncs = []
-        self.most_syncs = 0
-        self.before_append = self.before_sync = lambda: None
-        self.choose = lambda batch: True
+        self.batches = []  # the records of each append
+        self.appended = {}  # from each record to the time when its append ended
+        self.syncs = []  # when each successful sync began and ended
+        self.most_syncs = 0  # in flight at once
+        self.observed = []  # the size and the time of each sync
+        self.before_append = self.before_sync = lambda: None  # may block or raise
+        self.choose = lambda batch: True  # whether the batch needs a sync
         self._appending = threading.Lock()
         self._syncing = 0
         self._count = threading.Lock()
-        self.observed = []
         self.commit = GroupCommit(
             self._append,
             self._sync,
@@ -110,14 +100,7 @@ def slow(monkeypatch):
 
 
 def run_behind(disk, first, *jobs, gate):
-    """Run a job that blocks at a gate, and other jobs that queue behind it in order.
-
-    Args:
-        disk: The disk to which each job submits one record.
-        first: The job that blocks.
-        jobs: The other jobs.
-        gate: The gate, which is opened when all jobs wait.
-    """
+    """Run a job that blocks at a gate until other jobs queue behind it, in order."""
 
     def follow(place, job):
         wait_until(lambda: gate.held and disk.waiting() == place)
@@ -166,10 +149,8 @@ class OneByOne(Scheduler):
     def give_way(self):
         if self._records:
             before = self._disk.waiting()
-            record = self._records.pop(0)
-            self.threads.append(
-                threading.Thread(target=self._disk.submit, args=[record])
-            )
+            submit = partial(self._disk.submit, self._records.pop(0))
+            self.threads.append(threading.Thread(target=submit))
             self.threads[-1].start()
             wait_until(lambda: self._disk.waiting() > before)
         return self._more
@@ -262,13 +243,8 @@ def test_quick_failures_wait_for_no_slow_sync(quick):
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [Failure(), KeyboardInterrupt(), SystemExit()])
 def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
-    """An append or a sync that raises fails all callers of its batch and no others.
-
-    An ``Exception`` reaches all of them; any other reaches only the leader, and its
-    followers get ``StoreUnavailable``.
-    """
-    disk = Disk()
-    gate = Gate()
+    """An append or a sync that raises fails all callers of its batch and no others."""
+    disk, gate = Disk(), Gate()
 
     def fail_second():
         gate()
@@ -300,10 +276,7 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
 
 
 def test_failed_sync_replaces_the_error_of_a_record(slow):
-    """When the sync fails, a refused record gets that error, not the refusal.
-
-    The observer learns the time of each sync, failed or not.
-    """
+    """A failed sync replaces the refusal of a record, and is observed as any other."""
     failed = Failure('sync')
     disk = Disk()
     disk.submit(0)
@@ -322,10 +295,6 @@ def test_failed_sync_replaces_the_error_of_a_record(slow):
     assert disk.observed == [(1, 1), (1, 1)]
 
 
-class Interrupt(Exception):
-    """Raised by a signal handler."""
-
-
 def test_interrupted_waiter_stops_no_other(quick):
     """After a signal has interrupted a waiter, the other waiters are served."""
     disk = Disk()
@@ -333,33 +302,27 @@ def test_interrupted_waiter_stops_no_other(quick):
     interrupted = threading.Event()
     main = threading.get_ident()
 
-    def interrupt(number, frame):
-        raise Interrupt
-
-    def signal_waiter():
+    def interrupt():
         wait_until(lambda: disk.waiting() and hasattr(disk.commit._waiting[0], '_wake'))
-        signal.pthread_kill(main, signal.SIGUSR1)
+        signal.pthread_kill(main, signal.SIGINT)
         assert interrupted.wait(PATIENCE)
         gate.open()
         disk.submit(2)
 
     # Signals interrupt only the main thread, so that one waits here.
-    jobs = [lambda: disk.submit(0), signal_waiter]
+    jobs = [lambda: disk.submit(0), interrupt]
     threads = [threading.Thread(target=job, daemon=True) for job in jobs]
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        threads[0].start()
-        wait_until(lambda: gate.held)
-        threads[1].start()
-        with pytest.raises(Interrupt):
-            disk.submit(1)
-        interrupted.set()
-        for thread in threads:
-            thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in threads)
-        assert not disk.waiting()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    threads[0].start()
+    wait_until(lambda: gate.held)
+    threads[1].start()
+    with pytest.raises(KeyboardInterrupt):
+        disk.submit(1)
+    interrupted.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not disk.waiting()
+    assert disk.batches == [[0], [2]]
 
 
 def test_caller_interrupted_before_its_wait_stops_no_other(quick, monkeypatch):
@@ -453,13 +416,7 @@ def test_random_load_reports_every_outcome(request, monkeypatch, seed, speed, fa
     assert raised == {record: error for record, error in outcomes.items() if error}
     assert disk.most_syncs <= (1 if speed == 'quick' else SLOW_SYNCS_IN_FLIGHT)
     assert not disk.waiting()
-    assert_durable(disk, returned)
-    if not failing:  # no leader is left behind
-        in_threads(lambda: disk.submit('alone'))
-
-
-def assert_durable(disk, returned):
-    """Check that a sync lies between each record's append and its return."""
+    # A sync lies between each record's append and its return.
     syncs = sorted(disk.syncs)
     begins = [began for began, _ in syncs]
     # For each sync, the earliest end of it and all later ones.
@@ -467,3 +424,5 @@ def assert_durable(disk, returned):
     for record, moment in returned.items():
         next_sync = bisect.bisect(begins, disk.appended[record])
         assert ends[next_sync] < moment
+    if not failing:  # no leader is left behind
+        in_threads(lambda: disk.submit('alone'))

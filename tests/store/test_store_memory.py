@@ -30,14 +30,10 @@ def test_stores_share_nothing():
     [
         (Plant(True, 'Fern'), 'id: True is not an integer'),
         (Plant(2**63, 'Fern'), 'id: it is not a 64-bit integer'),
-        (
-            Plant(1, b'Fern' * 99),
-            "name: b'FernFernFer...nFernFernFern' is not a string",
-        ),
+        (Plant(1, b'x' * 99), "name: b'xxxxxxxxxxx...xxxxxxxxxxxxx' is not a string"),
         (Plant(1, 'Fe\0rn'), 'name: it holds U+0000'),
         (Plant(1, 'Fern', '\ud800'), 'tag: it holds a lone surrogate'),
     ],
-    ids=['id', 'range', 'bytes', 'zero', 'surrogate'],
 )
 def test_no_plant_is_refused_with_a_sentence(plant, sentence):
     """The error names the member and the rule; a long text is cut."""

@@ -3,10 +3,9 @@
 from contextlib import contextmanager
 
 import pytest
-from postgresql import PostgreSQL
 from psycopg.errors import UndefinedTable
 
-from store import Plant, StoreUnavailable, open_store
+from store import Plant, open_store
 from store.testing import StoreContract
 
 
@@ -32,17 +31,3 @@ class TestPostgreSQLStore(StoreContract):
         self.server.execute('ALTER TABLE plants RENAME TO shrubs', url=store._url)
         yield
         self.server.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
-
-
-def test_standby_is_read():
-    """Plants can be read from a standby, which is not ready for adds."""
-    with PostgreSQL() as primary:
-        with open_store(primary.url()) as store:
-            store.add(Plant(1, 'Fern'))
-        with (
-            PostgreSQL(primary) as standby,
-            open_store(standby.url(), create='never') as store,
-        ):
-            assert list(store) == [Plant(1, 'Fern')]
-            with pytest.raises(StoreUnavailable):
-                store.ping()
