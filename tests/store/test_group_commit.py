@@ -340,16 +340,16 @@ def test_caller_interrupted_before_its_wait_stops_no_other(quick, monkeypatch):
 
         def __exit__(self, kind, *exc_info):
             self.lock.release()
-            if kind is Interrupt:
+            if kind is KeyboardInterrupt:
                 gate.open()
                 wait_until(lambda: disk.syncs and not disk.commit._appending)
 
     def interrupt(scheduler):
-        raise Interrupt
+        raise KeyboardInterrupt
 
     def submit_interrupted():
         wait_until(lambda: gate.held)
-        with pytest.raises(Interrupt):
+        with pytest.raises(KeyboardInterrupt):
             disk.submit(1)
 
     disk.commit._lock = Preempted()
