@@ -136,9 +136,10 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
         formatter: logging.Formatter | None = None
-        if not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json):
+        is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
+        logging.setLogRecordFactory(LeanRecord if is_ours else logging.LogRecord)
+        if is_ours:
             logging._srcfile = None  # documented for speed: do not look for the call
-            logging.setLogRecordFactory(LeanRecord)
             formatter = TextFormatter(self.error_fmt, self.datefmt)
         if is_json_log(os.environ | cfg.env):  # --env is set later
             formatter = JSONFormatter()
