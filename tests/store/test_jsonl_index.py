@@ -254,6 +254,17 @@ class TestBuilt:
         with JSONLinesStore(path) as store:
             assert_stored(store, [EDITED, *UNEDITED[1:], *more], free=[100])
 
+    def test_edited_copy_is_indexed_again(self, path, tmp_path):
+        """An edited copy, with size and times as before, took the place of the file."""
+        fill(path, *UNEDITED)
+        copy = shutil.copy2(path, tmp_path / 'copy')
+        edit(copy)
+        shutil.copystat(path, copy)
+        os.replace(copy, path)
+        with JSONLinesStore(path) as store:
+            assert store.add(EDITED) is False
+            assert_stored(store, [EDITED, *UNEDITED[1:]], free=[100])
+
     @pytest.mark.parametrize('repair', [True, False], ids=['repaired', 'unnoticed'])
     def test_index_with_a_wrong_entry_is_built_again(self, path, repair):
         """Whoever sees that an index is not that of the file has it built again."""

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
-from store.jsonl import JSONLinesStore, index, recovery
+from store.jsonl import JSONLinesStore, file, index, recovery
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import wait_until
 
@@ -244,6 +244,16 @@ class TestShortened:
             file.write(text)
         with JSONLinesStore(path) as store:
             assert_stored(store, PLANTS, free=[100])
+
+    def test_file_cut_short_behind_the_mark(self, path, monkeypatch):
+        """A process refuses a file without the lines that only it knows."""
+        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
+        with JSONLinesStore(path) as store:
+            store.add_many(PLANTS[:3])
+            os.truncate(path, len(lines(*PLANTS[:2])))
+            for use in self.USES[:2]:
+                with pytest.raises(StoreUnavailable, match='cut short'):
+                    use(store)
 
     @pytest.mark.parametrize('end', [2, 3, 4])
     def test_file_cut_short_is_noticed_by_an_idle_process(self, path, monkeypatch, end):
