@@ -24,7 +24,7 @@ synced   the lines are synced          this process, after a sync  a flush; reco
 end      the ids are known             this process, when it has   the next catch-up,
                                        read or written them        which reads on
 size     the lines are written, the    whoever writes              nobody: catch-up
-         last one perhaps in part                                  reads them
+         last one perhaps in part                                  reads these lines
 =======  ============================  ==========================  ===================
 
 **An old mark loses nothing.** After a power cut the mark may be as of the last
@@ -61,7 +61,7 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-# Behind the mark, damage by a person may look like what a crash leaves.
+# After the mark, damage by a person may look like what a crash leaves.
 FLUSH_WITHIN = 1.0  # seconds from an add to the flush of its id
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
 CATCH_UP_BYTES = 128 * 1024  # of other processes; more are read in scheduler.call()
@@ -284,8 +284,9 @@ class PlantFile:
         """Return the end of the file, and the plants in it that have these ids.
 
         Other processes may have appended, or died in the middle of a line. If the index
-        cannot be believed it is opened again: another process may have replaced it. If
-        that one is no better, it is built. While ``opening``, none is open yet.
+        cannot be believed it is opened again: another process may have replaced it. An
+        open builds it if it sees a fault, and a last try builds it in any case. While
+        ``opening``, none is open yet.
         """
         for way in ('open', 'build') if opening else ('use', 'open', 'build'):
             try:

@@ -4,21 +4,22 @@ It has two parts, and only the plant file is truth:
 
 * The *table*, ``plants.jsonl.index``, is an SQLite file that all processes share. It
   has the ids of the lines before the *mark*, an end of the plant file that was synced.
-  Ids and mark change in one transaction. So after a crash the table may be behind the
-  plant file, never ahead of it.
+  Ids and mark change in one transaction. So after a crash the table may be older than
+  the plant file, never newer.
 * The *recent ids*, of the lines from the mark on, are a dictionary in each process,
   read from the plant file. An add writes nothing to SQLite.
 
 **When an id counts as taken.** A *look* reads ids and mark of the table in one
 statement, and then the recent ids from this mark on. So every line that this process
-knows is before the mark and in the table, or behind it and recent. A *flush* enters
+knows is before the mark and in the table, or after it and recent. A *flush* enters
 recent ids that are synced into the table, a second after an add. One process at a time
 flushes, in a thread and without the lock of the plant file, and a look waits for none:
 
 * A flush leaves the recent ids as they are. The first look that finds them before its
   mark drops them: until then they are known twice, never not at all.
-* A flush enters a copy of the recent ids. They begin at the mark of the latest look, or
-  before, and the table never goes back behind that: so none is missing.
+* A flush takes an end, copies the recent ids, and enters those before that end. They
+  begin at the mark of the latest look or before it, and the mark of the table is never
+  lower than that: so no id is missing.
 
 So what a look has found stays true, whatever becomes of the table: all ids before its
 mark are in it, and all later ones are recent. A look also learns the next id in the
@@ -60,7 +61,7 @@ from store.jsonl.table import IndexDamaged, State, reading, writing
 
 MOST_RECENT = 100_000  # recent ids of a process that adds many plants
 SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
-MOST_BEHIND = 128 * 1024 * 1024  # bytes behind the mark; a new table takes less memory
+MOST_BEHIND = 128 * 1024 * 1024  # bytes after the mark; a new table takes less memory
 TAIL = 256  # bytes before the mark that are compared
 LOOK_WITHIN = 1.0  # seconds between two looks, though all ids are free
 MOST_FREE = 1_000  # ranges of free ids: with scattered ids each serves no other
@@ -151,7 +152,8 @@ class Index:
         if mark < self.mark:
             raise IndexDamaged('it is an older one')
         if mark > self.mark:
-            self._free, self._free_ends = {}, []  # first: recent ids are dropped here
+            # First: the recent ids that are dropped would seem to be free.
+            self._free, self._free_ends = {}, []
             self.mark = mark
             self._recent = recent = {id: at for id, at in recent.items() if at >= mark}
             if mark > self.end:  # other processes have appended and flushed
@@ -286,8 +288,8 @@ class Index:
         state = table.read_state(connection)
         if state.inode != self._inode or state.mark < self.mark:
             raise OSError(errno.ESTALE, 'it is of another file')
-        # NOTE: first: ids that are entered meanwhile are behind it. While an index is
-        # opened again, a sync may cover lines that it has not read yet.
+        # NOTE: before the copy: ids that are entered meanwhile are after it. While an
+        # index is opened again, a sync may cover lines that it has not read yet.
         end = max(state.mark, min(self.synced, self.end))
         if (state.mark, state.mtime) != (end, mtime):
             connection.execute('BEGIN IMMEDIATE')

@@ -2,7 +2,7 @@
 
 A sync covers the whole file. So if a crash has lost some bytes, all bytes that were
 written after them were not synced either, and never acknowledged. It can leave two
-things, both behind the end that the latest sync covered:
+things, both after the end that the latest sync covered:
 
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
@@ -166,7 +166,7 @@ def read_on(
             percent = 100 * (base + len(chunk) - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
-    # The table may know lines of other processes behind the end of the file; not of the
+    # The table may know lines of other processes after the end of the file; not of the
     # file as it was: a command has no lock, and others append and flush meanwhile.
     check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
