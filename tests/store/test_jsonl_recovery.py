@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
-from store.jsonl import JSONLinesStore, file, index, recovery
+from store.jsonl import JSONLinesStore, index, recovery
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import wait_until
 
@@ -247,7 +247,7 @@ class TestShortened:
 
     def test_file_cut_short_behind_the_mark(self, path, monkeypatch):
         """A process refuses a file without the lines that only it knows."""
-        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
+        monkeypatch.setattr('store.jsonl.file.FLUSH_WITHIN', 100)
         with JSONLinesStore(path) as store:
             store.add_many(PLANTS[:3])
             os.truncate(path, len(lines(*PLANTS[:2])))
