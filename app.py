@@ -12,8 +12,7 @@ with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/err
 lists its values.
 
 ``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
-application that the environment configures (``web/settings.py``). It is made at the
-first access, so that importing this module has no side effect.
+application that the environment configures (``web/settings.py``).
 """
 
 import sys
@@ -132,7 +131,7 @@ def create_app(
     # Requests pass through these in this order, responses in reverse order.
     middleware: list[Any] = [RequestLog()]
     if metrics:
-        from web.metrics import Metrics
+        from web.metrics import Metrics  # its package is optional
 
         directory = None if metrics is True else metrics
         routes['/metrics'] = measure = Metrics(store, tokens, directory)
@@ -165,7 +164,7 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
 
 
 def __getattr__(name: str) -> PlantsApp:
-    """Make ``app:app`` at the first access, and not before."""
+    """Make ``app:app`` at the first access: an import has no side effect."""
     if name != 'app':
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     application = globals()['app'] = get_app()

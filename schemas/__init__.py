@@ -2,7 +2,7 @@
 
 The rules of the members are in the JSON Schema files beside this module (draft 2020-12)
 and nowhere else: edit a file, reload, and the rule has changed. This module decides
-what RFC 8259 leaves open about JSON text.
+what RFC 8259 leaves open about JSON text (``docs/api.md`` lists it).
 
 jsonschema checks the files at the start. jsonschema-rs validates bodies with them: it
 needs 1 us for a plant, jsonschema 50 to 80.
@@ -108,11 +108,7 @@ class Schema:
             raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
 
     def read(self, text: bytes) -> Any:
-        """Return the value of JSON text, or raise ``NotJSON`` or ``Invalid``.
-
-        ``docs/api.md`` says how strictly the text is read. The stack of the interpreter
-        bounds nesting, at some hundreds of levels.
-        """
+        """Return the value of JSON text, or raise ``NotJSON`` or ``Invalid``."""
         try:
             decoded = text.decode()
             if decoded.startswith('\ufeff'):
@@ -131,6 +127,7 @@ class Schema:
         except json.JSONDecodeError as ex:
             raise NotJSON(f'{ex.msg.removesuffix(" at")} at character {ex.pos}') from ex
         except (RecursionError, ValueError) as ex:
+            # The stack of the interpreter bounds nesting, at some hundreds of levels.
             # ValueError: rules that compare values have a limit of their own.
             raise NotJSON('it is nested too deeply') from ex
         raise Invalid('; '.join(faults))

@@ -34,14 +34,12 @@ class Faults(list[str]):
 
 
 def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
-    """Try what a start does; return the settings.
+    """Try what a start does; return the settings, or raise ``ValueError``.
 
     ``is_bound`` means that a server has these addresses: a reload or an upgrade. The
-    store is not checked, which may take long, if it ``is_opened_next`` anyway.
-
-    Raises:
-        ValueError: A start would fail. The message has a line for each fault, the
-            addresses last: those of a server that runs are always in use.
+    store is not checked, which may take long, if it ``is_opened_next`` anyway. The
+    message of the error has a line for each fault, the addresses last: those of a
+    server that runs are always in use.
     """
     faults = Faults()
     environ = dict(os.environ)

@@ -19,7 +19,6 @@ class StoreUnavailable(StoreError):
     """The store cannot take plants now.
 
     The plant may or may not be there afterwards, never half of it: repeat the call.
-    The message has all three arguments.
     """
 
     def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
@@ -30,9 +29,9 @@ class StoreUnavailable(StoreError):
         self.detail = detail  # more for the operator
 
     @classmethod
-    def refused(cls, error: OSError, store: object) -> Self:
+    def refused(cls, error: OSError, store: object, detail: str = '') -> Self:
         """Return the exception of a store for an error of the operating system."""
-        return cls(error.strerror or str(error), store=str(store))
+        return cls(error.strerror or str(error), store=str(store), detail=detail)
 
 
 class StoreCorrupt(StoreError):

@@ -31,8 +31,7 @@ class Scheduler:
         The current caller waits in ``wait`` until any thread has called ``wake``, which
         may happen first.
         """
-        # A bare lock is the cheapest way to park a thread. An Event costs four times as
-        # much.
+        # A bare lock parks a thread at the least cost: an Event costs four times that.
         lock = threading.Lock()
         lock.acquire()
         return lock.acquire, lock.release

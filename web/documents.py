@@ -39,9 +39,7 @@ _PAGE = {
 class DocumentResource:
     """A document, which clients may cache for ``max_age`` seconds."""
 
-    def __init__(
-        self, read: Callable[[], bytes], media_type: str, max_age: int = 0
-    ) -> None:
+    def __init__(self, read: Callable[[], bytes], media_type: str, max_age: int):
         self._read = read
         self._media_type = media_type
         self._headers = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
@@ -55,14 +53,10 @@ class DocumentResource:
 
 
 def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
-    """Return the resources for the description and the files of the page, by path.
-
-    Raises:
-        ValueError: A file is not a JSON Schema; the message is a sentence.
-    """
+    """Return the resources for the description and the files of the page, by path."""
     description = schemas.encode(_describe(max_body_bytes, metrics))
     resources: dict[str, object] = {
-        '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON)
+        '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON, 0)
     }
     for path, (name, mime_type, max_age) in _PAGE.items():
         read = cache(partial(_read_page, name))  # all clients share the bytes

@@ -4,8 +4,6 @@ Several processes use the multi-process mode of ``prometheus_client``: each keep
 values in files of a directory, and each answer adds them up. With process ids in their
 names, as usual, each restart would add files. So a process takes the smallest number
 that no living process has, and goes on with the counters of one that has ended.
-
-NOTE: only ``create_app`` with metrics imports this module: its package is optional.
 """
 
 import fcntl
@@ -37,11 +35,7 @@ _SECONDS = (
 
 
 class Metrics:
-    """Middleware and resource: measure requests and answer ``/metrics``.
-
-    Processes that share a ``directory``, which is for their files alone, are reported
-    together. Without one only this process is reported.
-    """
+    """Middleware and resource: measure requests and answer ``/metrics``."""
 
     def __init__(
         self, store: PlantStore, tokens: Tokens, directory: Path | None = None

@@ -75,9 +75,6 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     It answers a preflight request (Fetch standard, section 3.3.2) before the token is
     checked, since browsers send none with it, and alike for every path, so that it does
     not tell which exist. Cookies stay forbidden: a page sets the header by itself.
-
-    Raises:
-        ValueError: No browser sends such an origin, and it is not ``*`` alone.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:

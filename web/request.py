@@ -38,11 +38,7 @@ class PlantsRequest(falcon.Request):
 
 
 def read_body(req: PlantsRequest, limit: int) -> bytes:
-    """Return the body of a request that must have one, of at most ``limit`` bytes.
-
-    Raises:
-        Fault: The body is missing, too large, not application/json, or ends too early.
-    """
+    """Return the body of a request that must have one, of at most ``limit`` bytes."""
     # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored.
     # A chunked body can be read only if the server marks its end in the input
     # (wsgi.input_terminated); under other servers it counts as missing.
@@ -73,8 +69,7 @@ def _read_up_to(req: PlantsRequest, size: int) -> bytes:
             pieces.append(piece)
             size -= len(piece)
     except Exception as ex:
-        # The chunks are malformed or the client has gone away. Each server raises an
-        # exception of its own then, and none of them is a fault of the service.
+        # Bad chunks, or the client is gone. Each server raises exceptions of its own.
         raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
     return b''.join(pieces)
 

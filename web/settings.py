@@ -48,12 +48,7 @@ class Settings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read the ``PLANTS_`` variables.
-
-        Raises:
-            ValueError: Some have a bad value or an unknown name, or need a package that
-                is not installed; the message has a sentence for each, a line long.
-        """
+        """Read the variables; a ``ValueError`` has a line for each that is wrong."""
         fields: dict[str, Any] = {}
         faults = []
         if environ.keys() >= {'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'}:

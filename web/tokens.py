@@ -24,14 +24,8 @@ class Token(NamedTuple):
 class Tokens:
     """The accepted bearer tokens, kept as digests.
 
-    Args:
-        tokens: One token, several, or a mapping from names to tokens. Without names,
-            tokens are named by their position: ``token-1``, ``token-2``. ``sha256:``
-            and 64 hexadecimal digits stand for the token with that digest.
-
-    Raises:
-        ValueError: There is no token, one cannot be sent in a header, or a name could
-            break a line of the log. The message never has the text of a token.
+    Without names they are named by their position: ``token-1``, ``token-2``. A
+    ``ValueError`` about them never has the text of a token.
     """
 
     # Called when a changed file cannot be used; metrics count it.
@@ -102,10 +96,6 @@ class TokensFile(Tokens):
 
     A forked process inherits the tokens: while the file is broken, a new worker accepts
     what its parent has read.
-
-    Raises:
-        ValueError: The file cannot be read, a line is wrong, or there is no token. The
-            message has the path.
     """
 
     CHECK_EVERY = 0.5  # seconds

@@ -13,8 +13,6 @@ from store.jsonl.file import PlantFile
 from store.lazy import LazyStore
 from store.scheduler import THREADS, Scheduler
 
-__all__ = ['JSONLinesStore']
-
 
 class JSONLinesStore(LazyStore[PlantFile]):
     """Keep plants in a file of JSON lines; durable when the disk says so.
@@ -29,9 +27,6 @@ class JSONLinesStore(LazyStore[PlantFile]):
             knows no earlier id. Except with ``first``, the store remembers which file
             is there now, and refuses another one, also in processes forked later.
         scheduler: How the callers wait.
-
-    Raises:
-        StoreUnavailable: The file cannot be made.
     """
 
     def __init__(

@@ -43,8 +43,7 @@ def open_or_make(path: Path, create: Create) -> int:
         remove_index(path)
         return open_file(path, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError as ex:
-        reason = 'its directory does not exist'
-        raise StoreUnavailable(reason, store=str(path)) from ex
+        raise StoreUnavailable('its directory does not exist', store=str(path)) from ex
 
 
 def new_file(path: Path, plants: int) -> int:
@@ -159,8 +158,7 @@ def unavailable(path: Path) -> Iterator[None]:
     except FileNotFoundError as ex:
         raise StoreUnavailable('the file is gone', store=str(path)) from ex
     except PermissionError as ex:
-        reason, detail = str(ex.strerror), _owner(path)
-        raise StoreUnavailable(reason, store=str(path), detail=detail) from ex
+        raise StoreUnavailable.refused(ex, path, _owner(path)) from ex
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
     except IndexDamaged as ex:  # also when it was built again

@@ -1,22 +1,13 @@
-r"""One line of a plant file.
+r"""One line of a plant file: a record, as ``docs/stores.md`` defines the format.
 
-A plant file is a sequence of records and nothing else. A record is one line::
+Our own lines have no white space, the members in this order, and only the escapes that
+RFC 8259, section 7, requires::
 
     {"id":1,"name":"Fern","tag":"shade"}\n
 
-* The text is UTF-8 (RFC 3629) and, without its line feed, one JSON object (RFC 8259).
-* ``id`` is an integer literal from -2**63 to 2**63 - 1; ``name`` is a string; ``tag``
-  is a string, or the member is not there. No string holds U+0000 or a lone surrogate.
-* The line feed (0x0A) is the commit mark, and it is the last byte of the record. The
-  object has no line feed: a string can only hold it escaped.
-
-**A record is valid if and only if it ends in a line feed and the rest of the line is
-such an object.** (An open adds the line feed that an editor has left out at the end.)
-Other members, white space and another order of members are allowed and mean nothing, so
-a line that was written by hand is as good as ours.
-
-Our own lines have no white space, the members in the order above, and only the escapes
-that RFC 8259, section 7, requires.
+The line feed is the commit mark. It is the last byte of a record and nowhere else in
+it: a string can only hold it escaped. (An open adds the one that an editor has left out
+at the end.)
 """
 
 import json
