@@ -18,7 +18,7 @@ class Scheduler:
     """How the callers of a store wait; here each caller is a thread of its own."""
 
     def give_way(self) -> bool:
-        """Let other callers run that are ready; return whether more may follow."""
+        """Let other callers run that are ready; return whether to call this again."""
         # Some threads wait only for the GIL. This sleep takes about 60 us (timer
         # slack), enough for them to submit; a shorter release of the GIL is seldom
         # enough. A second sleep costs as much as it gains.
@@ -26,7 +26,7 @@ class Scheduler:
         return False
 
     def waiter(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return two functions that are called once: ``wait`` and ``wake``.
+        """Return two functions, each of which is called once: ``wait`` and ``wake``.
 
         The current caller waits in ``wait`` until any thread has called ``wake``, which
         may happen first.

@@ -36,7 +36,7 @@ class RequestLog:
         is_sane = _SANE_ID.fullmatch(id)
         req.context.id = id if is_sane else f'{random.getrandbits(64):016x}'
         resp.set_header('X-Request-Id', req.context.id)
-        resp.set_header('Cache-Control', 'no-store')  # unless it is a document
+        resp.set_header('Cache-Control', 'no-store')  # documents have their own
         if FAULT in req.env:
             raise req.env[FAULT]
 
@@ -73,8 +73,8 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
     It answers a preflight request (Fetch standard, section 3.3.2) before the token is
-    checked, since browsers send none with it, and alike for every path, so that it does
-    not tell which exist. Cookies stay forbidden: a page sets the header by itself.
+    checked, since browsers send none with it, and the same for every path, so that it
+    does not tell which exist. Cookies stay forbidden: a page sends the token itself.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
@@ -95,9 +95,10 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
 
-    def process_response(self, *response: Any) -> None:
-        super().process_response(*response)
-        response[1].append_header('Vary', 'Origin')
+    def process_response(self, *arguments: Any) -> None:
+        super().process_response(*arguments)
+        resp = arguments[1]
+        resp.append_header('Vary', 'Origin')
 
 
 class BearerAuth:
@@ -119,7 +120,7 @@ class BearerAuth:
         if scheme.lower() != 'bearer' or not text:
             is_start = req.path == '/' and req.method in ('GET', 'HEAD')
             if is_start and 'text/html' in req.accept:
-                # Relative: right under any prefix, also at /garden without a slash.
+                # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{mount}/docs')
             message = (

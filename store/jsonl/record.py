@@ -1,7 +1,9 @@
-r"""One line of a plant file: a record, as ``docs/stores.md`` defines the format.
+r"""One line of a plant file: a record.
 
-Our own lines have no white space, the members in this order, and only the escapes that
-RFC 8259, section 7, requires::
+**A line is a record if it ends in a line feed, and the rest is one JSON object in UTF-8
+with the members of a plant** (whole definition: ``docs/stores.md``). Our own lines have
+no white space, this order of members, and only the escapes that RFC 8259, section 7,
+requires::
 
     {"id":1,"name":"Fern","tag":"shade"}\n
 

@@ -1,4 +1,4 @@
-"""Finding every damage of a plant file, and making another file of what is sound."""
+"""Finding all damage of a plant file, and making a new file of its sound lines."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -24,19 +24,21 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]]
 class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
-    plants: int  # the number of sound ones
-    # A sentence for each damaged line or taken id, and for what is missing at the end.
+    plants: int  # the number of sound lines
+    # A sentence for each damaged line or repeated id, for what is missing at the end,
+    # and for an index that is not that of the file.
     damaged: tuple[str, ...] = ()
     repaired: str = ''  # what was done about them, and what is left to do
 
 
 def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Verified:
-    """Find every damage of a plant file.
+    """Find all damage of a plant file.
 
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
     accepted: the plant file is replaced in one step by another file, with all sound
-    lines. A server that has the old one open refuses plants until it is reloaded. After
-    an error the file is unchanged, or repaired, which a power cut may still undo.
+    lines, which gets a new index. A server that has the old one open refuses plants
+    until it is reloaded. After an error the file is unchanged, or it is repaired, and a
+    power cut may still undo that.
     """
     sentences: list[str] = []
     with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
@@ -77,7 +79,7 @@ def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
     try:
         if moved:
             copies.append(copy_aside(path, fd, moved, 'damaged'))
-        kept = zip(ends[::2], ends[1::2], strict=True)
+        kept = zip(ends[::2], ends[1::2], strict=True)  # what is between the spans
         copies.append(copy_aside(path, fd, kept, 'repaired'))
         # The point of no return: all copies are durable, and so is every line.
         os.rename(copies[-1], path)
@@ -113,7 +115,7 @@ def _find_damage(
         while batch := list(islice(lines, COMPARED)):
             with suppress(IndexDamaged):  # an open will build it again
                 found = present.find([id for id, _ in batch])
-                wrong += sum(
+                wrong += sum(  # the index lacks the id, or has a later line for it
                     offset < present.mark and found.get(id, offset + 1) > offset
                     for id, offset in batch
                 )
