@@ -171,11 +171,10 @@ class StrictRequest(Request):  # type: ignore[misc]
         if not self.is_read:
             self.version, self.request_id = (1, 1), ''
             self.method = self.path = '-'
-        environ = {'wsgi.input': BytesIO(), 'wsgi.errors': sys.stderr}
-        environ['REQUEST_METHOD'] = self.method
-        environ['PATH_INFO'] = unquote(self.path, 'latin-1')
-        for name, value in self.headers:
-            environ[f'HTTP_{name.replace("-", "_")}'] = value
+        path = unquote(self.path, 'latin-1')
+        environ: dict[str, Any] = {'REQUEST_METHOD': self.method, 'PATH_INFO': path}
+        environ |= {'wsgi.input': BytesIO(), 'wsgi.errors': sys.stderr}
+        environ |= {f'HTTP_{name.replace("-", "_")}': v for name, v in self.headers}
         self.put_id(environ)
         return environ
 
@@ -205,11 +204,7 @@ _http_date = lru_cache(maxsize=1)(partial(formatdate, usegmt=True))
 
 
 class Response(wsgi.Response):  # type: ignore[misc]
-    """gunicorn's response; the date is formatted once a second.
-
-    With the switches in ``log.py`` it saves 9 % of the CPU of an add, and ``CONSTANT``
-    with ``LeanRecord`` 4 % more (side by side, 16 connections).
-    """
+    """gunicorn's response: 9 % less CPU an add, with the switches in ``log.py``."""
 
     def process_headers(self, headers: list[tuple[str, str]]) -> None:
         super().process_headers([each for each in headers if each not in CONSTANT])

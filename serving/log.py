@@ -26,34 +26,6 @@ def _format_time(second: int, format: str) -> str:
     return time.strftime(format, time.localtime(second))
 
 
-class LeanRecord(logging.LogRecord):
-    """A record without what our lines do not show (gain: see ``heads.Response``)."""
-
-    pathname = filename = module = funcName = ''
-    lineno, relativeCreated = 0, 0.0
-    thread = threadName = processName = taskName = None
-
-    def __init__(
-        self,
-        name: str,
-        level: int,
-        _path: str,
-        _line: int,
-        msg: object,
-        args: Any,
-        exc_info: Any,
-        _function: str | None = None,
-        sinfo: str | None = None,
-    ) -> None:
-        self.name, self.levelno = name, level
-        self.levelname = logging.getLevelName(level)
-        is_mapping = args and len(args) == 1 and args[0] and isinstance(args[0], dict)
-        self.msg, self.args = msg, args[0] if is_mapping else args
-        self.exc_info, self.exc_text, self.stack_info = exc_info, None, sinfo
-        self.created, self.process = time.time(), os.getpid()
-        self.msecs = self.created % 1 * 1000
-
-
 class TextFormatter(logging.Formatter):
     """A formatter that formats the time once a second."""
 
@@ -137,9 +109,10 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         super().setup(cfg)
         formatter: logging.Formatter | None = None
         is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
-        logging.setLogRecordFactory(LeanRecord if is_ours else logging.LogRecord)
+        # Switches that Python documents for speed: our lines do not show this.
+        logging.logThreads = logging.logMultiprocessing = not is_ours
         if is_ours:
-            logging._srcfile = None  # documented for speed: do not look for the call
+            logging._srcfile = None
             formatter = TextFormatter(self.error_fmt, self.datefmt)
         if is_json_log(os.environ | cfg.env):  # --env is set later
             formatter = JSONFormatter()
