@@ -33,6 +33,7 @@ from typing import Any
 import falcon
 from falcon import Response
 
+import schemas
 from schemas import Invalid, NotJSON, Schema, encode
 from store import Plant, PlantStore, open_store
 from web import errors
@@ -56,10 +57,10 @@ class PlantsApp(falcon.App[PlantsRequest, Response]):
 class PlantsResource:
     """``/plants``; the body of a request has at most ``max_body_bytes``."""
 
-    def __init__(self, store: PlantStore, max_body_bytes: int) -> None:
+    def __init__(self, store: PlantStore, schema: Schema, max_body_bytes: int) -> None:
         self._store = store
+        self._schema = schema
         self._max_body_bytes = max_body_bytes
-        self._schema = Schema('NewPlant')
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
         """Add a plant; respond with the plant without its id."""
@@ -122,12 +123,14 @@ def create_app(
         raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
     if not isinstance(tokens, Tokens):
         tokens = Tokens(tokens)
+    files = schemas.load()  # once: description and rules are of the same moment
+    plants = PlantsResource(store, Schema('NewPlant', files), max_body_bytes)
     public = {
         '/livez': ProbeResource('live'),
         '/readyz': ProbeResource('ready', store.ping),
-        **document_resources(max_body_bytes, metrics=bool(metrics)),
+        **document_resources(files, max_body_bytes, metrics=bool(metrics)),
     }
-    routes: dict[str, object] = {'/plants': PlantsResource(store, max_body_bytes)}
+    routes: dict[str, object] = {'/plants': plants}
     # Requests pass through these in this order, responses in reverse order.
     middleware: list[Any] = [RequestLog()]
     if metrics:

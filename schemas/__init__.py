@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,10 +89,13 @@ _decode = json.JSONDecoder(
 
 
 class Schema:
-    """The schema in ``{name}.json``, built once to check bodies; raises as ``load``."""
+    """The schema in ``{name}.json``, built once to check bodies.
 
-    def __init__(self, name: str) -> None:
-        files = load()
+    ``files`` is what ``load`` has returned. It raises ``ValueError`` as ``load`` does.
+    """
+
+    def __init__(self, name: str, files: dict[str, Any]) -> None:
+        files = deepcopy(files)
         for schema in files.values():
             for part in subschemas(schema):
                 types = part.get('type', [])

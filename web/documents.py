@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,14 @@ class DocumentResource:
     on_head = on_get
 
 
-def document_resources(max_body_bytes: int, *, metrics: bool) -> dict[str, object]:
-    """Return the resources for the description and the files of the page, by path."""
-    description = schemas.encode(_describe(max_body_bytes, metrics))
+def document_resources(
+    files: dict[str, Any], max_body_bytes: int, *, metrics: bool
+) -> dict[str, object]:
+    """Return the resources for the description and the files of the page, by path.
+
+    ``files`` is what ``schemas.load`` has returned.
+    """
+    description = schemas.encode(_describe(files, max_body_bytes, metrics))
     resources: dict[str, object] = {
         '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON, 0)
     }
@@ -75,7 +81,9 @@ def _read_page(name: str) -> bytes:
     return (ours if ours.exists() else Path(swagger_ui_path, name)).read_bytes()
 
 
-def _describe(max_body_bytes: int, metrics: bool) -> dict[str, Any]:
+def _describe(
+    files: dict[str, Any], max_body_bytes: int, metrics: bool
+) -> dict[str, Any]:
     """Return the OpenAPI description of a service: ``openapi.json``, completed.
 
     The URL of the service in it is relative to that of the description (OpenAPI 3.1.0,
@@ -84,7 +92,7 @@ def _describe(max_body_bytes: int, metrics: bool) -> dict[str, Any]:
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
-    description['components']['schemas'] = _components()
+    description['components']['schemas'] = _components(deepcopy(files))
     body = description['paths']['/plants']['post']['requestBody']
     body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
     if not metrics:
@@ -92,13 +100,12 @@ def _describe(max_body_bytes: int, metrics: bool) -> dict[str, Any]:
     return description
 
 
-def _components() -> dict[str, Any]:
+def _components(files: dict[str, Any]) -> dict[str, Any]:
     """Return the schema files as components, with their references to components.
 
     NOTE: an ``$id`` would be a base for references. Without it they mean the same to
     tools that know JSON Schema and to those that know only OpenAPI.
     """
-    files = schemas.load()
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
             if '$ref' not in part:
