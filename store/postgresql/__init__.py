@@ -34,10 +34,9 @@ Batch = Sequence[Entry[Plant]]
 Observe = Callable[[int, float], None]
 
 ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
-# In seconds.
-LOCKED_FOR = 0.5  # a plant that was found locked is refused at once
-ALONE_WITHIN = 1  # the plants of a refused batch are tried, each alone
-PROVEN_FOR = 0.1  # a commit of a ping proves that commits end
+LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
+ALONE_WITHIN = 1  # second to try the plants of a refused batch, each alone
+PROVEN_FOR = 0.1  # seconds for which a commit of a ping proves that commits end
 
 
 class PostgreSQLStore(LazyStore['Database']):
@@ -54,8 +53,7 @@ class PostgreSQLStore(LazyStore['Database']):
         # parameter, and its error message shows that. An @ in a parameter looks alike.
         if re.search('(?si)@.*@|[/?#].*@|%(?![0-9a-f]{2})', url.partition('://')[2]):
             raise ValueError(
-                'percent-encode special characters in the password: % is %25, '
-                '@ is %40, / is %2F, ? is %3F, # is %23'
+                'percent-encode in the password: % as %25, @ %40, / %2F, ? %3F, # %23'
             )
         try:
             ports = conninfo_to_dict(url).get('port', '')
@@ -199,9 +197,8 @@ class Database:
         changes = {'target_session_attrs': 'any'} if to_read else {}
         connection = Connection.connect(**self._parameters | changes)
         try:
-            encoding = connection.info.parameter_status('server_encoding')
-            if encoding != 'UTF8':
-                reason = f'the database is encoded in {encoding}'
+            if (name := connection.info.parameter_status('server_encoding')) != 'UTF8':
+                reason = f'the database is encoded in {name}'
                 raise StoreUnavailable(reason, store=self._shown)
             connection.configure(to_read=to_read)
             if not to_read:

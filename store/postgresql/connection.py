@@ -43,8 +43,8 @@ SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[])
 ON CONFLICT (id) DO NOTHING RETURNING id::bigint"""
 INSERT_LITERALS = re.sub(r'\$\d', '%s', INSERT)
 READ = 'SELECT id::bigint, name::text, tag::text FROM plants'
-READ_AT_ONCE = 1000  # plants
-READ_FROM = f'{READ} WHERE id >= %s ORDER BY id LIMIT {READ_AT_ONCE}'
+PAGE = 1000  # plants
+READ_FROM = f'{READ} WHERE id >= %s ORDER BY id LIMIT {PAGE}'
 # One row each, since a distributed engine can lock no more with one statement.
 LOCK = f'{READ} WHERE id = %s FOR UPDATE'
 # Leaves out settings that the server lacks (NULL). Only remote_apply is safer than on.
@@ -119,8 +119,7 @@ def explained(store: str) -> Iterator[None]:
         reason = REASONS.get(code, reason)
         if not code.startswith(NOT_OF_ONE_PLANT):
             raise Refused(reason, store=store, detail=detail) from ex
-        in_words = (WORDS[it] for it in WORDS if re.search(it, detail))
-        reason = next(in_words, reason)
+        reason = next((WORDS[it] for it in WORDS if re.search(it, detail)), reason)
         raise StoreUnavailable(reason, store=store, detail=detail) from ex
 
 
@@ -143,8 +142,7 @@ class Connection(psycopg.Connection[Any]):
     def start_use(self) -> None:
         """Set a new deadline, and forget what happened in an earlier use."""
         self._deadline = time.monotonic() + ANSWER_WITHIN
-        self.timed_out = False
-        self._warning = None
+        self.timed_out, self._warning = False, None
 
     # psycopg passes more arguments only for notifies(), which is not used.
     def wait(self, gen: Generator[Any, Any, Result], *_: Any, **__: Any) -> Result:
@@ -153,8 +151,8 @@ class Connection(psycopg.Connection[Any]):
             result = super().wait(gen, timeout=min(ANSWER_WITHIN, left))
         except errors._WaitTimeout as ex:
             if self.timed_out:
-                is_served = self.prepare_threshold is not None  # by its own session
-                silence = 'no answer' if is_served else UNSERVED
+                # Only a session of its own prepares statements: not that of a pooler.
+                silence = UNSERVED if self.prepare_threshold is None else 'no answer'
                 raise psycopg.OperationalError(silence) from ex
             # The answer to a cancellation says what the statement has waited for.
             # Not cancelled, the session would go on waiting for no client.
@@ -217,8 +215,7 @@ class Connection(psycopg.Connection[Any]):
 
     def read_plants(self) -> Iterator[Plant]:
         if not self._settings:
-            cursor = self.cursor(row_factory=args_row(Plant))
-            yield from cursor.stream(READ, size=READ_AT_ONCE)
+            yield from self.cursor(row_factory=args_row(Plant)).stream(READ, size=PAGE)
             return
         # Pages take five times as long, but a slow reader keeps no session of the pool.
         first = ID_MIN
@@ -230,8 +227,7 @@ class Connection(psycopg.Connection[Any]):
         """Insert plants whose id is free, and commit; return their ids."""
         ids, names, tags = zip(*plants, strict=True)
         # psycopg's own arrays take twice the time, and JSON a seventh more.
-        numbers = '{' + ','.join(map(str, ids)) + '}'
-        arrays = [numbers, texts_array(names), texts_array(tags)]
+        arrays = [texts_array(each) for each in (map(str, ids), names, tags)]
         if self._settings:
             rows = self.transact(INSERT_LITERALS, *arrays)
         else:

@@ -115,16 +115,14 @@ class Pool:
                 self._full_until = time.monotonic() + FULL_FOR
             return idle
 
-    def _take_idle(self, within: float) -> Connection | None:
-        """Return an idle connection; wait for one only while callers are active."""
+    def _take_idle(self, wait: float) -> Connection | None:
+        """Return an idle one; wait for it (seconds) only while callers are active."""
         with self._changed:
-            if within:
+            if wait:
                 self._active -= 1  # who waits gives nothing back
                 self._changed.notify_all()
                 try:
-                    self._changed.wait_for(
-                        lambda: self._idle or not self._active, within
-                    )
+                    self._changed.wait_for(lambda: self._idle or not self._active, wait)
                 finally:
                     self._active += 1
             return self._idle.pop() if self._idle else None

@@ -65,5 +65,5 @@ def test_at_in_a_parameter_is_escaped(scheme):
     url = f'{scheme}://gardener:%40secret@host/plants?application_name=me'
     with open_store(url + '%40here'):
         pass
-    with pytest.raises(ValueError, match=r'% is %25, @ is %40, / is %2F, \? is %3F'):
+    with pytest.raises(ValueError, match=r'% as %25, @ %40, / %2F, \? %3F, # %23'):
         open_store(url + '@here')
