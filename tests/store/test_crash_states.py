@@ -27,12 +27,12 @@ from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, index, table
 from store.jsonl.repair import verify
 
-# How many states of each scenario are tried, or "all".
-STATES = os.environ.get('CRASH_STATES', '100')
+# How many states of most scenarios are tried, or "all".
+STATES = os.environ.get('CRASH_STATES', '40')
 LIMIT = None if STATES == 'all' else int(STATES)
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
 # How many crashes of each scenario are followed by a second crash.
-FIRST_CRASHES = 5 if LIMIT else 50
+FIRST_CRASHES = 4 if LIMIT else 50
 MIXTURES = 3  # random states of the index for each state of the plant file
 BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
@@ -295,7 +295,10 @@ def directory():
 @pytest.fixture(scope='module', params=SCENARIOS, ids=lambda one: one.__name__)
 def recorder(request, directory):
     """The recorder of a scenario, for all tests of its states."""
-    return record(directory, request.param)
+    recorder = record(directory, request.param)
+    # Only 2 of 100 states of these show that a cut or a rollback is not synced.
+    recorder.factor = 3 if request.param in (lost_block, full_disk) else 1
+    return recorder
 
 
 def record(directory, scenario):
@@ -415,7 +418,7 @@ def first_fault(recorder, block, chance, limit):
 def test_acknowledged_plants_survive_a_crash(recorder, block):
     """After a crash at any moment of a scenario no acknowledged plant is lost."""
     chance = Random(f'{SEED} {block}')
-    _, text = first_fault(recorder, block, chance, LIMIT)
+    _, text = first_fault(recorder, block, chance, LIMIT and LIMIT * recorder.factor)
     assert not text, f'{text}\nwith CRASH_SEED={SEED} CRASH_STATES={STATES}'
 
 
@@ -436,7 +439,7 @@ def test_acknowledged_plants_survive_a_second_crash(directory, recorder, block):
             repair_damage(again)
             with JSONLinesStore(again.path) as store:
                 again.add(store, Plant(99, 'Elm'))
-        _, text = first_fault(again, block, chance, LIMIT and LIMIT // 10)
+        _, text = first_fault(again, block, chance, LIMIT and LIMIT // 8)
         again = f'{state}\nwas opened. {text}'
         assert not text, f'{again}\nwith CRASH_SEED={SEED} CRASH_STATES={STATES}'
 
