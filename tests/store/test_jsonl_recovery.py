@@ -96,7 +96,7 @@ class TestCut:
                 assert 'a copy is in plants.jsonl.torn-1' in warned
             assert take_side_files(path) == [torn] * bool(torn)
 
-    @pytest.mark.parametrize('place', range(len(lines(PLANTS[4])) - 1))
+    @pytest.mark.parametrize('place', range(0, len(lines(PLANTS[4])) - 1, 3))
     def test_damaged_last_line_is_no_torn_tail(self, path, place):
         """A damaged last line is no torn tail if it was synced."""
         fill(path, *PLANTS[:3], PLANTS[4])
