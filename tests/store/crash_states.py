@@ -18,10 +18,12 @@ So a state is one *choice* for each *question*: each block, each size, the mtime
 file, each change to the directory, and the table. Choice 0 is what the processes saw.
 """
 
+import functools
 import itertools
 import math
 import os
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -381,8 +383,6 @@ class State(NamedTuple):
             with open(path, 'wb') as file:
                 file.write(content)
             os.utime(path, ns=(mtime, mtime))
-            if name == recorder.index.name:
-                _begin_wal(Path(path))
 
     def smallest(self, fails: Callable[[Self], object]) -> Self:
         """Return a failing state with as few choices as this failure needs."""
@@ -480,7 +480,8 @@ class Crash:
                 files[name] = self.recorder.files[number].link, content[:size], mtime
         table = self._tables[choices.get(('table',), 0)]
         if table is not None:
-            files[self.recorder.index.name] = None, table, 0
+            for suffix, content in _in_use(table).items():
+                files[f'{self.recorder.index.name}{suffix}'] = None, content, 0
         return State(self, choices, files)
 
     def all_states(self, chance: Random, mixtures: int) -> Iterator[State]:
@@ -546,14 +547,25 @@ def _versions(contents: list[bytes], offset: int, block: int) -> list[bytes]:
     return list(dict.fromkeys(content.ljust(block, b'\0') for content in blocks))
 
 
-def _begin_wal(table: Path) -> None:
-    """Leave a WAL with one commit beside a table that was in use, as a crash does."""
-    uri = table.as_uri()
-    with closing(_connect(f'{uri}?mode=ro', uri=True)) as last:
-        if last.execute('SELECT mtime FROM state').fetchone() != (None,):
-            return
-        with closing(_connect(f'{uri}?mode=rw', uri=True)) as connection:
-            connection.execute('PRAGMA journal_mode = WAL')
-            [number] = connection.execute('PRAGMA user_version').fetchone()
-            connection.execute(f'PRAGMA user_version = {number + 1}')
-            last.execute('SELECT mtime FROM state').fetchone()  # it keeps the WAL
+@functools.cache
+def _in_use(table: bytes) -> dict[str, bytes]:
+    """Return the files of a table; of one that was in use, as a crash leaves them.
+
+    Then there is a WAL with one commit.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, INDEX)
+        path.write_bytes(table)
+        uri = path.as_uri()
+        with closing(_connect(f'{uri}?mode=ro', uri=True)) as last:
+            if last.execute('SELECT mtime FROM state').fetchone() != (None,):
+                return {'': table}
+            with closing(_connect(f'{uri}?mode=rw', uri=True)) as connection:
+                connection.execute('PRAGMA journal_mode = WAL')
+                [number] = connection.execute('PRAGMA user_version').fetchone()
+                connection.execute(f'PRAGMA user_version = {number + 1}')
+                last.execute('SELECT mtime FROM state').fetchone()  # it keeps the WAL
+        return {
+            file.name.removeprefix(INDEX): file.read_bytes()
+            for file in Path(directory).iterdir()
+        }

@@ -411,9 +411,10 @@ def assert_stored(store, plants, free=()):
     """Check that a store has these plants, and that other ids are free."""
     store.ping()  # which may cut a torn tail off
     before = store.path.read_bytes()
-    assert store.add_many(plants) == [False] * len(plants)
-    others = store.add_many([plant._replace(name='Another') for plant in plants])
-    assert all(isinstance(other, IdTaken) for other in others)
+    others = [plant._replace(name='Another') for plant in plants]
+    outcomes = store.add_many([*plants, *others])  # each id is looked up once
+    assert outcomes[: len(plants)] == [False] * len(plants)
+    assert all(isinstance(other, IdTaken) for other in outcomes[len(plants) :])
     assert store.path.read_bytes() == before
     added = [Plant(id, 'Free') for id in free]
     assert store.add_many(added) == [True] * len(added)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from disk import Disk, Fault, failing, files, fill, installed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import REPOSITORY, command
 
@@ -216,6 +216,7 @@ def test_check_of_many_repeats_reads_little(path, monkeypatch):
 
 
 class TestRepair:
+    @settings(max_examples=30)
     @given(
         lines=st.lists(st.sampled_from(LINES), max_size=12),
         torn=st.sampled_from([b'', b'{"id":', b'\0' * 5]),
