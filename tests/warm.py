@@ -4,14 +4,26 @@ These imports take two thirds of the CPU of a start, and the tests start hundred
 servers. After the fork gunicorn is removed again, and imported as in a new process;
 its libraries stay. The service is never imported before the fork. The commands that
 people type are started as they are: see ``tests/serving/test_start.py``.
+
+A server that was started so also checks its reloads in a fork of itself, and makes the
+new master of an upgrade so.
 """
 
+import atexit
+import importlib
 import multiprocessing
 import os
+import re
 import runpy
+import signal
 import subprocess
 import sys
+import traceback
+from contextlib import suppress
 
+# What a new program imports again: gunicorn, and what a reload does.
+OURS = re.compile(r'(gunicorn|app|schemas|serving|store|web|__config__)(\.|$)')
+FILES = range(3, 256)  # without stdin, stdout and stderr
 FORKSERVER = multiprocessing.get_context('forkserver')
 # In the order in which gunicorn and our configuration import them.
 FORKSERVER.set_forkserver_preload(
@@ -49,23 +61,74 @@ class WarmProcess:
             os.kill(self.pid, number)
 
 
+class WarmPopen(subprocess.Popen):
+    """``Popen``, but ``gunicorn --check-config`` is a fork."""
+
+    def __init__(self, command, **options):
+        def check():
+            before()
+            for number in FILES:
+                with suppress(OSError):
+                    os.set_inheritable(number, False)
+            _execute(None, command, options['env'])
+
+        if '--check-config' in command:
+            before, options['preexec_fn'] = options['preexec_fn'], check
+        super().__init__(command, **options)
+
+
+def _execute(_, command, environment):
+    """Do what ``os.execvpe`` does, if the program is gunicorn again."""
+    # Not closed: objects of before, which are still there, close their numbers.
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in FILES:
+        with suppress(OSError):
+            if not os.get_inheritable(number):
+                os.dup2(null, number, inheritable=False)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    atexit._clear()
+    code = 0
+    try:
+        _become(command, environment)
+    except SystemExit as ex:
+        code = ex.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code or 0)
+
+
 def _serve(command, directory, environment, log):
     """Become the server."""
     os.setsid()
     with open(log, 'ab') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.chdir(directory)
+    subprocess.Popen, os.execvpe = WarmPopen, _execute
+    _become(command, environment)
+
+
+def _become(command, environment):
+    """Do what the interpreter does with ``python -m gunicorn``."""
     # gunicorn reads the environment when it is imported, so it is imported again. What
     # it has imported itself stays.
     for name in list(sys.modules):
-        if name.partition('.')[0] == 'gunicorn':
+        if OURS.match(name):
             del sys.modules[name]
-    os.chdir(directory)
+    importlib.invalidate_caches()
     os.environ.clear()
     os.environ.update(environment)
     sys.orig_argv[:] = command
     sys.argv[:] = command[2:]
     # Without the directories of the tests.
     libraries = (f'{sys.base_prefix}/lib', sys.prefix)
-    sys.path[:] = [str(directory), *(p for p in sys.path if p.startswith(libraries))]
+    sys.path[:] = [os.getcwd(), *(p for p in sys.path if p.startswith(libraries))]
     runpy.run_module('gunicorn', run_name='__main__', alter_sys=True)
