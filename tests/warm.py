@@ -18,12 +18,10 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from contextlib import suppress
 
 # What a new program imports again: gunicorn, and what a reload does.
 OURS = re.compile(r'(gunicorn|app|schemas|serving|store|web|__config__)(\.|$)')
-FILES = range(3, 256)  # without stdin, stdout and stderr
 FORKSERVER = multiprocessing.get_context('forkserver')
 # In the order in which gunicorn and our configuration import them.
 FORKSERVER.set_forkserver_preload(
@@ -67,42 +65,29 @@ class WarmPopen(subprocess.Popen):
     def __init__(self, command, **options):
         def check():
             before()
-            for number in FILES:
-                with suppress(OSError):
-                    os.set_inheritable(number, False)
-            _execute(None, command, options['env'])
+            _execute(None, command, options['env'], keeps=lambda number: False)
 
         if '--check-config' in command:
             before, options['preexec_fn'] = options['preexec_fn'], check
         super().__init__(command, **options)
 
 
-def _execute(_, command, environment):
+def _execute(_, command, environment, keeps=os.get_inheritable):
     """Do what ``os.execvpe`` does, if the program is gunicorn again."""
-    # Not closed: objects of before, which are still there, close their numbers.
     null = os.open(os.devnull, os.O_RDWR)
-    for number in FILES:
+    for number in range(3, 256):
         with suppress(OSError):
-            if not os.get_inheritable(number):
+            if not keeps(number):
+                # Not closed: an object of before, which is still there, will close it.
                 os.dup2(null, number, inheritable=False)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     atexit._clear()
-    code = 0
-    try:
-        _become(command, environment)
-    except SystemExit as ex:
-        code = ex.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    process = multiprocessing.Process(target=_become, args=(command, environment))
+    code = process._bootstrap()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code or 0)
+    os._exit(code)
 
 
 def _serve(command, directory, environment, log):
