@@ -277,7 +277,7 @@ def test_unfinished_head_uses_little_memory(tmp_path):
     with Server(tmp_path, **unmeasured) as server, ExitStack() as opened:
         assert_quick(server, rounds=3)  # the first requests load code
         before = server.memory()
-        for size in (28_000, 300_000):
+        for size in (28_000, 400_000):
             for _ in range(150):
                 client = opened.enter_context(server.connect())
                 client.send(f'GET / HTTP/1.1\r\n{fields}'.encode()[:size])
