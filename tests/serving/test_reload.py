@@ -13,7 +13,6 @@ from types import FunctionType, SimpleNamespace
 from exchange import assert_error, child_pids, edit, fern, locked
 from server import (
     GUNICORN,
-    SCRIPTS,
     Server,
     configured,
     is_alive,
@@ -47,8 +46,7 @@ def test_reload_uses_all_new_files(checkout):
     variable = "raw_env = ['PLANTS_MAX_BODY=10']"
     settings = checkout / 'gunicorn.conf.py'
     settings.write_text(f'{settings.read_text()}\n{variable}\n')
-    # As people type it: so its checks are processes of their own, see ``warm.py``.
-    with Server(checkout, command=[SCRIPTS / 'gunicorn']) as server:
+    with Server(checkout, command=IN_PLACE) as server:
         assert_error(server.ask(request(body=fern())), 40003)
         edit(settings, variable, '')
         edit(checkout / 'app.py', "Resource('live')", "Resource('still alive')")
