@@ -250,6 +250,7 @@ class Server:
 
     def start(self):
         """Start the server without waiting for it."""
+        self._port = None
         with self._log_path.open('wb') as log:
             if self._is_warm:
                 self._process = WarmProcess(
@@ -318,16 +319,20 @@ class Server:
     @property
     def log(self):
         """The server's stdout and stderr."""
-        return self._log_path.read_text('utf-8', 'replace')
+        return self._log_path.read_bytes().decode('utf-8', 'replace')
 
     @property
     def port(self):
-        found = re.search(r'(?:Listening at:|Serving on) https?://\S+?:(\d+)', self.log)
-        return found and int(found[1])
+        address = r'(?:Listening at:|Serving on) https?://\S+?:(\d+)'
+        if not self._port and (found := re.search(address, self.log)):
+            self._port = int(found[1])
+        return self._port
 
     def worker_pids(self):
         """Return the process ids of the workers that are alive."""
-        pids = map(int, re.findall(r'Booting worker with pid: (\d+)', self.log))
+        # Not by a regular expression: tests ask often, and the log may have megabytes.
+        _, *ends = self._log_path.read_bytes().split(b'Booting worker with pid: ')
+        pids = {int(re.match(rb'\d+', end)[0]) for end in ends}
         return {pid for pid in pids if is_alive(pid)}
 
     def memory(self):
@@ -339,9 +344,10 @@ class Server:
 
     def worker_of(self, answer):
         """Return the process id of the worker that sent an answer, from the log."""
-        id = re.escape(answer.headers['x-request-id'])
-        line = rf'(?:\[|"pid": )(\d+)(?:\] \[INFO\] |.*"request_id": "){id}[ "]'
-        return int(wait_until(lambda: re.search(line, self.log), 'it is logged')[1])
+        id = answer.headers['x-request-id']
+        wait_until(lambda: id in self.log, 'it is logged')
+        line = self.log.partition(id)[0].rpartition('\n')[2]
+        return int(re.search(r'(?:\[|"pid": )(\d+)[],]', line)[1])
 
     def connect(self, timeout=PATIENCE):
         return RawClient(self.port, timeout)

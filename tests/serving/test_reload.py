@@ -1,24 +1,27 @@
 """Reloads: they happen whole or not at all, and the master never blocks."""
 
 import fcntl
+import importlib
 import os
 import re
 import signal
-import sys
+import weakref
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 
 from exchange import assert_error, child_pids, edit, fern, locked
 from server import (
     GUNICORN,
-    REPOSITORY,
     Server,
     configured,
-    finished,
     is_alive,
     request,
     wait_until,
 )
+
+from serving import master
+from store.testing.waiting import in_child
 
 IN_PLACE = GUNICORN[:3]  # with the configuration and the code of its directory
 
@@ -247,7 +250,7 @@ def test_many_signals_at_once_are_few_reloads(tmp_path):
 
 
 def test_reloads_leave_nothing(tmp_path):
-    """After three reloads the master has the files open that it had after two."""
+    """After two reloads the master has the files open that it had after one."""
 
     def open_files():
         """Return the files of the master, once it has those of one worker."""
@@ -260,68 +263,52 @@ def test_reloads_leave_nothing(tmp_path):
 
     with Server(tmp_path, PLANTS_METRICS='1') as server:
         counts = []
-        for _ in range(3):
+        for _ in range(2):
             server.reload()
             assert server.ask(request('GET', '/metrics')).status == 200
             counts.append(wait_until(open_files, 'the old worker is reaped'))
-        assert counts[1] == counts[2]
+        assert counts[0] == counts[1]
 
-
-GENERATIONS = """
-import weakref
-from serving import master
 
 def load():
+    """Load the service anew; return weak references to its classes and functions."""
     master._forget_modules()
-    import app, schemas
-    from serving import lifecycle
-    from store import open_store
-    from store.jsonl import file
-    from web import documents, errors, tokens
-    app.create_app(open_store('jsonl:none', create='never'), tokens='a' * 20)
-    modules = app, documents, errors, file, lifecycle, schemas, tokens
-    kinds = type, type(load)
+    names = 'app', 'schemas', 'serving.lifecycle', 'store.jsonl.file'
+    names += 'web.documents', 'web.errors', 'web.tokens'
+    modules = [importlib.import_module(name) for name in names]
+    opened = importlib.import_module('store').open_store('jsonl:none', create='never')
+    modules[0].create_app(opened, tokens='a' * 20)
     return [
         weakref.ref(value)
         for module in modules
         for value in vars(module).values()
-        if isinstance(value, kinds) and value.__module__ == module.__name__
+        if isinstance(value, (type, FunctionType))
+        and value.__module__ == module.__name__
     ]
 
-first, second = load(), load()
-master._free_modules()
-assert len(first) == len(second) > 40
-print([ref() for ref in first if ref() is not None])
-"""
 
-
-def test_reload_frees_the_old_code(tmp_path):
+def test_reload_frees_the_old_code():
     """The old code is freed, so that a master does not grow with reloads."""
-    environment = {
-        name: text for name, text in os.environ.items() if 'COVERAGE' not in name
-    }
-    environment['PYTHONPATH'] = str(REPOSITORY)
-    command = [sys.executable, '-c', GENERATIONS]
-    done = finished(command, cwd=tmp_path, env=environment)
-    assert (done.stdout, done.stderr) == ('[]\n', '')
+
+    def reload_twice():
+        first, second = load(), load()
+        master._free_modules()
+        assert len(first) == len(second) > 40
+        assert not [ref() for ref in first if ref() is not None]
+
+    in_child(reload_twice)
 
 
-COUNTED = """
-from serving import master
-from serving.worker import connection_counts as before
-master._forget_modules()
-from serving import lifecycle, worker
-
-assert worker.connection_counts is before
-before[7] = 3
-old = type('OldWorker', (), {'age': 7})()
-lifecycle.child_exit(None, old)
-assert before[7] == 0
-"""
-
-
-def test_reload_goes_on_with_the_counts_of_connections(tmp_path):
+def test_reload_goes_on_with_the_counts_of_connections():
     """An old worker that dies in a reload is counted no more, also if that fails."""
-    environment = os.environ | {'PYTHONPATH': str(REPOSITORY)}
-    command = [sys.executable, '-c', COUNTED]
-    assert finished(command, cwd=tmp_path, env=environment).returncode == 0
+
+    def reload_and_end():
+        before = importlib.import_module('serving.worker').connection_counts
+        master._forget_modules()
+        assert importlib.import_module('serving.worker').connection_counts is before
+        before[7] = 3
+        old = SimpleNamespace(age=7)
+        importlib.import_module('serving.lifecycle').child_exit(None, old)
+        assert before[7] == 0
+
+    in_child(reload_and_end)
