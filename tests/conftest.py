@@ -1,5 +1,6 @@
 """Fixtures of all tests: application, command line, plant file, PostgreSQL."""
 
+import gc
 import json
 import logging
 import os
@@ -40,6 +41,11 @@ if (
     and shutil.disk_usage(MEMORY_DIRECTORY).free > 2 * 2**30
 ):
     os.environ['TMPDIR'] = tempfile.tempdir = MEMORY_DIRECTORY
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector all collected tests: an eighth of the CPU."""
+    gc.freeze()
 
 
 class Client(TestApp):
