@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from contextlib import suppress
 from urllib.error import URLError
 from urllib.parse import quote
@@ -106,9 +107,12 @@ class Prometheus:
 
         def answer():
             assert self._process.poll() is None, (self._directory / 'log').read_text()
+            found = []
             with suppress(URLError), urlopen(url) as response:
                 found = json.load(response)['data']['result']
-                return [series['metric'] for series in found]
+            if not found:
+                time.sleep(0.05)  # Prometheus answers at once that there is nothing yet
+            return [series['metric'] for series in found]
 
         return wait_until(answer, query)
 
