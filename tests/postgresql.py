@@ -280,9 +280,10 @@ class PgBouncer:
         self._server.terminate_sessions()  # that the pooler keeps for other roles
         settings['search_path'] = self._server.new_url().rpartition('%3D')[2]
         role = f'pooled_{settings["search_path"].rpartition("_")[2]}'
-        self._server.execute(f'CREATE ROLE {role} SUPERUSER LOGIN')
+        statements = f'CREATE ROLE {role} SUPERUSER LOGIN'
         for setting, value in settings.items():
-            self._server.execute(f"ALTER ROLE {role} SET {setting} = '{value}'")
+            statements += f"; ALTER ROLE {role} SET {setting} = '{value}'"
+        self._server.execute(statements)
         pooled = f'postgresql://{role}@127.0.0.1:{self._port}/postgres'
         wait_until(lambda: accepts_connections(pooled))
         return pooled

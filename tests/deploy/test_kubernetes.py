@@ -3,6 +3,7 @@
 import re
 import signal
 import subprocess
+import time
 
 import kubernetes_validate
 import pytest
@@ -86,6 +87,7 @@ def test_pod_serves_and_stops(name, checkout, url):
             assert server.ask(request('GET', path, authorization=None)).status == 200
 
         def status(token):
+            time.sleep(0.02)  # it is asked again and again
             data = request(body=fern(), authorization=f'Bearer {token}')
             return server.ask(data).status
 

@@ -142,11 +142,14 @@ def test_service_answers_as_described(tmp_path):
             *(sys.executable, '-m', 'schemathesis.cli', 'run'),
             *('--header', f'Authorization: Bearer {TOKEN}'),
             *('--max-examples', '10', '--seed', '1', '--no-color'),
+            *('--generation-database', 'none'),
             f'http://127.0.0.1:{server.port}/openapi.json',
         ]
         hooks = {
             'SCHEMATHESIS_HOOKS': 'schemathesis_hooks',
             'PYTHONPATH': str(REPOSITORY / 'tests/http'),
+            # That of pytest: a new one costs 3 s, for a table of all characters.
+            'HYPOTHESIS_STORAGE_DIRECTORY': str(REPOSITORY / '.hypothesis'),
         }
         environment = os.environ | hooks
         result = finished(command, cwd=tmp_path, env=environment, timeout=2 * PATIENCE)

@@ -44,7 +44,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
         with Server(tmp_path, *limits, workers=2, PLANTS_STORE=url) as server:
             added = []
             with Crowd(server, added, itertools.count(1), fault) as crowd:
-                wait_until(lambda: len(added) > 160, 'all add')
+                wait_until(lambda: len(added) > 40, 'all add')
                 if fault == 'silent':
                     proxy.stop()
                 primary.kill()

@@ -20,7 +20,8 @@ from test_store_postgresql import TestPostgreSQLStore as DirectContract
 
 from store import Plant, StoreUnavailable, open_store
 from store.postgresql import connection
-from store.testing.waiting import in_threads
+from store.testing.plants import samples
+from store.testing.waiting import in_child, in_threads
 
 FERN = Plant(1, 'Fern')
 FULL = 'the connection pool of the database is full, or does not reach the database'
@@ -55,12 +56,24 @@ def narrow(server):
         yield pooler
 
 
+def few_samples():
+    """Return one plant with a large text: the pooler only passes them on."""
+    small = [p for p in samples() if len(p.name) + len(p.tag or '') < 2**15]
+    return [*small, Plant(9000, '"\U0001f331' * 2**19)]
+
+
 class TestPgBouncer(DirectContract):
     @pytest.fixture
-    def store(self, narrow, server):
+    def store(self, narrow, server, monkeypatch):
         self.server = server
+        monkeypatch.setattr('store.testing.samples', few_samples)
         with open_store(narrow.new_url(**WRONG)) as opened:
             yield opened
+
+    # Threads are in test_settings_belong_to_the_transaction.
+    @pytest.mark.parametrize('run', [in_child])
+    def test_adds_at_once(self, store, run):  # noqa: F811
+        super().test_adds_at_once(store, run)
 
 
 WITNESS = """

@@ -339,7 +339,7 @@ def test_locked_row_delays_no_other_add(server, url, store, stored):
         with Load(store) as load:
 
             def repeat():
-                while len(load.stored) < 500:
+                while len(load.stored) < 100:
                     with refused(LOCKED):
                         store.add(FERN)
                     time.sleep(0.01)
