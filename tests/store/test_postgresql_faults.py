@@ -19,7 +19,7 @@ from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
-MANY = [Plant(id, 'Fern' * 100) for id in range(20_000)]
+MANY = [Plant(id, 'Fern' * 100) for id in range(5_000)]
 # Seconds of the longest add: a lost response, its cancellation, then the connection of
 # a caller that waited behind it; and 2 s for a busy machine.
 LONGEST = 2 + sum(
