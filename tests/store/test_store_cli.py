@@ -5,7 +5,6 @@ import fcntl
 import gzip
 import os
 import threading
-from contextlib import suppress
 
 import pytest
 from disk import Disk, Fault, failing, files, fill, installed
@@ -314,28 +313,6 @@ class TestRepair:
             file.write(MOSS[10:])
         checking.join(PATIENCE)
         assert found == [Verified(2)]
-
-    def test_repair_leaves_a_file_replaced_meanwhile(self, path):
-        """A file that was replaced while the repair waited for the lock stays."""
-        path.write_bytes(FERN + b'?\n' + MOSS)
-
-        def repair():
-            with suppress(StoreUnavailable):
-                verify(path, repair=True)
-
-        waiting = threading.Thread(target=repair, daemon=True)
-        with path.open('rb') as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            waiting.start()
-            waiting.join(0.1)
-            assert waiting.is_alive()
-            # As after another repair, and an add of a server.
-            new = path.with_name('new')
-            new.write_bytes(FERN + MOSS + IVY)
-            new.rename(path)
-        waiting.join(PATIENCE)
-        assert not waiting.is_alive()
-        assert path.read_bytes() == FERN + MOSS + IVY
 
     @pytest.mark.parametrize('call', ['pwrite', 'fsync', 'rename'])
     def test_failed_repair_loses_nothing(self, path, run, call):
