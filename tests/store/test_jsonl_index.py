@@ -27,7 +27,7 @@ from disk import (
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
-from store.jsonl.repair import verify
+from store.jsonl.repair import Verified, verify
 from store.scheduler import THREADS
 from store.testing.waiting import in_child, in_threads, wait_until
 
@@ -305,12 +305,12 @@ class TestBuilt:
 
     @pytest.mark.usefixtures('frequent')
     def test_check_beside_a_flush(self, path, monkeypatch):
-        """A check does not call a file too short that grows beside it."""
+        """No check, no list calls a file too short that grows beside it."""
         whole_size = recovery.whole_size
 
         def add_and_flush(*arguments):
             size = whole_size(*arguments)
-            store.add(Plant(2, 'Fern'))
+            store.add(Plant(size, 'Fern'))
             wait_for_flush(path)
             return size
 
@@ -320,6 +320,8 @@ class TestBuilt:
             append(path, lines(*ferns(5)))
             monkeypatch.setattr(recovery, 'whole_size', add_and_flush)
             JSONLinesStore(path).check_opening()
+            assert verify(path) == Verified(7)
+            assert len(list(store)) == 8
 
     def test_open_that_fails_leaves_nothing_open(self, path, monkeypatch):
         """While the plant file cannot be read, no try keeps a connection."""

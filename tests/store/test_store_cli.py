@@ -15,7 +15,7 @@ from server import REPOSITORY, command
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
-from store.jsonl import record, recovery
+from store.jsonl import record
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import PATIENCE
 
@@ -165,23 +165,6 @@ def test_file_of_something_else_is_refused(path, run, content, had_plants):
             with pytest.raises(StoreUnavailable, match=reason):
                 use()
     assert files(path) == before
-
-
-def test_plant_added_while_a_check_begins(path, monkeypatch):
-    """A plant that is added and synced while a check begins is not missing."""
-    whole_size = recovery.whole_size
-
-    def size_before_an_add(*arguments):
-        size = whole_size(*arguments)
-        store.add(Plant(size, 'Fern'))
-        return size
-
-    monkeypatch.setattr(recovery, 'whole_size', size_before_an_add)
-    with open_store(url(path)) as store:
-        store.add(Plant(1, 'Fern'))
-        assert verify(path) == Verified(1)
-        store.check_opening()
-        assert len(list(store)) == 3
 
 
 # Sound records, a repeat, rivals with the same id, and lines that are no records.
