@@ -229,20 +229,27 @@ class TestBuilt:
             assert_stored(store, ferns(300), free=[1])
         assert not rebuilt()
 
-    @pytest.mark.parametrize('first', [0, 30, 250])
-    def test_build_refuses_two_plants_with_one_id(self, path, monkeypatch, first):
-        """A build accepts a repeated line, and refuses another plant with its id."""
+    @pytest.mark.parametrize('first', [0, 30, 250, 299])
+    def test_two_plants_with_one_id_are_refused(self, path, monkeypatch, first):
+        """A repeated line is accepted; another plant with its id is damage to all."""
         monkeypatch.setattr(recovery, 'LEARNED', 5000)  # bytes of about 100 lines
         plants = ferns(300)
-        text = lines(*plants, plants[first])
-        path.write_bytes(text)
-        with JSONLinesStore(path) as store:
-            assert_stored(store, plants)
-        append(path, lines(plants[first]._replace(tag='another')))
-        removed(path, None)
-        with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt) as caught:
-            store.ping()
-        assert (caught.value.line, caught.value.offset) == (302, len(text))
+        path.write_bytes(lines(*plants[:-1], plants[first % 299]))
+        with JSONLinesStore(path) as running, JSONLinesStore(path) as not_open:
+            assert_stored(running, plants[:-1])
+            append(path, lines(plants[-1]))
+            text = path.read_bytes()
+            append(path, lines(plants[first]._replace(tag='another')))
+            for store in running, not_open, JSONLinesStore(path):
+                with pytest.raises(
+                    StoreCorrupt, match='of a different plant'
+                ) as caught:
+                    store.ping()
+                found = caught.value
+                assert (found.path, found.line) == (str(path), 302)
+                assert found.offset == len(text)
+                if store is not_open:
+                    removed(path, None)  # the next one builds it
 
     @pytest.mark.parametrize('more', [[], [Plant(7, 'Moss')]])
     def test_edited_file_is_indexed_again(self, path, more):
