@@ -351,15 +351,6 @@ class TestBuilt:
         verify(path)
         assert index_of(path, '-new').exists()
 
-    def test_cut_of_a_torn_tail_keeps_the_index(self, path, caplog):
-        """After a torn tail was cut off while in use, the index is still used."""
-        with JSONLinesStore(path) as store:
-            store.add_many(ferns(9))
-            append(path, b'{"id":3,')
-            assert_stored(store, ferns(9), free=[3])
-        assert 'unfinished write' in caplog.text
-        assert 'opened again' not in caplog.text
-
 
 class TestFlush:
     @pytest.mark.usefixtures('frequent')
