@@ -262,22 +262,9 @@ def repaired(disk, opened):
         disk.add(store, MOSS)
 
 
-SCENARIOS = [
-    first_add,
-    batches,
-    large_batch,
-    killed_process,
-    killed_last_process,
-    killed_before_a_close,
-    random_kills,
-    torn_tail,
-    lost_block,
-    full_disk,
-    torn_tail_while_open,
-    index_built,
-    flushes,
-    repaired,
-]
+KILLS = [killed_process, killed_last_process, killed_before_a_close, random_kills]
+CUTS = [torn_tail, lost_block, full_disk, torn_tail_while_open]
+OTHER = [first_add, batches, large_batch, index_built, flushes, repaired]
 
 
 @pytest.fixture(scope='module')
@@ -292,7 +279,9 @@ def directory():
     logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(scope='module', params=SCENARIOS, ids=lambda one: one.__name__)
+@pytest.fixture(
+    scope='module', params=KILLS + CUTS + OTHER, ids=lambda one: one.__name__
+)
 def recorder(request, directory):
     """The recorder of a scenario, for all tests of its states."""
     recorder = record(directory, request.param)
