@@ -506,10 +506,7 @@ def _versions(contents: list[bytes], offset: int, block: int) -> list[bytes]:
 
 @functools.cache
 def _in_use(table: bytes) -> dict[str, bytes]:
-    """Return the files of a table; of one that was in use, as a crash leaves them.
-
-    Then there is a WAL with one commit.
-    """
+    """Return the files of a table; of one that was in use, also a WAL of one commit."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, INDEX)
         path.write_bytes(table)

@@ -269,11 +269,8 @@ OTHER = [first_add, batches, large_batch, index_built, flushes, repaired]
 
 @pytest.fixture(scope='module')
 def directory():
-    """Return a function that makes a directory.
-
-    Logging is off meanwhile: pytest would keep all of it.
-    """
-    logging.disable()
+    """Return a function that makes a directory."""
+    logging.disable()  # pytest would keep all of it
     with tempfile.TemporaryDirectory() as parent:
         yield lambda: Path(tempfile.mkdtemp(dir=parent))
     logging.disable(logging.NOTSET)
@@ -434,11 +431,9 @@ def test_acknowledged_plants_survive_a_second_crash(directory, recorder, block):
 
 
 class Forgetful:
-    """System calls that skip a sync, or make it too late.
+    """System calls that skip a sync, or, if ``late``, make it at the next call.
 
-    Args:
-        forgotten: The name of the call that is skipped; an fsync only of a directory.
-        late: Whether the skipped call is made up for at the next call.
+    Of ``fsync`` they skip only that of a directory.
     """
 
     def __init__(self, forgotten, late=False):

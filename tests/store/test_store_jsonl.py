@@ -27,16 +27,6 @@ MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
 PLANTS = [Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')]
 
 
-@contextlib.contextmanager
-def renamed(path):
-    """Rename a file, and rename it back at the end of the block."""
-    away = path.rename(path.with_name('away'))
-    try:
-        yield
-    finally:
-        away.rename(path)
-
-
 class TestJSONLinesStore(StoreContract):
     @pytest.fixture
     def store(self, path):
@@ -49,8 +39,11 @@ class TestJSONLinesStore(StoreContract):
     def url(self, store):
         return f'jsonl:{store.path}'
 
+    @contextlib.contextmanager
     def unavailable(self, store):
-        return renamed(store.path)
+        away = store.path.rename(store.path.with_name('away'))
+        yield
+        away.rename(store.path)
 
 
 class TestFile:
