@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from server import free_port
+from server import free_port, installed
 
 from store import StoreUnavailable
 from store.testing.waiting import PATIENCE, wait_until
@@ -247,9 +247,7 @@ class PgBouncer:
     """A pooler with sessions of a server for each role; a ``with`` block runs it."""
 
     def __init__(self, server, mode, size=1):
-        self._program = shutil.which('pgbouncer', path=f'{os.defpath}:/usr/sbin')
-        if self._program is None:
-            pytest.skip('pgbouncer is not installed')
+        self._program = installed('pgbouncer', 'pgbouncer')
         self._server = server
         self._directory = new_directory()
         self._port = free_port()

@@ -51,15 +51,10 @@ _link, _open, _connect = os.link, os.open, sqlite3.connect
 
 
 class Change(NamedTuple):
-    """A change to the directory.
-
-    Attributes:
-        moment: When it happened.
-        names: From each name to the number of its file from then on, or to ``None``.
-    """
+    """A change to the directory."""
 
     moment: int
-    names: dict[str, int | None]
+    names: dict[str, int | None]  # to the number of its file from then on, if any
 
 
 class Version(NamedTuple):
@@ -71,16 +66,11 @@ class Version(NamedTuple):
 
 
 class History:
-    """The versions of a file, or of the table, and which of them are durable.
-
-    Attributes:
-        versions: The version after each change.
-        synced: For each sync the moment of its end, and the number of the version that
-            it covers.
-    """
+    """The versions of a file, or of the table, and which of them are durable."""
 
     def __init__(self, first: Version) -> None:
-        self.versions = [first]
+        self.versions = [first]  # and one after each change
+        # For each sync the moment of its end, and the number of the version it covers.
         self.synced = [(0, 0)]
 
     @property
@@ -95,12 +85,9 @@ class History:
 
 
 class File(History):
-    """The history of a file.
+    """The history of a file, perhaps with a second name: a ``link``.
 
-    Args:
-        path: The path of the file.
-        link: A second name, or ``None``. With it the file of a state has the same
-            inode: the index names the inode of its plant file.
+    With it the file of a state has the same inode, which its index names.
     """
 
     def __init__(self, path: Path, link: Path | None) -> None:
@@ -125,21 +112,7 @@ class File(History):
 class Recorder:
     """Records the changes to the files of a directory, and which plants are promised.
 
-    Args:
-        directory: The directory of the plant file and the files beside it.
-        links: An empty directory, for a second name of each file.
-
-    Attributes:
-        calls: What happened at each moment, in words.
-        changes: The changes to the directory.
-        directory_syncs: For each sync of the directory the moment of its end and the
-            numbers of the changes that it covers.
-        sent: The moment when each plant was sent.
-        acknowledged: The moment when each plant was acknowledged.
-        damage: The bytes with which a person has damaged the plant file, if any.
-        kept: A moment, and bytes that some file must hold from that moment on.
-        table: The history of the table of the index.
-        before_sync: Called when a sync has begun, before the real call.
+    Another directory, of ``links``, is for a second name of each file.
     """
 
     def __init__(self, directory: Path, links: Path) -> None:
@@ -148,13 +121,16 @@ class Recorder:
         self.index = directory / f'plants.jsonl{INDEX}'
         self.files: list[File] = []
         self.changes: list[Change] = []
+        # For each sync of the directory the moment of its end, and the numbers of the
+        # changes that it covers.
         self.directory_syncs: list[tuple[int, set[int]]] = []
-        self.calls = ['begin']
-        self.sent: dict[Plant, int] = {}
-        self.acknowledged: dict[Plant, int] = {}
-        self.damage = b''
-        self.kept = 0, b''
+        self.calls = ['begin']  # what happened at each moment
+        self.sent: dict[Plant, int] = {}  # the moment of each plant
+        self.acknowledged: dict[Plant, int] = {}  # the moment of each plant
+        self.damage = b''  # with which a person has damaged the plant file, if any
+        self.kept = 0, b''  # a moment, and what some file must hold from then on
         self.table = History(Version(0, None))
+        # Called when a sync has begun, before the real call.
         self.before_sync: Callable[[], object] | None = None
         self._links = links
         self._begun = 0
@@ -310,29 +286,25 @@ class Recorder:
     def _note_changes(self, call: str = UNSEEN) -> None:
         """Note what has changed since the last time, if anything has."""
         with self._mutex:
-            self._note_changes_locked(call)
-
-    def _note_changes_locked(self, call: str) -> None:
-        moment = len(self.calls)
-        before, self._names = self._names, {}
-        table = None
-        with os.scandir(self.directory) as entries:
-            for entry in entries:
+            moment = len(self.calls)
+            before, self._names = self._names, {}
+            table = None
+            for entry in os.scandir(self.directory):
                 if entry.name == self._table_names[0]:
                     table = entry.inode()
                 if entry.name not in self._table_names:
                     self._names[entry.name] = self._number(entry)
-        changes = list(_changes(moment, before, self._names))
-        changed = [file for file in self.files if file.note_version(moment)]
-        if table != self._table_inode:
-            assert self._draft_is_synced, 'a table was put in place without a sync'
-            self._table_inode = table
-            content = None if table is None else self.index.read_bytes()
-            self.table.versions.append(Version(moment, content))
-            self._installed = self.table.last
-        if changes or changed or self.table.versions[-1].moment == moment:
-            self.changes += changes
-            self.calls.append(call)
+            changes = list(_changes(moment, before, self._names))
+            changed = [file for file in self.files if file.note_version(moment)]
+            if table != self._table_inode:
+                assert self._draft_is_synced, 'a table was put in place without a sync'
+                self._table_inode = table
+                content = None if table is None else self.index.read_bytes()
+                self.table.versions.append(Version(moment, content))
+                self._installed = self.table.last
+            if changes or changed or self.table.versions[-1].moment == moment:
+                self.changes += changes
+                self.calls.append(call)
 
     def _number(self, entry: os.DirEntry[str]) -> int:
         """Return the number of a file, which may be new."""
@@ -359,17 +331,11 @@ def _changes(
 
 
 class State(NamedTuple):
-    """A state of the directory that a crash may leave.
-
-    Attributes:
-        crash: The crash.
-        choices: The choices that are not 0.
-        files: From each name to the second name, the content and the mtime of its file.
-    """
+    """A state of the directory that a crash may leave."""
 
     crash: 'Crash'
-    choices: Choices
-    files: dict[str, tuple[Path | None, bytes, int]]
+    choices: Choices  # that are not 0
+    files: dict[str, tuple[Path | None, bytes, int]]  # second name, content and mtime
 
     def place(self) -> None:
         """Replace the content of the directory by this state."""
@@ -408,22 +374,13 @@ class State(NamedTuple):
 
 
 class Crash:
-    """A crash at one moment of a scenario.
-
-    Args:
-        recorder: The recorder of the scenario.
-        moment: When the crash happens.
-        block: How many bytes the disk writes at once.
-
-    Attributes:
-        questions: The number of choices for each question.
-    """
+    """A crash at one moment of a scenario, on a disk that writes blocks of bytes."""
 
     def __init__(self, recorder: Recorder, moment: int, block: int) -> None:
         self.recorder = recorder
         self.moment = moment
         self.block = block
-        self.questions: Choices = {}
+        self.questions: Choices = {}  # the number of choices for each question
         self._changes = [item for item in recorder.changes if item.moment <= moment]
         self._names: dict[int, set[str]] = {}  # that each file may have after it
         self._times: dict[int, list[int]] = {}
@@ -549,10 +506,7 @@ def _versions(contents: list[bytes], offset: int, block: int) -> list[bytes]:
 
 @functools.cache
 def _in_use(table: bytes) -> dict[str, bytes]:
-    """Return the files of a table; of one that was in use, as a crash leaves them.
-
-    Then there is a WAL with one commit.
-    """
+    """Return the files of a table; of one that was in use, also a WAL of one commit."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, INDEX)
         path.write_bytes(table)

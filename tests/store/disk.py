@@ -14,7 +14,9 @@ import sqlite3
 import stat
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from unittest import mock
 
 import store
@@ -59,15 +61,11 @@ def modules():
 
 
 class Killed(BaseException):
-    """The process is killed here; as a BaseException it passes every handler.
-
-    Attributes:
-        written: How many bytes of a write were written before.
-    """
+    """The process is killed here; as a BaseException it passes every handler."""
 
     def __init__(self, written=0):
         super().__init__()
-        self.written = written
+        self.written = written  # bytes of a write, before
 
 
 class Disk:
@@ -78,21 +76,16 @@ class Disk:
     still be read: a later sync finds nothing to do. As on Linux, the failure is
     reported once on each descriptor that was open.
 
-    Attributes:
-        plants: The path of the plant file.
-        durable: The content of the plant file on the disk.
-        named: Whether the file's directory entry is on the disk.
-        calls: The name of each call, its descriptor or path, and its further arguments.
-        before: Called with the same before each call. It may block or raise; after a
-            ``Killed`` every call only raises it again. If it returns a number, a
-            pwrite writes no more bytes than that.
+    ``before`` is called before each call, with its name, its descriptor or path, and
+    its further arguments. It may block or raise; after a ``Killed`` every call only
+    raises it again. If it returns a number, a pwrite writes no more bytes than that.
     """
 
     def __init__(self, path):
         self.plants = path
-        self.durable = b''
-        self.named = False
-        self.calls = []
+        self.durable = b''  # the content of the plant file on the disk
+        self.named = False  # whether the file's directory entry is on the disk
+        self.calls = []  # what ``before`` was called with
         self.before = no_fault
         self._changes = []  # offset and bytes of each write, None for a truncation
         self._settled = 0  # the changes before this index are durable, or lost
@@ -154,9 +147,8 @@ class Disk:
     def image(self, keep=0, zeroed=False):
         """Return what a power cut would leave of the file.
 
-        Args:
-            keep: How many of the unsynced bytes reached the disk nevertheless.
-            zeroed: Whether the other unsynced bytes are zeros, not missing.
+        As many unsynced bytes as ``keep`` reached the disk nevertheless; the others are
+        missing, or ``zeroed``.
         """
         content = self.durable
         for offset, data in self._changes[self._settled :]:
@@ -262,33 +254,26 @@ def failure(number):
     return OSError(number, os.strerror(number))
 
 
+@dataclass
 class Fault:
-    """Makes the n-th call of one function fail, or all from the n-th on.
+    """Makes the n-th call of one function fail, or all from the n-th on."""
 
-    Args:
-        call: The name of the function.
-        nth: The number of the call, from 1.
-        effect: Called with the call's arguments; it raises, or returns a limit.
-        lasting: Whether the calls after it fail too.
-    """
-
-    def __init__(self, call, nth, effect, lasting=False):
-        self._call = call
-        self._nth = nth
-        self._effect = effect
-        self._lasting = lasting
-        self._count = 0
+    call: str  # the name of the function
+    nth: int  # the number of the call, from 1
+    effect: Callable  # called with the call's arguments; it raises, or returns a limit
+    lasting: bool = False  # whether the calls after it fail too
+    count: int = 0
 
     @property
     def reached(self):
-        return self._count >= self._nth
+        return self.count >= self.nth
 
     def __call__(self, name, *arguments):
-        if name != self._call:
+        if name != self.call:
             return None
-        self._count += 1
-        due = self.reached if self._lasting else self._count == self._nth
-        return self._effect(*arguments) if due else None
+        self.count += 1
+        due = self.reached if self.lasting else self.count == self.nth
+        return self.effect(*arguments) if due else None
 
 
 def failing(number):
@@ -301,16 +286,11 @@ def failing(number):
 
 
 class Gate:
-    """Blocks every fdatasync of a disk, and fails those that the test selects.
-
-    Attributes:
-        held: The descriptors of the blocked syncs, in order of arrival.
-        failing: The descriptors whose sync fails.
-    """
+    """Blocks every fdatasync of a disk, and fails those that the test selects."""
 
     def __init__(self, disk):
-        self.held = []
-        self.failing = set()
+        self.held = []  # the descriptors of the blocked syncs, in order of arrival
+        self.failing = set()  # the descriptors whose sync fails
         self._disk = disk
         self._change = threading.Condition()
         self._released = set()

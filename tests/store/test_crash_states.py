@@ -262,37 +262,23 @@ def repaired(disk, opened):
         disk.add(store, MOSS)
 
 
-SCENARIOS = [
-    first_add,
-    batches,
-    large_batch,
-    killed_process,
-    killed_last_process,
-    killed_before_a_close,
-    random_kills,
-    torn_tail,
-    lost_block,
-    full_disk,
-    torn_tail_while_open,
-    index_built,
-    flushes,
-    repaired,
-]
+KILLS = [killed_process, killed_last_process, killed_before_a_close, random_kills]
+CUTS = [torn_tail, lost_block, full_disk, torn_tail_while_open]
+OTHER = [first_add, batches, large_batch, index_built, flushes, repaired]
 
 
 @pytest.fixture(scope='module')
 def directory():
-    """Return a function that makes a directory.
-
-    Logging is off meanwhile: pytest would keep all of it.
-    """
-    logging.disable()
+    """Return a function that makes a directory."""
+    logging.disable()  # pytest would keep all of it
     with tempfile.TemporaryDirectory() as parent:
         yield lambda: Path(tempfile.mkdtemp(dir=parent))
     logging.disable(logging.NOTSET)
 
 
-@pytest.fixture(scope='module', params=SCENARIOS, ids=lambda one: one.__name__)
+@pytest.fixture(
+    scope='module', params=KILLS + CUTS + OTHER, ids=lambda one: one.__name__
+)
 def recorder(request, directory):
     """The recorder of a scenario, for all tests of its states."""
     recorder = record(directory, request.param)
@@ -445,11 +431,9 @@ def test_acknowledged_plants_survive_a_second_crash(directory, recorder, block):
 
 
 class Forgetful:
-    """System calls that skip a sync, or make it too late.
+    """System calls that skip a sync, or, if ``late``, make it at the next call.
 
-    Args:
-        forgotten: The name of the call that is skipped; an fsync only of a directory.
-        late: Whether the skipped call is made up for at the next call.
+    Of ``fsync`` they skip only that of a directory.
     """
 
     def __init__(self, forgotten, late=False):

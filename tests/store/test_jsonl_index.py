@@ -27,7 +27,7 @@ from disk import (
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
-from store.jsonl.repair import verify
+from store.jsonl.repair import Verified, verify
 from store.scheduler import THREADS
 from store.testing.waiting import in_child, in_threads, wait_until
 
@@ -126,7 +126,6 @@ DAMAGES = emptied, zeroed_pages, cut
 
 
 class TestSpoiled:
-    @pytest.mark.usefixtures('frequent')
     @pytest.mark.parametrize(
         ('spoil', 'state'),
         [
@@ -134,7 +133,7 @@ class TestSpoiled:
             *itertools.product(DAMAGES, ['stopped', 'killed']),
         ],
     )
-    def test_spoiled_index_gives_no_id_twice(self, path, state, spoil):
+    def test_spoiled_index_gives_no_id_twice(self, path, frequent, state, spoil):
         """An index may be lost at any time, and be damaged while nobody uses it."""
         plants = ferns(400)
         for seed in range(2 if spoil is some_removed else 1):
@@ -145,9 +144,8 @@ class TestSpoiled:
                 plants.append(Plant(seed, 'Free'))
                 assert_stored(store, plants)
 
-    @pytest.mark.usefixtures('frequent')
     @pytest.mark.parametrize('state', ['running', 'stopped', 'killed'])
-    def test_older_index_is_not_believed(self, path, state):
+    def test_older_index_is_not_believed(self, path, frequent, state):
         """An older index that is put back, whole, gives no id twice."""
         plants = ferns(500)
         with stopped(path, plants[:300], state) as store, store:
@@ -229,20 +227,27 @@ class TestBuilt:
             assert_stored(store, ferns(300), free=[1])
         assert not rebuilt()
 
-    @pytest.mark.parametrize('first', [0, 30, 250])
-    def test_build_refuses_two_plants_with_one_id(self, path, monkeypatch, first):
-        """A build accepts a repeated line, and refuses another plant with its id."""
+    @pytest.mark.parametrize('first', [0, 30, 250, 299])
+    def test_two_plants_with_one_id_are_refused(self, path, monkeypatch, first):
+        """A repeated line is accepted; another plant with its id is damage to all."""
         monkeypatch.setattr(recovery, 'LEARNED', 5000)  # bytes of about 100 lines
         plants = ferns(300)
-        text = lines(*plants, plants[first])
-        path.write_bytes(text)
-        with JSONLinesStore(path) as store:
-            assert_stored(store, plants)
-        append(path, lines(plants[first]._replace(tag='another')))
-        removed(path, None)
-        with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt) as caught:
-            store.ping()
-        assert (caught.value.line, caught.value.offset) == (302, len(text))
+        path.write_bytes(lines(*plants[:-1], plants[first % 299]))
+        with JSONLinesStore(path) as running, JSONLinesStore(path) as not_open:
+            assert_stored(running, plants[:-1])
+            append(path, lines(plants[-1]))
+            text = path.read_bytes()
+            append(path, lines(plants[first]._replace(tag='another')))
+            for store in running, not_open, JSONLinesStore(path):
+                with pytest.raises(
+                    StoreCorrupt, match='of a different plant'
+                ) as caught:
+                    store.ping()
+                found = caught.value
+                assert (found.path, found.line) == (str(path), 302)
+                assert found.offset == len(text)
+                if store is not_open:
+                    removed(path, None)  # the next one builds it
 
     @pytest.mark.parametrize('more', [[], [Plant(7, 'Moss')]])
     def test_edited_file_is_indexed_again(self, path, more):
@@ -265,9 +270,8 @@ class TestBuilt:
             assert store.add(EDITED) is False
             assert_stored(store, [EDITED, *UNEDITED[1:]], free=[100])
 
-    @pytest.mark.usefixtures('frequent')
     @pytest.mark.parametrize('repair', [True, False], ids=['repaired', 'unnoticed'])
-    def test_index_with_a_wrong_entry_is_built_again(self, path, repair):
+    def test_index_with_a_wrong_entry_is_built_again(self, path, frequent, repair):
         """Whoever sees that an index is not that of the file has it built again."""
         with stopped(path, UNEDITED, 'killed') as store, store:
             edit(path)
@@ -278,39 +282,30 @@ class TestBuilt:
             assert store.add(Plant(100, 'Moss'))
             assert_stored(store, [EDITED, *UNEDITED[1:], Plant(100, 'Moss')])
 
-    @pytest.mark.usefixtures('frequent')
-    @pytest.mark.parametrize('offset', [-1, 2**63 - 1, 0.5, 'x'])
-    def test_entry_that_no_file_can_have(self, path, offset):
-        """An index with a wild offset is built again, also for a repeated line."""
+    @pytest.mark.parametrize(
+        'update',
+        [f'plants SET offset = {wild}' for wild in (-1, 2**63 - 1, 0.5, "'x'")]
+        + ['state SET mark = -9'],
+    )
+    def test_value_that_no_file_can_have(self, path, frequent, update):
+        """An index with a wild value is built again, also for a repeated line."""
         for id, repeat in (3, b''), (4, lines(Plant(4, 'Fern'))):
             with JSONLinesStore(path) as store:
                 store.add_many([Plant(number, 'Fern') for number in range(5)])
                 wait_for_flush(path)
                 with closing(sqlite3.connect(index_of(path))) as other, other:
-                    update = 'UPDATE plants SET offset = ? WHERE id = ?'
-                    other.execute(update, [offset, id])
+                    other.execute(f'UPDATE {update}')
                 append(path, repeat)
                 with pytest.raises(IdTaken):
                     store.add(Plant(id, 'Moss'))
 
-    @pytest.mark.usefixtures('frequent')
-    def test_mark_that_no_file_can_have(self, path):
-        """An index with a mark below 0 is built again."""
-        with JSONLinesStore(path) as store:
-            store.add_many(ferns(5))
-            wait_for_flush(path)
-            with closing(sqlite3.connect(index_of(path))) as other, other:
-                other.execute('UPDATE state SET mark = -9')
-            assert_stored(store, ferns(5))
-
-    @pytest.mark.usefixtures('frequent')
-    def test_check_beside_a_flush(self, path, monkeypatch):
-        """A check does not call a file too short that grows beside it."""
+    def test_check_beside_a_flush(self, path, frequent, monkeypatch):
+        """No check, no list calls a file too short that grows beside it."""
         whole_size = recovery.whole_size
 
         def add_and_flush(*arguments):
             size = whole_size(*arguments)
-            store.add(Plant(2, 'Fern'))
+            store.add(Plant(size, 'Fern'))
             wait_for_flush(path)
             return size
 
@@ -320,6 +315,8 @@ class TestBuilt:
             append(path, lines(*ferns(5)))
             monkeypatch.setattr(recovery, 'whole_size', add_and_flush)
             JSONLinesStore(path).check_opening()
+            assert verify(path) == Verified(7)
+            assert len(list(store)) == 8
 
     def test_open_that_fails_leaves_nothing_open(self, path, monkeypatch):
         """While the plant file cannot be read, no try keeps a connection."""
@@ -342,19 +339,9 @@ class TestBuilt:
         verify(path)
         assert index_of(path, '-new').exists()
 
-    def test_cut_of_a_torn_tail_keeps_the_index(self, path, caplog):
-        """After a torn tail was cut off while in use, the index is still used."""
-        with JSONLinesStore(path) as store:
-            store.add_many(ferns(9))
-            append(path, b'{"id":3,')
-            assert_stored(store, ferns(9), free=[3])
-        assert 'unfinished write' in caplog.text
-        assert 'opened again' not in caplog.text
-
 
 class TestFlush:
-    @pytest.mark.usefixtures('frequent')
-    def test_processes_flush_at_once(self, path):
+    def test_processes_flush_at_once(self, path, frequent):
         """Stores that add and flush at once share one index, and know all ids."""
         path.touch()
         with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
@@ -424,11 +411,9 @@ class TestFlush:
             with JSONLinesStore(path) as other:
                 assert_stored(other, ferns(20))
 
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
     def test_kill_after_a_flush_during_a_build(self, path, monkeypatch):
         """No flush makes a table credible that is not believed and built again."""
-        plants = [Plant(number, 'Fern', 'x' * 40) for number in range(100, 200)]
-        fill(path, *plants)
+        fill(path, *UNEDITED)
         closed = index_of(path).read_bytes()
 
         def flush_and_die(*arguments):
@@ -440,8 +425,7 @@ class TestFlush:
         if not child:
             store = JSONLinesStore(path)
             backend = store._backend()
-            text = path.read_bytes()
-            path.write_bytes(text.replace(b'"id":100,', b'"id":999,', 1))
+            edit(path)
             removed(path, Random())
             index_of(path).write_bytes(closed)
             monkeypatch.setattr(table, 'insert', flush_and_die)
@@ -449,7 +433,7 @@ class TestFlush:
             os._exit(1)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         with JSONLinesStore(path) as store:
-            assert_stored(store, [Plant(999, 'Fern', 'x' * 40)], free=[100])
+            assert_stored(store, [EDITED], free=[100])
 
     def test_ascending_ids_need_no_look(self, path, monkeypatch):
         """Each range is looked up once, and an id that is taken is always found."""
@@ -515,8 +499,7 @@ class TestFlush:
                 assert path.stat().st_size - mark_of(path) < len(lines(*ferns(150)))
             assert_stored(store, ferns(1000))
 
-    @pytest.mark.usefixtures('frequent')
-    def test_stopped_flush_stops_no_add(self, path, monkeypatch):
+    def test_stopped_flush_stops_no_add(self, path, frequent, monkeypatch):
         """While another process flushes, or is stopped in it, adds go on."""
         monkeypatch.setattr(index, 'MOST_RECENT', 100)
         with JSONLinesStore(path) as store:
@@ -530,8 +513,7 @@ class TestFlush:
                 assert mark_of(path) == mark
             wait_for_flush(path)
 
-    @pytest.mark.usefixtures('frequent')
-    def test_failed_flush_is_tried_again(self, path, caplog, monkeypatch):
+    def test_failed_flush_is_tried_again(self, path, frequent, caplog, monkeypatch):
         """Adds work while flushes fail, and a later flush is tried."""
         caplog.set_level(logging.INFO)
 
@@ -547,8 +529,7 @@ class TestFlush:
                 assert_stored(store, ferns(200))
             wait_for_flush(path)
 
-    @pytest.mark.usefixtures('frequent')
-    def test_commits_need_the_flush_lock(self, path, monkeypatch):
+    def test_commits_need_the_flush_lock(self, path, frequent, monkeypatch):
         """The mark follows each add, and is written only under the flush lock."""
         made = []
 

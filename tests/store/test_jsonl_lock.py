@@ -97,22 +97,22 @@ def test_interrupted_wait_leaves_no_lock(path):
         assert store.add(MOSS)
 
 
-@pytest.mark.parametrize('opened_before', [True, False], ids=['opened', 'not-yet'])
-def test_file_replaced_while_waiting(path, opened_before):
-    """A store that waited for the lock of a replaced file leaves the new one alone."""
+@pytest.mark.parametrize('who', ['opened', 'not yet', 'repair'])
+def test_file_replaced_while_waiting(path, who):
+    """Whoever waited for the lock of a replaced file leaves the new one alone."""
     fill(path, FERN)
     others = [Plant(id, 'Moss') for id in range(9)]
     with JSONLinesStore(path) as waiting, path.open('rb') as other:
-        if opened_before:
+        if who == 'opened':
             waiting.ping()
         fcntl.flock(other, fcntl.LOCK_EX)
 
-        def add():
-            with pytest.raises(StoreUnavailable, match='replaced by another'):
-                waiting.add(MOSS)
+        def use():
+            with pytest.raises(StoreUnavailable, match=r'was replaced (by|m)'):
+                verify(path, repair=True) if who == 'repair' else waiting.add(MOSS)
 
         def replace():
-            wait_until(lambda: open_paths().count(str(path)) > 2)
+            wait_until(lambda: open_paths().count(str(path)) > 1)
             path.with_name('new').write_bytes(lines(*others))
             path.with_name('new').replace(path)
             with JSONLinesStore(path) as current:
@@ -122,4 +122,4 @@ def test_file_replaced_while_waiting(path, opened_before):
                 assert_stored(current, others, free=[100])
 
         refused = threading.Event()
-        in_threads(lambda: add() or refused.set(), replace)
+        in_threads(lambda: use() or refused.set(), replace)

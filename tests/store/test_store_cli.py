@@ -5,7 +5,6 @@ import fcntl
 import gzip
 import os
 import threading
-from contextlib import suppress
 
 import pytest
 from disk import Disk, Fault, failing, files, fill, installed
@@ -16,7 +15,7 @@ from server import REPOSITORY, command
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
-from store.jsonl import record, recovery
+from store.jsonl import record
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import PATIENCE
 
@@ -168,23 +167,6 @@ def test_file_of_something_else_is_refused(path, run, content, had_plants):
     assert files(path) == before
 
 
-def test_plant_added_while_a_check_begins(path, monkeypatch):
-    """A plant that is added and synced while a check begins is not missing."""
-    whole_size = recovery.whole_size
-
-    def size_before_an_add(*arguments):
-        size = whole_size(*arguments)
-        store.add(Plant(size, 'Fern'))
-        return size
-
-    monkeypatch.setattr(recovery, 'whole_size', size_before_an_add)
-    with open_store(url(path)) as store:
-        store.add(Plant(1, 'Fern'))
-        assert verify(path) == Verified(1)
-        store.check_opening()
-        assert len(list(store)) == 3
-
-
 # Sound records, a repeat, rivals with the same id, and lines that are no records.
 LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
 
@@ -314,28 +296,6 @@ class TestRepair:
             file.write(MOSS[10:])
         checking.join(PATIENCE)
         assert found == [Verified(2)]
-
-    def test_repair_leaves_a_file_replaced_meanwhile(self, path):
-        """A file that was replaced while the repair waited for the lock stays."""
-        path.write_bytes(FERN + b'?\n' + MOSS)
-
-        def repair():
-            with suppress(StoreUnavailable):
-                verify(path, repair=True)
-
-        waiting = threading.Thread(target=repair, daemon=True)
-        with path.open('rb') as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            waiting.start()
-            waiting.join(0.1)
-            assert waiting.is_alive()
-            # As after another repair, and an add of a server.
-            new = path.with_name('new')
-            new.write_bytes(FERN + MOSS + IVY)
-            new.rename(path)
-        waiting.join(PATIENCE)
-        assert not waiting.is_alive()
-        assert path.read_bytes() == FERN + MOSS + IVY
 
     @pytest.mark.parametrize('call', ['pwrite', 'fsync', 'rename'])
     def test_failed_repair_loses_nothing(self, path, run, call):

@@ -10,7 +10,6 @@ from disk import (
     Disk,
     another_process,
     append,
-    assert_stored,
     files,
     fill,
     path_of,
@@ -28,16 +27,6 @@ MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
 PLANTS = [Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')]
 
 
-@contextlib.contextmanager
-def renamed(path):
-    """Rename a file, and rename it back at the end of the block."""
-    away = path.rename(path.with_name('away'))
-    try:
-        yield
-    finally:
-        away.rename(path)
-
-
 class TestJSONLinesStore(StoreContract):
     @pytest.fixture
     def store(self, path):
@@ -50,8 +39,11 @@ class TestJSONLinesStore(StoreContract):
     def url(self, store):
         return f'jsonl:{store.path}'
 
+    @contextlib.contextmanager
     def unavailable(self, store):
-        return renamed(store.path)
+        away = store.path.rename(store.path.with_name('away'))
+        yield
+        away.rename(store.path)
 
 
 class TestFile:
@@ -175,43 +167,6 @@ class TestMissingFile:
         maker.before, other.before = pause_after_making, pause_before_installing
         in_threads(make, add)
         assert sorted(raw_plants(path.read_bytes())) == PLANTS
-
-
-class TestLinesByHand:
-    @pytest.mark.parametrize(
-        'line',
-        [
-            b'{\t"name" : "Fern", "x":[{"id":2}], "id" : 1 } \r\n',
-            b'{"\\u0069d":1,"n\\u0061me":"F\\u0065rn"}\n',
-        ],
-    )
-    @pytest.mark.parametrize('open_before', [True, False], ids=['running', 'at-open'])
-    def test_line_written_by_hand_is_read(self, path, line, open_before):
-        """A valid line that was written by hand is read like one of the store."""
-        path.write_bytes(MOSS)
-        with JSONLinesStore(path) as store:
-            if open_before:
-                store.ping()
-            append(path, line)
-            assert_stored(store, PLANTS)
-            assert sorted(store) == PLANTS
-        assert path.read_bytes() == MOSS + line
-
-    @pytest.mark.parametrize('known', [0, 1, 3])
-    def test_two_plants_with_one_id_are_refused(self, path, known):
-        """Two plants with one id are damage, at every open and to a running store."""
-        lines = [MOSS, FERN, b'{"id":3,"name":"Ivy"}\n', b'{"id":1,"name":"Reed"}\n']
-        path.write_bytes(b''.join(lines[:known]))
-        with JSONLinesStore(path) as store:
-            store.ping()
-            path.write_bytes(b''.join(lines))
-            with pytest.raises(StoreCorrupt, match='that of a different plant') as ex:
-                store.add(Plant(9, 'Oak'))
-        assert (ex.value.path, ex.value.line) == (str(path), 4)
-        assert ex.value.offset == sum(map(len, lines[:3]))
-        with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt):
-            store.ping()
-        assert path.read_bytes() == b''.join(lines)
 
 
 class TestThreads:

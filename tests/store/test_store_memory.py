@@ -1,7 +1,5 @@
 """The store in memory."""
 
-import re
-
 import pytest
 
 from store import Plant, check_plant, open_store
@@ -25,17 +23,7 @@ def test_stores_share_nothing():
     assert list(other) == []
 
 
-@pytest.mark.parametrize(
-    ('plant', 'sentence'),
-    [
-        (Plant(True, 'Fern'), 'id: True is not an integer'),
-        (Plant(2**63, 'Fern'), 'id: it is not a 64-bit integer'),
-        (Plant(1, b'x' * 99), "name: b'xxxxxxxxxxx...xxxxxxxxxxxxx' is not a string"),
-        (Plant(1, 'Fe\0rn'), 'name: it holds U+0000'),
-        (Plant(1, 'Fern', '\ud800'), 'tag: it holds a lone surrogate'),
-    ],
-)
-def test_no_plant_is_refused_with_a_sentence(plant, sentence):
-    """The error names the member and the rule; a long text is cut."""
-    with pytest.raises(ValueError, match=f'^{re.escape(sentence)}$'):
-        check_plant(plant)
+def test_long_text_is_cut_in_an_error():
+    """The error for what is no plant does not repeat a long text."""
+    with pytest.raises(ValueError, match=r"^name: b'x{11}\.{3}x{13}' is not a string$"):
+        check_plant(Plant(1, b'x' * 99))
