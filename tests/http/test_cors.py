@@ -1,7 +1,6 @@
 """CORS: what a page of another origin may do."""
 
 import pytest
-from conftest import Client
 from exchange import assert_error
 
 PAGE = 'https://a.example'
@@ -19,12 +18,6 @@ def allowed(request):
 def client(serve, store, allowed):
     """Return a client with the token."""
     return serve(store, cors_origins=allowed)
-
-
-@pytest.fixture
-def anonymous(client):
-    """Return a client of the same application, without a token."""
-    return Client(client.app)
 
 
 def preflight(client, path='/plants', origin=PAGE, method='POST', **headers):
