@@ -11,14 +11,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 from exchange import assert_error, child_pids, edit, fern, locked
-from server import (
-    GUNICORN,
-    Server,
-    configured,
-    is_alive,
-    request,
-    wait_until,
-)
+from server import GUNICORN, Server, configured, is_alive, request, wait_until
 
 from serving import master
 from store.testing.waiting import in_child
