@@ -54,7 +54,8 @@ def configured(directory, *lines):
 
 def finished(command, **options):
     """Run a command that ends by itself; return its exit code, output and errors."""
-    options = {'capture_output': True, 'text': True, 'timeout': PATIENCE, **options}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    options = {**pipes, 'text': True, 'timeout': PATIENCE, **options}
     return subprocess.run(command, **options)
 
 
@@ -280,13 +281,19 @@ class Server:
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
-    def run(self, seconds=PATIENCE):
-        """Start a server that ends by itself; return its exit code."""
+    @contextmanager
+    def started(self):
+        """Start the server without waiting for it; stop it at the end."""
         self.start()
         try:
-            return self.wait(seconds)
+            yield self
         finally:
             self.stop()
+
+    def run(self, seconds=PATIENCE):
+        """Start a server that ends by itself; return its exit code."""
+        with self.started():
+            return self.wait(seconds)
 
     def wait(self, seconds=PATIENCE):
         """Wait until the server ends; return its exit code."""
