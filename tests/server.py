@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +38,16 @@ def installed(program, packages):
     if path is None:
         pytest.skip(f'it needs {program}: apt-get install {packages}')
     return path
+
+
+def make_certificate(directory):
+    """Make one for localhost, and its key; return a context of TLS that trusts it."""
+    openssl = [installed('openssl', 'openssl'), 'req', '-x509', '-nodes', '-days', '2']
+    openssl += ['-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1']
+    openssl += ['-subj', '/CN=localhost', '-addext', 'subjectAltName=DNS:localhost']
+    openssl += ['-keyout', 'plants.key', '-out', 'plants.pem']
+    finished(openssl, cwd=directory, check=True)
+    return ssl.create_default_context(cafile=directory / 'plants.pem')
 
 
 def configured(directory, *lines):
