@@ -345,16 +345,12 @@ def test_unavailable_store_is_50300_with_its_reason(serve, caplog):
     assert response.headers['X-Request-Id'] in caplog.text
 
 
-class OtherStoreError(StoreError):
-    """An error that the store of another package might raise."""
-
-
 @pytest.mark.parametrize(
     ('value', 'fault'),
     [
         (50300, StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'it is not JSON')),
         (50300, StoreClosed()),
-        (50300, OtherStoreError('/srv/green')),
+        (50300, StoreError('/srv/green')),
         (50000, KeyError('green')),
     ],
     ids=lambda fault: type(fault).__name__,
