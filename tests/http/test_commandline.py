@@ -46,9 +46,6 @@ def test_version_is_that_of_the_service(flag):
 
 def test_missing_environment_is_refused_with_a_command():
     """Outside the virtual environment the start ends with a sentence, no traceback."""
+    sentence = 'The packages are not installed for this Python: run "make run".\n'
     # -S: without the packages that are installed.
-    code, output, errors = run('-S', APP)
-    assert (code, output) == (1, '')
-    assert errors == (
-        'The packages are not installed for this Python: run "make run".\n'
-    )
+    assert run('-S', APP) == (1, '', sentence)
