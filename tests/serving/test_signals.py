@@ -122,13 +122,8 @@ def reload(server, load):
 
 def scale(server, load):
     """Send SIGTTIN up to four workers, and SIGTTOU down to one."""
-    for number, workers in (
-        (signal.SIGTTIN, 3),
-        (signal.SIGTTIN, 4),
-        (signal.SIGTTOU, 3),
-        (signal.SIGTTOU, 2),
-        (signal.SIGTTOU, 1),
-    ):
+    signals = 2 * [signal.SIGTTIN] + 3 * [signal.SIGTTOU]
+    for number, workers in zip(signals, (3, 4, 3, 2, 1), strict=True):
         server.signal(number)
         wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
         load.wait_for_adds()
