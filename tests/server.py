@@ -8,6 +8,7 @@ import select
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,6 +40,16 @@ def installed(program, packages):
     return path
 
 
+def make_certificate(directory):
+    """Make one for localhost, and its key; return a context of TLS that trusts it."""
+    openssl = [installed('openssl', 'openssl'), 'req', '-x509', '-nodes', '-days', '2']
+    openssl += ['-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1']
+    openssl += ['-subj', '/CN=localhost', '-addext', 'subjectAltName=DNS:localhost']
+    openssl += ['-keyout', 'plants.key', '-out', 'plants.pem']
+    finished(openssl, cwd=directory, check=True)
+    return ssl.create_default_context(cafile=directory / 'plants.pem')
+
+
 def configured(directory, *lines):
     """Return arguments for gunicorn: our configuration with lines added at its end."""
     path = directory / 'more.conf.py'
@@ -54,7 +65,8 @@ def configured(directory, *lines):
 
 def finished(command, **options):
     """Run a command that ends by itself; return its exit code, output and errors."""
-    options = {'capture_output': True, 'text': True, 'timeout': PATIENCE, **options}
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    options = {**pipes, 'text': True, 'timeout': PATIENCE, **options}
     return subprocess.run(command, **options)
 
 
@@ -280,13 +292,19 @@ class Server:
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
-    def run(self, seconds=PATIENCE):
-        """Start a server that ends by itself; return its exit code."""
+    @contextmanager
+    def started(self):
+        """Start the server without waiting for it; stop it at the end."""
         self.start()
         try:
-            return self.wait(seconds)
+            yield self
         finally:
             self.stop()
+
+    def run(self, seconds=PATIENCE):
+        """Start a server that ends by itself; return its exit code."""
+        with self.started():
+            return self.wait(seconds)
 
     def wait(self, seconds=PATIENCE):
         """Wait until the server ends; return its exit code."""

@@ -11,7 +11,6 @@ import yaml
 from conftest import Client
 from postgresql import programs
 from server import (
-    PATIENCE,
     REPOSITORY,
     ROOMS,
     SCRIPTS,
@@ -175,16 +174,14 @@ def shell(checkout, tmp_path):
     path = f'{SCRIPTS}:{programs()}:{os.environ["PATH"]}'
 
     def run(script, **variables):
-        done = subprocess.run(
-            ['bash', '-c', script],
-            cwd=tmp_path,
-            env={'PATH': path, 'HOME': str(tmp_path), 'WEB_CONCURRENCY': '2'}
-            | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-        )
+        ours = {
+            'PATH': path,
+            'HOME': str(tmp_path),
+            'WEB_CONCURRENCY': '2',
+            **variables,
+        }
+        command = ['bash', '-c', script]
+        done = finished(command, cwd=tmp_path, env=ours, stderr=subprocess.STDOUT)
         return done.returncode, done.stdout.replace(str(tmp_path), '/srv')
 
     return run
@@ -198,17 +195,15 @@ def replay(shell, text):
     return shell('\n'.join(lines))[1]
 
 
+DAMAGED = '### The plant file is damaged'
+
+
 @pytest.mark.parametrize(
-    ('heading', 'damage'),
-    [
-        ('## Start, stop, reload', False),
-        ('## The command line', False),
-        ('### The plant file is damaged', True),
-    ],
+    'heading', ['## Start, stop, reload', '## The command line', DAMAGED]
 )
-def test_commands_print_what_is_shown(shell, tmp_path, heading, damage):
+def test_commands_print_what_is_shown(shell, tmp_path, heading):
     """The commands of operating.md print what the page shows."""
-    if damage:
+    if heading == DAMAGED:
         lines = [encode(FERN), b'{"id":3\n', encode(MOSS)]
         (tmp_path / 'plants.jsonl').write_bytes(b''.join(lines))
     shown = block('docs/operating.md', heading, 'console')
@@ -224,8 +219,8 @@ def test_first_request_is_answered_as_shown(tmp_path):
     with Server(tmp_path) as server:
         command = command.replace(':8000', f':{server.port}').replace('TOKEN', TOKEN)
         command = f'{curl} --silent {command}'
-        done = subprocess.run(command, shell=True, capture_output=True)
-    assert done.stdout.decode() == shown
+        done = finished(command, shell=True)
+    assert done.stdout == shown
 
 
 def test_readme_example_makes_an_application(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 
 import pytest
-from server import PATIENCE, REPOSITORY, SCRIPTS, Server, request
+from server import REPOSITORY, SCRIPTS, Server, finished, request
 
 from store import Plant
 from store.jsonl.record import encode
@@ -34,15 +34,9 @@ def run(backups, keep='14', **options):
     unit = re.sub('/opt/plants|/var/lib/plants', str(backups.parent), unit)
     [command] = re.findall('^ExecStart=(.*) 14$', unit, re.MULTILINE)
     [variable] = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
-    done = subprocess.run(
-        [*shlex.split(command), keep],
-        env={'PATH': os.defpath, **dict([variable.split('=', 1)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        **options,
-    )
+    environment = {'PATH': os.defpath, **dict([variable.split('=', 1)])}
+    command = [*shlex.split(command), keep]
+    done = finished(command, env=environment, stderr=subprocess.STDOUT, **options)
     return done.returncode, done.stdout
 
 

@@ -46,9 +46,7 @@ def health(port):
     """Run the health check for a port; return its exit code: 0 is healthy."""
     check = json.loads(PROBE.partition('CMD ')[2])
     path = f'{SCRIPTS}:{os.defpath}'
-    return subprocess.run(
-        check, env={'PATH': path, 'PORT': str(port)}, stderr=subprocess.DEVNULL
-    ).returncode
+    return finished(check, env={'PATH': path, 'PORT': str(port)}).returncode
 
 
 @pytest.fixture

@@ -2,15 +2,15 @@
 
 import json
 import re
+import shutil
 import socket
-import ssl
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingMixIn, UnixStreamServer
 
 import pytest
-from exchange import assert_error, chunked, fern, table
+from exchange import assert_error, chunked, edit, fern, table
 from server import (
     PATIENCE,
     REPOSITORY,
@@ -19,11 +19,11 @@ from server import (
     Server,
     free_port,
     installed,
+    make_certificate,
     request,
     wait_until,
 )
 
-RECIPE = (REPOSITORY / 'deploy/nginx.conf').read_text()
 MAIN = """
 pid nginx.pid;
 error_log error.log;
@@ -46,15 +46,8 @@ class Nginx:
         self.directory = directory
         self.upstream = directory / 'plants.sock'
         self.port = free_port()
-        openssl = [
-            *(installed('openssl', 'openssl'), 'req', '-x509', '-nodes', '-days', '1'),
-            *('-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1'),
-            *('-subj', '/CN=localhost', '-addext', 'subjectAltName=DNS:localhost'),
-            *('-keyout', 'plants.key', '-out', 'plants.pem'),
-        ]
-        subprocess.run(openssl, cwd=directory, check=True, capture_output=True)
-        self._trust = ssl.create_default_context(cafile=directory / 'plants.pem')
-        recipe = RECIPE
+        self._trust = make_certificate(directory)
+        shutil.copy(REPOSITORY / 'deploy/nginx.conf', directory / 'plants.conf')
         for theirs, ours in {
             'listen 443': f'listen 127.0.0.1:{self.port}',
             'plants.example.org': 'localhost',
@@ -63,9 +56,7 @@ class Nginx:
             '/run/plants.sock': f'{self.upstream}',
             '/var/log/nginx/plants.log': 'access.log',
         }.items():
-            assert recipe.count(theirs) == 1, theirs
-            recipe = recipe.replace(theirs, ours)
-        (directory / 'plants.conf').write_text(recipe)
+            edit(directory / 'plants.conf', theirs, ours)
         # NOTE: the default user of nginx's workers may not enter a directory of root.
         user = 'user root;' if directory.stat().st_uid == 0 else ''
         (directory / 'nginx.conf').write_text(user + MAIN)

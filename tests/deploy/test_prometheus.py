@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
+from exchange import edit
 from server import (
     PATIENCE,
     REPOSITORY,
@@ -75,16 +76,13 @@ class Prometheus:
         self._directory = directory
         self._port = free_port()
         path = directory / 'prometheus.yml'
-        text = path.read_text()
         for theirs, ours in {
             'scheme: https': 'scheme: http',
             '[plants.example.org]': f'["127.0.0.1:{target}"]',
             'scrape_interval: 15s': 'scrape_interval: 200ms',
             'evaluation_interval: 15s': 'evaluation_interval: 200ms',
         }.items():
-            assert text.count(theirs) == 1, theirs
-            text = text.replace(theirs, ours)
-        path.write_text(text)
+            edit(path, theirs, ours)
 
     def __enter__(self):
         command = [

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from server import REPOSITORY, finished
+from server import GUNICORN, REPOSITORY, finished
 
 from store import __version__
 from web import commandline
@@ -25,12 +25,7 @@ def test_gunicorn_is_run_with_the_configuration_of_the_repository(monkeypatch):
     monkeypatch.setattr(commandline.os, 'execv', lambda *call: executed.append(call))
     monkeypatch.setattr(sys, 'argv', ['app.py', '--bind', ':80'])
     commandline.main()
-    [(path, command)] = executed
-    assert path == command[0] == sys.executable
-    assert command[1:3] == ['-m', 'gunicorn']
-    assert command[command.index('--pythonpath') + 1] == str(REPOSITORY)
-    assert command[command.index('-c') + 1] == str(REPOSITORY / 'gunicorn.conf.py')
-    assert command[-2:] == ['--bind', ':80']
+    assert executed == [(sys.executable, [*GUNICORN, '--bind', ':80'])]
 
 
 @pytest.mark.parametrize('flag', ['--help', '-h'])
@@ -52,9 +47,6 @@ def test_version_is_that_of_the_service(flag):
 
 def test_missing_environment_is_refused_with_a_command():
     """Outside the virtual environment the start ends with a sentence, no traceback."""
+    sentence = 'The packages are not installed for this Python: run "make run".\n'
     # -S: without the packages that are installed.
-    code, output, errors = run('-S', APP)
-    assert (code, output) == (1, '')
-    assert errors == (
-        'The packages are not installed for this Python: run "make run".\n'
-    )
+    assert run('-S', APP) == (1, '', sentence)

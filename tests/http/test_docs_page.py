@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-from conftest import Client
 from exchange import assert_error
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -44,10 +43,9 @@ def test_file_is_public_and_loads_only_our_files(path, anonymous):
 
 
 @pytest.mark.parametrize('path', FILES)
-def test_page_without_swagger_ui_is_40400(path, serve, store, monkeypatch):
+def test_page_without_swagger_ui_is_40400(path, anonymous, monkeypatch):
     """Without Swagger UI's package there is no page, and the message says so."""
     monkeypatch.setitem(sys.modules, 'swagger_ui_bundle', None)
-    anonymous = Client(serve(store).app)
     assert 'swagger-ui-bundle-v2' in assert_error(anonymous.get(path), 40400)
     assert anonymous.head(path).status_int == 404
     assert anonymous.get('/openapi.json').status_int == 200

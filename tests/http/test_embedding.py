@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from wsgiref.validate import validator
 
 import cheroot.wsgi
@@ -62,18 +62,6 @@ def served_by_cheroot(application):
         yield server.bind_addr[1]
 
 
-SERVERS = {'waitress': served_by_waitress, 'cheroot': served_by_cheroot}
-
-
-@pytest.fixture
-def start():
-    """A function that serves an application until the test ends, and returns a port."""
-    with ExitStack() as running:
-        yield lambda server, application: running.enter_context(
-            SERVERS[server](application)
-        )
-
-
 @pytest.fixture
 def application(serve, store):
     """The application of the store."""
@@ -90,7 +78,12 @@ def exchange(port, data):
             return TestResponse.from_file(stream)
 
 
-@pytest.mark.parametrize('server', SERVERS)
+each_server = pytest.mark.parametrize(
+    'served', [served_by_waitress, served_by_cheroot], ids=['waitress', 'cheroot']
+)
+
+
+@each_server
 @pytest.mark.parametrize(
     ('value', 'data'),
     [
@@ -99,11 +92,11 @@ def exchange(port, data):
         (40500, request('OPTIONS', '/livez', authorization=None)),
     ],
 )
-def test_answers_are_valid_wsgi(start, application, store, server, value, data):
+def test_answers_are_valid_wsgi(application, store, served, value, data):
     """Each kind of answer reaches the client, and the WSGI validator finds no fault."""
-    port = start(server, validator(application))
-    assert_error(exchange(port, data), value)
-    assert exchange(port, request(body=FERN)).json == FERN_ANSWER
+    with served(validator(application)) as port:
+        assert_error(exchange(port, data), value)
+        assert exchange(port, request(body=FERN)).json == FERN_ANSWER
     assert list(store) == [Plant(**FERN)]
 
 
@@ -112,19 +105,21 @@ PIECES = [b'{"id": 1, "name": ', b'"Fern", "tag": "shade"}']
 
 # RFC 9112, section 6.3: where both are sent, the chunks say how long the body is.
 @pytest.mark.parametrize('length', [None, '10'])
-@pytest.mark.parametrize('server', SERVERS)
-def test_chunked_body_is_read(start, application, store, server, length):
+@each_server
+def test_chunked_body_is_read(application, store, served, length):
     """A chunked body is read where the server marks its end."""
     data = chunked(*PIECES, content_type='application/json', content_length=length)
-    answer = exchange(start(server, application), data)
+    with served(application) as port:
+        answer = exchange(port, data)
     assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
     assert list(store) == [Plant(**FERN)]
 
 
-def test_broken_chunks_are_40000(start, application):
+def test_broken_chunks_are_40000(application):
     """Chunks that the server cannot decode are 40000, not an error of the service."""
     data = chunked(*PIECES, end=b'seven\r\n', content_type='application/json')
-    assert_error(exchange(start('cheroot', application), data), 40000)
+    with served_by_cheroot(application) as port:
+        assert_error(exchange(port, data), 40000)
 
 
 @pytest.fixture
@@ -146,10 +141,8 @@ def add(app):
 @pytest.mark.parametrize(
     ('variable', 'value'),
     [
-        ('PATH_INFO', 40400),
-        ('CONTENT_LENGTH', 40001),
-        ('CONTENT_TYPE', 40002),
-        ('HTTP_AUTHORIZATION', 40100),
+        *[('PATH_INFO', 40400), ('CONTENT_LENGTH', 40001)],
+        *[('CONTENT_TYPE', 40002), ('HTTP_AUTHORIZATION', 40100)],
     ],
 )
 def test_empty_variable_is_like_an_absent_one(add, variable, value, nothing):

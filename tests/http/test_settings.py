@@ -23,10 +23,8 @@ OTHER = f'{TOKEN}r'
 def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
     """The default is a file in the working directory, and no token."""
     monkeypatch.chdir(tmp_path)
-    settings = Settings.from_environ({})
-    assert settings == Settings(
-        'jsonl:plants.jsonl', None, 65_536, metrics=False, cors_origins=()
-    )
+    expected = Settings('jsonl:plants.jsonl', None, 65_536, False, ())
+    assert Settings.from_environ({}) == expected
     assert list(tmp_path.iterdir()) == []
 
 
@@ -214,12 +212,8 @@ def at_exit(monkeypatch):
 
 def test_get_app_follows_the_environment(at_exit, capsys):
     """Store, tokens and limit are those of the environment; exits close the store."""
-    environ = {
-        'PLANTS_STORE': 'memory:',
-        'PLANTS_TOKENS': f'{TOKEN},{OTHER}',
-        'PLANTS_MAX_BODY': '100',
-    }
-    client = Client(get_app(environ), TOKEN)
+    environ = {'PLANTS_STORE': 'memory:', 'PLANTS_TOKENS': f'{TOKEN},{OTHER}'}
+    client = Client(get_app(environ | {'PLANTS_MAX_BODY': '100'}), TOKEN)
     assert client.add(FERN).status_int == 200
     assert client.add(FERN, authorization=f'Bearer {OTHER}').status_int == 200
     assert_error(client.send(b' ' * 101), 40003)

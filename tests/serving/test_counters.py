@@ -31,10 +31,8 @@ def read_metric(server, name='plants_request_seconds_count', **labels):
 
 def counters_directory(pid):
     """Return the directory of the counters that a process has mapped."""
-    found = re.search(
-        r'(/\S*/plants-counters-[^/]+)/', Path(f'/proc/{pid}/maps').read_text()
-    )
-    return Path(found[1])
+    maps = Path(f'/proc/{pid}/maps').read_text()
+    return Path(re.search(r'(/\S*/plants-counters-[^/]+)/', maps)[1])
 
 
 def add_plants(server, first, number):

@@ -2,16 +2,7 @@
 
 import pytest
 from exchange import STORED_PLANT, ask_in_step, assert_error, chunked, fern
-from server import Server, request
-
-
-@pytest.fixture(scope='module')
-def small_limit(tmp_path_factory):
-    """A server with a body limit that most bodies of these tests exceed."""
-    directory = tmp_path_factory.mktemp('server')
-    with Server(directory, PLANTS_MAX_BODY='100') as server:
-        yield server
-
+from server import request
 
 CUT_OFF = {
     'in a chunk': chunked(end=b'20\r\n{"id'),
@@ -52,11 +43,10 @@ def test_pipelined_requests_are_answered_in_order(service, connection):
 @pytest.mark.parametrize('framing', [request, chunked], ids=['length', 'chunked'])
 @pytest.mark.parametrize('size', [1_000, 60_000, 1_000_000])
 def test_unread_body_leaves_the_connection_in_step(
-    small_limit, size, framing, pipelined
+    connection, size, framing, pipelined
 ):
     """A body of any size that the application does not read does no harm."""
     body = b'a' * size
     how = {'authorization': None}
     data = chunked(body, **how) if framing is chunked else request(body=body, **how)
-    with small_limit.connect() as client:
-        assert_error(ask_in_step(client, data, pipelined=pipelined), 40100)
+    assert_error(ask_in_step(connection, data, pipelined=pipelined), 40100)

@@ -19,19 +19,10 @@ BODY = b'{"id": 1}'
 REQUEST_LINES = 4 * [b'POST /a HTTP/1.1'] + [b'POST /A HTTP/1.1', b'POST / HTTP/1.0']
 REQUEST_LINES += b'GET /  x', b''
 LINES = [
-    b'Host: a',
-    b'Content-Length: 9',
-    b'Connection: close',
-    b'Accept: */*',
-    b'Transfer-Encoding: chunked',
-    b'Expect: 100-continue',
-    b' folded',
-    b'X_Request_Id: under',
-    b'X-Request-Id: ',
-    b'X-Request-Id: two words',
-    b'X-Request-Id : space',
-    b'X-Request-Id: bare\nfeed',
-    b'X-Request-Id: \xff',
+    *[b'Host: a', b'Content-Length: 9', b'Connection: close', b'Accept: */*'],
+    *[b'Transfer-Encoding: chunked', b'Expect: 100-continue', b' folded'],
+    *[b'X_Request_Id: under', b'X-Request-Id: ', b'X-Request-Id: two words'],
+    *[b'X-Request-Id : space', b'X-Request-Id: bare\nfeed', b'X-Request-Id: \xff'],
 ]
 REQUEST_IDS = [b'X-Request-Id: one', b'x-request-id:two', b'X-REQUEST-ID: three\t']
 

@@ -24,18 +24,9 @@ from exchange import (
     only_worker,
     table,
 )
-from server import (
-    PATIENCE,
-    REPOSITORY,
-    Server,
-    configured,
-    request,
-    wait_until,
-)
+from server import PATIENCE, REPOSITORY, Server, configured, request, wait_until
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
-
-
 PROBE = request('GET', '/livez')
 SLOW_HEAD = b'POST /plants HTTP/1.1\r\nX-Slow: '
 SLOW_BODY = request(body=b' ', content_length='1000')
@@ -106,16 +97,18 @@ def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
             assert client.ask(PROBE).status == 200
 
 
-@pytest.mark.parametrize('requests', [0, 1])
-def test_idle_connection_is_closed_at_its_time_limit(tmp_path, requests):
-    """A connection without a request is closed at the idle limit, not before."""
+@pytest.mark.parametrize(('requests', 'idle'), [(0, 0), (1, 2)])
+def test_idle_connection_is_closed_at_its_time_limit(tmp_path, requests, idle):
+    """A connection is closed at its idle limit; a new one has a limit of its own."""
     lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
-    more = configured(tmp_path, *lines, 'client.FIRST_REQUEST = 2', 'keepalive = 2')
+    lines += ['client.FIRST_REQUEST = 2', f'keepalive = {idle}']
+    more = configured(tmp_path, *lines)
     with Server(tmp_path, *more) as server, server.connect() as client:
         for _ in range(requests):
             assert client.ask(PROBE).status == 200
         assert not client.is_readable(1)
         assert client.receive() is None
+        assert server.ask(PROBE).announces_close == (idle == 0)
 
 
 def test_idle_connections_make_room_for_new_ones(tmp_path):
@@ -152,15 +145,6 @@ def test_request_sent_to_a_paused_worker_is_answered(tmp_path):
         assert not client.is_readable(2.5)
         os.kill(only_worker(server), signal.SIGCONT)
         assert client.receive().status == 200
-
-
-def test_first_request_may_come_late(tmp_path):
-    """A new connection may wait with its first request, also with --keep-alive=0."""
-    with Server(tmp_path, '--keep-alive=0') as server, server.connect() as client:
-        assert not client.is_readable(1.5)
-        answer = client.ask(PROBE)
-        assert answer.status == 200
-        assert answer.announces_close
 
 
 def test_client_that_stops_reading_is_disconnected(impatient):
@@ -299,20 +283,6 @@ def test_unread_answers_use_little_memory(tmp_path, clients, requests):
             assert client.is_readable(PATIENCE)
         assert_quick(server, rounds=3)
         assert server.memory() < before + 40  # the answers have 240 MiB or more
-
-
-def test_connections_are_bounded(tmp_path):
-    """Above --worker-connections a connection waits until another one ends."""
-    with Server(tmp_path, '--worker-connections=20') as server:
-        with ExitStack() as connections:
-            for _ in range(20):
-                client = connections.enter_context(server.connect())
-                client.send(SLOW_HEAD)
-            waiting = server.connect()
-            waiting.send(request(body=fern()))
-            assert not waiting.is_readable(0.3)
-        with waiting:
-            assert waiting.receive().status == 200
 
 
 def test_connections_above_the_file_limit_wait(tmp_path):

@@ -132,24 +132,22 @@ def test_log_file_is_rotated(tmp_path, log):
 def test_rotation_that_fails_costs_only_lines(tmp_path, place):
     """With the disk of the log full, or its directory gone, the server goes on."""
     (tmp_path / 'logs').mkdir()
-    address = f'unix:{tmp_path}/s'
-    server = Server(tmp_path, '--error-logfile', place, '--bind', address)
-    server.start()
+    arguments = ('--error-logfile', place, '--bind', f'unix:{tmp_path}/s')
 
     def connected():
         with suppress(FileNotFoundError, ConnectionError):
             return RawClient(over=socket_to(tmp_path / 's'))
 
-    try:
-        with wait_until(connected, 'it listens') as client:
-            assert client.ask(request(body=FERN)).status == 200
-            shutil.rmtree(tmp_path / 'logs')
-            server.signal(signal.SIGUSR1)
-            server.signal(signal.SIGTTIN)
-            wait_until(lambda: len(child_pids(server.pid)) == 2, 'it has heard both')
-            assert client.ask(request(body=FERN)).status == 200
-    finally:
-        server.stop()
+    with (
+        Server(tmp_path, *arguments).started() as server,
+        wait_until(connected, 'it listens') as client,
+    ):
+        assert client.ask(request(body=FERN)).status == 200
+        shutil.rmtree(tmp_path / 'logs')
+        server.signal(signal.SIGUSR1)
+        server.signal(signal.SIGTTIN)
+        wait_until(lambda: len(child_pids(server.pid)) == 2, 'it has heard both')
+        assert client.ask(request(body=FERN)).status == 200
 
 
 def test_syslog_has_the_lines_of_requests(tmp_path):

@@ -11,14 +11,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 from exchange import assert_error, child_pids, edit, fern, locked
-from server import (
-    GUNICORN,
-    Server,
-    configured,
-    is_alive,
-    request,
-    wait_until,
-)
+from server import GUNICORN, Server, configured, is_alive, request, wait_until
 
 from serving import master
 from store.testing.waiting import in_child
@@ -122,9 +115,7 @@ def test_reload_that_would_fail_changes_nothing(checkout, subtests):
             settings.write_text(f'{ours}{line}\n')
             with subtests.test(name):
                 log = try_to_reload(server)
-                [refusal] = [
-                    line for line in log.splitlines() if 'Not reloaded' in line
-                ]
+                [refusal] = re.findall('.*Not reloaded.*', log)
                 assert words in refusal
                 assert server.ask(request(body=fern())).status == 200
                 assert server.worker_pids() == workers

@@ -49,9 +49,6 @@ def test_interrupt_ends_all_at_once(tmp_path, times):
         assert_clean_end(server, seconds=3)
 
 
-SCRIPT = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
-
-
 class Load:
     """Clients that add plants: without a pause, each on a new connection, or seldom."""
 
@@ -125,13 +122,8 @@ def reload(server, load):
 
 def scale(server, load):
     """Send SIGTTIN up to four workers, and SIGTTOU down to one."""
-    for number, workers in (
-        (signal.SIGTTIN, 3),
-        (signal.SIGTTIN, 4),
-        (signal.SIGTTOU, 3),
-        (signal.SIGTTOU, 2),
-        (signal.SIGTTOU, 1),
-    ):
+    signals = 2 * [signal.SIGTTIN] + 3 * [signal.SIGTTOU]
+    for number, workers in zip(signals, (3, 4, 3, 2, 1), strict=True):
         server.signal(number)
         wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
         load.wait_for_adds()
@@ -164,7 +156,8 @@ def test_no_request_fails_while_workers_are_replaced(tmp_path, operate, argument
 
 def test_upgrade_loses_no_request(tmp_path):
     """SIGUSR2, then SIGTERM to the old master: every request is answered."""
-    with Server(tmp_path, command=SCRIPT, workers=2) as server:
+    command = (SCRIPTS / 'gunicorn', *GUNICORN[3:])
+    with Server(tmp_path, command=command, workers=2) as server:
         load = Load(server)
         with upgraded(server):
             with load.running():
@@ -203,8 +196,7 @@ def test_reload_ends_idle_connections_in_order(tmp_path):
         server.signal(signal.SIGHUP)
         wait_until(lambda: 'Handling signal: hup' in server.log, 'it reloads')
         for client in clients[:10]:
-            answer = client.ask(request(body=fern()))
-            assert answer.status == 200
+            assert client.ask(request(body=fern())).status == 200
         for client in clients[10:]:
             assert client.is_readable(PATIENCE)
             assert client.receive() is None
@@ -220,14 +212,10 @@ def post_fork(server, worker):
 
 def test_worker_that_is_starting_stops_at_once(tmp_path):
     """A worker that has no signal handlers yet stops at once with the server."""
-    server = Server(tmp_path, *configured(tmp_path, SLOW_START))
-    server.start()
-    try:
+    with Server(tmp_path, *configured(tmp_path, SLOW_START)).started() as server:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
         server.signal(signal.SIGTERM)
         assert server.wait(PATIENCE / 4) == 0
-    finally:
-        server.stop()
 
 
 def test_reload_during_an_upgrade_is_refused(tmp_path):

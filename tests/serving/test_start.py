@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,12 +13,12 @@ import pytest
 from exchange import SECRET, assert_error, fern, parse_json_log, table
 from server import (
     GUNICORN,
-    PATIENCE,
     SCRIPTS,
     TOKEN,
     RawClient,
     Server,
     configured,
+    finished,
     is_alive,
     request,
     wait_until,
@@ -53,8 +52,7 @@ def test_printed_curl_line_works(tmp_path):
         assert 'tokens   one, made by this start\n' in server.log
         [line] = re.findall('^ *(curl .+)$', server.log, re.MULTILINE)
         for _ in range(4):
-            command = ['bash', '-c', line]
-            done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+            done = finished(['bash', '-c', line])
             assert done.returncode == 0
             assert json.loads(done.stdout) == {'name': 'Fern', 'tag': 'shade'}
         assert server.plants() == [{'id': 1, 'name': 'Fern', 'tag': 'shade'}]
@@ -269,14 +267,10 @@ ADDRESSES = {
 @table('arguments, words', ADDRESSES)
 def test_configured_address_is_named(tmp_path, arguments, words):
     """The message names the configured address, and a page if a browser can open it."""
-    server = Server(tmp_path, *arguments, PLANTS_TOKENS=None)
-    server.start()
-    try:
+    with Server(tmp_path, *arguments, PLANTS_TOKENS=None).started() as server:
         wait_until(lambda: 'Booting worker' in server.log, 'it starts')
         assert words in server.log
         assert ('/docs' in server.log) == ('unix:s' not in arguments)
-    finally:
-        server.stop()
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Worker classes: gunicorn's own, and ours with TLS and with other applications."""
 
 import socket
-import ssl
-import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,7 +17,7 @@ from exchange import (
     parse_json_log,
     stop,
 )
-from server import PATIENCE, RawClient, Server, configured, installed, request
+from server import PATIENCE, RawClient, Server, configured, make_certificate, request
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
@@ -35,26 +33,13 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
         assert len(server.plants()) == len(plants)
 
 
-@pytest.fixture(scope='module')
-def certificate(tmp_path_factory):
-    """A self-signed certificate for localhost, with its key."""
-    directory = tmp_path_factory.mktemp('tls')
-    command = [installed('openssl', 'openssl'), 'req', '-x509', '-nodes']
-    command += ['-newkey', 'rsa:2048', '-subj', '/CN=localhost', '-days', '2']
-    command += ['-addext', 'subjectAltName=DNS:localhost']
-    command += ['-keyout', directory / 'key', '-out', directory / 'certificate']
-    subprocess.run(command, check=True, capture_output=True)
-    return directory
-
-
 class TLSServer(Server):
     """A server whose clients connect with TLS."""
 
-    def __init__(self, directory, *arguments, certificate, **how):
-        files = ('--certfile', certificate / 'certificate')
-        files += ('--keyfile', certificate / 'key')
-        super().__init__(directory, *map(str, files), *arguments, **how)
-        self.context = ssl.create_default_context(cafile=certificate / 'certificate')
+    def __init__(self, directory, *arguments, **how):
+        self.context = make_certificate(directory)
+        files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
+        super().__init__(directory, *files, *arguments, **how)
 
     def connect(self, timeout=PATIENCE):
         connected = socket.create_connection(('127.0.0.1', self.port), timeout)
@@ -62,10 +47,10 @@ class TLSServer(Server):
         return RawClient(over=over)
 
 
-def test_tls_is_served(tmp_path, certificate):
+def test_tls_is_served(tmp_path):
     """Requests, pipelines, errors and large bodies work as they do without TLS."""
     more = configured(tmp_path, *SHORT_LIMITS)
-    with TLSServer(tmp_path, *more, certificate=certificate, workers=2) as server:
+    with TLSServer(tmp_path, *more, workers=2) as server:
         with server.connect() as client:
             for _ in range(3):
                 assert ask_in_step(client, request(body=fern())).status == 200
@@ -79,10 +64,10 @@ def test_tls_is_served(tmp_path, certificate):
         assert 'Traceback' not in server.log
 
 
-def test_connection_without_a_handshake_is_closed(tmp_path, certificate):
+def test_connection_without_a_handshake_is_closed(tmp_path):
     """A client that sends nothing, or no TLS, is disconnected and delays nobody."""
     more = configured(tmp_path, *SHORT_LIMITS, 'client.FIRST_REQUEST = 1')
-    with TLSServer(tmp_path, *more, certificate=certificate) as server:
+    with TLSServer(tmp_path, *more) as server:
         with ExitStack() as opened:
             silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
             for client in silent[:3]:
@@ -99,9 +84,9 @@ def test_connection_without_a_handshake_is_closed(tmp_path, certificate):
         assert 'Traceback' not in server.log
 
 
-def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path, certificate):
+def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path):
     """A stop before a handshake: one request is answered, silent clients are closed."""
-    with TLSServer(tmp_path, certificate=certificate) as server, ExitStack() as opened:
+    with TLSServer(tmp_path) as server, ExitStack() as opened:
         silent = opened.enter_context(RawClient(server.port))
         over = opened.enter_context(
             socket.create_connection(('127.0.0.1', server.port))
@@ -257,22 +242,17 @@ def test_pre_request_may_change_each_request(serve_environ, tmp_path):
 def test_connections_are_spread(service, number, at_once):
     """Kept connections are spread evenly over two workers."""
     # The median: a worker that the machine delays by some milliseconds gets fewer.
-    most = median(max(held_by_workers(service, number, at_once)) for _ in range(11))
+    most = median(most_held(service, number, at_once) for _ in range(11))
     assert most <= number // 2 + number // 8
 
 
-def held_by_workers(server, number, at_once):
-    """Connect some clients; return how many of them each worker serves."""
-    held = Counter()
+def most_held(server, number, at_once):
+    """Connect some clients; return how many of them the busier worker serves."""
+    clients = []
     with ExitStack() as connections:
-        clients = []
         for _ in range(number):
-            client = connections.enter_context(server.connect())
-            clients.append(client)
+            clients.append(connections.enter_context(server.connect()))
             if not at_once:
-                client.ask(request('GET', '/livez'))
-        for client in clients:
-            client.send(request('GET', '/livez'))
-        for client in clients:
-            held[server.worker_of(client.receive())] += 1
-    return held.values()
+                clients[-1].ask(request('GET', '/livez'))
+        answers = [client.ask(request('GET', '/livez')) for client in clients]
+    return max(Counter(map(server.worker_of, answers)).values())
