@@ -255,20 +255,21 @@ def test_slow_clients_delay_nobody(service):
 
 
 def test_unfinished_head_uses_little_memory(tmp_path):
-    """A client that sends almost all of a large head costs at most 0.1 MiB."""
+    """A client that sends almost all of a large head costs at most 0.15 MiB."""
     fields = ''.join(f'x{number}: {"a" * 8_000}\r\n' for number in range(98))
     unmeasured = {'COVERAGE_PROCESS_CONFIG': None}
     with Server(tmp_path, **unmeasured) as server, ExitStack() as opened:
         assert_quick(server, rounds=3)  # the first requests load code
         before = server.memory()
-        for size in (28_000, 400_000):
+        for size in (28_000, len(fields)):
             for _ in range(150):
                 client = opened.enter_context(server.connect())
                 client.send(f'GET / HTTP/1.1\r\n{fields}'.encode()[:size])
-        assert_quick(server, rounds=3)
+        assert_quick(server, rounds=30)
         grown = server.memory() - before
         # 150 heads of 28 kB are incomplete, and 150 were refused at 32 kB.
-        assert grown < 300 * 0.1, f'{grown:.1f} MiB'
+        # Without the limit these take twice as much.
+        assert grown < 300 * 0.15, f'{grown:.1f} MiB'
 
 
 @pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (60, 3)])
