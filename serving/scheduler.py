@@ -5,87 +5,93 @@ sync, a database, a lock) run in other threads. So a store is the same code unde
 server, and nothing is monkey-patched.
 """
 
+from _thread import TIMEOUT_MAX
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import gevent
 from gevent.hub import Waiter
-from gevent.lock import Semaphore
+from gevent.lock import BoundedSemaphore
 from gevent.monkey import get_original
 from greenlet import getcurrent
 
-from store.scheduler import Scheduler
+from store.scheduler import Result, Scheduler, Wait, Wake
 
-THREADS = 10  # for calls that block: several syncs, waits for a lock or a database
+CALL_THREADS = 10  # for calls that block at a time
 
 
 class GeventScheduler(Scheduler):
     """How greenlets wait in a store; calls that block run in threads of its own.
 
-    In those of the hub 0.73 of the plants are added (4 clients, side by side).
+    All are system threads, also where an embedder has patched the modules.
     """
 
-    def give_way(self) -> bool:
-        poll_sockets()
-        return True
+    def __init__(self) -> None:
+        self._room = BoundedSemaphore(CALL_THREADS)
 
-    def waiter(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        waiter = Waiter()
-        return waiter.get, partial(waiter.hub.loop.run_callback, waiter.switch, None)
+    def start(self, function: Callable[[], object]) -> None:
+        get_original('_thread', 'start_new_thread')(function, ())
 
     def lock(self) -> Any:
-        return Semaphore()
+        return get_original('_thread', 'allocate_lock')()
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        caller = Waiter()
-        self._calls.put((caller, function))
-        return caller.get()
+    def waiter(self) -> tuple[Wait, Wake]:
+        waiter = Waiter()
+        loop = waiter.hub.loop
 
-    @cached_property
-    def _calls(self) -> Any:
-        """The queue of the threads; they start at the first call, so in a worker."""
-        # System threads, also where an embedder has patched the modules.
-        calls = get_original('queue', 'SimpleQueue')()
-        outcomes = deque[tuple[Any, ...]]()
-        wakeup = gevent.get_hub().loop.async_()
+        def wait(seconds: float) -> bool:
+            timer = loop.timer(seconds)
+            timer.start(waiter.switch, False)
+            try:
+                return bool(waiter.get())
+            finally:
+                timer.close()
 
-        def run() -> None:
-            while True:
-                caller, function = calls.get()
-                try:
-                    outcomes.append((caller.switch, function()))
-                except BaseException as ex:
-                    outcomes.append((caller.throw, type(ex), ex, ex.__traceback__))
-                wakeup.send()
+        return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
-        def resume_callers() -> None:
-            while outcomes:
-                resume, *outcome = outcomes.popleft()
-                resume(*outcome)
+    def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that calls a function when no more greenlets call it.
 
-        wakeup.start(resume_callers)
-        for _ in range(THREADS):
-            get_original('_thread', 'start_new_thread')(run, ())
-        return calls
+        That is when the event loop has polled its sockets, and no greenlet whose client
+        has sent something has called it since the poll before.
+        """
+        return Gathering(function).add
+
+    def call(
+        self, function: Callable[[], Result], *, within: float = TIMEOUT_MAX
+    ) -> Result:
+        with self._room:
+            return super().call(function, within=within)
 
 
-def poll_sockets() -> None:
-    """Return when the event loop has polled its sockets and called their watchers."""
-    hub = gevent.get_hub()
-    # NOTE: not sleep(0), which returns before the loop polls the sockets; nor idle(),
-    # which any client can delay, and which gathers all connections in one batch, so
-    # that no other request is served during its sync.
-    check, idle = hub.loop.check(), hub.loop.idle()
-    check.priority = hub.loop.MINPRI
-    check.start(getcurrent().switch)
-    idle.start(lambda: None)  # so the loop does not sleep
-    try:
-        hub.switch()
-    finally:
-        check.close()
-        idle.close()
+class Gathering:
+    """Calls a function when no more greenlets ask for it, once for all of them."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._asked = self._seen = 0
+        loop = gevent.get_hub().loop
+        # NOTE: not an idle watcher, which any client can delay, and which would gather
+        # all connections in one batch, so that no other request is served meanwhile.
+        self._check, self._idle = loop.check(), loop.idle()
+        self._check.priority = loop.MINPRI
+
+    def add(self) -> None:
+        self._asked += 1
+        if not self._check.active:
+            self._check.start(self._polled)
+            self._idle.start(lambda: None)  # so the loop does not sleep
+
+    def _polled(self) -> None:
+        if self._seen < self._asked:
+            self._seen = self._asked
+            return
+        self._asked = self._seen = 0
+        self._check.stop()
+        self._idle.stop()
+        self._function()
 
 
 class Turns:
@@ -106,7 +112,7 @@ class Turns:
         self._pipelined = deque[Any]()
         self._idle = hub.loop.idle()
         self._check = hub.loop.check()
-        self._check.priority = hub.loop.MINPRI + 1  # before poll_sockets() returns
+        self._check.priority = hub.loop.MINPRI + 1  # before a Gathering counts
         self._check.start(self._next)
 
     def wait_for_data(self, readable: Any) -> None:
@@ -124,12 +130,17 @@ class Turns:
         else:
             readable.stop()  # until its greenlet waits again
 
-    def wait_for_others(self) -> None:
-        """Return when it is the turn of this greenlet, which has a request to read."""
+    def wait_for_others(self, *, is_next: bool = False) -> None:
+        """Return after all that have arrived and, unless ``is_next``, those in here."""
         if not self._pipelined:
             self._idle.start(lambda: None)  # so the loop does not sleep
-        self._pipelined.append(getcurrent())
-        self._hub.switch()
+        greenlet = getcurrent()
+        (self._pipelined.appendleft if is_next else self._pipelined.append)(greenlet)
+        try:
+            self._hub.switch()
+        except BaseException:  # Ctrl-C ends the worker also here
+            self._pipelined.remove(greenlet)
+            raise
 
     def _next(self) -> None:
         while self._arrived:

@@ -25,7 +25,7 @@ class Plant(NamedTuple):
 
 
 def check_plant(plant: Plant) -> None:
-    """Check that every store can hold a plant; this is the only rule for that.
+    """Check that every store can hold a plant. No store has another rule.
 
     A file would not open again with ``Plant(True, ...)`` in it, and no database takes
     U+0000.
@@ -38,20 +38,15 @@ def check_plant(plant: Plant) -> None:
         raise ValueError(f'id: {reprlib.repr(id)} is not an integer')
     if not ID_MIN <= id <= ID_MAX:
         raise ValueError('id: it is not a 64-bit integer')
-    _check_text('name', name)
-    if tag is not None:
-        _check_text('tag', tag)
-
-
-def _check_text(member: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f'{member}: {reprlib.repr(text)} is not a string')
-    if '\0' in text:
-        raise ValueError(f'{member}: it holds U+0000')
-    try:
-        text.isascii() or text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f'{member}: it holds a lone surrogate') from None
+    for member, text in ('name', name), ('tag', '' if tag is None else tag):
+        if not isinstance(text, str):
+            raise ValueError(f'{member}: {reprlib.repr(text)} is not a string')
+        if '\0' in text:
+            raise ValueError(f'{member}: it holds U+0000')
+        try:
+            text.isascii() or text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f'{member}: it holds a lone surrogate') from None
 
 
 def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
@@ -92,6 +87,8 @@ class PlantStore(abc.ABC):
        makes a missing store.
     9. ``add`` and ``add_many`` raise ``ValueError`` if ``check_plant`` does, before
        anything is stored.
+    10. A caller may be interrupted at any moment, by Ctrl-C or a killed greenlet. Its
+       plant is then stored or not, never half of it, and others go on.
     """
 
     # Called after each sync of a batch, with the number of plants and the time of the
@@ -100,16 +97,13 @@ class PlantStore(abc.ABC):
 
     @abc.abstractmethod
     def add(self, plant: Plant) -> bool:
-        """Store a plant, once.
+        """Store a plant, once; wait for 5 seconds at most.
 
         Returns:
             Whether it is new: ``False`` if this very plant was there before.
 
         Raises:
-            IdTaken: A different plant holds the id.
-            StoreUnavailable: The store cannot take plants now.
-            StoreCorrupt: The stored plants cannot be read.
-            StoreClosed: ``close`` was called.
+            StoreError: Any of ``store/errors.py``; they say what they mean.
             ValueError: ``check_plant`` refuses it.
         """
 

@@ -1,34 +1,39 @@
 """Group commit: records that wait together are written and synced together.
 
-There is no background thread. A caller that finds no append in progress becomes the
-*leader*: it takes every record that waits (its own is the first), appends them as one
-*batch*, syncs them, and wakes its *followers*, which have slept meanwhile. The next
-leader is the first caller that is still waiting.
+A caller puts its record into a queue and waits. A *committer*, a thread of the store,
+takes all records that wait as one *batch*, appends and syncs it, and wakes the callers.
+No caller does any of this itself, since it may be interrupted between any two
+instructions. One that leaves takes its record with it, unless a batch has it already.
 
-Appends exclude each other. Syncs need not, since a sync covers every byte that was
-written before it began. How many may be in flight follows the measured time of a sync:
+One committer has the *turn*: it takes batches and appends them. Syncs need not exclude
+each other, since a sync covers every byte that was written before it began. What
+happens to the turn during a sync follows the measured time of the one before:
 
-* Where it is quick (tens of microseconds, a disk with a battery), the system calls and
-  thread switches around it are the cost. So one is in flight, and the next batch grows.
-* Where it is slow (milliseconds, an ordinary disk), a caller that just misses a batch
-  would wait for two syncs. Several in flight overlap, and the disk groups them.
+* Where syncs are quick (tens of microseconds, a disk with a battery), the system calls
+  and thread switches around them are the cost. So the committer keeps the turn, and the
+  next batch grows.
+* Where syncs are slow (milliseconds, an ordinary disk), a caller that just misses a
+  batch would wait for two of them. So another committer gets the turn. Several syncs
+  overlap, and the disk groups them.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from time import perf_counter
-from typing import Any, Generic, TypeVar
+from time import monotonic, perf_counter
+from typing import Generic, TypeVar
 
-from store.errors import StoreUnavailable
-from store.scheduler import Scheduler
+from store.errors import StoreClosed, StoreUnavailable
+from store.scheduler import Scheduler, Wake
 
 Item = TypeVar('Item')
-Written = TypeVar('Written')
+Sync = Callable[[], object]
 
+# Seconds from the call of ``submit``. A batch that cannot be written gives up first, so
+# that its callers hear the reason.
+GIVE_UP_WITHIN = 4.5
+WAIT_WITHIN = 5.0
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
 SLOW_SYNCS_IN_FLIGHT = 4
@@ -42,141 +47,156 @@ class Entry(Generic[Item]):
 
     item: Item
     size: int  # in bytes
+    deadline: float  # when its batch gives up, in seconds (monotonic)
     # Set by the append or the sync: what submit() returns, or raises.
     new: bool = False
     error: BaseException | None = None
-    _leads: bool = False
-    _wake: Callable[[], object] = field(init=False)  # set when its caller waits
+    wake: Wake = field(init=False)  # set by submit()
 
 
-def outcomes(batch: Sequence[Entry[Any]]) -> list[Any]:
-    """Return the outcome of each record: its error, or whether it is new."""
-    return [entry.error or entry.new for entry in batch]
-
-
-class GroupCommit(Generic[Item, Written]):
+class GroupCommit(Generic[Item]):
     """Turn concurrent calls of ``submit`` into batches.
 
     Args:
-        append: Called with a batch, one call at a time; it writes the records. An
-            ``Exception`` that it raises reaches every caller of the batch. Any other
-            ``BaseException`` reaches the leader; its followers get
-            ``StoreUnavailable``. It may set an entry's ``error`` instead. It returns
-            the argument of ``sync``; if that is false there is no sync.
-        sync: Called with the result of ``append``; when it returns, the batch is
-            durable. Calls may overlap. It reports errors in the same two ways.
         scheduler: How the callers wait.
+        append: Called with a batch, one call at a time, in a thread; it writes the
+            records and returns a function that syncs them. When that returns, the batch
+            is durable. It returns ``None`` if there is nothing to sync. What either
+            raises reaches every caller of the batch, as ``StoreUnavailable`` if it is
+            no ``Exception``. Both may set an entry's ``error`` instead.
         observe: Called before the callers return, as ``PlantStore.on_sync``.
+        late: The reason of a caller that has waited too long, if no batch has failed.
     """
 
     def __init__(
         self,
-        append: Callable[[Sequence[Entry[Item]]], Written],
-        sync: Callable[[Written], None],
-        *,
         scheduler: Scheduler,
+        append: Callable[[Sequence[Entry[Item]]], Sync | None],
+        *,
         observe: Callable[[int, float], None],
+        late: Callable[[], StoreUnavailable],
     ) -> None:
-        self._scheduler = scheduler
         self._append = append
-        self._sync = sync
+        self._scheduler = scheduler
         self._observe = observe
-        self._lock = threading.Lock()  # guards what follows; never held across I/O
+        self._late = late
+        self._failure: StoreUnavailable | None = None  # of the latest batch
         self._waiting: deque[Entry[Item]] = deque()
-        self._appending = False
-        self._syncing = 0
-        self._sync_limit = 1
+        self._closed = False
+        self._bell = scheduler.lock()  # released when records wait
+        self._bell.acquire()
+        self._ring_soon = scheduler.gathered(self._ring)
+        self._turn = scheduler.lock()
+        self._counting = scheduler.lock()
+        self._committers = 0
+        self._is_slow = False
+
+    # Methods of the callers. REQUIRES: each may be interrupted anywhere.
 
     def submit(self, item: Item, size: int) -> bool:
         """Return the ``new`` of a record when it is durable, or raise its ``error``."""
-        entry = Entry(item, size)
+        entry = Entry(item, size, monotonic() + GIVE_UP_WITHIN)
+        wait, entry.wake = self._scheduler.waiter()
         try:
-            with self._lock:
-                must_wait = self._appending or self._syncing >= self._sync_limit
-                if must_wait:
-                    wait, entry._wake = self._scheduler.waiter()
-                else:
-                    entry._leads = self._appending = True
-                self._waiting.append(entry)  # last: the next leader can wake it
-            if must_wait:
-                wait()
-        except BaseException:  # Ctrl-C; but a leader must serve its followers
-            with self._lock, suppress(ValueError):
-                if not entry._leads:
-                    self._waiting.remove(entry)
+            if not self._committers:
+                self._start_committer()
+            self._waiting.append(entry)
+            self._ring_soon()
+            if self._closed:  # perhaps since the append: nobody takes it
+                raise StoreClosed
+            if not wait(WAIT_WITHIN):
+                raise self._failure or self._late()
+        except BaseException:
+            with suppress(ValueError):  # a batch has it
+                self._waiting.remove(entry)
             raise
-        finally:
-            if entry._leads:
-                self._lead()
         if entry.error is not None:
             raise entry.error
         return entry.new
 
-    def _lead(self) -> None:
-        """Take a batch through both stages. REQUIRES: _appending is set for it."""
-        batch: list[Entry[Item]] = []
-        written: Written | None = None
+    def _start_committer(self) -> None:
+        if self._committers == SLOW_SYNCS_IN_FLIGHT:
+            return
         try:
-            try:
-                self._gather()
-            finally:
-                batch = self._take_batch()
-            written = self._append(batch)
-        except BaseException as ex:  # also Ctrl-C: the followers must wake up
-            _fail(batch, ex)
-        with self._lock:
-            self._appending = False
-            self._syncing += bool(written)
-            self._wake_leader()
-        # From here on the next batch may be appended while this one is synced. It
-        # may even be durable first: no caller waits for both.
-        if written:
-            began, failed = perf_counter(), False
-            try:
-                self._scheduler.call(partial(self._sync, written))
-            except BaseException as ex:
-                _fail(batch, ex)
-                failed = True
-            took = perf_counter() - began
-            with self._lock:
-                self._syncing -= 1
-                # A quick failure must not make the next batches wait for a slow one.
-                is_slow = failed or took > SLOW_SYNC
-                self._sync_limit = SLOW_SYNCS_IN_FLIGHT if is_slow else 1
-                self._wake_leader()
-            self._observe(len(batch), took)
-        for entry in batch:
-            if not entry._leads:
-                entry._wake()
+            self._scheduler.start(self._commit_batches)
+        except RuntimeError as ex:
+            raise StoreUnavailable(f'no thread can be started: {ex}') from ex
 
-    def _gather(self) -> None:
-        """Let callers submit that are about to, so that they share this batch."""
-        gathered, more = 0, True
-        while more and gathered < len(self._waiting):
-            gathered = len(self._waiting)
-            more = self._scheduler.give_way()
+    # Methods of the threads of the store, which nothing interrupts.
+
+    def close(self) -> None:
+        """Refuse all records that no batch has, and end the committers."""
+        self._closed = True
+        with suppress(IndexError):
+            while True:
+                entry = self._waiting.popleft()
+                entry.error = StoreClosed()
+                entry.wake()
+        self._ring()
+
+    def _ring(self) -> None:
+        with suppress(RuntimeError):  # it rings already
+            self._bell.release()
+
+    def _commit_batches(self) -> None:
+        """Be a committer until ``close``, unless there are enough."""
+        with self._counting:
+            if self._committers == SLOW_SYNCS_IN_FLIGHT:
+                return
+            self._committers += 1
+        self._turn.acquire()
+        while batch := self._take_batch():
+            sync = None
+            try:
+                sync = self._append(batch)
+            except BaseException as ex:
+                self._fail(batch, ex)
+            if shares_turn := sync is not None and self._is_slow:
+                with suppress(StoreUnavailable):  # the other committers do then
+                    self._start_committer()
+                self._turn.release()
+            if sync is not None:
+                self._sync(batch, sync)
+            for entry in batch:
+                entry.wake()
+            if shares_turn:
+                self._turn.acquire()
+        self._turn.release()
 
     def _take_batch(self) -> list[Entry[Item]]:
-        batch, size = [], 0
-        with self._lock:
-            while self._waiting and size < BATCH_BYTES:
-                batch.append(self._waiting.popleft())
-                size += batch[-1].size
+        """Return the records that wait, when there are some; none after ``close``."""
+        batch: list[Entry[Item]] = []
+        size = 0
+        while not batch and not self._closed:
+            self._bell.acquire()
+            with suppress(IndexError):
+                while size < BATCH_BYTES:
+                    batch.append(self._waiting.popleft())
+                    size += batch[-1].size
+        if self._waiting or self._closed:
+            self._ring()  # for the next batch, or the next committer
         return batch
 
-    def _wake_leader(self) -> None:
-        """Wake the next leader, if there is work for it. REQUIRES: lock held."""
-        if self._waiting and not self._appending and self._syncing < self._sync_limit:
-            self._appending = True
-            self._waiting[0]._leads = True
-            self._waiting[0]._wake()
+    def _sync(self, batch: Sequence[Entry[Item]], sync: Sync) -> None:
+        began, failed = perf_counter(), False
+        try:
+            sync()
+            self._failure = None
+        except BaseException as ex:
+            self._fail(batch, ex)
+            failed = True
+        took = perf_counter() - began
+        # A quick failure must not make the next batches wait for a slow sync.
+        self._is_slow = failed or took > SLOW_SYNC
+        with suppress(Exception):  # as it must not
+            self._observe(len(batch), took)
 
-
-def _fail(batch: Sequence[Entry[Item]], error: BaseException) -> None:
-    # This replaces an error that the append has set: it may have compared a record with
-    # another one of this very batch, which is now not stored.
-    for entry in batch:
-        if entry._leads or isinstance(error, Exception):
+    def _fail(self, batch: Sequence[Entry[Item]], error: BaseException) -> None:
+        if not isinstance(error, Exception):  # it would end the thread of each caller
+            error = StoreUnavailable(f'the write was interrupted: {error!r}')
+        if isinstance(error, StoreUnavailable):
+            self._failure = error
+        # This replaces an error that the append has set: it may have compared a record
+        # with another one of this very batch, which is now not stored.
+        for entry in batch:
             entry.error = error
-        else:  # Ctrl-C, or the end of a thread, concerns the leader alone
-            entry.error = StoreUnavailable('the write was interrupted')

@@ -2,21 +2,31 @@
 
 import abc
 import os
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import Any, Generic, Protocol, TypeVar
 
 from store.base import Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
+from store.group_commit import GIVE_UP_WITHIN, Entry, GroupCommit
 from store.scheduler import THREADS, Scheduler
+
+OPENING_WITHIN = 2.0  # seconds that close() waits for an opening
+CLOSE_WITHIN = 5.0  # and in all
 
 
 class Backend(Protocol):
-    """The open part of a store; its methods get plants that were checked."""
+    """The open part of a store, for the threads of the store."""
 
-    def add(self, plant: Plant) -> bool: ...
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]: ...
+    def append(self, batch: Sequence[Entry[Any]]) -> Callable[[], object] | None:
+        """Store plants, as the ``append`` of ``GroupCommit``."""
+
     def ping(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release everything, also if an error is raised."""
+
     def abandon(self) -> None:
         """Release what a forked child inherited; the parent still uses its own."""
 
@@ -24,27 +34,22 @@ class Backend(Protocol):
 BackendT = TypeVar('BackendT', bound=Backend)
 
 
-class _Process(Generic[BackendT]):
-    """The state of a store in one process."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.backend: BackendT | None = None
-        self.opening = scheduler.lock()  # held while backend changes
-        self.pinging = scheduler.lock()  # held while the one ping runs
-        self.pings = 0  # that have begun
-        self.error: Exception | None = None  # of the last ping
-
-
 class LazyStore(PlantStore, Generic[BackendT]):
     """A store that opens nothing until it is used.
 
     Nothing opened before a fork is used after it: an ``flock`` that parent and child
     share excludes neither, and on one connection they mix their messages. A lock that
-    is held at the fork stays held. So a backend belongs to one process id. Callbacks of
-    ``os.register_at_fork`` would keep the code from before a reload in memory.
+    is held at the fork stays held, and threads do not exist in the child. So all of it
+    belongs to one process id. Callbacks of ``os.register_at_fork`` would keep the code
+    from before a reload in memory.
+
+    Args:
+        shown: The name of the store in errors.
+        scheduler: How the callers wait.
     """
 
-    def __init__(self, *, scheduler: Scheduler = THREADS) -> None:
+    def __init__(self, shown: str, *, scheduler: Scheduler = THREADS) -> None:
+        self._shown = shown
         self._scheduler = scheduler
         self._closed = False
         self._processes: dict[int, _Process[BackendT]] = {}
@@ -53,69 +58,118 @@ class LazyStore(PlantStore, Generic[BackendT]):
     def _open_backend(self) -> BackendT:
         """Open the backend; called again at the next use if it raises."""
 
-    def _report_sync(self, plants: int, seconds: float) -> None:
-        if self.on_sync is not None:
-            self.on_sync(plants, seconds)
+    @abc.abstractmethod
+    def _record(self, plant: Plant) -> tuple[Any, int]:
+        """Return the item of a plant for ``Backend.append``, and its size in bytes."""
 
     def add(self, plant: Plant) -> bool:
         check_plant(plant)
-        return self._backend().add(plant)
+        return self._process().adds.submit(*self._record(plant))
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         for plant in plants:
             check_plant(plant)
-        backend = self._backend()
-        return [new for batch in batches(plants) for new in backend.add_many(batch)]
+        added: list[bool | IdTaken] = []
+        for batch in [*batches(plants)] or [[]]:  # without plants it only opens
+            records = [self._record(plant) for plant in batch]
+            add_batch = partial(self._process().add_batch, records)
+            added += self._scheduler.call(add_batch)
+        return added
 
     def ping(self) -> None:
-        """Share one ping among all callers that wait, so that it takes one thread.
+        """Share one ping among all callers that wait.
 
         A caller never gets the result of a ping that began before its call.
         """
-        process = self._process()
-        pings_before = process.pings
-        with process.pinging:
-            if process.pings == pings_before:
-                process.pings += 1
-                process.error = StoreUnavailable('the check was interrupted')
-                try:
-                    self._scheduler.call(self._backend().ping)
-                    process.error = None
-                except Exception as ex:
-                    process.error = ex
-            if process.error is not None:
-                raise process.error
+        self._process().pings.submit(None, 0)
 
     def close(self) -> None:
         self._closed = True
-        process = self._process()
-        with process.opening:
-            backend, process.backend = process.backend, None
-        if backend is not None:
-            backend.close()
+        if process := self._processes.get(os.getpid()):
+            # A write or a sync that hangs keeps its files until it ends.
+            with suppress(TimeoutError):
+                self._scheduler.call(process.close, within=CLOSE_WITHIN)
 
     def _backend(self) -> BackendT:
-        process = self._process()
-        backend = process.backend
-        if backend is None:
-            with process.opening:
-                self._check_open()
-                backend = process.backend or self._scheduler.call(self._open_backend)
-                process.backend = backend
-        return backend
+        """Return the backend; open it if it is not open, however long that takes."""
+        return self._scheduler.call(self._process().open)
 
-    def _process(self) -> _Process[BackendT]:
+    def _process(self) -> '_Process[BackendT]':
+        self._check_open()
         pid = os.getpid()
         process = self._processes.get(pid)
-        if process is None:
-            # setdefault() and pop() are atomic; a lock may have been held at the fork.
-            process = self._processes.setdefault(pid, _Process(self._scheduler))
-            for other in self._processes.keys() - {pid}:
-                inherited = self._processes.pop(other, None)
-                if inherited is not None and inherited.backend is not None:
-                    inherited.backend.abandon()
+        if process is None:  # setdefault() is atomic
+            process = self._processes.setdefault(pid, _Process(self))
         return process
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed
+
+
+class _Process(Generic[BackendT]):
+    """The state of a store in one process.
+
+    Its methods run in threads of the store, to their end: nothing interrupts them.
+    """
+
+    def __init__(self, store: LazyStore[BackendT]) -> None:
+        self._store = store
+        self._backend: BackendT | None = None
+        self._opening = store._scheduler.lock()  # held while _backend changes
+        queue = partial(
+            GroupCommit[Any], store._scheduler, observe=self._observe, late=self._late
+        )
+        self.adds = queue(lambda batch: self.open().append(batch))
+        self.pings = queue(lambda batch: self.open().ping())
+
+    def open(self) -> BackendT:
+        """Return the backend; open it if it is not open."""
+        if (backend := self._backend) is not None:
+            return backend
+        processes = self._store._processes
+        with self._opening:
+            self._store._check_open()
+            for pid in processes.keys() - {os.getpid()}:  # from before a fork
+                if (inherited := processes.pop(pid)._backend) is not None:
+                    inherited.abandon()
+            if self._backend is None:
+                self._backend = self._store._open_backend()
+            backend = self._backend
+        if self._store._closed:  # close() did not wait
+            self.close()
+            raise StoreClosed
+        return backend
+
+    def add_batch(self, records: Sequence[tuple[Any, int]]) -> list[Any]:
+        """Add plants as one batch that waits for no others."""
+        deadline = monotonic() + GIVE_UP_WITHIN
+        batch = [Entry[Any](item, size, deadline) for item, size in records]
+        backend = self.open()
+        if batch and (sync := backend.append(batch)):
+            sync()
+        for entry in batch:
+            if isinstance(entry.error, StoreUnavailable):
+                raise entry.error
+        return [entry.error or entry.new for entry in batch]
+
+    def close(self) -> None:
+        self.adds.close()
+        self.pings.close()
+        if not self._opening.acquire(timeout=OPENING_WITHIN):
+            return  # who opens it closes it
+        try:
+            if self._backend is not None:
+                self._backend.close()
+        finally:
+            self._backend = None
+            self._opening.release()
+
+    def _observe(self, plants: int, seconds: float) -> None:
+        if self._store.on_sync is not None:
+            self._store.on_sync(plants, seconds)
+
+    def _late(self) -> StoreUnavailable:
+        is_open = self._backend is not None
+        reason = 'did not answer in time' if is_open else 'is being opened'
+        return StoreUnavailable(f'the store {reason}', store=self._store._shown)

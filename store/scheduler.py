@@ -1,51 +1,84 @@
-"""How the callers of a store wait: for each other, and for calls that block.
+"""How the callers of a store wait, and what runs while they do.
 
-A store is called by many threads at once, so by default they wait as threads do. A
-server that serves many requests in one thread passes a scheduler of its own to
-``open_store``, which serves other requests meanwhile.
+Whoever calls a store may be taken away between any two instructions: a greenlet is
+killed, Ctrl-C or another signal raises in the main thread, a library raises in any. So
+no caller does critical work itself. It runs in threads of the store, which no exception
+of a caller reaches, and the caller only waits: it may leave at any moment.
+
+By default the callers are threads. A server that serves many requests in one thread
+passes a scheduler of its own to ``open_store``, and serves others meanwhile.
 """
 
-import threading
+import _thread
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from time import sleep
 from typing import Any, Final, TypeVar
 
 Result = TypeVar('Result')
+Wait = Callable[[float], bool]
+Wake = Callable[[], object]
 
 
 class Scheduler:
     """How the callers of a store wait; here each caller is a thread of its own."""
 
-    def give_way(self) -> bool:
-        """Let other callers run that are ready; return whether to call this again."""
-        # Some threads wait only for the GIL. This sleep takes about 60 us (timer
-        # slack), enough for them to submit; a shorter release of the GIL is seldom
-        # enough. A second sleep costs as much as it gains.
-        sleep(0)
-        return False
+    def start(self, function: Callable[[], object]) -> None:
+        """Run a function in a thread of its own; it must not raise.
 
-    def waiter(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return two functions, each of which is called once: ``wait`` and ``wake``.
+        NOTE: not ``threading.Thread``, whose ``start`` can be interrupted half way.
+        """
+        _thread.start_new_thread(function, ())
 
-        The current caller waits in ``wait`` until any thread has called ``wake``, which
-        may happen first.
+    def lock(self) -> Any:
+        """Return a lock for the threads that ``start`` makes."""
+        return _thread.allocate_lock()
+
+    def waiter(self) -> tuple[Wait, Wake]:
+        """Return two functions, ``wait`` and ``wake``.
+
+        The caller of this method waits in ``wait`` for some seconds. It returns whether
+        ``wake`` was called, once, by any thread; also before, or when nobody waits.
         """
         # A bare lock parks a thread at the least cost: an Event costs four times that.
-        lock = threading.Lock()
+        lock = _thread.allocate_lock()
         lock.acquire()
-        return lock.acquire, lock.release
+        return lambda seconds: lock.acquire(timeout=seconds), lock.release
 
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function that blocks, and return its result."""
-        return function()
+    def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that calls a function, perhaps once for many calls.
 
-    def lock(self) -> AbstractContextManager[Any]:
-        """Return a mutex for callers of the store.
-
-        A function that is given to ``call`` must not take it.
+        A scheduler may let all callers call it first that are ready to: they share a
+        batch then.
         """
-        return threading.Lock()
+        return function
+
+    def call(
+        self, function: Callable[[], Result], *, within: float = _thread.TIMEOUT_MAX
+    ) -> Result:
+        """Call a function that blocks, in a thread, and return its result.
+
+        The function goes on if its caller is interrupted, or if it takes longer than
+        ``within`` seconds, which raises ``TimeoutError``.
+        """
+        outcome: list[tuple[Result | None, BaseException | None]] = []
+        wait, wake = self.waiter()
+
+        def run() -> None:
+            try:
+                outcome.append((function(), None))
+            except BaseException as ex:
+                outcome.append((None, ex))
+            wake()
+
+        try:
+            self.start(run)
+        except RuntimeError:  # there are no more threads, or the interpreter ends
+            run()
+        if not wait(within):
+            raise TimeoutError
+        [(result, error)] = outcome
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
 
 
 THREADS: Final = Scheduler()

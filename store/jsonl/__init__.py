@@ -7,7 +7,7 @@ from pathlib import Path
 
 from store.base import Create, Plant
 from store.errors import StoreUnavailable
-from store.jsonl import recovery
+from store.jsonl import record, recovery
 from store.jsonl.disk import open_or_make, unavailable
 from store.jsonl.file import PlantFile
 from store.lazy import LazyStore
@@ -36,10 +36,10 @@ class JSONLinesStore(LazyStore[PlantFile]):
         create: Create = 'first',
         scheduler: Scheduler = THREADS,
     ) -> None:
-        super().__init__(scheduler=scheduler)
         # Resolved, so that a file has one index, also if links give it several names.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
+        super().__init__(str(self.path), scheduler=scheduler)
         self._create = create
         self._pinned: os.stat_result | None = None
         if create == 'always':
@@ -64,10 +64,9 @@ class JSONLinesStore(LazyStore[PlantFile]):
                 recovery.check_opening(self.path)
 
     def _open_backend(self) -> PlantFile:
-        return PlantFile(
-            self.path,
-            'never' if self._pinned else self._create,
-            pinned=self._pinned,
-            scheduler=self._scheduler,
-            observe=self._report_sync,
-        )
+        create = 'never' if self._pinned else self._create
+        return PlantFile(self.path, create, pinned=self._pinned)
+
+    def _record(self, plant: Plant) -> tuple[tuple[Plant, bytes], int]:
+        line = record.encode(plant)
+        return (plant, line), len(line)

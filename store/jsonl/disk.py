@@ -1,6 +1,7 @@
 """System calls on a plant file and the files beside it, and what their errors mean."""
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -11,9 +12,10 @@ from typing import IO
 
 from store.base import Create
 from store.errors import StoreUnavailable
-from store.jsonl.table import IndexDamaged
+from store.jsonl.table import IndexDamaged, check_made_by_us
 
-CHUNK = 1024 * 1024  # bytes read at a time
+CHUNK = 2 * 1024 * 1024  # bytes read at a time
+NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on macOS
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
@@ -29,7 +31,7 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def open_or_make(path: Path, create: Create) -> int:
-    """Open a plant file, or make it; say what to do if it must not be made."""
+    """Open a plant file, or make it. If it must not be made, say what to do."""
     with suppress(FileNotFoundError):
         return open_file(path)
     index = index_path(path)
@@ -61,7 +63,9 @@ def open_lock_file(path: Path, plants: int) -> IO[bytes]:
     lock_path = index_path(path, '-lock')
     with suppress(FileExistsError):
         os.close(new_file(lock_path, plants))
-    return lock_path.open('r+b', buffering=0)
+    check_made_by_us(lock_path)
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return open(os.open(lock_path, flags), 'r+b', buffering=0)
 
 
 def try_write(path: Path, plants: int, length: int, offset: int) -> None:
@@ -90,9 +94,27 @@ def write(fd: int, data: bytes, offset: int) -> None:
         written += count
 
 
-def pieces(fd: int, start: int, end: int, size: int = CHUNK) -> Iterator[bytes]:
+def sync(fd: int, *, times: bool = False) -> None:
+    """Make what was written to a file durable; with ``times``, its times too.
+
+    NOTE: on macOS fsync() leaves the data in the cache of the disk; see its fsync(2).
+    """
+    if hasattr(fcntl, 'F_FULLFSYNC'):
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError as ex:
+            if ex.errno not in NO_FULL_SYNC:
+                raise
+            os.fsync(fd)
+    elif times or not hasattr(os, 'fdatasync'):
+        os.fsync(fd)
+    else:
+        os.fdatasync(fd)
+
+
+def pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
     """Yield the bytes between two offsets of a file, as far as it reaches."""
-    while start < end and (data := os.pread(fd, min(size, end - start), start)):
+    while start < end and (data := os.pread(fd, min(CHUNK, end - start), start)):
         yield data
         start += len(data)
 
@@ -101,7 +123,7 @@ def sync_directory(path: Path) -> None:
     """Make a new name in a directory durable: a sync of the file does not cover it."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        sync(fd, times=True)
     finally:
         os.close(fd)
 
@@ -114,7 +136,7 @@ def copy_aside(
     It is named ``.torn-1``, or ``-2`` if that is there. After an error there is none.
     """
     number = 1
-    while (side := path.with_name(f'{path.name}.{kind}-{number}')).exists():
+    while os.path.lexists(side := path.with_name(f'{path.name}.{kind}-{number}')):
         number += 1
     copy = new_file(side, fd)
     size = 0
@@ -123,7 +145,7 @@ def copy_aside(
             for data in pieces(fd, start, end):
                 write(copy, data, size)
                 size += len(data)
-        os.fsync(copy)
+        sync(copy, times=True)
         sync_directory(side)
     except BaseException:
         os.unlink(side)
@@ -138,14 +160,20 @@ def index_path(path: Path, suffix: str = '') -> Path:
     return path.with_name(f'{path.name}.index{suffix}')
 
 
+def remove(path: Path) -> None:
+    """Remove a file beside a plant file, if it is there."""
+    check_made_by_us(path)
+    path.unlink(missing_ok=True)
+
+
 def remove_index(path: Path) -> None:
     """Remove the table of a plant file, durably, and what versions 1.1 and 1.2 had."""
-    suffix = '(-wal|-journal|-shm|-synced|-[0-9a-f]{16}.*)?'
-    ours = re.compile(re.escape(index_path(path).name) + suffix)
+    suffix = '(-[0-9a-f]{16})?(-wal|-journal|-shm)?|-synced'
+    ours = re.compile(f'{re.escape(index_path(path).name)}({suffix})')
     # NOTE: the table last. SQLite would give a -wal or -journal to the next table.
     names = sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True)
     for name in names:
-        path.with_name(name).unlink(missing_ok=True)
+        remove(path.with_name(name))
     if names:
         sync_directory(path)
 
@@ -166,7 +194,7 @@ def unavailable(path: Path) -> Iterator[None]:
 
 
 def _owner(path: Path) -> str:
-    """Say who owns a file, or the directory of one that is missing, and who we are."""
+    """Describe the owner of a file, or of its directory, and our own user."""
     for place in path, path.parent:
         with suppress(OSError):
             status = place.stat()

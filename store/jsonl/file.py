@@ -42,29 +42,30 @@ descriptor that was open then, and a later open writes the bytes again first.
 """
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from store.base import Create, Plant
 from store.errors import IdTaken, StoreClosed, StoreCorrupt, StoreUnavailable
-from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry, GroupCommit, outcomes
-from store.jsonl import disk, record, recovery
-from store.jsonl.index import Index
-from store.jsonl.lock import Call, FileLock
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT, Entry
+from store.jsonl import disk, recovery
+from store.jsonl.index import UNKNOWN, Index
+from store.jsonl.lock import FileLock
 from store.jsonl.table import IndexDamaged
-from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
 # After the mark, damage by a person may look like what a crash leaves.
 FLUSH_WITHIN = 1.0  # seconds from an add to the flush of its id
-CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock, and for each sync
-CATCH_UP_BYTES = 128 * 1024  # of other processes; more are read in scheduler.call()
+CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock
+FEW_BYTES = 128 * 1024  # of other processes; reading them costs less than a look
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
 REPLACED = (
     'the file was replaced by another: put the old one back, or reload the server'
@@ -74,23 +75,19 @@ REPLACED = (
 class PlantFile:
     """A plant file that is open in this process: the ``pinned`` one, if any."""
 
+    _index: Index  # set by _open_index()
+
     def __init__(
         self,
         path: Path,
         create: Create,
         *,
         pinned: os.stat_result | None,
-        scheduler: Scheduler,
-        observe: Callable[[int, float], None],
     ) -> None:
         self._path = path
-        self._call = scheduler.call
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
         self._messages: list[tuple[int, str]] = []  # logged without the lock
-        self._commit = GroupCommit(
-            self._append, self._sync, scheduler=scheduler, observe=observe
-        )
         with disk.unavailable(path), ExitStack() as opened:
             self._fd = disk.open_or_make(path, create)
             opened.callback(os.close, self._fd)
@@ -100,7 +97,7 @@ class PlantFile:
             if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
             recovery.check_ours(path, self._fd)  # before a file is made beside it
-            self._lock = FileLock(path, self._open_again())
+            self._lock = FileLock(path, self._open_again)
             opened.callback(self._lock.close)
             # NOTE: syncs that overlap on one descriptor would share the one report of a
             # failed write-back: the first would fail, and the second lie. So each has
@@ -110,10 +107,10 @@ class PlantFile:
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
-            self._index = Index(path, self._fd, new=True)  # _catch_up() opens another
-            opened.callback(lambda: self._index.close())
             with self._locked():
-                self._catch_up(opening=True)
+                self._open_index(crashed=True)
+                opened.callback(lambda: self._index.close())
+                self._catch_up()
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
             self._closing = threading.Event()
@@ -129,67 +126,60 @@ class PlantFile:
             raise self._refusal(REPLACED)
         return fd
 
-    def add(self, plant: Plant) -> bool:
-        line = record.encode(plant)
-        return self._commit.submit((plant, line), len(line))
-
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        batch = [Entry((plant, record.encode(plant)), 0) for plant in plants]
-        if end := self._append(batch):
-            self._sync(end)
-        self._index.flush_if_full()
-        return outcomes(batch)
-
     def ping(self) -> None:
         with disk.unavailable(self._path), self._locked():
-            end, _ = self._catch_up()
+            self._catch_up()
             # After a failed append the trial is as long, at the same place: there may
             # be a limit of this process.
-            length, offset = (self._failed_write, end) if self._failed_write else (1, 0)
-            disk.try_write(self._path, self._fd, length, offset)
+            offset = self._index.end if self._failed_write else 0
+            disk.try_write(self._path, self._fd, self._failed_write or 1, offset)
 
     def close(self) -> None:
+        """Release everything, when no thread of this process uses it any more."""
         self._closing.set()
         self._flusher.join()
-        # On timeout a sync, or the holder of the lock, is stuck. Leave the files open:
-        # the end of the process closes them.
-        with suppress(StoreUnavailable, Empty):
-            with self._locked(CLOSE_WITHIN):
+        with disk.unavailable(self._path), ExitStack() as release:
+            release.push(self._opened)
+            # On timeout another process is stuck. The index is as after a kill then.
+            with suppress(StoreUnavailable), self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
-                with suppress(OSError, StoreUnavailable, StoreCorrupt, IndexDamaged):
-                    end, _ = self._catch_up()
+                with suppress(OSError, StoreCorrupt, IndexDamaged):
+                    self._catch_up()
+                    end = self._index.end
                     if end > self._index.synced:
-                        os.fsync(self._fd)
+                        disk.sync(self._fd, times=True)
                     self._index.synced = end
                     self._index.close()
                     self._index.flush(is_last=True)
+            with self._lock.mutex:  # wait for the thread that holds the lock
+                self._lock.closed = True
             # A sync has taken one of these: with all of them taken no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
-                self._sync_fds.get(timeout=CLOSE_WITHIN)
+                self._sync_fds.get()
             self._sync_fds.put(-1)
-            self._opened.close()
 
     def abandon(self) -> None:
         self._opened.close()
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
-    def _append(self, batch: Sequence[Entry[tuple[Plant, bytes]]]) -> int:
-        """Write the new plants of a batch; return the end to sync, or 0."""
+    def append(
+        self, batch: Sequence[Entry[tuple[Plant, bytes]]]
+    ) -> Callable[[], None] | None:
+        """Write the new plants of a batch; return the function that syncs them."""
         ids = {entry.item[0].id for entry in batch}
-        with disk.unavailable(self._path), self._locked(call=self._call):
-            end, stored = self._catch_up(ids, self._call)
-            # Buffered. A repeat waits for a sync, for it is an acknowledgement too: the
-            # first write of the plant, perhaps by another process, may not be synced.
+        deadline = max(entry.deadline for entry in batch)
+        with disk.unavailable(self._path), self._locked(deadline - time.monotonic()):
+            stored, latest = self._catch_up(ids)
+            end = self._index.end
+            # Buffered.
             offsets: dict[int, int] = {}
             buffer = bytearray()
-            needs_sync = False
             for entry in batch:
                 plant, line = entry.item
                 entry.new = plant.id not in stored
                 first = stored.setdefault(plant.id, plant)
                 entry.error = None if first == plant else IdTaken(plant.id)
-                needs_sync |= entry.error is None
                 if entry.new:
                     offsets[plant.id] = end + len(buffer)
                     buffer += line
@@ -198,7 +188,11 @@ class PlantFile:
                 self._write(data, end)
                 # Written: the next holder of the lock reads it, also if this one dies.
                 self._index.enter(offsets, data)
-        return end + len(buffer) if needs_sync else 0
+            # A repeat is an acknowledgement, and so is a refusal: of the plant that was
+            # written first, perhaps by another process. Both wait until it is synced.
+            elif latest < max(self._index.synced, self._index.mark):
+                return None
+        return partial(self._sync, end + len(buffer))
 
     def _write(self, data: bytes, end: int) -> None:
         try:
@@ -209,7 +203,7 @@ class PlantFile:
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
                     os.ftruncate(self._fd, end)
-                    os.fdatasync(self._fd)  # see cut_tail
+                    disk.sync(self._fd)  # see cut_tail
             raise
         self._failed_write = 0
 
@@ -218,22 +212,24 @@ class PlantFile:
         try:
             if fd < 0:
                 raise StoreClosed
-            os.fdatasync(fd)
-        except OSError as ex:
-            self._failed_sync = ex
-            log.critical(
-                '%s: a sync failed (%s): what it covered may be lost, and no plant is '
-                'taken until the store is opened again (reload the server)',
-                self._path,
-                ex.strerror,
-            )
+            try:
+                disk.sync(fd)
+            except OSError as ex:
+                self._failed_sync = ex
+                log.critical(
+                    '%s: a sync failed (%s): what it covered may be lost, and no plant '
+                    'is taken until the store is opened again (reload the server)',
+                    self._path,
+                    ex.strerror,
+                )
+            # Durable, and acknowledged when the caller returns; unless another sync has
+            # failed meanwhile, which may have covered the same bytes.
+            if self._failed_sync is not None:
+                raise self._refusal(SYNC_FAILED) from self._failed_sync
+            self._index.synced = max(self._index.synced, end)
+            self._index.flush_if_full()
         finally:
-            self._sync_fds.put(fd)
-        # Durable, and acknowledged when the caller returns; unless another sync has
-        # failed meanwhile, which may have covered the same bytes.
-        if self._failed_sync is not None:
-            raise self._refusal(SYNC_FAILED) from self._failed_sync
-        self._index.synced = max(self._index.synced, end)
+            self._sync_fds.put(fd)  # last: close() waits for it
 
     def _flush(self) -> None:
         """Flush the index within a second after an add, in a thread of its own."""
@@ -251,12 +247,10 @@ class PlantFile:
         return StoreUnavailable(reason, store=str(self._path))
 
     @contextmanager
-    def _locked(
-        self, within: float | None = None, call: Call = THREADS.call
-    ) -> Iterator[None]:
+    def _locked(self, within: float = math.inf) -> Iterator[None]:
         """Hold the lock, and log only after it: a log may block."""
         try:
-            with self._lock.held(within, call):
+            with self._lock.held(within):
                 yield
         finally:
             messages, self._messages = self._messages, []
@@ -274,53 +268,40 @@ class PlantFile:
             raise self._refusal(REPLACED)
         return status
 
-    def _catch_up(
-        self,
-        ids: Collection[int] = (),
-        call: Call = THREADS.call,
-        *,
-        opening: bool = False,
-    ) -> tuple[int, dict[int, Plant]]:
-        """Return the end of the file, and the plants in it that have these ids.
+    def _catch_up(self, ids: Collection[int] = ()) -> tuple[dict[int, Plant], int]:
+        """Find the plants that have these ids, up to the end of the file.
+
+        Return them by id, and the last of their offsets, or ``UNKNOWN``.
 
         Other processes may have appended, or died in the middle of a line. If the index
-        cannot be believed it is opened again: another process may have replaced it. An
-        open builds it if it sees a fault, and a last try builds it in any case. While
-        ``opening``, none is open yet.
+        cannot be believed it is opened again: another process may have replaced it. If
+        that does not help it is built.
         """
-        for way in ('open', 'build') if opening else ('use', 'open', 'build'):
+        for is_new in False, True:
             try:
-                if way != 'use':
-                    self._check_file()  # its index would be that of another file
-                    is_new = way == 'build'
-                    call(partial(self._open_index, is_new=is_new, crashed=opening))
-                return self._find(ids, call)
+                return self._find(ids)
             except IndexDamaged as ex:
-                if way == 'build':
-                    raise
-                text = f'{self._path}: the index is opened again: {ex}'
-                self._messages.append((logging.WARNING, text))
-                self._index.close()
-        raise AssertionError
+                self._open_index(ex, is_new=is_new)
+        return self._find(ids)
 
-    def _find(self, ids: Collection[int], call: Call) -> tuple[int, dict[int, Plant]]:
+    def _find(self, ids: Collection[int]) -> tuple[dict[int, Plant], int]:
         """Look ids up, and read the lines that the index does not know."""
         size = self._check_file().st_size
         index = self._index
         recovery.check_length(self._path, self._fd, size, index.end)
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
-        is_far = size - index.end > CATCH_UP_BYTES
         offsets: dict[int, int] = {}
-        if is_far or size == index.end:  # otherwise _read_on looks
-            offsets = index.find(ids)  # which may move the end on, to the mark
+        # A look may move the end on, to the mark. Reading on looks, too.
+        if size == index.end or size - index.end > FEW_BYTES:
+            offsets = index.find(ids)
         if size != index.end:
-            read_on = partial(self._read_on, ids)
-            offsets |= call(read_on) if is_far else read_on()
-        return index.end, {
+            offsets |= self._read_on(ids)
+        plants = {
             id: recovery.plant_at(self._fd, offset, id)
             for id, offset in offsets.items()
         }
+        return plants, max(offsets.values(), default=UNKNOWN)
 
     def _read_on(
         self, ids: Collection[int] = (), *, crashed: bool = False
@@ -342,8 +323,23 @@ class PlantFile:
         self._index.know(os.fstat(self._fd).st_size)
         return found
 
-    def _open_index(self, *, is_new: bool, crashed: bool) -> None:
-        """Open the index, or build it; then it knows all lines, which are synced."""
+    def _open_index(
+        self,
+        why: IndexDamaged | None = None,
+        *,
+        is_new: bool = False,
+        crashed: bool = False,
+    ) -> None:
+        """Open the index; then it knows all lines, which are synced.
+
+        It is built if it shows a fault, or ``is_new``. ``why`` is the fault of the one
+        that is open; there is none at first, when the machine may have ``crashed``.
+        """
+        self._check_file()  # its index would be that of another file
+        if why is not None:
+            text = f'{self._path}: the index is opened again: {why}'
+            self._messages.append((logging.WARNING, text))
+            self._index.close()
         index = self._index = Index(self._path, self._fd, new=is_new)
         try:
             size = os.fstat(self._fd).st_size
@@ -360,6 +356,8 @@ class PlantFile:
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)
-        except BaseException:
+        except BaseException as ex:
             index.close()
-            raise
+            if is_new or not isinstance(ex, IndexDamaged):
+                raise
+            self._open_index(ex, is_new=True, crashed=crashed)

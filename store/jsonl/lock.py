@@ -1,6 +1,7 @@
 """The lock of a plant file: between processes, and between threads of this one."""
 
 import fcntl
+import math
 import os
 import threading
 import time
@@ -8,20 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from store.errors import StoreClosed, StoreUnavailable
-from store.scheduler import THREADS
 
-LOCK_WITHIN = 5.0  # seconds
+LOCK_WITHIN = 4.5  # seconds; an add, which may wait for more, has 5
 # NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
 # polls. It pauses for a share of the time that it has waited: an append takes 200 us,
 # and whoever pauses for longer than the others finds the lock taken again and again.
 PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01  # seconds
-
-Call = Callable[[Callable[[], Any]], Any]  # calls a function that takes a while
 
 
 class _Descriptor:
@@ -40,42 +37,50 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 class FileLock:
-    """An ``flock`` on a plant file, with a descriptor that belongs to the lock."""
+    """An ``flock`` on a plant file, with a descriptor that belongs to the lock.
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self._fd = fd
-        _open[self] = _Descriptor(fd)
+    Nothing may interrupt the threads that hold it. ``open_again`` opens the plant file.
+    """
+
+    def __init__(self, path: Path, open_again: Callable[[], int]) -> None:
         self._path = path
-        self._mutex = threading.Lock()  # threads share the descriptor, so the flock too
-        self.closed = False  # set by a holder of the lock: nobody takes it after that
+        self._open_again = open_again
+        self._fd = -1
+        self.mutex = threading.Lock()  # threads share the descriptor, so the flock too
+        self.closed = False  # set with the mutex: nobody takes the lock after that
 
     def close(self) -> None:
         """Close the descriptor, which a forked child has done already."""
         _open.pop(self, None)
+        self._fd = -1
 
     @contextmanager
-    def held(
-        self, within: float | None = None, call: Call = THREADS.call
-    ) -> Iterator[None]:
-        """Hold the lock; wait for ``within`` seconds, and ``call`` the pauses."""
-        deadline = time.monotonic() + (LOCK_WITHIN if within is None else within)
-        _poll(lambda: self._mutex.acquire(blocking=False), self._path, deadline, call)
+    def held(self, within: float = math.inf) -> Iterator[None]:
+        """Hold the lock; wait for ``within`` seconds, and ``LOCK_WITHIN`` at most."""
+        deadline = time.monotonic() + min(within, LOCK_WITHIN)
+        _poll(lambda: self.mutex.acquire(blocking=False), self._path, deadline)
         try:
             if self.closed:
                 raise StoreClosed
-            _poll(lambda: try_flock(self._fd), self._path, deadline, call)
+            if self._fd < 0:
+                self._fd = self._open_again()
+                _open[self] = _Descriptor(self._fd)
+            _poll(lambda: try_flock(self._fd), self._path, deadline)
             try:
                 yield
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+                except OSError:
+                    self.close()  # with it the kernel releases the lock, in any case
         finally:
-            self._mutex.release()
+            self.mutex.release()
 
 
 def take_flock(path: Path, fd: int, operation: int = fcntl.LOCK_EX) -> None:
     """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
     deadline = time.monotonic() + LOCK_WITHIN
-    _poll(lambda: try_flock(fd, operation), path, deadline, THREADS.call)
+    _poll(lambda: try_flock(fd, operation), path, deadline)
 
 
 def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
@@ -87,7 +92,7 @@ def try_flock(fd: int, operation: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def _poll(attempt: Callable[[], bool], path: Path, deadline: float, call: Call) -> None:
+def _poll(attempt: Callable[[], bool], path: Path, deadline: float) -> None:
     """Repeat an attempt until it succeeds, or raise ``StoreUnavailable``."""
     began = time.monotonic()
     while not attempt():
@@ -96,4 +101,4 @@ def _poll(attempt: Callable[[], bool], path: Path, deadline: float, call: Call) 
             reason = 'another process or thread holds the lock of the file'
             raise StoreUnavailable(reason, store=str(path))
         pause = min(max(SHORTEST_PAUSE, PAUSE_SHARE * (now - began)), LONGEST_PAUSE)
-        call(partial(time.sleep, pause))
+        time.sleep(pause)

@@ -1,4 +1,4 @@
-"""A disk that fails, and that loses unsynced writes: every fault of the file store.
+"""A disk that fails, and that loses unsynced writes: the faults of the file store.
 
 The modules of ``store.jsonl`` call the system by their global ``os``. ``installed``
 gives them another object there, for example a ``Disk``. Where one store of several has
@@ -72,8 +72,8 @@ class Disk:
     """System calls on a disk that can fail, and that loses unsynced writes.
 
     It models one plant file. A write is durable when a sync that began after it has
-    succeeded. The writes that a failed sync covers are lost for good, though they can
-    still be read: a later sync finds nothing to do. As on Linux, the failure is
+    succeeded. The writes that a failed sync covers are lost, though they can still be
+    read: a later sync succeeds without writing them. As on Linux, the failure is
     reported once on each descriptor that was open.
 
     ``before`` is called before each call, with its name, its descriptor or path, and
@@ -285,7 +285,7 @@ def failing(number):
     return effect
 
 
-class Gate:
+class SyncGate:
     """Blocks every fdatasync of a disk, and fails those that the test selects."""
 
     def __init__(self, disk):

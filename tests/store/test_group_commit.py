@@ -1,6 +1,7 @@
 """Group commit: callers that wait together share one append and one sync."""
 
 import bisect
+import contextlib
 import itertools
 import random
 import signal
@@ -10,9 +11,9 @@ from functools import partial
 
 import pytest
 
-from store import StoreUnavailable, group_commit
+from store import StoreClosed, StoreUnavailable, group_commit
 from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
-from store.scheduler import THREADS, Scheduler
+from store.scheduler import THREADS
 from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 
@@ -49,10 +50,10 @@ class Disk:
         self._syncing = 0
         self._count = threading.Lock()
         self.commit = GroupCommit(
+            THREADS,
             self._append,
-            self._sync,
-            scheduler=THREADS,
             observe=lambda *sync: self.observed.append(sync),
+            late=lambda: StoreUnavailable('late'),
         )
 
     def _append(self, batch):
@@ -63,11 +64,11 @@ class Disk:
             needs_sync = self.choose(batch)
             for entry in batch:
                 self.appended[entry.item] = next(self.clock)
-            return needs_sync
+            return self._sync if needs_sync else None
         finally:
             self._appending.release()
 
-    def _sync(self, written):
+    def _sync(self):
         began = next(self.clock)
         with self._count:
             self._syncing += 1
@@ -81,6 +82,9 @@ class Disk:
 
     def submit(self, record, size=1):
         self.commit.submit(record, size)
+
+    def close(self):
+        self.commit.close()
 
     def waiting(self):
         return len(self.commit._waiting)
@@ -135,46 +139,6 @@ def test_records_that_wait_share_a_batch(quick, monkeypatch, where, sizes, batch
     run_behind(disk, *jobs, gate=gate)
     assert disk.batches == [[0], *batches]
     assert [plants for plants, _ in disk.observed] == [1, *map(len, batches)]
-
-
-class OneByOne(Scheduler):
-    """A scheduler where each ``give_way`` lets one more caller come and wait."""
-
-    def __init__(self, disk, records, more):
-        self._disk = disk
-        self._records = records
-        self._more = more
-        self.threads = []
-
-    def give_way(self):
-        if self._records:
-            before = self._disk.waiting()
-            submit = partial(self._disk.submit, self._records.pop(0))
-            self.threads.append(threading.Thread(target=submit))
-            self.threads[-1].start()
-            wait_until(lambda: self._disk.waiting() > before)
-        return self._more
-
-
-@pytest.mark.parametrize(
-    ('more', 'limit', 'gathered'),
-    [
-        (True, 1024, 'abcd'),  # until no more come
-        (True, 3, 'ab'),  # or the batch is full
-        # With threads, where giving way is expensive, once.
-        (THREADS.give_way(), 1024, 'a'),
-    ],
-    ids=['all', 'full', 'threads'],
-)
-def test_batch_grows_while_records_come(monkeypatch, more, limit, gathered):
-    """A leader gathers its batch until no more records come, or it is full."""
-    monkeypatch.setattr(group_commit, 'BATCH_BYTES', limit)
-    disk = Disk()
-    disk.commit._scheduler = callers = OneByOne(disk, list('abcd'), more=more)
-    disk.submit('first')
-    for thread in callers.threads:
-        thread.join(PATIENCE)
-    assert disk.batches[0] == ['first', *gathered]
 
 
 def test_batch_without_need_gets_no_sync(quick):
@@ -263,13 +227,12 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     run_behind(disk, *(partial(submit, at) for at in range(4)), gate=gate)
     assert disk.batches == [[0], [1, 2, 3]]
     assert len(disk.syncs) == 1
-    assert raised.pop(1) is error
-    assert raised.keys() == {2, 3}
-    for follower in raised.values():
+    assert raised.keys() == {1, 2, 3}
+    for each in raised.values():
         if isinstance(error, Failure):
-            assert follower is error
-        else:
-            assert isinstance(follower, StoreUnavailable)
+            assert each is error
+        else:  # it would end the thread of each caller
+            assert isinstance(each, StoreUnavailable)
     disk.submit(4)
     assert disk.batches[2:] == [[4]]
     assert len(disk.syncs) == 2
@@ -296,16 +259,15 @@ def test_failed_sync_replaces_the_error_of_a_record(slow):
 
 
 def test_interrupted_waiter_stops_no_other(quick):
-    """After a signal has interrupted a waiter, the other waiters are served."""
+    """A waiter that a signal interrupts takes its record along; others are served."""
     disk = Disk()
     disk.before_append = gate = Gate()
-    interrupted = threading.Event()
     main = threading.get_ident()
 
     def interrupt():
-        wait_until(lambda: disk.waiting() and hasattr(disk.commit._waiting[0], '_wake'))
+        wait_until(disk.waiting)
         signal.pthread_kill(main, signal.SIGINT)
-        assert interrupted.wait(PATIENCE)
+        wait_until(lambda: not disk.waiting())
         gate.open()
         disk.submit(2)
 
@@ -317,47 +279,57 @@ def test_interrupted_waiter_stops_no_other(quick):
     threads[1].start()
     with pytest.raises(KeyboardInterrupt):
         disk.submit(1)
-    interrupted.set()
     for thread in threads:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
-    assert not disk.waiting()
     assert disk.batches == [[0], [2]]
 
 
-def test_caller_interrupted_before_its_wait_stops_no_other(quick, monkeypatch):
-    """A signal that comes before a caller can wait leaves nothing for a leader."""
-    disk = Disk()
-    disk.before_append = gate = Gate()
+@pytest.mark.parametrize('failed', [True, False], ids=['after a failure', 'first'])
+def test_waiter_leaves_in_time(quick, monkeypatch, failed):
+    """Who waits too long gets the reason of the latest failure, and is not stored."""
+    monkeypatch.setattr(group_commit, 'WAIT_WITHIN', 0.05)
+    disk, failure = Disk(), StoreUnavailable('full')
 
-    class Preempted:
-        """The lock of the queue; the leader runs as soon as the signal gives it up."""
+    def refuse():
+        if failed:
+            raise failure
 
-        lock = threading.Lock()
+    with contextlib.closing(disk):
+        disk.before_append = refuse
+        with contextlib.suppress(StoreUnavailable):
+            disk.submit(0)
+        disk.before_append = gate = Gate()
+        for record in 1, 2:
+            with pytest.raises(StoreUnavailable, match='full' if failed else 'late'):
+                disk.submit(record)
+        gate.open()
+        monkeypatch.undo()
+        disk.submit(3)
+    assert disk.batches == [[0], [1], [3]]
 
-        def __enter__(self):
-            self.lock.acquire()
 
-        def __exit__(self, kind, *exc_info):
-            self.lock.release()
-            if kind is KeyboardInterrupt:
-                gate.open()
-                wait_until(lambda: disk.syncs and not disk.commit._appending)
+def test_closed_queue_refuses(quick):
+    """After a close, records that wait and later ones are refused."""
+    disk, gate = Disk(), Gate()
+    disk.before_append = gate
 
-    def interrupt(scheduler):
-        raise KeyboardInterrupt
+    def refused(record):
+        with pytest.raises(StoreClosed):
+            disk.submit(record)
 
-    def submit_interrupted():
+    def close_behind():
+        wait_until(lambda: gate.held and disk.waiting())
+        disk.close()
+        gate.open()
+
+    def refuse_behind():
         wait_until(lambda: gate.held)
-        with pytest.raises(KeyboardInterrupt):
-            disk.submit(1)
+        refused(1)
 
-    disk.commit._lock = Preempted()
-    with monkeypatch.context() as patched:
-        patched.setattr(Scheduler, 'waiter', interrupt)
-        in_threads(lambda: disk.submit(0), submit_interrupted)
-    disk.submit(2)
-    assert disk.batches == [[0], [2]]
+    in_threads(lambda: disk.submit(0), refuse_behind, close_behind)
+    refused(2)
+    assert disk.batches == [[0]]
 
 
 @pytest.mark.parametrize('seed', range(2))

@@ -10,7 +10,7 @@ import pytest
 from disk import (
     Disk,
     Fault,
-    Gate,
+    SyncGate,
     failing,
     failure,
     index_of,
@@ -254,9 +254,6 @@ class TestFailedSync:
             for _ in range(3):
                 assert not try_add(store, MOSS)
             disk.resume()
-            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            assert not try_add(store, MOSS)
-            disk.resume()
         with JSONLinesStore(path) as store:
             store.add(MOSS)
         assert disk.durable == lines(FERN, MOSS)
@@ -272,6 +269,21 @@ class TestFailedSync:
             assert not try_add(store, MOSS)
             disk.resume()
             third.add(MOSS)
+            assert disk.durable == lines(FERN, MOSS)
+
+    @pytest.mark.parametrize('plant', [MOSS, MOSS._replace(name='Fern')], ids=repr)
+    def test_answer_rests_on_a_durable_line(self, path, disk, pool, plant):
+        """A repeat or a refusal waits until the line that it rests on is durable."""
+        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+            other.add(FERN)
+            store.add(FERN)
+            with SyncGate(disk) as gate:
+                first = pool.submit(store.add, MOSS)
+                wait_until(lambda: len(gate.held) == 1)
+                again = pool.submit(other.add, plant)
+                wait_until(lambda: len(gate.held) == 2)
+            assert first.result(PATIENCE)
+            assert (again.exception(PATIENCE) is None) is (plant == MOSS)
             assert disk.durable == lines(FERN, MOSS)
 
     @pytest.mark.parametrize('first', [2, 3], ids=['lock', 'sync'])
@@ -301,7 +313,7 @@ class TestFailedSync:
         """A sync that fails during a close leaves its line in doubt, too."""
         store = JSONLinesStore(path)
         store.add(FERN)
-        with Gate(disk) as gate:
+        with SyncGate(disk) as gate:
             add = pool.submit(store.add, MOSS)
             gate.wait_for(1)
             close = pool.submit(store.close)
@@ -321,7 +333,7 @@ class TestFailedSync:
         most = group_commit.SLOW_SYNCS_IN_FLIGHT
         with JSONLinesStore(path) as store:
             store.add(FERN)
-            with Gate(disk) as gate:
+            with SyncGate(disk) as gate:
                 adds = gate.add_each(pool, store, *plants[:most])
                 adds += [pool.submit(store.add, plant) for plant in plants[most:]]
                 assert len(set(gate.held)) == len(gate.held) == most
@@ -334,7 +346,7 @@ class TestFailedSync:
         """After a failed sync another one in flight counts as failed, too."""
         with JSONLinesStore(path) as store:
             store.add(FERN)
-            with Gate(disk) as gate:
+            with SyncGate(disk) as gate:
                 adds = gate.add_each(pool, store, MOSS, IVY)
                 first, second = gate.held
                 gate.failing.add(first)
@@ -357,7 +369,7 @@ class TestRepeat:
         with store, store if shared else JSONLinesStore(path) as other:
             store.add(FERN)
             other.add(FERN)
-            with Gate(disk) as gate:
+            with SyncGate(disk) as gate:
                 first = pool.submit(store.add, MOSS)
                 gate.wait_for(1)
                 repeat = pool.submit(other.add, MOSS)

@@ -11,7 +11,7 @@ from disk import Disk, append, assert_stored, installed, lines, open_paths
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file, table
-from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_child, in_threads
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
@@ -55,45 +55,40 @@ def test_killed_child_leaves_no_lock(path):
 
 
 def test_killed_parent_leaves_no_lock(path):
-    """A parent that is killed leaves no lock to a child that does nothing."""
+    """A parent that is killed in the lock leaves none to a child that does nothing."""
     JSONLinesStore(path, create='always').close()
-    for attempt in range(8):
-        reader, writer = os.pipe()
-        parent = os.fork()
-        if not parent:
-            try:
-                work_and_fork(path, attempt, writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        with open(reader) as pipe:
-            idle = int(pipe.readline())
-        os.kill(parent, signal.SIGKILL)
-        os.waitpid(parent, 0)
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if not parent:
         try:
-            with JSONLinesStore(path) as store:
-                store.add(Plant(-1 - attempt, 'Fern'))
+            fork_in_the_lock(path, writer)
         finally:
-            os.kill(idle, signal.SIGKILL)
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as pipe:
+        idle = int(pipe.readline())
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        with JSONLinesStore(path) as store:
+            assert store.add(PLANTS[1])
+    finally:
+        os.kill(idle, signal.SIGKILL)
 
 
-def work_and_fork(path, attempt, writer):
-    """Add plants in three threads; fork a child that does nothing, and tell its pid."""
-    store = JSONLinesStore(path)
+def fork_in_the_lock(path, writer):
+    """Begin to write a plant; then fork a child, tell its pid, and do no more."""
 
-    def work(first):
-        for number in range(first, first + 10**6):
-            store.add(Plant(number, 'Fern'))
+    def fork(name, *arguments):
+        if name == 'pwrite' and lines(PLANTS[0]) in arguments:
+            idle = os.fork()
+            if idle:
+                os.write(writer, b'%d\n' % idle)
+            signal.pause()
 
-    for number in range(3):
-        first = (3 * attempt + number) * 10**6
-        threading.Thread(target=work, args=[first], daemon=True).start()
-    wait_until(lambda: path.stat().st_size > 10_000 * attempt + 1000)
-    idle = os.fork()
-    if not idle:
-        signal.pause()
-    os.write(writer, b'%d\n' % idle)
-    signal.pause()
+    with installed(Disk(path)) as disk:
+        disk.before = fork
+        JSONLinesStore(path).add(PLANTS[0])
 
 
 def test_fork_while_threads_add_and_flush(path, monkeypatch):

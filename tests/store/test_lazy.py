@@ -1,23 +1,28 @@
 """A lazy store opens at its first use, once per process, and shares pings."""
 
 import threading
-from unittest.mock import Mock
 
 import pytest
 
-from store import StoreUnavailable
+from store import Plant, StoreClosed, StoreUnavailable
 from store.lazy import LazyStore
-from store.scheduler import THREADS
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
+
+FERN = Plant(1, 'Fern')
 
 
 class Backend:
-    """The backend of the stores in these tests; notes the pings."""
+    """The backend of the stores in these tests; notes how it is used."""
 
     def __init__(self):
         self.pings = 0  # that have ended
-        self.now = self.most = 0  # that run at once
+        self.now = self.most = 0  # pings that run at once
         self.before_ping = lambda: None
+        self.added = []
+        self.closed = 0
+
+    def append(self, batch):
+        self.added += [entry.item for entry in batch]
 
     def ping(self):
         self.now += 1
@@ -29,22 +34,10 @@ class Backend:
             self.pings += 1
 
     def close(self):
+        self.closed += 1
+
+    def abandon(self):
         pass
-
-
-class Lock:
-    """A lock that notes each thread that asks for it."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self.arrived = []
-
-    def __enter__(self):
-        self.arrived.append(threading.current_thread())
-        return self._lock.__enter__()
-
-    def __exit__(self, *exc_info):
-        return self._lock.__exit__(*exc_info)
 
 
 class Store(LazyStore):
@@ -53,13 +46,15 @@ class Store(LazyStore):
     __iter__ = None
 
     def __init__(self):
-        super().__init__(scheduler=Mock(THREADS, wraps=THREADS, lock=Lock))
+        super().__init__('test')
         self.opened = []
+        self.before_open = lambda: None
 
-    def add(self, plant):
-        return self._backend()
+    def _record(self, plant):
+        return plant, 1
 
     def _open_backend(self):
+        self.before_open()
         self.opened.append(Backend())
         return self.opened[-1]
 
@@ -67,28 +62,47 @@ class Store(LazyStore):
 @pytest.fixture
 def store():
     """A store that is not opened yet."""
-    return Store()
+    with Store() as store:
+        yield store
 
 
 def test_concurrent_first_uses_open_it_once(store):
     """Several first callers open one backend, and all of them use it."""
-    used = []
+    opening, held = threading.Event(), threading.Event()
 
     def open_late():
-        wait_until(lambda: len(store._process().opening.arrived) == 4)
-        return Store._open_backend(store)
+        opening.set()
+        assert held.wait(PATIENCE)
 
-    store._open_backend = open_late
-    in_threads(*[lambda: used.append(store.add(None))] * 4)
-    assert used == store.opened * 4
+    def release():
+        wait_until(opening.is_set)
+        held.set()
+
+    store.before_open = open_late
+    adds = [lambda: store.add(FERN)] * 4
+    in_threads(*adds, store.ping, lambda: store.add_many([FERN]), release)
+    [backend] = store.opened
+    assert (backend.added, backend.pings) == ([FERN] * 5, 1)
 
 
 def test_child_forked_while_another_thread_opens(store):
-    """A lock that is held at a fork does not block the child."""
-    thread = threading.Thread(target=store.add, args=[None])
-    with store._process().opening:
-        thread.start()
-        in_child(lambda: store.add(None))
+    """An opening that goes on at a fork does not block the child."""
+    opening, held = threading.Event(), threading.Event()
+
+    def open_late():
+        opening.set()
+        assert held.wait(PATIENCE)
+
+    def use():
+        held.set()
+        store.add(FERN)
+
+    store.before_open = open_late
+    thread = threading.Thread(target=store.add, args=[FERN])
+    thread.start()
+    wait_until(opening.is_set)
+    in_child(use)
+    held.set()
     thread.join(PATIENCE)
 
 
@@ -97,7 +111,8 @@ def test_child_forked_while_another_thread_opens(store):
 )
 def test_pings_are_shared(store, error):
     """One ping runs at a time; its failure, too, is that of all who called before."""
-    backend = store.add(None)
+    store.add(FERN)
+    [backend] = store.opened
     held = threading.Event()
     raised = []
 
@@ -109,7 +124,7 @@ def test_pings_are_shared(store, error):
     def ask():
         try:
             store.ping()
-        except BaseException as ex:
+        except StoreUnavailable as ex:
             raised.append(ex)
 
     def ask_later():
@@ -117,15 +132,40 @@ def test_pings_are_shared(store, error):
         ask()
 
     def release():
-        wait_until(lambda: len(store._process().pinging.arrived) == 8)
+        wait_until(lambda: len(store._process().pings._waiting) == 7)
         held.set()
 
     backend.before_ping = end
     in_threads(ask, *[ask_later] * 7, release)
     assert (backend.most, backend.pings) == (1, 2)
     assert len(raised) == (7 if error else 0)
-    if error:
-        assert raised[0] is error
-        assert all(isinstance(other, StoreUnavailable) for other in raised[1:])
+    if isinstance(error, StoreUnavailable):
+        assert raised == [error] * 7
     backend.before_ping = lambda: None
     store.ping()
+
+
+def test_close_during_an_opening(store, monkeypatch):
+    """A close waits for no opening that hangs; what it opens is closed then."""
+    monkeypatch.setattr('store.lazy.OPENING_WITHIN', 0.05)
+    opening, held = threading.Event(), threading.Event()
+
+    def open_late():
+        opening.set()
+        assert held.wait(PATIENCE)
+
+    def add():
+        with pytest.raises(StoreClosed):
+            store.add(FERN)
+
+    def close():
+        wait_until(opening.is_set)
+        store.close()
+        assert not store.opened
+        held.set()
+
+    store.before_open = open_late
+    in_threads(add, close)
+    wait_until(lambda: store.opened and store.opened[0].closed)
+    store.close()
+    assert (store.opened[0].closed, store.opened[0].added) == (1, [])

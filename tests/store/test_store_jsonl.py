@@ -1,26 +1,33 @@
 """The file store: the contract, the bytes of a line, its files, its end."""
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from disk import (
     Disk,
     another_process,
     append,
+    failure,
     files,
     fill,
+    index_of,
+    open_paths,
     path_of,
     raw_plants,
 )
 
-from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, lazy, open_store
 from store.jsonl import JSONLinesStore
+from store.jsonl import disk as disk_calls
 from store.jsonl import file as plant_file
 from store.testing import StoreContract
-from store.testing.waiting import PATIENCE, in_threads
+from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -98,7 +105,10 @@ class TestFile:
         assert list(path.iterdir()) == []
 
     def test_observer_learns_of_each_sync(self, path):
-        """An observer of the store is called for each sync of its adds."""
+        """An observer of the store is called for each sync of its adds.
+
+        A repeat or a refusal needs none, if what it found is known to be synced.
+        """
         seen = []
         with JSONLinesStore(path) as store:
             store.on_sync = lambda *sync: seen.append((sync[0], sync[1] > 0))
@@ -106,7 +116,7 @@ class TestFile:
             store.add(Plant(1, 'Fern'))
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
-        assert seen == [(1, True), (1, True)]
+        assert seen == [(1, True)]
 
 
 class TestMissingFile:
@@ -126,6 +136,26 @@ class TestMissingFile:
         with open_store(f'jsonl:{path}', create='always') as store:
             store.add(Plant(1, 'Moss'))
             assert list(store) == [Plant(1, 'Moss')]
+
+    def test_old_index_is_removed_before_a_file_is_made(self, path, disk, monkeypatch):
+        """Its table goes last: SQLite would give a WAL to the next table."""
+        done, unlink = [], Path.unlink
+
+        def record(path, **options):
+            done.append(path.name)
+            unlink(path, **options)
+
+        def before(name, target, *arguments):
+            if name == 'fsync' or target == path:
+                done.append(name)
+
+        disk.before = before
+        for suffix in '', '-journal', '-shm', '-wal':
+            index_of(path, suffix).touch()
+        monkeypatch.setattr(Path, 'unlink', record)
+        JSONLinesStore(path, create='always').close()
+        assert done[0] == 'open'  # there is no file
+        assert done[4:7] == [index_of(path).name, 'fsync', 'open']
 
     @pytest.mark.parametrize('create', ['always', 'first', 'never'])
     def test_existing_file_is_kept(self, path, create):
@@ -179,6 +209,35 @@ class TestThreads:
             assert disk.calls_on(path) == ['pwrite', 'fdatasync']
         assert path.read_bytes() == FERN + MOSS
 
+    @pytest.mark.parametrize('error', [0, *disk_calls.NO_FULL_SYNC, errno.EIO])
+    def test_sync_on_macos_reaches_the_platter(self, path, disk, monkeypatch, error):
+        """A sync on macOS is F_FULLFSYNC, or fsync if the file system has none."""
+
+        class Mac:
+            F_FULLFSYNC = 51
+
+            def __getattr__(self, name):
+                return getattr(fcntl, name)
+
+            def fcntl(self, fd, command):
+                disk.calls.append(('F_FULLFSYNC', fd))
+                if error:
+                    raise failure(error)
+
+        with JSONLinesStore(path) as store:
+            store.ping()
+            disk.calls.clear()
+            monkeypatch.setattr(disk_calls, 'fcntl', Mac())
+            if error == errno.EIO:
+                for plant in PLANTS:
+                    with pytest.raises(StoreUnavailable, match='a sync failed'):
+                        store.add(plant)
+                assert disk.calls_on(path) == ['pwrite', 'F_FULLFSYNC']
+            else:
+                store.add(PLANTS[0])
+                syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
+                assert disk.calls_on(path) == ['pwrite', *syncs]
+
     def test_file_is_replaced_while_an_open_waits(self, path, monkeypatch):
         """An open that waits for the lock makes no index for the file that follows."""
         path.write_bytes(FERN)
@@ -222,10 +281,31 @@ def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
         assert again.add(Plant(1, 'Fern')) is False
 
 
+@pytest.mark.parametrize('failing', range(9))
+def test_close_that_fails_releases_everything(path, monkeypatch, failing):
+    """A descriptor that does not close leaves no other open, and no lock."""
+
+    def close(fd):
+        real(fd)
+        if next(closes) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    real, closes, before = os.close, itertools.count(), len(open_paths())
+    store = JSONLinesStore(path)
+    store.add(PLANTS[0])
+    with monkeypatch.context() as patched, contextlib.suppress(StoreUnavailable):
+        patched.setattr(os, 'close', close)
+        store.close()
+    store.close()
+    wait_until(lambda: len(open_paths()) == before)
+    with JSONLinesStore(path) as other:
+        assert other.add(PLANTS[0]) is False
+
+
 @pytest.mark.parametrize('stuck', [False, True], ids=['slow', 'stuck'])
 def test_close_waits_for_a_sync(path, disk, monkeypatch, stuck):
     """A close waits for a sync in flight, but only for a limited time."""
-    monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
+    monkeypatch.setattr(lazy, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
     syncing, closed = threading.Event(), threading.Event()
 
     def sync(name, *arguments):

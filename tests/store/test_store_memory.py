@@ -3,6 +3,7 @@
 import pytest
 
 from store import Plant, check_plant, open_store
+from store.base import batches
 from store.testing import StoreContract
 
 
@@ -21,6 +22,15 @@ def test_stores_share_nothing():
     one, other = open_store('memory:'), open_store('memory:')
     one.add(Plant(1, 'Fern'))
     assert list(other) == []
+
+
+def test_bulk_add_is_split_by_number_and_size():
+    """A batch has at most 1,000 plants, and about a million characters."""
+    for text, count, sizes in ('x', 2500, [1000, 1000, 500]), ('x' * 2**19, 3, [2, 1]):
+        plants = [Plant(id, text) for id in range(count)]
+        assert [len(batch) for batch in batches(plants)] == sizes
+        tagged = [Plant(id, '', text) for id in range(count)]
+        assert [len(batch) for batch in batches(tagged)] == sizes
 
 
 def test_long_text_is_cut_in_an_error():

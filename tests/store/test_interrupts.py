@@ -1,0 +1,229 @@
+"""Interrupted hands: a caller that is taken away leaves a whole store behind.
+
+A *sweep* repeats one call and interrupts it at each point where CPython delivers what a
+signal handler raises, a point further each time, until the call ends first. An
+*explorer* interrupts many callers at random; its seed is its history. Each time the
+verdict is the same: what was acknowledged is stored, no id is given twice, others go
+on, and nothing stays open.
+"""
+
+import ctypes
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from contextlib import nullcontext, suppress
+from functools import partial
+
+import gevent
+import pytest
+from greenlet import getcurrent
+
+from serving.scheduler import GeventScheduler
+from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
+from store.testing.waiting import PATIENCE, in_threads, wait_until
+
+EVERY = os.environ.get('CRASH_STATES') == 'all'  # point, in make crash
+BEFORE = Plant(-1, 'Fern')
+ALL = 10**6  # more points than a call has
+
+
+class Interrupted(BaseException):
+    """What interrupts a caller."""
+
+
+def ends_before(point, function):
+    """Call a function and interrupt it at a point; return whether it ended before.
+
+    The points are the returns of C functions and the calls of Python functions.
+    """
+    caller, points = getcurrent(), itertools.count()
+
+    def interrupt(frame, event, argument):
+        of_caller = event in ('c_return', 'call') and getcurrent() is caller
+        if of_caller and next(points) == point:
+            raise Interrupted
+
+    sys.setprofile(interrupt)
+    try:
+        function()
+    except Interrupted:
+        return False
+    finally:
+        sys.setprofile(None)
+    return True
+
+
+def in_use():
+    """Return how many threads run, and how many descriptors are open."""
+    return len(sys._current_frames()), len(os.listdir('/dev/fd'))
+
+
+def is_released(before):
+    """Whether no more is in use than before."""
+    return all(now <= then for now, then in zip(in_use(), before, strict=True))
+
+
+USES = {
+    'add': lambda store, plants: store.add(plants[0]),
+    'first add': lambda store, plants: store.add(plants[0]),
+    'add_many': lambda store, plants: store.add_many(plants),
+    'ping': lambda store, plants: store.ping(),
+    'close': lambda store, plants: store.close(),
+}
+
+
+def sweep(open_one, use, step=1):
+    """Interrupt a use at every point, or every so many; return how many there are."""
+    with open_one() as other:
+        acknowledged = {BEFORE}
+        other.add(BEFORE)
+        # First without an interrupt: SQLite keeps some descriptors for the other store.
+        for point in itertools.chain([ALL, ALL], itertools.count(0, step)):
+            store = open_one()
+            if use != 'first add':
+                store.ping()
+            ids = itertools.count(max(acknowledged).id + 1)
+            taken, mine, others = (
+                [Plant(next(ids), use) for _ in range(count)] for count in (2, 1, 1)
+            )
+            ended = ends_before(point, partial(USES[use], store, taken))
+            if ended and 'add' in use:
+                acknowledged.update(taken[: 1 + (use == 'add_many')])
+            # Others go on, and so does this store. An add that hangs raises after 5 s.
+            assert other.add_many(others) == [True]
+            acknowledged.update(others)
+            with suppress(StoreClosed) if use == 'close' else nullcontext():
+                store.add(mine[0])
+                acknowledged.update(mine)
+            store.close()
+            if point == ALL:
+                before = in_use()
+            wait_until(partial(is_released, before), f'{point}: all is released')
+            stored = list(other)
+            assert acknowledged <= set(stored) <= acknowledged | set(taken)
+            assert len({plant.id for plant in stored}) == len(stored)
+            acknowledged.update(stored)
+            if ended and point < ALL:
+                break
+    return point
+
+
+@pytest.mark.parametrize('use', USES)
+@pytest.mark.parametrize('kind', ['threads', 'gevent', 'database'])
+def test_caller_is_interrupted_at_every_point(kind, use, path, request):
+    """Wherever the caller of a method is interrupted, the store stays whole."""
+    url = request.getfixturevalue('url') if kind == 'database' else f'jsonl:{path}'
+    scheduler = GeventScheduler() if kind == 'gevent' else THREADS
+    step = 3 if kind == 'database' and not EVERY else 1
+    open_one = partial(open_store, url, scheduler=scheduler)
+    if kind == 'gevent':
+        points = gevent.spawn(sweep, open_one, use, step).get()
+    else:
+        points = sweep(open_one, use, step)
+    assert points > 5
+
+
+def test_caller_of_memory_is_interrupted_at_every_point():
+    """A plant in memory is stored or not, wherever its caller is interrupted."""
+    with open_store('memory:') as store:
+        for number in itertools.count():
+            plant = Plant(number, 'Fern')
+            ended = ends_before(number, partial(store.add, plant))
+            assert store.add(plant) in ((False,) if ended else (True, False))
+            if ended:
+                break
+        assert len(list(store)) == number + 1 > 5
+
+
+class History:
+    """What callers that add plants at random have learned, from one seed."""
+
+    def __init__(self, store, seed):
+        self.store = store
+        self.seed = seed
+        self.acknowledged = set()
+        self.refused = set()
+        self.is_over = False
+
+    def add_until_over(self, name):
+        chance = random.Random(f'{self.seed} {name}')
+        while not self.is_over:
+            with suppress(Interrupted, StoreUnavailable):
+                plant = Plant(chance.randrange(2000), chance.choice('ab'))
+                try:
+                    self.store.add(plant)
+                    self.acknowledged.add(plant)
+                except IdTaken:
+                    self.refused.add(plant)
+
+    def judge(self):
+        """Judge what is stored; return how many callers learned something."""
+        began = time.monotonic()
+        self.store.add(Plant(-1, 'others go on'))
+        assert time.monotonic() < began + 5
+        stored = list(self.store)
+        assert len({plant.id for plant in stored}) == len(stored)
+        assert self.acknowledged <= set(stored)
+        assert not self.refused & set(stored)
+        assert {plant.id for plant in self.refused} <= {plant.id for plant in stored}
+        return len(self.acknowledged)
+
+
+SEEDS = range(40 if EVERY else 2)
+
+
+# An interrupt in a weak reference's callback is reported, and goes no further.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+@pytest.mark.parametrize('seed', SEEDS)
+def test_threads_are_interrupted_at_random(path, seed):
+    """Adds in threads that a library interrupts lose nothing, and end."""
+    chance, before = random.Random(seed), in_use()
+    with open_store(f'jsonl:{path}') as store:
+        history = History(store, seed)
+        adding = []
+
+        def add(name):
+            adding.append(threading.get_ident())
+            with suppress(Interrupted):
+                while not history.is_over:
+                    with suppress(Interrupted):  # between two adds
+                        history.add_until_over(name)
+                time.sleep(0)  # the last one arrives here, at the latest
+
+        def interrupt():
+            wait_until(lambda: len(adding) == 6)
+            for _ in range(200):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(chance.choice(adding)), ctypes.py_object(Interrupted)
+                )
+                time.sleep(chance.uniform(0, 0.002))
+            history.is_over = True
+
+        in_threads(*(partial(add, name) for name in 'uvwxyz'), interrupt)
+        assert history.judge() > 50
+    wait_until(partial(is_released, before))
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_greenlets_are_killed_at_random(path, seed):
+    """Adds in greenlets that are killed lose nothing, and end."""
+    chance, scheduler = random.Random(seed), GeventScheduler()
+    with open_store(f'jsonl:{path}', scheduler=scheduler) as store:
+        history = History(store, seed)
+
+        def kill():
+            adding = []
+            for name in range(300):
+                adding.append(gevent.spawn(history.add_until_over, name))
+                gevent.sleep(chance.uniform(0, 0.002))
+                if len(adding) > 8:
+                    gone = adding.pop(chance.randrange(8))
+                    gone.kill(chance.choice([gevent.GreenletExit, gevent.Timeout]))
+            history.is_over = True
+            gevent.joinall(adding, timeout=PATIENCE, raise_error=True)
+
+        gevent.spawn(kill).get()
+        assert gevent.spawn(history.judge).get() > 50
