@@ -1,9 +1,9 @@
 """The SQLite file of an index: its statements, its connections, and when to believe it.
 
-**Commit and checkpoint both happen under the flush lock, and every other connection
-only reads.** SQLite before 3.51.3 may lose a commit that one connection makes while
-another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"), and most systems
-have such a version.
+**A bug of SQLite before 3.51.3.** It may lose a commit that one connection makes while
+another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"). So both happen
+under the flush lock, and every other connection only reads. This may go when no system
+has such a version any more; most have.
 
 **Main file and WAL must be of one moment.** The WAL has the pages of all commits since
 a checkpoint has ended, and SQLite lays them over the main file. If one of the two was
@@ -32,7 +32,9 @@ take none while it has one of its parent open. So ``connect`` closes inherited o
 import errno
 import json
 import os
+import re
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -42,10 +44,13 @@ from pathlib import Path
 from random import getrandbits
 from typing import NamedTuple
 
+from store.base import ID_MIN
+
 ROWS = 1_024  # ids of one INSERT; json.dumps() holds the GIL, 0.2 ms for so many
 CHECKPOINT_PAGES = 1_000  # in the WAL; then a commit begins a checkpoint: two syncs
-# While a table is built: with a small cache each page is written a hundred times.
-BUILD_CACHE_KIB = 256 * 1024
+# While a table is built. A larger one saves a quarter of the time of scattered ids.
+BUILD_CACHE_KIB = 16 * 1024
+MOST_BYTES = 16 * 1024 * 1024  # of a value, also of the ids of one statement
 BUSY = 1.0  # seconds that SQLite waits for the lock of another connection
 # Lengths in bytes. sqlite.org/fileformat2.html has these, and where each number is.
 WAL_HEADER, FRAME_HEADER = 32, 24
@@ -54,13 +59,12 @@ SCHEMA = (
     'CREATE TABLE plants (id INTEGER PRIMARY KEY, offset INTEGER NOT NULL);'
     'CREATE TABLE state (inode, mark, tail, mtime)'
 )
-STATE = 'SELECT inode, mark, tail, mtime FROM state'
+STATE = 'SELECT inode, mark, tail, mtime FROM state LIMIT 2'  # there is one
 # One statement, so that all is of one moment.
 LOOK = (
-    'SELECT mark, value, (SELECT plants.id FROM plants WHERE plants.id >= value '
-    'ORDER BY plants.id LIMIT 1) FROM state LEFT JOIN json_each(?)'
+    'SELECT mark, (SELECT max(id) FROM plants), id, offset FROM state '
+    'LEFT JOIN plants ON id IN (SELECT value FROM json_each(?))'
 )
-FIND = 'SELECT id, offset FROM plants WHERE id IN (SELECT value FROM json_each(?))'
 # NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
 # for each row, and waits up to seconds for it.
 INSERT = (
@@ -81,6 +85,23 @@ class State(NamedTuple):
 
 class IndexDamaged(Exception):
     """The index cannot be believed and must be opened or built again."""
+
+
+class NotOurs(OSError):
+    """A file beside the plant file cannot be one that a store has made."""
+
+
+def check_made_by_us(path: str | Path) -> None:
+    """Raise ``NotOurs`` for a link, a second name of a file, or no regular file.
+
+    A neighbour who may write to the directory may have put it there.
+    """
+    with suppress(FileNotFoundError):
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            name = re.sub(r'.*(?=\.index)', '', str(path))  # a client may see it
+            reason = f'{name} beside it is not a regular file with one link: remove it'
+            raise NotOurs(errno.EPERM, reason)
 
 
 _reading, _writing = threading.RLock(), threading.RLock()
@@ -106,6 +127,8 @@ def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator
     try:
         with lock:
             yield
+    except NotOurs:
+        raise
     except FileNotFoundError as ex:  # not the plant file
         raise error('a file of the index was removed') from ex
     except OSError as ex:
@@ -116,12 +139,10 @@ def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator
         raise error(reason) from ex
 
 
-def _failed(reason: str) -> OSError:
-    return OSError(errno.EIO, f'the index: {reason}')
-
-
 reading = partial(_using, _reading, IndexDamaged)
-writing = partial(_using, _writing, _failed)
+writing = partial(
+    _using, _writing, lambda reason: OSError(errno.EIO, f'the index: {reason}')
+)
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -129,9 +150,28 @@ def connect(path: Path) -> sqlite3.Connection:
     for inherited, (pid, _) in [*_readers.items()]:
         if pid != os.getpid():
             disconnect(inherited)
+    for suffix in ('', '-wal', '-shm', '-journal'):
+        check_made_by_us(f'{path}{suffix}')
     connection = _connect(f'{path.as_uri()}?mode=ro')
+    try:
+        _check_schema(connection)
+    except BaseException:
+        connection.close()
+        raise
     _readers[connection] = os.getpid(), path
     return connection
+
+
+def _check_schema(connection: sqlite3.Connection) -> None:
+    """Raise ``IndexDamaged`` unless the tables are ours: a view may have no end."""
+    connection.execute('PRAGMA trusted_schema = OFF')
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+    steps = iter(range(100))
+    connection.set_progress_handler(lambda: next(steps, None) is None, 1_000)
+    found = connection.execute('SELECT sql FROM sqlite_master LIMIT 3').fetchall()
+    connection.set_progress_handler(None, 0)
+    if ';'.join(str(sql) for (sql,) in found) != SCHEMA:
+        raise IndexDamaged('it has other tables')
 
 
 def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
@@ -207,10 +247,11 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
     """Yield a connection that commits. REQUIRES: the flush lock."""
     uri = path.as_uri()
     with ExitStack() as after, closing(_connect(f'{uri}?mode=rw')) as connection:
-        connection.execute('PRAGMA synchronous = NORMAL')
-        connection.execute('PRAGMA journal_mode = WAL')
-        connection.execute('PRAGMA journal_size_limit = 0')  # after a checkpoint
-        connection.execute(f'PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}')
+        connection.executescript(
+            'PRAGMA synchronous = NORMAL; PRAGMA fullfsync = ON;'  # as disk.sync()
+            'PRAGMA journal_mode = WAL; PRAGMA journal_size_limit = 0;'
+            f'PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}'
+        )
         try:
             yield connection
         finally:
@@ -228,7 +269,7 @@ def new_table(path: Path | None = None) -> sqlite3.Connection:
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
-        'PRAGMA journal_mode = OFF; PRAGMA synchronous = NORMAL;'
+        'PRAGMA journal_mode = OFF; PRAGMA synchronous = NORMAL; PRAGMA fullfsync = ON;'
         f'PRAGMA locking_mode = EXCLUSIVE; PRAGMA cache_size = -{BUILD_CACHE_KIB};'
         f'BEGIN; {SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL);'
         # Not that of another table of this plant file, whose WAL may be put back.
@@ -245,23 +286,18 @@ def _connect(uri: str) -> sqlite3.Connection:
 
 def read_state(connection: sqlite3.Connection) -> State:
     """Return the row of the table ``state``."""
-    inode, mark, tail, mtime = connection.execute(STATE).fetchone()
+    [[inode, mark, tail, mtime]] = connection.execute(STATE).fetchall()
     return State(int(inode), int(mark), int(tail), mtime)
 
 
 def look(
     connection: sqlite3.Connection, ids: Iterable[int]
-) -> tuple[int, list[tuple[int, int | None]]]:
-    """Return the mark; and each id with the first in the table that is not less."""
+) -> tuple[int, int, dict[int, int]]:
+    """Return the mark, the highest id, and the offsets of those ids that are there."""
     rows = connection.execute(LOOK, [str(list(ids))]).fetchall()
-    nexts = [(id, following) for _, id, following in rows if id is not None]
-    return int(rows[0][0]), nexts
-
-
-def find(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
-    """Return the offsets of those ids that are in the table."""
-    rows = connection.execute(FIND, [str(list(ids))])
-    return {id: int(offset) for id, offset in rows}
+    mark, highest, *_ = rows[0]
+    found = {id: int(at) for *_, id, at in rows if id is not None}
+    return int(mark), ID_MIN - 1 if highest is None else int(highest), found
 
 
 def insert(

@@ -11,7 +11,6 @@ import sqlite3
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
-from unittest.mock import Mock
 
 import pytest
 from disk import (
@@ -28,7 +27,6 @@ from disk import (
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
 from store.jsonl.repair import Verified, verify
-from store.scheduler import THREADS
 from store.testing.waiting import in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -230,7 +228,7 @@ class TestBuilt:
     @pytest.mark.parametrize('first', [0, 30, 250, 299])
     def test_two_plants_with_one_id_are_refused(self, path, monkeypatch, first):
         """A repeated line is accepted; another plant with its id is damage to all."""
-        monkeypatch.setattr(recovery, 'LEARNED', 5000)  # bytes of about 100 lines
+        monkeypatch.setattr(recovery, 'CHUNK', 5000)  # bytes of about 100 lines
         plants = ferns(300)
         path.write_bytes(lines(*plants[:-1], plants[first % 299]))
         with JSONLinesStore(path) as running, JSONLinesStore(path) as not_open:
@@ -436,32 +434,28 @@ class TestFlush:
             assert_stored(store, [EDITED], free=[100])
 
     def test_ascending_ids_need_no_look(self, path, monkeypatch):
-        """Each range is looked up once, and an id that is taken is always found."""
-        bases = 1_000, 0, 2_000
+        """Ids above all in the table need no look; those that are taken are found."""
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
             stores = store, other
-            store.add_many([Plant(base, 'Fern') for base in bases])
+            store.add(Plant(0, 'Fern'))
             wait_until(store._backend()._index.flush)
             monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
             look, looked = table.look, []
             monkeypatch.setattr(
                 table, 'look', lambda *args: looked.extend(args[1]) or look(*args)
             )
-            for number in range(1, 60):
-                for base in bases:
-                    stores[number % 2].add(Plant(base + number, 'Fern'))
+            for id in range(1, 100):
+                stores[id % 2].add(Plant(id, 'Fern'))
             assert len(looked) < 20
-            for number in range(60):
-                for base in bases:
-                    with pytest.raises(IdTaken):
-                        other.add(Plant(base + number, 'Moss'))
+            for id in range(100):
+                with pytest.raises(IdTaken):
+                    other.add(Plant(id, 'Moss'))
 
-    def test_a_range_is_free_until_the_mark_moves(self, path, monkeypatch):
-        """An id that another process has flushed meanwhile is looked up again."""
-        monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
+    def test_id_that_another_process_has_flushed(self, path):
+        """An id that was recent, and that another process has flushed, stays taken."""
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
             store.add(Plant(5_000, 'Fern'))
-            other.add(Plant(1, 'Fern'))  # now 2 to 4,999 are free
+            other.add(Plant(1, 'Fern'))
             store.add_many([Plant(number, 'Moss') for number in range(2, 4_000, 7)])
             other.ping()  # it knows them as recent ids
             wait_until(store._backend()._index.flush)
@@ -549,18 +543,3 @@ class TestFlush:
                 (store if number % 2 else other).add_many(ferns(number, number + 1))
                 wait_for_flush(path)
         assert set(made) == {'-new', '?mode=ro', '?mode=rw'}
-
-    def test_many_lines_of_another_process_are_read_in_a_call(self, path, monkeypatch):
-        """A server's own thread reads few lines of another process, and not many."""
-        monkeypatch.setattr(file, 'CATCH_UP_BYTES', 100)
-        plants = ferns(300)
-        scheduler = Mock(THREADS, wraps=THREADS)
-        with JSONLinesStore(path, scheduler=scheduler) as store:
-            store.add(Plant(1, 'Fern'))
-            for start, stop, expected in ((0, 1, 0), (1, 20, 1), (20, 300, 1)):
-                append(path, lines(*plants[start:stop]))
-                scheduler.call.reset_mock()
-                assert store.add(plants[stop - 1]) is False
-                # One is that of the sync.
-                assert scheduler.call.call_count == expected + 1
-            assert_stored(store, plants)
