@@ -9,10 +9,14 @@ needs 1 us for a plant, jsonschema 50 to 80.
 """
 
 import json
+import os
+import re
+import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,8 +26,14 @@ from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
 
+# Bytes of a file that is configured: schemas, tokens, certificates.
+MAX_FILE_LENGTH = 1024 * 1024
 # Characters of a number literal. A conversion takes time with the square of the length.
 MAX_NUMBER_LENGTH = 1_000
+# Levels of arrays and objects. The decoder takes what the interpreter's stack permits,
+# which differs from Python to Python, and jsonschema-rs 255.
+MAX_LEVELS = 200
+_NO_BRACKETS = re.compile(r'(?s)"(?:[^"\\]|\\.)*+"?|[^][{}"]+')
 # Characters of the client's input that a message repeats.
 MAX_SHOWN_LENGTH = 60
 
@@ -55,6 +65,13 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 def encode(value: Any) -> bytes:
     """Return a value as JSON text in UTF-8."""
     return _encode(value).encode()
+
+
+def _is_deep(text: str) -> bool:
+    """Whether more than MAX_LEVELS brackets are open at once, outside of strings."""
+    brackets = _NO_BRACKETS.sub('', text)
+    levels = accumulate(1 if each in '[{' else -1 for each in brackets)
+    return any(level > MAX_LEVELS for level in levels)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -117,6 +134,9 @@ class Schema:
             decoded = text.decode()
             if decoded.startswith('\ufeff'):
                 raise NotJSON('it begins with a byte order mark')
+            many = decoded.count('[') + decoded.count('{') > MAX_LEVELS
+            if many and _is_deep(decoded):
+                raise NotJSON(f'it is nested too deeply: more than {MAX_LEVELS} levels')
             value = _decode(decoded)
             if '\\u' in decoded:  # only an escape can make a lone surrogate
                 encode(value)
@@ -130,11 +150,24 @@ class Schema:
             raise NotJSON('a string holds a lone surrogate') from ex
         except json.JSONDecodeError as ex:
             raise NotJSON(f'{ex.msg.removesuffix(" at")} at character {ex.pos}') from ex
-        except (RecursionError, ValueError) as ex:
-            # The stack of the interpreter bounds nesting, at some hundreds of levels.
-            # ValueError: rules that compare values have a limit of their own.
-            raise NotJSON('it is nested too deeply') from ex
         raise Invalid('; '.join(faults))
+
+
+def read_file(path: str | Path) -> bytes:
+    """Return the content of a configured file: a regular one, or a link to one.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is a FIFO, a device or a directory, or longer than 1 MiB.
+    """
+    # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), 'rb') as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError('it is not a regular file')
+        content = file.read(MAX_FILE_LENGTH + 1)
+    if len(content) > MAX_FILE_LENGTH:
+        raise ValueError(f'it is longer than {MAX_FILE_LENGTH} bytes')
+    return content
 
 
 def load() -> dict[str, Any]:
@@ -145,7 +178,7 @@ def load() -> dict[str, Any]:
     files = {}
     for path in sorted(DIRECTORY.glob('*.json')):
         try:
-            files[path.name] = schema = json.loads(path.read_bytes())
+            files[path.name] = schema = json.loads(read_file(path))
             if not isinstance(schema, dict):
                 raise ValueError(f'{show(schema)} is not an object')
             Draft202012Validator.check_schema(schema)

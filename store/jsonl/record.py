@@ -19,11 +19,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from store.base import ID_MAX, ID_MIN, Plant, check_plant
+from store.errors import StoreError
 
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
+# Bytes of a record without its line feed. No body may be longer (PLANTS_MAX_BODY), and
+# a record is never longer than the body it came in. As many as a name of 2**20
+# characters has that are escaped; reading may take 16 times as many.
+LONGEST = 13 * 512 * 1024
 NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
+TOO_LONG = f'it is longer than {LONGEST} bytes'
 
 # A line. Nearly all, our own without an escape, have their id as the group: such a line
 # is a record if it is UTF-8 and its id has 64 bits. decode() takes six times as long.
@@ -50,17 +56,25 @@ _decode = json.JSONDecoder(parse_int=_int, parse_constant=int).decode
 
 
 def encode(plant: Plant) -> bytes:
-    """Return the record of a plant that was checked, its line feed included."""
+    """Return the record of a plant that was checked, its line feed included.
+
+    Raises:
+        StoreError: It would be longer than a record may be.
+    """
     id, name, tag = plant
-    if tag is None:
-        return f'{{"id":{id},"name":{_quote(name)}}}\n'.encode()
-    return f'{{"id":{id},"name":{_quote(name)},"tag":{_quote(tag)}}}\n'.encode()
+    rest = '' if tag is None else f',"tag":{_quote(tag)}'
+    line = f'{{"id":{id},"name":{_quote(name)}{rest}}}\n'.encode()
+    if len(line) > LONGEST + 1:
+        raise StoreError(f'the plant with id {id}: as a line {TOO_LONG}')
+    return line
 
 
-def decode(line: bytes) -> Plant:
+def decode(line: bytes, encoding: str = 'utf-8') -> Plant:
     """Return the plant of a line, or raise ``DamagedRecord``; it needs no line feed."""
+    if len(line) - line.endswith(b'\n') > LONGEST:
+        raise DamagedRecord(TOO_LONG)
     try:
-        value: Any = _decode(line.decode())
+        value: Any = _decode(line.decode(encoding))
     except UnicodeDecodeError as ex:
         raise DamagedRecord(NOT_UTF_8) from ex
     except (ValueError, RecursionError) as ex:
@@ -85,12 +99,13 @@ def scan_ids(chunk: bytes, start: int) -> Iterator[tuple[int, int]]:
     """
     try:
         chunk.decode()
-        is_text = True
+        encoding = 'latin-1'  # the same id; a long text takes a quarter of the memory
     except UnicodeDecodeError:  # decode() finds the damaged line
-        is_text = False
+        encoding = 'utf-8'
     for line in _LINE.finditer(chunk):
         literal = line[1]
-        if is_text and literal and ID_MIN <= (id := int(literal)) <= ID_MAX:
+        is_ours = literal and encoding != 'utf-8'
+        if is_ours and ID_MIN <= (id := int(literal)) <= ID_MAX:
             yield id, start + line.start()
         else:
-            yield decode(line[0]).id, start + line.start()
+            yield decode(line[0], encoding).id, start + line.start()

@@ -14,9 +14,9 @@ Both are cut off, and kept in a side file. A last record that lacks only its lin
 as editors leave it, is kept: the beginning of a record is never a JSON object.
 
 Any other line that is not a record was acknowledged, or may have been. So nothing is
-changed until an operator asks for a repair. Nor is a file changed that no crash of ours
-can have left: where no line is a record, or where more is damaged than can have been
-written between two syncs.
+changed until an operator asks for a repair. A file that no crash of ours can have left
+is not changed either: no line of it is a record, or the damage is longer than all that
+can be written between two syncs.
 """
 
 import fcntl
@@ -28,15 +28,17 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces
+from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces, sync
 from store.jsonl.index import UNKNOWN, Index
 from store.jsonl.lock import take_flock
+from store.jsonl.record import LONGEST
 from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ log = logging.getLogger(__name__)
 BLOCK = 512  # bytes; the smallest that a disk loses
 # Bytes of a torn tail: a batch has 1 MiB, four may wait for a sync, in each process.
 MOST_TORN = 64 * 1024 * 1024
-LEARNED = 8 * CHUNK  # bytes whose ids an index learns at a time
+# Lines after the mark, whose ids stay in memory; a new table takes less.
+MOST_BEHIND = 250_000
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 REPEATED = 'its id is that of a different plant, %d'
 BEGINNING = b'{"id":'  # of each line that we write
@@ -55,26 +58,30 @@ class Line(NamedTuple):
     """A line of a plant file."""
 
     offset: int  # in bytes from the start of the file
-    text: bytes  # the line feed included if it has one
+    end: int  # of the line feed if it has one
+    text: bytes  # of a line that is too long only its beginning, LONGEST + 1 bytes
     plant: Plant | None  # None if it is damaged
     reason: str  # why it is damaged
 
 
 def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
-    for offset, chunk in _chunks(fd, start, end):
+    for offset, chunk, stop in _chunks(fd, start, end):
         for text in BytesIO(chunk):
-            yield _line(offset, text)
-            offset += len(text)
+            after = stop if len(text) == len(chunk) else offset + len(text)
+            yield _line(offset, after, text)
+            offset = after
 
 
 def line_at(fd: int, offset: int) -> Line:
     """Return the line that begins at an offset."""
     text = piece = os.pread(fd, 512, offset)
-    while piece and b'\n' not in piece:
-        piece = os.pread(fd, 15 * len(text), offset + len(text))
+    while piece and b'\n' not in piece and len(text) <= LONGEST:
+        size = min(15 * len(text), LONGEST + 1 - len(text))
+        piece = os.pread(fd, size, offset + len(text))
         text += piece
-    return _line(offset, text[: text.find(b'\n') + 1] or text)
+    text = text[: text.find(b'\n') + 1] or text
+    return _line(offset, offset + len(text), text)
 
 
 def plant_at(fd: int, offset: int, id: int) -> Plant:
@@ -86,16 +93,16 @@ def plant_at(fd: int, offset: int, id: int) -> Plant:
     return plant
 
 
-def _line(offset: int, text: bytes) -> Line:
+def _line(offset: int, end: int, text: bytes) -> Line:
     try:
-        return Line(offset, text, record.decode(text), '')
+        return Line(offset, end, text, record.decode(text), '')
     except record.DamagedRecord as ex:
-        return Line(offset, text, None, str(ex))
+        return Line(offset, end, text, None, str(ex))
 
 
 def read_plants(path: Path) -> Iterator[Plant]:
     """Yield the plants of a file, which may be in use; nothing is changed."""
-    with reading(path) as (fd, synced):
+    with opened(path) as (fd, synced):
         end = whole_size(path, fd)
         check_length(path, fd, end, synced)
         lines = read_lines(fd, 0, end)
@@ -113,7 +120,7 @@ def read_plants(path: Path) -> Iterator[Plant]:
 
 
 @contextmanager
-def reading(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """Open a plant file for a command; yield a descriptor, and the synced end.
 
     The caller asks for the size after that: others append and sync meanwhile. An
@@ -143,16 +150,20 @@ def read_on(
     began = reported = time.monotonic()
     found: dict[int, int] = {}
     torn: Line | None = None
-    for base, chunk in _chunks(fd, start, end, LEARNED):
+    count = 0
+    for base, chunk, stop in _chunks(fd, start, end):
         lines: list[tuple[int, int]] = []
         try:
             lines.extend(record.scan_ids(chunk, base))
         except record.DamagedRecord as ex:  # the lines before it were entered
             torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
             if torn is None:
-                # Only a program that ignores the lock can have removed the damage.
+                # The damage is gone: a program that ignores the lock was here.
                 reason = 'another program changes the file'
                 raise StoreUnavailable(reason, store=str(path)) from ex
+        count += len(lines)
+        if count > MOST_BEHIND and index.reason is None:
+            raise IndexDamaged('it is far behind the plant file')
         found = index.learn(lines, ids)
         for id, offset in lines:
             first = found[id]
@@ -163,7 +174,7 @@ def read_on(
         now = time.monotonic()
         if now - reported > PROGRESS_EVERY:
             reported = now
-            percent = 100 * (base + len(chunk) - start) // size
+            percent = 100 * (stop - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
     # The table may know lines of other processes after the end of the file; not of the
@@ -176,13 +187,14 @@ def check_opening(path: Path) -> None:
     """Raise what an open of a plant file would raise; change nothing."""
     with open(open_file(path), 'rb') as file:
         fd = file.fileno()
-        with closing(Index(path, fd)) as index:
-            end = whole_size(path, fd)  # now: see ``reading``
-            check_length(path, fd, end, index.synced)
-            if index.reason is not None:
-                index.build(temporary=True)
-            with suppress(IndexDamaged):  # an open builds such an index again
+        for is_new in False, True:  # an open builds an index again that it cannot use
+            with closing(Index(path, fd, new=is_new)) as index, suppress(IndexDamaged):
+                end = whole_size(path, fd)  # now: see ``opened``
+                check_length(path, fd, end, index.synced)
+                if index.reason is not None:
+                    index.build(temporary=True)
                 read_on(path, fd, index, end, (), crashed=True)
+                return
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:
@@ -198,7 +210,7 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
         # must come before the next append: a crash could leave blocks of both, and the
         # beginning of a new record with the end of an old one may be a third record.
         os.ftruncate(fd, offset)
-        os.fdatasync(fd)
+        sync(fd)
     except BaseException:
         # An interrupt may come after the cut: then the side file is the only copy.
         if os.fstat(fd).st_size == end:
@@ -211,15 +223,21 @@ def write_again(fd: int, start: int) -> None:
     """Write the bytes from an offset on again, and sync them. REQUIRES: the lock."""
     while data := os.pread(fd, CHUNK, start):
         start += os.pwrite(fd, data, start)
-    # NOTE: not fdatasync, which leaves out the mtime: the index has it.
-    os.fsync(fd)
+    sync(fd, times=True)  # the index has the mtime
 
 
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that."""
+    with between_appends(path, fd):
+        return os.fstat(fd).st_size
+
+
+@contextmanager
+def between_appends(path: Path, fd: int) -> Iterator[None]:
+    """Hold the lock of a plant file, as a reader: nobody writes meanwhile."""
     take_flock(path, fd, fcntl.LOCK_SH)
     try:
-        return os.fstat(fd).st_size
+        yield
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -238,30 +256,33 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
 
 
 def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
-    return StoreCorrupt(str(path), 1 + count_lines(fd, 0, offset), offset, reason)
+    number = 1 + sum(piece.count(b'\n') for piece in pieces(fd, 0, offset))
+    return StoreCorrupt(str(path), number, offset, reason)
 
 
-def count_lines(fd: int, start: int, end: int) -> int:
-    """Return how many lines end between two offsets."""
-    return sum(piece.count(b'\n') for piece in pieces(fd, start, end))
+def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+    """Yield chunks of whole lines, each between two offsets.
+
+    The last may lack its feed. A line that is too long to be a record is a chunk by
+    itself, of which only the beginning is read: it may be as long as the file.
+    """
+    while start < end and (chunk := os.pread(fd, min(CHUNK, end - start), start)):
+        if cut := chunk.rfind(b'\n') + 1:
+            chunk = chunk[:cut]
+            stop = start + cut
+        else:
+            stop = _end_of_line(fd, start, end)
+            chunk = os.pread(fd, min(stop - start, LONGEST + 1), start)
+        yield start, chunk, stop
+        start = stop
 
 
-def _chunks(
-    fd: int, start: int, end: int, size: int = CHUNK
-) -> Iterator[tuple[int, bytes]]:
-    """Yield chunks of whole lines, each with its offset; the last may lack its feed."""
-    offset = start
-    unfinished: list[bytes] = []  # of a line; joined once, however long it is
-    for data in pieces(fd, start, end, size):
-        cut = data.rfind(b'\n') + 1
-        if cut:
-            whole = b''.join((*unfinished, data[:cut]))
-            unfinished.clear()
-            yield offset, whole
-            offset += len(whole)
-        unfinished.append(data[cut:])
-    if any(unfinished):
-        yield offset, b''.join(unfinished)
+def _end_of_line(fd: int, start: int, end: int) -> int:
+    for data in pieces(fd, start, end):
+        if feed := data.find(b'\n') + 1:
+            return start + feed
+        start += len(data)
+    return start
 
 
 def _torn_tail(
@@ -277,8 +298,8 @@ def _torn_tail(
     reason = line.reason
     if line.offset < synced:
         reason = f'{reason}, and it was acknowledged'
-    elif (crashed and synced != UNKNOWN and _is_lost_block(line)) or all(
-        other.plant is None for other in lines
+    elif (crashed and synced != UNKNOWN and _is_lost_block(fd, line)) or not any(
+        _may_be_plant(fd, other) for other in chain([line], lines)
     ):
         if end - line.offset <= MOST_TORN:
             return line
@@ -306,12 +327,25 @@ def _is_torn_record(line: Line) -> bool:
         bool(zeros or not line.text.endswith(b'\n'))
         and BEGINNING.startswith(whole[: len(BEGINNING)])
         and CONTROL.search(line.text) is None
-        and line.reason in (record.NOT_JSON, record.NOT_UTF_8)
+        and line.reason in (record.NOT_JSON, record.NOT_UTF_8, record.TOO_LONG)
     )
 
 
-def _is_lost_block(line: Line) -> bool:
+def _may_be_plant(fd: int, line: Line) -> bool:
+    """Whether a line is a record, or one of a version that allowed longer bodies."""
+    is_long = line.reason == record.TOO_LONG
+    return line.plant is not None or (
+        is_long and os.pread(fd, 2, line.end - 2) == b'}\n'
+    )
+
+
+def _is_lost_block(fd: int, line: Line) -> bool:
     """Whether a line has zeros up to the end of a block."""
-    _, zero, rest = line.text.partition(b'\0')
-    zeros_end = line.offset + len(line.text) - len(rest.lstrip(b'\0'))
-    return bool(zero) and zeros_end % BLOCK == 0
+    if (zeros := line.text.find(b'\0')) < 0:
+        return False
+    zeros_end = line.offset + zeros
+    for data in pieces(fd, zeros_end, line.end):  # of a long line, too
+        zeros_end += len(data) - len(rest := data.lstrip(b'\0'))
+        if rest:
+            break
+    return zeros_end % BLOCK == 0

@@ -1,21 +1,26 @@
 """Finding all damage of a plant file, and making a new file of its sound lines."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from struct import Struct
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, NamedTuple
 
 from store.errors import StoreUnavailable
 from store.jsonl import recovery
-from store.jsonl.disk import copy_aside, index_path, sync_directory
+from store.jsonl.disk import CHUNK, copy_aside, index_path, sync_directory
 from store.jsonl.index import Index
 from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
 from store.jsonl.table import IndexDamaged
 
-COMPARED = 100_000  # ids that are compared with the index at a time
+# Lines that are compared at a time: as many as one piece of the file has, or fewer.
+COMPARED = 50_000
+NAMED = 1_000  # faults that are named; the others are counted
+SPAN = Struct('qq')  # where a damaged line begins and ends
 
 # Shows how far a file is read; yields the items that it is given.
 Progress = Callable[[Iterable[Any]], Iterable[Any]]
@@ -25,9 +30,10 @@ class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
     plants: int  # the number of sound lines
-    # A sentence for each damaged line or repeated id, for what is missing at the end,
-    # and for an index that is not that of the file.
+    # A sentence for each of the first damaged lines or repeated ids, for what is
+    # missing at the end, and for an index that is not that of the file.
     damaged: tuple[str, ...] = ()
+    unnamed: int = 0  # faults that have no sentence
     repaired: str = ''  # what was done about them, and what is left to do
 
 
@@ -37,50 +43,55 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
     accepted: the plant file is replaced in one step by another file, with all sound
     lines, which gets a new index. A server that has the old one open refuses plants
-    until it is reloaded. After an error the file is unchanged, or it is repaired, and a
-    power cut may still undo that.
+    until it is reloaded. After an error the file is either unchanged, or repaired; a
+    power cut may still undo that repair.
     """
     sentences: list[str] = []
-    with recovery.reading(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced):
+    unnamed = 0
+    with (
+        recovery.opened(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced),
+        SpooledTemporaryFile(CHUNK) as spans,  # there may be millions
+    ):
         if repair:
             take_flock(path, fd)
             if not os.path.samestat(os.fstat(fd), path.stat()):
                 raise StoreUnavailable('it was replaced meanwhile', store=str(path))
         end = os.fstat(fd).st_size if repair else recovery.whole_size(path, fd)
         recovery.check_ours(path, fd)
-        plants, damaged, wrong = _find_damage(path, fd, end, progress)
-        number, counted = 1, 0
-        for line in damaged:
-            number += recovery.count_lines(fd, counted, line.offset)
-            counted = line.offset
-            sentences.append(f'{path}: line {number} (byte {counted}): {line.reason}')
+        counts = Counter[str]()
+        lines = progress(recovery.read_lines(fd, 0, end))
+        for number, line in _find_damage(path, fd, lines, counts, locked=repair):
+            spans.write(SPAN.pack(line.offset, line.end))
+            if len(sentences) < NAMED:
+                place = f'line {number} (byte {line.offset})'
+                sentences.append(f'{path}: {place}: {line.reason}')
+            else:
+                unnamed += 1
         try:
             recovery.check_length(path, fd, end, synced)
         except StoreUnavailable as ex:
             sentences.append(f'{path}: {ex.reason}')
-        if wrong:
+        if wrong := counts['wrong']:
             sentences.append(f'{index_path(path)}: {wrong} ids differ from the file')
+        found = Verified(counts['sound'], tuple(sentences), unnamed)
         if not (repair and sentences):
-            return Verified(plants, tuple(sentences))
-        side = _replace(path, fd, end, damaged)
-    repaired = f'repaired: {len(sentences)}'
+            return found
+        side = _replace(path, fd, end, spans)
+    repaired = f'repaired: {len(sentences) + unnamed}'
     if side:
         repaired += f'; damaged lines were moved to {side}'
     if index_path(path, '-wal').exists():  # until the last process closes the index
         repaired += '; reload the server if it runs'
-    return Verified(plants, tuple(sentences), repaired)
+    return found._replace(repaired=repaired)
 
 
-def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
+def _replace(path: Path, fd: int, end: int, spans: IO[bytes]) -> Path | None:
     """Replace a plant file by its sound lines; return the side file of the others."""
-    moved = [(line.offset, line.offset + len(line.text)) for line in damaged]
-    ends = [0, *(end for span in moved for end in span), end]
     copies: list[Path] = []
     try:
-        if moved:
-            copies.append(copy_aside(path, fd, moved, 'damaged'))
-        kept = zip(ends[::2], ends[1::2], strict=True)  # what is between the spans
-        copies.append(copy_aside(path, fd, kept, 'repaired'))
+        if spans.tell():
+            copies.append(copy_aside(path, fd, _read(spans), 'damaged'))
+        copies.append(copy_aside(path, fd, _between(_read(spans), end), 'repaired'))
         # The point of no return: all copies are durable, and so is every line.
         os.rename(copies[-1], path)
     except BaseException:
@@ -89,40 +100,79 @@ def _replace(path: Path, fd: int, end: int, damaged: list[Line]) -> Path | None:
                 copy.unlink()
         raise
     sync_directory(path)
-    return copies[0] if moved else None
+    return copies[0] if len(copies) == 2 else None
+
+
+def _read(spans: IO[bytes]) -> Iterator[tuple[int, int]]:
+    spans.seek(0)
+    while data := spans.read(SPAN.size * 1024):
+        yield from SPAN.iter_unpack(data)
+
+
+def _between(spans: Iterable[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    for first, last in spans:
+        yield start, first
+        start = last
+    yield start, end
 
 
 def _find_damage(
-    path: Path, fd: int, end: int, progress: Progress
-) -> tuple[int, list[Line], int]:
-    """Return how many lines are sound, the others, and how many ids are wrong."""
-    count = wrong = 0
-    damaged: list[Line] = []
-    repeated: list[tuple[int, int]] = []
+    path: Path, fd: int, lines: Iterable[Line], counts: Counter[str], *, locked: bool
+) -> Iterator[tuple[int, Line]]:
+    """Yield the damaged lines with their numbers; count sound lines and wrong ids.
 
-    def sound() -> Iterator[tuple[int, int]]:
-        nonlocal count
-        for line in progress(recovery.read_lines(fd, 0, end)):
-            count += 1
-            if line.plant is None:
-                damaged.append(line)
-            else:
-                yield line.plant.id, line.offset
-
+    Without the lock another process may cut off a torn tail, and append. So damage
+    counts if it is still there under the lock. What follows a cut is new: it is left.
+    """
+    number = 0
     with closing(Index(path, fd)) as present, closing(Index(path, fd, new=True)) as new:
         new.build(temporary=True)
-        lines = sound()
-        while batch := list(islice(lines, COMPARED)):
+        for batch in _batches(lines):
+            ids = [(line.plant.id, line.offset) for line in batch if line.plant]
             with suppress(IndexDamaged):  # an open will build it again
-                found = present.find([id for id, _ in batch])
-                wrong += sum(  # the index lacks the id, or has a later line for it
+                found = present.find([id for id, _ in ids])
+                counts['wrong'] += sum(  # it lacks the id, or has a later line for it
                     offset < present.mark and found.get(id, offset + 1) > offset
-                    for id, offset in batch
+                    for id, offset in ids
                 )
-            firsts = new.learn(batch)
-            repeated += [(firsts[id], at) for id, at in batch if firsts[id] != at]
-    for first, again in repeated:
-        line, plant = recovery.line_at(fd, again), recovery.line_at(fd, first).plant
-        if plant is not None and line.plant != plant:
-            damaged.append(line._replace(reason=recovery.REPEATED % plant.id))
-    return count - len(damaged), sorted(damaged), wrong
+            firsts = new.learn(ids)
+            confirmed = locked
+            for line in batch:
+                number += 1
+                first = firsts[line.plant.id] if line.plant else line.offset
+                if line.plant and first != line.offset:
+                    other = recovery.line_at(fd, first).plant
+                    if other and other.id == line.plant.id and other != line.plant:
+                        reason = recovery.REPEATED % other.id
+                        line = line._replace(plant=None, reason=reason)
+                if line.plant:
+                    counts['sound'] += 1
+                    continue
+                confirmed = confirmed or _is_there(path, fd, batch)
+                if not confirmed:
+                    return
+                yield number, line
+            batch.clear()
+
+
+def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    batch: list[Line] = []
+    size = 0
+    for line in lines:
+        batch.append(line)
+        size += len(line.text)
+        del line  # a long one takes much memory
+        if size >= CHUNK or len(batch) == COMPARED:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _is_there(path: Path, fd: int, batch: list[Line]) -> bool:
+    """Whether lines are those of the file, between two appends."""
+    text = b''.join(line.text for line in batch)
+    start = batch[0].offset
+    with recovery.between_appends(path, fd):
+        before = os.pread(fd, 1, start - 1) if start else b'\n'
+        return before + os.pread(fd, len(text), start) == b'\n' + text

@@ -1,0 +1,281 @@
+"""What a neighbour on the machine, or a mistake of an operator, leaves in our files."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+from server import REPOSITORY, TOKEN, finished
+
+from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable, open_store
+from store.jsonl.record import LONGEST
+from store.jsonl.repair import Verified, verify
+from web.settings import Settings
+
+FERN = b'{"id":1,"name":"Fern"}\n'
+MOSS = b'{"id":2,"name":"Moss"}\n'
+# Resident, of a whole process, whatever the plant file has in it.
+MEMORY = 160 * 2**20
+LONG_NAME = '\U0001f331' + 'a' * (LONGEST - 100) + '\\n'  # four bytes a character
+
+# What an end of a file may be: content, and whether a line is damaged.
+CONTENTS = {
+    'zeros': ([(256, b'\0')], True),
+    'zeros before a plant': ([(256, b'\0'), b'\n', MOSS], True),
+    'text': ([(256, b'x')], True),
+    'unfinished plant': ([b'{"id":2,"name":"', (256, b'a')], True),
+    'plant that is too long': ([b'{"id":2,"name":"', (7, b'a'), b'"}\n'], True),
+    'white space after a plant': ([MOSS[:-1], (200, b' '), b'\n'], True),
+    'long plants': (
+        [f'{{"name":"{LONG_NAME}","id":{id}}}\n'.encode() for id in (2, 3)],
+        False,
+    ),
+}
+
+
+def write(path, parts):
+    """Write a plant, and then bytes, or MiB of a byte; zeros take no room."""
+    with path.open('wb') as file:
+        file.write(FERN)
+        for part in parts:
+            count, data = part if isinstance(part, tuple) else (0, part)
+            if data == b'\0':
+                file.seek(count * 2**20, os.SEEK_CUR)
+                file.truncate()
+                continue
+            file.writelines([data * 2**20] * count if count else [data])
+
+
+# A process begins with the memory of its parent, which is small here.
+MEASURE = """
+import resource, subprocess, sys
+code = subprocess.call([sys.executable, '-m', *sys.argv[1:]])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
+"""
+
+
+def run(*arguments, **environ):
+    """Run a command; return its exit code, its output, and its memory in bytes."""
+    done = finished(
+        [sys.executable, '-c', MEASURE, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, **environ},
+        stderr=subprocess.STDOUT,
+    )
+    output, _, memory = done.stdout.rstrip().rpartition('\n')
+    return done.returncode, output, int(memory) * 1024
+
+
+@pytest.mark.parametrize('name', CONTENTS)
+def test_memory_is_bounded_whatever_a_file_has_in_it(path, name):
+    """Each command and a start read it with little memory, and tell damage."""
+    parts, is_damaged = CONTENTS[name]
+    write(path, parts)
+    commands = [['store', 'check', str(path)], ['store', 'list', str(path)]]
+    environ = {'PLANTS_STORE': f'jsonl:{path}', 'PLANTS_TOKENS': TOKEN}
+    for command in [*commands, ['gunicorn', '--check-config']]:
+        code, output, memory = run(*command, **environ)
+        assert 'Traceback' not in output
+        assert (code, memory < MEMORY) == (int(is_damaged), True), (command, memory)
+
+
+def test_faults_are_named_up_to_a_number(path):
+    """The others are counted, in little memory, and a repair moves all of them."""
+    path.write_bytes(b'{"id":1}\n' * 50_000 + FERN)
+    code, output, memory = run('store', 'check', str(path))
+    *named, more, summary = output.splitlines()
+    assert (code, memory < MEMORY) == (1, True), memory
+    assert named[-1] == f'{path}: line 1000 (byte 8991): name: None is not a string'
+    assert (len(named), more) == (1000, '... and 49000 more')
+    assert summary.startswith('1 plants verified, damaged: 50000; --repair')
+    code, output, memory = run('store', 'check', '--repair', str(path))
+    assert (code, memory < MEMORY) == (0, True), memory
+    assert 'repaired: 50000; ' in output
+    assert path.read_bytes() == FERN
+    assert path.with_name('plants.jsonl.damaged-1').stat().st_size == 9 * 50_000
+
+
+def test_longest_body_is_the_longest_record(path):
+    """A plant of the longest body is stored and read; a longer one is refused."""
+    plant = Plant(1, 'a' * (LONGEST - len('{"id":1,"name":""}')))
+    with open_store(f'jsonl:{path}') as store:
+        store.add(plant)
+        with pytest.raises(StoreError, match=f'longer than {LONGEST} bytes'):
+            store.add(Plant(2, plant.name + 'a'))
+        assert list(store) == [plant]
+    assert Settings.from_environ({'PLANTS_MAX_BODY': str(LONGEST)})
+
+
+def test_long_plant_of_an_earlier_version_is_never_cut_off(path):
+    """A last line that is too long, but may be a plant, is no torn tail."""
+    text = FERN + b'{"id":2,"name":"%b"}\n' % (b'a' * LONGEST)
+    path.write_bytes(text)
+    store = open_store(f'jsonl:{path}')
+    with store, pytest.raises(StoreCorrupt, match=f'longer than {LONGEST} bytes'):
+        store.add(Plant(3, 'Ivy'))
+    assert path.read_bytes() == text
+
+
+def test_long_lost_block_is_cut_off(path):
+    """Zeros up to the end of a block are cut off, however many they are."""
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(1, 'Fern'))
+    zeros = bytes(2 * LONGEST - len(FERN))
+    path.write_bytes(FERN + zeros + b'\n' + MOSS)
+    with open_store(f'jsonl:{path}') as store:
+        store.ping()
+    assert path.read_bytes() == FERN
+
+
+def test_check_confirms_damage_under_the_lock(path, monkeypatch):
+    """A torn tail that a server mends meanwhile is no damage."""
+    path.write_bytes(FERN + MOSS + b'{"id":3,"name":"Ivy\n{"id":4,"na\n')
+
+    def progress(lines):
+        for line in lines:
+            if line.offset == len(FERN + MOSS):
+                with open_store(f'jsonl:{path}') as store:
+                    for id in range(3, 100):
+                        store.add(Plant(id, f'Ivy {id}'))
+            yield line
+
+    assert verify(path, progress=progress) == Verified(2)
+    assert verify(path) == Verified(99)
+    path.write_bytes(path.read_bytes() + b'{"id":\n')
+    assert len(verify(path).damaged) == 1
+
+
+def put_symbolic_link(place, target):
+    """Put a link there, to a file of somebody else."""
+    place.symlink_to(target)
+
+
+def put_second_name(place, target):
+    """Put another name of a file of somebody else there."""
+    place.hardlink_to(target)
+
+
+def put_fifo(place, target):
+    """Put a FIFO there, which blocks whoever opens it."""
+    os.mkfifo(place)
+
+
+@pytest.mark.parametrize('suffix', ['', '-lock', '-new', '-wal', '-shm', '-journal'])
+@pytest.mark.parametrize('put', [put_symbolic_link, put_second_name, put_fifo])
+def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
+    """A link beside the plant file is not followed, or removed; a sentence names it."""
+    path.write_bytes(FERN)
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(2, 'Moss'))
+    target = path.with_name('of somebody else')
+    target.write_bytes(b'precious')
+    if suffix == '-new':  # opened when an index is built
+        path.with_name('plants.jsonl.index').unlink()
+    place = path.with_name(f'plants.jsonl.index{suffix}')
+    place.unlink(missing_ok=True)
+    put(place, target)
+    reason = rf'\.index{suffix} beside it is not a regular file with one link: remove'
+    with open_store(f'jsonl:{path}') as store:
+        for use in store.ping, lambda: store.add(Plant(3, 'Ivy')):
+            if suffix != '-lock' or use == store.ping:
+                with pytest.raises(StoreUnavailable, match=reason):
+                    use()
+    assert target.read_bytes() == b'precious'
+    assert place.lstat().st_ino
+    place.unlink()
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(4, 'Oak'))
+
+
+def test_link_to_the_lock_is_refused_while_a_server_runs(path):
+    """A probe would empty the file that a neighbour has linked to meanwhile."""
+    target = path.with_name('of somebody else')
+    target.write_bytes(b'precious')
+    lock = path.with_name('plants.jsonl.index-lock')
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(1, 'Fern'))
+        lock.unlink(missing_ok=True)
+        lock.symlink_to(target)
+        with pytest.raises(StoreUnavailable, match='index-lock beside it is not'):
+            store.ping()
+        store.add(Plant(2, 'Moss'))
+    assert target.read_bytes() == b'precious'
+
+
+def test_side_files_are_new_files(path):
+    """A link with the name of the next side file is left, and not written through."""
+    path.write_bytes(FERN + b'{"id":')
+    target = path.with_name('of somebody else')
+    path.with_name('plants.jsonl.torn-1').symlink_to(target)
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(2, 'Moss'))
+    assert path.with_name('plants.jsonl.torn-2').read_bytes() == b'{"id":'
+    assert not target.exists()
+
+
+def test_removal_of_an_index_leaves_other_files(path):
+    """A new plant file removes what is left of an index, and nothing else."""
+    notes = path.with_name('plants.jsonl.index-0123456789abcdef.notes')
+    left = path.with_name('plants.jsonl.index-0123456789abcdef')
+    for file in notes, left:
+        file.write_bytes(b'text')
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(1, 'Fern'))
+    assert (notes.exists(), left.exists()) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ('setting', 'reason'),
+    [
+        ('PLANTS_TOKENS_FILE', '{file}: it is not a regular file'),
+        ('certfile', 'certfile, keyfile: it is not a regular file'),
+        ('pid', 'pidfile: it is not a regular file'),
+    ],
+)
+def test_start_waits_for_no_file(tmp_path, setting, reason):
+    """A FIFO in the place of a configured file is refused at once, with a sentence."""
+    file = tmp_path / 'file'
+    os.mkfifo(file)
+    environ = {'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '1', setting: str(file)}
+    options = [] if setting.isupper() else [f'--{setting}', str(file)]
+    environ |= {} if setting.isupper() else {'PLANTS_TOKENS': TOKEN}
+    code, output, _ = run('gunicorn', '--check-config', *options, **environ)
+    assert code == 1
+    assert reason.format(file=file) in output
+
+
+ENDLESS = 'WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)'
+STRANGE = {
+    'endless view': f'DROP TABLE plants; CREATE VIEW plants AS {ENDLESS} '
+    'SELECT i AS id, i AS offset FROM n',
+    'endless state': f'ALTER TABLE state RENAME TO other; CREATE VIEW state AS '
+    f'SELECT other.* FROM other, ({ENDLESS} SELECT i FROM n)',
+    'trigger': 'CREATE TRIGGER t AFTER INSERT ON plants BEGIN '
+    'DELETE FROM plants WHERE id = new.id; END',
+    'many rows': f'INSERT INTO state SELECT state.* FROM state, ({ENDLESS} '
+    'SELECT i FROM n LIMIT 100000)',
+    'long value': 'UPDATE state SET tail = zeroblob(100000000)',
+    'other table': 'CREATE TABLE other (a)',
+}
+
+
+@pytest.mark.parametrize('name', STRANGE)
+def test_index_that_is_not_one_is_built_again(path, name):
+    """A start and check ask no index with other tables, rows or values than ours."""
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(1, 'Fern'))
+    index = path.with_name('plants.jsonl.index')
+    with closing(sqlite3.connect(index)) as connection:
+        connection.executescript(f'BEGIN; {STRANGE[name]}; COMMIT')
+    code, output, memory = run('store', 'check', str(path))
+    assert (code, output) == (0, '1 plants verified, no damage')
+    assert memory < MEMORY
+    with open_store(f'jsonl:{path}') as store:
+        with pytest.raises(IdTaken):
+            store.add(Plant(1, 'Moss'))
+        store.add(Plant(2, 'Moss'))
+    with closing(sqlite3.connect(index)) as connection:
+        assert connection.execute('SELECT id FROM plants').fetchall() == [(1,), (2,)]
