@@ -4,6 +4,7 @@ It reads ``PLANTS_STORE`` itself, since ``store/`` may not import ``web/settings
 """
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -19,7 +20,7 @@ from store.base import Create, Plant, PlantStore, batches
 from store.errors import IdTaken, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
-from store.masking import masked
+from store.masking import escaped
 from store.url import DEFAULT_URL, open_store
 
 PIPE = '-'  # the URL of the standard input
@@ -58,14 +59,16 @@ exit codes:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with a message of argparse, which may repeat a password."""
-        # Also where it is no URL: "unrecognized arguments: USER:PASSWORD@HOST".
-        secret = re.compile(':(?! |//).*@', re.DOTALL)
-        super().error(secret.sub(':***@', masked(message)))
+        """Exit with what a message of argparse says before it repeats an argument."""
+        repeated = '(?s)^(unrecognized arguments|ambiguous option).*|[:]? ?[\'"].*'
+        super().error(re.sub(repeated, r'\1', message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default that of this process; return its exit code."""
+    # Which table of a database it is.
+    logging.basicConfig(format='%(message)s')
+    logging.getLogger('store.postgresql').setLevel(logging.INFO)
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             _write()  # what is still buffered
     except StoreError as ex:
-        print(f'Error: {ex}', file=sys.stderr)
+        print(f'Error: {escaped(str(ex))}', file=sys.stderr)
         code = 1
     return code
 
@@ -114,8 +117,9 @@ def _url(text: str) -> str:
     """Return the URL that an argument means, which may also be a plain path."""
     has_scheme = re.match('[A-Za-z][A-Za-z0-9+.-]*:', text)
     # Text that may hold a password is no path: messages show paths as they are.
-    is_path = text not in ('', PIPE) and not has_scheme and masked(text) == text
-    return f'jsonl:{text}' if is_path else text
+    is_plain = os.path.exists(text) or not re.search('//.*:|[@?#=]', text)
+    is_file = text not in ('', PIPE) and not has_scheme and is_plain
+    return f'jsonl:{text}' if is_file else text
 
 
 def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
@@ -135,7 +139,7 @@ def _source(options: argparse.Namespace) -> AbstractContextManager[Iterable[Plan
 def _list(options: argparse.Namespace) -> int:
     with _source(options) as plants:
         for plant in plants:
-            if not _write(record.encode(plant), flush=False):
+            if not _write(_record(plant), flush=False):
                 break
     return 0
 
@@ -157,10 +161,13 @@ def _check(options: argparse.Namespace) -> int:
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         _print_line(damage)
+    if found.unnamed:
+        _print_line(f'... and {found.unnamed} more')
     outcome = 'no damage'
     if found.damaged:
+        faults = len(found.damaged) + found.unnamed
         moves = '--repair moves damaged lines to a side file, and accepts a loss'
-        outcome = found.repaired or f'damaged: {len(found.damaged)}; {moves}'
+        outcome = found.repaired or f'damaged: {faults}; {moves}'
     _print_line(f'{found.plants} plants verified, {outcome}')
     return int(bool(found.damaged) and not found.repaired)
 
@@ -196,7 +203,7 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
                 if not furthest or time.monotonic() >= lost_at + wait:
                     raise
                 with bar_hidden():
-                    print(f'Waiting: {ex}', file=sys.stderr)
+                    print(f'Waiting: {escaped(str(ex))}', file=sys.stderr)
                 time.sleep(RETRY_AFTER)
                 if not batch:
                     parts = batches(source)
@@ -208,12 +215,13 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
                 if isinstance(outcome, IdTaken):
                     conflicting += 1
                     with bar_hidden():
-                        _write(b'conflicting: ' + record.encode(plant))
+                        _write(b'conflicting: ' + _record(plant))
             batch = []
-            # A source that is lost at the same place each time is not read for ever.
+            # A source that fails at the same place each time is not read for ever.
             if (done := copied + present + conflicting) > furthest:
                 furthest, lost_at = done, 0.0
         if not furthest:  # a store is made at its first use, and there was none
+            target.add_many([])  # opens it, however long that takes
             target.ping()
     finally:
         parts.close()
@@ -240,13 +248,14 @@ def _progress(source: object) -> Progress:
 
 
 def _read_plants() -> Iterator[Plant]:
-    """Yield the plants of the standard input; ``StoreError`` if one is none.
+    """Yield the plants of the standard input; raise ``StoreError`` for any other line.
 
-    Not ``StoreUnavailable``: a copy would read the rest, as if it were all.
+    Not ``StoreUnavailable``: a copy would wait, find no more, and report success.
     """
     name = 'the standard input'
     try:
-        for number, line in enumerate(sys.stdin.buffer, 1):
+        lines = iter(lambda: sys.stdin.buffer.readline(record.LONGEST + 2), b'')
+        for number, line in enumerate(lines, 1):
             try:
                 yield record.decode(line)
             except record.DamagedRecord as ex:
@@ -255,9 +264,14 @@ def _read_plants() -> Iterator[Plant]:
         raise StoreError(f'{name}: {ex.strerror}') from ex
 
 
+def _record(plant: Plant) -> bytes:
+    """Return the record of a plant, with escapes for what a terminal would obey."""
+    return escaped(record.encode(plant)[:-1].decode()).encode() + b'\n'
+
+
 def _print_line(line: str) -> None:
     # Paths may hold bytes that are not UTF-8.
-    _write(f'{line}\n'.encode(errors='surrogateescape'))
+    _write(f'{escaped(line)}\n'.encode(errors='surrogateescape'))
 
 
 def _write(data: bytes = b'', *, flush: bool = True) -> bool:

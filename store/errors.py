@@ -16,10 +16,7 @@ class IdTaken(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot take plants now.
-
-    The plant may or may not be there afterwards, never half of it: repeat the call.
-    """
+    """The store cannot take plants now: repeat the call (promise 3 of a store)."""
 
     def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
         message = f'{store}: {reason}' if store else reason

@@ -1,23 +1,59 @@
-"""Showing the URL of a store without its secrets."""
+"""What a message may show: of the URL of a store, and of the text of others."""
 
+import os
 import re
+from urllib.parse import unquote
 
-# jsonl: is left out where its path may have the same characters.
-SECRETS = [
-    r'(^(?!jsonl:)\w*:/*|//).*\?.*@.*',
-    r'(^(?!jsonl:)\w*:/*|//).*(?=@)',
-    r'(^(?!jsonl:).*\?).*',
-    r'(//[^/@]*:)(?![0-9]+\b)[^/]*',  # a password, where the host was left out
-    r'(password=).*',
-]
+# The rest of a well-formed URL. A number in the place of a port is not shown: it may be
+# the password of a URL that lacks its host.
+_HOST = r'(?:(?:[\w.-]|%2[Ff])+|\[[\da-fA-F:.]+\])?(?::\d+)?'
+_AUTHORITY = rf'//([^/?#@\s]*@)?({_HOST}(?:,{_HOST})*)(/[\w.~-]*)?(\?[^@#]*)?'
+# C0, DEL, C1, line separators, and what turns the direction of text.
+_CONTROL = re.compile('[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
+
+
+def is_path(text: str) -> bool:
+    """Whether a text is a path (RFC 3986, section 4.2), and not perhaps a URL."""
+    is_url = re.search(r'(?is)^[^/]*:|//.*[:@?#]|password\s*=', text)
+    return not is_url or os.path.exists(text)
 
 
 def masked(url: str) -> str:
-    """Return the URL of a store as a log may show it, with ``***`` for its secrets.
+    """Return the URL of a store as a message may show it, with ``***`` for the rest.
 
-    All that may be a secret is hidden, since faulty URLs are shown, too: the scheme may
-    be missing, or a password may have a character that should be percent-encoded.
+    That is its scheme and, if it is well formed, its hosts and its path.
     """
-    for secret in SECRETS:
-        url = re.sub(secret, r'\1***', url, flags=re.DOTALL | re.IGNORECASE)
-    return url
+    scheme, colon, rest = url.partition(':')
+    if not re.fullmatch('[a-z][a-z0-9+.-]*:', scheme + colon):
+        return '***'
+    if not rest or (scheme == 'jsonl' and is_path(rest)):
+        return url
+    if not (found := re.fullmatch(_AUTHORITY, rest)):
+        return f'{scheme}:***'
+    user, ports, path, query = found.groups('')
+    hosts = re.sub(r':\d+(?=,|$)', '', ports)
+    return f'{scheme}://{user and "***@"}{hosts}{path}{query and "?***"}'
+
+
+def escaped(text: str) -> str:
+    """Return text with the escapes of JSON for its control characters."""
+    if text.isprintable():  # nearly always, and ten times as fast
+        return text
+    return _CONTROL.sub(lambda match: f'\\u{ord(match[0]):04x}', text)
+
+
+def clean(text: str, url: str = '') -> str:
+    """Return text of a server, a library or a client as a message may show it.
+
+    It is one line without control characters, and has no part of a URL that ``masked``
+    hides: as it stands there, percent-decoded, or as ``repr`` writes it.
+    """
+    parts = {*re.split(r'[:/?#@&=,\s]+', url), *re.findall(r'\w{3,}', url)}
+    parts |= set(map(unquote, parts))
+    parts |= {repr(part)[1:-1] for part in parts}
+    harmless = {'', *re.split(r'[]:/@,?[]+', masked(url))}
+    harmless.update([*map(unquote, harmless), *re.findall(r'[?&]([a-z_]+)=', url)])
+    longest_first = sorted(parts - harmless, key=len, reverse=True)
+    hidden = '|'.join(map(re.escape, longest_first)) or '(?!)'
+    text = re.sub(rf'(?<!\w)(?:{hidden})(?!\w)', '***', text)
+    return escaped(' '.join(text.split()))

@@ -4,11 +4,9 @@ A package offers a store through an entry point, which names a function or a cla
 the parameters of ``open_store``: see ``docs/stores.md``.
 """
 
-import re
-
 from store.base import Create, PlantStore
 from store.errors import StoreError
-from store.masking import masked
+from store.masking import clean, is_path
 from store.scheduler import THREADS, Scheduler
 
 DEFAULT_URL = 'jsonl:plants.jsonl'
@@ -38,6 +36,8 @@ def open_store(
 
         return MemoryStore()
     if scheme == 'jsonl' and rest:
+        if not is_path(rest):
+            raise ValueError('jsonl: it is not a path; ./ begins one with a colon')
         from store.jsonl import JSONLinesStore
 
         return JSONLinesStore(rest, create=create, scheduler=scheduler)
@@ -48,9 +48,9 @@ def open_store(
             return PostgreSQLStore(url, create=create, scheduler=scheduler)
         except ImportError as ex:
             reason = f'it needs the package psycopg[binary] ({ex})'
-            raise ValueError(f'{masked(url)!r}: {reason}') from ex
+            raise ValueError(f'{scheme}: {reason}') from ex
         except ValueError as ex:
-            raise ValueError(f'{masked(url)!r}: {ex}') from ex
+            raise ValueError(f'{scheme}: {ex}') from ex
     return _open_plugin(url, create, scheduler)
 
 
@@ -63,11 +63,11 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
     if not found:
         names = ', '.join(f'{plugin.name}:' for plugin in installed)
         raise ValueError(
-            f'{masked(url)!r} is not a store: use memory:, jsonl:PATH, or '
-            f'postgresql://...; installed packages offer {names or "no other"}'
+            'it is not a store: use memory:, jsonl:PATH, or postgresql://...; '
+            f'installed packages offer {names or "no other"}'
         )
     packages = sorted(f'package {plugin.dist.name}' for plugin in found if plugin.dist)
-    where = f'{masked(url)!r}: {" and ".join(packages)}'
+    where = f'{found[0].name}: {" and ".join(packages)}'
     if len(found) > 1:
         raise ValueError(f'{where} offer this scheme: remove one')
     name = found[0].value
@@ -83,9 +83,8 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
     except Exception as ex:
         # NOTE: "from None", and no text: both may hold a password. A ValueError has the
         # sentence of the author, unless it repeats a part of the URL that is masked.
-        secrets = set(re.findall(r'\w+', url)) - set(re.findall(r'\w+', masked(url)))
-        reason = str(ex)
-        if not isinstance(ex, ValueError) or any(word in reason for word in secrets):
+        reason = clean(str(ex), url)
+        if not isinstance(ex, ValueError) or '***' in reason:
             reason = f'{name} raised {type(ex).__name__}'
         raise ValueError(f'{where}: {reason}') from None
     return store

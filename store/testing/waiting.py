@@ -1,4 +1,4 @@
-"""Waiting for threads, processes and conditions, for the tests of stores."""
+"""Functions that wait for threads, processes and conditions, for tests of stores."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkProcess
 from typing import TypeVar
 
-# Seconds after which a test takes something for hanging. A busy machine may need more.
+# Seconds after which a test assumes that something hangs; more on a busy machine.
 PATIENCE = float(os.environ.get('PATIENCE', '60'))
 Result = TypeVar('Result')
 FORK = multiprocessing.get_context('fork')

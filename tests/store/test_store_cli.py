@@ -50,6 +50,24 @@ class TestList:
         assert run('count', 'memory:') == (0, b'0\n', [])
         assert files(path) == {path.name: FERN + b' ' + MOSS + IVY}
 
+    def test_no_name_commands_a_terminal(self, path, run):
+        """Control characters are escaped in each output, which still has the plants."""
+        controls = ''.join(map(chr, [*range(1, 32), *range(127, 160), 0x2028, 0x202E]))
+        named = Plant(1, f'<{controls}>', controls)
+        with open_store(url(path)) as store:
+            store.add(named)
+        code, listed, _ = run('list', url(path))
+        assert (code, record.decode(listed)) == (0, named)
+        other = path.with_name('other\x1b\x9b.jsonl')
+        other.write_bytes(FERN)
+        code, copied, _ = run('copy', url(path), url(other))
+        assert code == 1
+        other.write_bytes(FERN + b'?\n' + MOSS)
+        code, checked, _ = run('check', url(other))
+        missing = run('list', url(other) + '-missing')[2][0]
+        for output in listed.decode(), copied.decode(), checked.decode(), missing:
+            assert not set(output.replace('\n', '')) & set(controls)
+
     def test_torn_tail_is_cut_off_while_it_reads(self, path, caplog):
         """A server may cut the torn tail off and append while the file is read."""
         path.write_bytes(FERN + MOSS + b'{"id":3,"name":"Iv"}}\n')
@@ -93,7 +111,7 @@ class TestWhichStore:
         monkeypatch.setenv('PLANTS_STORE', 'postgresql://u:hu@sh@host/plants')
         code, output, errors = run('list')
         assert (code, output) == (2, b'')
-        assert "'postgresql://***@host/plants': percent-encode" in errors[-1]
+        assert 'error: postgresql: percent-encode' in errors[-1]
 
 
 class TestCheck:
@@ -282,6 +300,18 @@ class TestRepair:
             store.add(Plant(3, 'Ivy'))
             assert [plant.id for plant in store] == [1, 2, 3]
 
+    def test_check_blocks_no_add(self, path):
+        """A check of a file in use takes the lock for a moment, not for as long."""
+        with open_store(url(path)) as store:
+            store.add(Plant(1, 'Fern'))
+
+            def progress(lines):
+                assert store.add(Plant(2, 'Moss'))
+                return lines
+
+            assert verify(path, progress=progress) == Verified(1)
+            assert verify(path) == Verified(2)
+
     def test_line_being_written_is_no_damage(self, path):
         """A check waits for a line that another process is writing."""
         path.write_bytes(FERN + MOSS[:10])
@@ -296,6 +326,21 @@ class TestRepair:
             file.write(MOSS[10:])
         checking.join(PATIENCE)
         assert found == [Verified(2)]
+
+    def test_repair_is_durable_when_it_is_reported(self, path, run):
+        """A power cut after a repair does not bring the old file back."""
+        path.write_bytes(FERN + b'?\n')
+        disk = Disk(path)
+
+        def before(name, *arguments):
+            if name == 'rename':
+                disk.named = False
+
+        with installed(disk):
+            disk.before, disk.named = before, True
+            assert run('check', '--repair', url(path))[0] == 0
+        assert path.read_bytes() == FERN
+        assert disk.named
 
     @pytest.mark.parametrize('call', ['pwrite', 'fsync', 'rename'])
     def test_failed_repair_loses_nothing(self, path, run, call):
@@ -324,25 +369,36 @@ class TestRepair:
         assert 1 < nth < 20
 
 
+UNKNOWN = 'error: unrecognized arguments'
 USAGE = {
     'nothing': ([], 'COMMAND'),
-    'no-such-command': (['grow', 'memory:'], 'grow'),
-    'option': (['list', '--repair', 'memory:'], '--repair'),
-    'no-such-scheme': (['check', 'csv:plants.csv'], "'csv:plants.csv' is not a store"),
+    'no-such-command': (
+        ['hush@me', 'memory:'],
+        'error: argument COMMAND: invalid choice',
+    ),
+    'option': (['list', '--hush', 'memory:'], UNKNOWN),
+    'no-such-scheme': (['check', 'hush:plants.csv'], 'it is not a store: use memory:'),
     'copy-nothing': (['copy'], 'SRC, DST'),
-    'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:x'], 'jsonl:x'),
-    'password': (['copy', 'x', 'password=x'], "'password=***' is not a store"),
-    'more': (['list', 'x', 'u:hush@host'], 'unrecognized arguments: u:***@host'),
-    'value': (['check', '--repair=u:hu"\'sh@host'], "explicit argument 'u:***@host"),
+    'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:hush'], UNKNOWN),
+    'password': (['copy', 'x', 'password=hush'], 'it is not a store'),
+    'path': (['list', '1:hush/x'], 'jsonl: it is not a path'),
+    'more': (['list', 'x', 'hush'], UNKNOWN),
+    'value': (
+        ['check', '--repair=hush'],
+        'argument --repair: ignored explicit argument',
+    ),
+    'ambiguous': (['check', '--=hush'], 'error: ambiguous option'),
+    'wait': (['copy', 'x', 'y', '--wait=hush'], 'argument --wait: invalid int value'),
 }
 
 
 class TestUsage:
     @pytest.mark.parametrize(('arguments', 'message'), USAGE.values(), ids=USAGE)
     def test_wrong_command_is_refused(self, run, arguments, message):
-        """A wrong command ends with a reason and exit code 2."""
+        """A wrong command ends with a reason, repeats nothing, and exits with 2."""
         code, output, errors = run(*arguments)
         assert (code, output) == (2, b'')
+        assert 'hush' not in ''.join(errors)
         assert 'error: ' in errors[-1]
         assert message in errors[-1]
         assert errors[0].startswith('usage: python -m store')

@@ -29,7 +29,7 @@ REED = Plant(1, 'Reed')
 
 
 @pytest.fixture
-def make(tmp_path, server):
+def make(tmp_path, database):
     """Return a function that makes a store of a kind, and returns its URL."""
     numbers = iter(range(100))
 
@@ -40,7 +40,7 @@ def make(tmp_path, server):
             path = tmp_path / f'{next(numbers)}.jsonl'
             path.write_bytes(lines(*plants))
             return f'jsonl:{path}'
-        url = server.new_url()
+        url = database.new_url()
         with open_store(url) as store:
             store.ping()
             store.add_many(plants)
@@ -144,7 +144,7 @@ class TestPipe:
         assert run_with_input(text, 'count', '-') == (0, b'3\n', [])
         code, output, errors = run_with_input(text, 'check', '-')
         assert (code, output) == (2, b'')
-        assert "'-' is not a store" in errors[-1]
+        assert 'it is not a store' in errors[-1]
 
     def test_unreadable_input_is_an_error(self, make, run, monkeypatch):
         """A standard input that cannot be read is an error of one line."""
@@ -212,7 +212,7 @@ class TestInterrupted:
             yield process
 
     @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL])
-    def test_by_a_signal(self, make, run, number):
+    def test_copy_that_is_interrupted_may_be_repeated(self, make, run, number):
         """A single Ctrl-C ends a copy that waits for its input; so does a kill."""
         target = make('jsonl')
         with self.copying(target) as process:
@@ -224,27 +224,28 @@ class TestInterrupted:
         assert (code, counts(output), errors) == (0, (1500, 3000, 0), [])
         assert plants_in(target) == self.PLANTS
 
-    def test_by_a_killed_database(self, server, url):
+    def test_copy_waits_for_a_killed_database(self, database, url):
         """A copy to a database that is killed waits, and goes on when it is back."""
         with self.copying(url) as process:
-            server.kill()
+            database.kill()
             try:
                 process.stdin.write(lines(*self.PLANTS[3500:]))
                 process.stdin.flush()
-                line = process.stderr.readline().decode()
+                printed = [process.stderr.readline().decode() for _ in range(2)]
             finally:
-                server.start()
+                database.start()
             code, output, _ = finish(process)
-        assert re.fullmatch(r'Waiting: postgresql://.* the database.*\n', line)
+        assert re.fullmatch(r'.*: the table is store_\w+[.]plants\n', printed[0])
+        assert re.fullmatch(r'Waiting: postgresql://.* the database.*\n', printed[1])
         assert (code, counts(output)) == (0, (4500, 0, 0))
         assert plants_in(url) == self.PLANTS
 
 
-def test_lost_source_is_read_again(make, run, server, monkeypatch):
+def test_lost_source_is_read_again(make, run, database, monkeypatch):
     """A copy reads a source again that went away, and counts what it reads last."""
     plants = [plant._replace(tag='shade' * 200) for plant in many(5_000)]
     # A Unix socket: a TCP connection may hold all of the plants when it is lost.
-    host = quote(str(server.directory), safe='')
+    host = quote(str(database.directory), safe='')
     source = make('postgresql', *plants).replace('127.0.0.1', host)
     target = make('jsonl')
     losses = iter([True, True])
@@ -252,7 +253,7 @@ def test_lost_source_is_read_again(make, run, server, monkeypatch):
     def lossy(plants):
         for number, batch in enumerate(batches(plants)):
             if number == 2 and next(losses, False):
-                server.terminate_sessions()
+                database.terminate_sessions()
             yield batch
 
     monkeypatch.setattr('store.__main__.batches', lossy)
@@ -265,6 +266,32 @@ def test_lost_source_is_read_again(make, run, server, monkeypatch):
     losses = repeat(True)
     code, output, errors = run('copy', '--wait', 1, source, target)
     assert (code, errors[-1][:6]) == (1, 'Error:')
+
+
+def test_each_loss_of_a_store_has_its_own_wait(make, run, monkeypatch):
+    """A copy waits anew for a target that came back, and no longer than it may."""
+    clock, away, batches = [0.0], [], []
+    monkeypatch.setattr('store.__main__.time.monotonic', lambda: 100 + clock[0])
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    def add_many(store, plants):
+        if away and clock[0] < away[0]:
+            raise StoreUnavailable('it is away')
+        batches.append(clock[0])
+        away[:] = [clock[0] + seconds[len(batches) - 1]]
+        return [True] * len(plants)
+
+    monkeypatch.setattr('store.__main__.time.sleep', sleep)
+    monkeypatch.setattr('store.memory.MemoryStore.add_many', add_many)
+    seconds = [7, 7, 11]  # that the store is away after each batch
+    arguments = ('copy', '--wait', 10, make('jsonl', *many(4000)), 'memory:')
+    code, output, errors = run(*arguments)
+    assert (code, counts(output)) == (1, (3000, 0, 0))
+    assert batches == [0, 7, 14]
+    assert clock == [24]
+    assert len(errors) == 7 + 7 + 10 + 1
 
 
 def test_damaged_source_ends_the_copy(make, run):
