@@ -246,6 +246,8 @@ class PostgreSQL:
 class PgBouncer:
     """A pooler with sessions of a server for each role; a ``with`` block runs it."""
 
+    _numbers = count()
+
     def __init__(self, server, mode, size=1):
         self._program = installed('pgbouncer', 'pgbouncer')
         self._server = server
@@ -276,12 +278,12 @@ class PgBouncer:
     def new_url(self, **settings):
         """Return the URL of an empty store, for a new role with settings."""
         self._server.terminate_sessions()  # that the pooler keeps for other roles
-        settings['search_path'] = self._server.new_url().rpartition('%3D')[2]
-        role = f'pooled_{settings["search_path"].rpartition("_")[2]}'
-        statements = f'CREATE ROLE {role} SUPERUSER LOGIN'
+        # PgBouncer takes no options, so no URL can name a schema.
+        name = f'pooled_{next(self._numbers)}'
+        self._server.execute(f'CREATE ROLE {name} SUPERUSER LOGIN')
+        self._server.execute(f'CREATE DATABASE {name}')
         for setting, value in settings.items():
-            statements += f"; ALTER ROLE {role} SET {setting} = '{value}'"
-        self._server.execute(statements)
-        pooled = f'postgresql://{role}@127.0.0.1:{self._port}/postgres'
+            self._server.execute(f"ALTER ROLE {name} SET {setting} = '{value}'")
+        pooled = f'postgresql://{name}@127.0.0.1:{self._port}/{name}'
         wait_until(lambda: accepts_connections(pooled))
         return pooled

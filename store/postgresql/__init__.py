@@ -10,11 +10,16 @@
 * Engines that scale out have no advisory lock, no sequence and no lock of a table.
 """
 
+import logging
+import math
+import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -23,20 +28,24 @@ from psycopg.conninfo import conninfo_to_dict
 
 from store.base import Create, Plant
 from store.errors import IdTaken, StoreUnavailable
-from store.group_commit import Entry, GroupCommit, outcomes
+from store.group_commit import Entry
 from store.lazy import LazyStore
 from store.masking import masked
-from store.postgresql.connection import CONNECT_WITHIN, Connection, Refused, explained
+from store.postgresql import connection as limits
+from store.postgresql.connection import Connection
+from store.postgresql.hosts import Hosts
 from store.postgresql.pool import Pool
+from store.postgresql.reasons import Unavailable, explained
+from store.postgresql.table import Table, find_table
 from store.scheduler import THREADS, Scheduler
 
+log = logging.getLogger(__name__)
+
 Batch = Sequence[Entry[Plant]]
-Observe = Callable[[int, float], None]
 
 ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
-ALONE_WITHIN = 1  # second to try the plants of a refused batch, each alone
-PROVEN_FOR = 0.1  # seconds for which a commit of a ping proves that commits end
+PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
 
 class PostgreSQLStore(LazyStore['Database']):
@@ -48,7 +57,7 @@ class PostgreSQLStore(LazyStore['Database']):
     def __init__(
         self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
     ) -> None:
-        super().__init__(scheduler=scheduler)
+        super().__init__(masked(url), scheduler=scheduler)
         # libpq takes what follows such a character in a password for the host or a
         # parameter, and its error message shows that. An @ in a parameter looks alike.
         if re.search('(?si)@.*@|[/?#].*@|%(?![0-9a-f]{2})', url.partition('://')[2]):
@@ -70,15 +79,17 @@ class PostgreSQLStore(LazyStore['Database']):
     def check_opening(self) -> None:
         self._check_open()
         try:
-            with closing(self._open_backend()) as database:
-                database.may_create = False
+            with closing(Database(self._url, 'never')) as database:
                 database.ping()
-        except StoreUnavailable as ex:
-            if not isinstance(ex.__cause__, errors.UndefinedTable):  # it can be made
+        except Unavailable as ex:
+            if ex.code != '42P01':  # it can be made
                 raise
 
     def _open_backend(self) -> 'Database':
-        return Database(self._url, self._create, self._scheduler, self._report_sync)
+        return Database(self._url, self._create)
+
+    def _record(self, plant: Plant) -> tuple[Plant, int]:
+        return plant, len(plant.name) + len(plant.tag or '')
 
 
 class Database:
@@ -89,56 +100,58 @@ class Database:
     refused at once for ``LOCKED_FOR``, so that they do not delay the next batches.
     """
 
-    def __init__(
-        self, url: str, create: Create, scheduler: Scheduler, observe: Observe
-    ) -> None:
-        self._shown = masked(url)
-        self._parameters: dict[str, Any] = {
-            'connect_timeout': CONNECT_WITHIN,
+    def __init__(self, url: str, create: Create) -> None:
+        self._names = masked(url), url
+        parameters: dict[str, Any] = {
+            'connect_timeout': limits.CONNECT_WITHIN,
             'fallback_application_name': 'plants',
-            'target_session_attrs': 'read-write',
+            # libpq's GSSAPI ends a forked process on macOS (gunicorn issue 1701).
+            **({'gssencmode': 'disable'} if sys.platform == 'darwin' else {}),
             **conninfo_to_dict(url),
+            'target_session_attrs': 'any',  # see Connection.configure
             'client_encoding': 'utf8',
-            'autocommit': True,
-            'prepare_threshold': None,  # unless the session is its own
         }
+        options = parameters.get('options') or os.environ.get('PGOPTIONS', '')
+        self._names_schema = 'search_path' in str(options)
+        self._hosts = Hosts(parameters, url)
+        self._table = Table()
         self.may_create = create != 'never'
-        self.pool = Pool(self._connect, self._shown)
-        self._proven = 0.0  # when the last commit of a ping began
-        # One stage of group commit is enough, since one statement writes and commits.
-        self._batches = GroupCommit[Plant, Batch](
-            lambda batch: batch, self._store, scheduler=scheduler, observe=observe
-        )
+        self.pool = Pool(self._connect, *self._names)
+        self._probed = -math.inf  # when the last probe of a whole add began
+        self._refusal: Unavailable | None = None  # what it found
         # Of plants that were found locked: when to try again, and the error until then.
-        self._locked: dict[int, tuple[float, StoreUnavailable]] = {}
+        self._locked: dict[int, tuple[float, Unavailable]] = {}
 
-    def add(self, plant: Plant) -> bool:
-        return self._batches.submit(plant, len(plant.name) + len(plant.tag or ''))
-
-    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        entries = [Entry(plant, 0) for plant in plants]
-        self._store(entries)
-        for entry in entries:
-            if isinstance(entry.error, StoreUnavailable):
-                raise entry.error
-        return outcomes(entries)
+    def append(self, batch: Batch) -> Callable[[], None]:
+        # One statement writes and commits: nothing has to be done one by one.
+        return partial(self._store, batch)
 
     def plants(self) -> Iterator[Plant]:
         """Yield all plants, over a connection of its own; a standby will do."""
-        with explained(self._shown), closing(self._connect(to_read=True)) as connection:
+        with explained(*self._names):
+            deadline = time.monotonic() + limits.ANSWER_WITHIN
             try:
-                yield from connection.read_plants()
+                connection = self._connect(deadline, to_read=True)
             except errors.UndefinedTable:
                 if not self.may_create:
                     raise
+                return
+            with closing(connection):
+                connection.start_use(math.inf)
+                yield from self._table.read(connection)
 
     def ping(self) -> None:
-        # Anybody may ask, so not every ping costs a commit.
-        began = time.monotonic()
-        commits = began > self._proven + PROVEN_FOR
-        self.pool.run(Connection.probe, commits)
-        if commits:
-            self._proven = began
+        now = time.monotonic()
+        self.pool.run(now + limits.ANSWER_WITHIN, self._table.check)
+        # Anybody may ask, so few pings do all that an add does.
+        if now >= self._probed + PROBE_EVERY:
+            self._probed, self._refusal = now, None
+            try:
+                self.pool.run(now + limits.ANSWER_WITHIN, self._table.probe)
+            except Unavailable as ex:
+                self._refusal = ex
+        if self._refusal:
+            raise self._refusal
 
     def close(self) -> None:
         self.pool.close()
@@ -146,63 +159,69 @@ class Database:
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
         """Leave the connections to the parent: psycopg closes them nowhere else."""
 
-    def _store(self, batch: Batch) -> None:
+    def _store(self, batch: Batch, deadline: float | None = None) -> None:
         """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
         now = time.monotonic()
+        deadline = deadline or now + limits.ANSWER_WITHIN
         self._locked = {id: pair for id, pair in self._locked.items() if now < pair[0]}
         for entry in batch:
             _, entry.error = self._locked.get(entry.item.id, (now, None))
         batch = [entry for entry in batch if entry.error is None]
+        if not batch:
+            return
         try:
-            self._insert_or_compare(batch)
-        except Refused as ex:
-            now = time.monotonic()
-            if len(batch) == 1 and isinstance(ex.__cause__, errors.LockNotAvailable):
+            self._insert_or_compare(batch, deadline)
+        except Unavailable as ex:
+            if ex.retry not in ('each', 'batch'):
+                raise
+            if len(batch) > 1:
+                for entry in batch:
+                    if time.monotonic() < deadline:
+                        self._store([entry], deadline)
+                    else:  # nothing is known of this one
+                        entry.error = Unavailable('57014', self._names[0])
+                return
+            batch[0].error = ex
+            if ex.code == '55P03':
+                again = time.monotonic() + LOCKED_FOR
                 # NOTE: not changed in place, since other threads iterate over it.
-                found = {batch[0].item.id: (now + LOCKED_FOR, ex)}
-                self._locked = self._locked | found
-            for entry in batch:
-                if len(batch) > 1 and time.monotonic() < now + ALONE_WITHIN:
-                    self._store([entry])
-                else:
-                    entry.error = ex
+                self._locked = {**self._locked, batch[0].item.id: (again, ex)}
 
-    def _insert_or_compare(self, batch: Batch) -> None:
+    def _insert_or_compare(self, batch: Batch, deadline: float) -> None:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
         # In one order everywhere, so that two batches never wait for each other.
         left = [first[id].item for id in sorted(first)]
         stored: dict[int, Plant] = {}
-        attempt = 0
-        while left:
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                for id in self.pool.run(Connection.insert_plants, left):
+                for id in self.pool.run(deadline, self._table.insert, left):
                     first[id].new = True
                     stored[id] = first[id].item
                 left = [plant for plant in left if plant.id not in stored]
                 if left:
-                    stored |= self.pool.run(Connection.lock_plants, left)
+                    stored |= self.pool.run(deadline, self._table.lock, left)
                 break
-            except StoreUnavailable as ex:
-                attempt += 1
-                is_conflict = isinstance(ex.__cause__, errors.SerializationFailure)
-                if not is_conflict or attempt == ATTEMPTS:
+            except Unavailable as ex:
+                if ex.retry != 'batch' or attempt == ATTEMPTS:
                     raise
                 time.sleep(random.uniform(0, 0.001 * 2**attempt))
         for entry in batch:
             if stored[entry.item.id] != entry.item:
                 entry.error = IdTaken(entry.item.id)
 
-    def _connect(self, *, to_read: bool = False) -> Connection:
-        changes = {'target_session_attrs': 'any'} if to_read else {}
-        connection = Connection.connect(**self._parameters | changes)
+    def _connect(self, deadline: float, *, to_read: bool = False) -> Connection:
+        connection = self._hosts.connect(deadline, to_read=to_read)
         try:
             if (name := connection.info.parameter_status('server_encoding')) != 'UTF8':
                 reason = f'the database is encoded in {name}'
-                raise StoreUnavailable(reason, store=self._shown)
-            connection.configure(to_read=to_read)
+                raise StoreUnavailable(reason, store=self._names[0])
+            if not self._table.name:
+                may_create = self.may_create and not to_read
+                self._table.use(find_table(connection, may_create, self._names_schema))
+                log.info('%s: the table is %s', self._names[0], self._table.name)
             if not to_read:
-                connection.check_table(may_create=self.may_create)
+                self._table.check(connection)
                 self.may_create = False
         except BaseException:
             connection.close()

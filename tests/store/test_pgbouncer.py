@@ -37,9 +37,9 @@ WRONG = {
 
 
 @pytest.fixture(scope='module')
-def pooler(server):
+def pooler(database):
     """A pooler in transaction mode."""
-    with PgBouncer(server, 'transaction', size=3) as pooler:
+    with PgBouncer(database, 'transaction', size=3) as pooler:
         yield pooler
 
 
@@ -50,9 +50,9 @@ def url(pooler):
 
 
 @pytest.fixture(scope='module')
-def narrow(server):
+def narrow(database):
     """A pooler whose clients all share one session."""
-    with PgBouncer(server, 'transaction') as pooler:
+    with PgBouncer(database, 'transaction') as pooler:
         yield pooler
 
 
@@ -64,9 +64,9 @@ def few_samples():
 
 class TestPgBouncer(DirectContract):
     @pytest.fixture
-    def store(self, narrow, server, monkeypatch):
-        self.server = server
-        monkeypatch.setattr('store.testing.samples', few_samples)
+    def store(self, narrow, database, monkeypatch):
+        self.database = database
+        monkeypatch.setattr('store.testing.contract.samples', few_samples)
         with open_store(narrow.new_url(**WRONG)) as opened:
             yield opened
 
@@ -86,9 +86,9 @@ CREATE TRIGGER see BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION see()
 """
 
 
-def test_settings_belong_to_the_transaction(server, url, store):  # noqa: F811
+def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     """Each plant is committed with the settings that must hold; none is left behind."""
-    server.execute(WITNESS, url=url)
+    database.execute(WITNESS, url=url)
 
     def add_all(start):
         for id in range(start, start + 20):
@@ -97,7 +97,7 @@ def test_settings_belong_to_the_transaction(server, url, store):  # noqa: F811
 
     in_threads(*(lambda at=at: add_all(100 * at) for at in range(8)))
     seen = 'SELECT settings, count(*) FROM seen GROUP BY 1'
-    assert server.execute(seen, url=url) == [('on 300ms 4s read committed', 8 * 40)]
+    assert database.execute(seen, url=url) == [('on 300ms 3s read committed', 8 * 40)]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_settings_belong_to_the_transaction(server, url, store):  # noqa: F811
         ('session', '?options=-cx%3Dy', 'the connection pooler does not accept'),
     ],
 )
-def test_pooler_that_cannot_do_is_refused(server, mode, options, reason):
+def test_pooler_that_cannot_do_is_refused(database, mode, options, reason):
     """A pooler is refused with its reason if it ends sessions in a transaction."""
     with (
-        PgBouncer(server, mode) as pooler,
+        PgBouncer(database, mode) as pooler,
         open_store(pooler.new_url() + options) as opened,
     ):
         for use in opened.ping, opened.check_opening, lambda: opened.add(FERN):
@@ -118,11 +118,11 @@ def test_pooler_that_cannot_do_is_refused(server, mode, options, reason):
                 use()
 
 
-def test_full_pool_is_named(server, monkeypatch):
+def test_full_pool_is_named(database, monkeypatch):
     """A pool of one session is enough for a store; another one says what is full."""
     monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.5)
     monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.2)
-    with PgBouncer(server, 'session') as pooler:
+    with PgBouncer(database, 'session') as pooler:
         url = pooler.new_url()
         with open_store(url) as first, open_store(url) as other:
             in_threads(*(lambda at=at: first.add(Plant(at, 'Fern')) for at in range(8)))

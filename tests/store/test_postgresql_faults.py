@@ -1,11 +1,14 @@
 """The PostgreSQL store while a real server or the network fails."""
 
 import itertools
+import math
 import random
+import socket
 import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import psycopg
@@ -14,17 +17,16 @@ from postgresql import PostgreSQL, refused
 from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
-from store.postgresql import connection, pool
+from store.postgresql import connection, hosts, pool
+from store.postgresql.table import Table
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(5_000)]
-# Seconds of the longest add: a lost response, its cancellation, then the connection of
-# a caller that waited behind it; and 2 s for a busy machine.
-LONGEST = 2 + sum(
-    [connection.ANSWER_WITHIN, connection.CANCEL_WITHIN, connection.CONNECT_WITHIN]
-)
+# Seconds of the longest add: its limit, that of a caller that it waited behind, and
+# 2 s for a busy machine.
+LONGEST = 2 + 2 * (connection.ANSWER_WITHIN + connection.CANCEL_WITHIN)
 # Of a process that adds with any number of threads: four batches, and a probe.
 MOST_CONNECTIONS = 5
 LOCKED = 'another session has locked the plant'
@@ -58,13 +60,13 @@ def far(url, proxy):
 def short_limits(monkeypatch):
     """Limit the wait for each response."""
     monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.4)
-    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.2)
+    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.6)
 
 
 @contextmanager
-def session(server, url):
+def session(database, url):
     """Open another session, whose transaction the test ends."""
-    with psycopg.connect(server.own(url)) as connection:
+    with psycopg.connect(database.own(url)) as connection:
         yield connection
         connection.rollback()
 
@@ -120,9 +122,9 @@ class Load:
         return True
 
 
-def rows(server, url):
+def rows(database, url):
     """Return the stored plants, read without the store."""
-    return [Plant(*row) for row in server.execute('TABLE plants', url=url)]
+    return [Plant(*row) for row in database.execute('TABLE plants', url=url)]
 
 
 def can_add(store):
@@ -134,12 +136,12 @@ def can_add(store):
 
 
 @contextmanager
-def configured(server, setting, value, otherwise):
+def configured(database, setting, value, otherwise):
     """Change a setting of the server within the block."""
 
     def set_to(value):
-        server.configure(f"{setting} = '{value}'\n")
-        wait_until(lambda: server.execute(f'SHOW {setting}') == [(value,)])
+        database.configure(f"{setting} = '{value}'\n")
+        wait_until(lambda: database.execute(f'SHOW {setting}') == [(value,)])
 
     set_to(value)
     try:
@@ -152,33 +154,33 @@ def configured(server, setting, value, otherwise):
 
 
 @pytest.mark.parametrize('end', [PostgreSQL.stop, PostgreSQL.kill])
-def test_restart_loses_no_acknowledged_plant(server, url, store, end):
+def test_restart_loses_no_acknowledged_plant(database, url, store, end):
     """A server restart loses no acknowledged plant, and then the store adds again."""
     with Load(store) as load:
-        end(server)
+        end(database)
         try:
             with refused():
                 store.ping()
         finally:
-            server.start()
+            database.start()
         load.wait_for_more()
         assert load.longest < LONGEST
         assert load.failures
-    assert len(server.sessions()) <= MOST_CONNECTIONS
-    stored = rows(server, url)
+    assert len(database.sessions()) <= MOST_CONNECTIONS
+    stored = rows(database, url)
     assert len(stored) == len(set(stored))
     assert set(load.stored) <= set(stored)
     store.ping()
 
 
-def test_ended_idle_sessions_fail_no_add(server, store):
+def test_ended_idle_sessions_fail_no_add(database, store):
     """Sessions that ended while idle are replaced, and no add fails."""
-    backend = store._backend().pool
+    backend, far = store._backend().pool, math.inf
     for use in (lambda: store.add(FERN), store.ping):
-        with backend.lend(), backend.lend(), backend.lend():
+        with backend.lend(far), backend.lend(far), backend.lend(far):
             pass
-        assert len(server.sessions()) == 3
-        server.terminate_sessions()
+        assert len(database.sessions()) == 3
+        database.terminate_sessions()
         use()
     assert store.add(FERN) is False
 
@@ -200,6 +202,32 @@ def test_first_use_of_a_server_that_hangs(url, proxy):
         wait_until(lambda: can_add(store))
 
 
+def test_name_with_many_addresses_that_hang(url, proxy, monkeypatch):
+    """All addresses of a name share the time of one call."""
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 4
+    monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: addresses)
+    proxy.stop()
+    with open_store(proxy.url(url).replace('127.0.0.1', 'many.invalid')) as store:
+        with refused('there is no connection to the database') as caught:
+            store.add(FERN)
+        assert 'no answer within' in caught.value.detail
+
+
+def test_lookup_that_cannot_start_is_repeated(url, monkeypatch):
+    """A name is looked up again if there was no thread for it."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    with open_store(url.replace('127.0.0.1', 'localhost')) as store:
+        database = store._backend()
+        with monkeypatch.context() as patch:
+            patch.setattr(hosts, 'threading', SimpleNamespace(Thread=refuse))
+            with pytest.raises(RuntimeError):
+                database.ping()
+        assert store.add(FERN) is True
+
+
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])
 def test_lost_response_is_unavailable(far, proxy, short_limits, after):
     """A statement without a response fails in time, whichever statement it is."""
@@ -219,14 +247,14 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     monkeypatch.setattr(pool, 'WAIT_WITHIN', 0.1)
     lender = far._backend().pool
     connecting = threading.Thread(target=lambda: can_add(far))
-    with lender.lend():
+    with lender.lend(math.inf):
         proxy.stop()
         with refused():
             far.add(MOSS)
         monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
-        wait_until(lambda: time.monotonic() > lender._outage.next_attempt)
+        wait_until(lambda: time.monotonic() > lender._next_attempt)
         connecting.start()
-        wait_until(lambda: lender._outage.is_attempted)
+        wait_until(lambda: lender._next_attempt == math.inf)
         outage = lender._outage
     for _ in range(10):
         for use in (far._backend().ping, lambda: far.add(MOSS)):
@@ -237,7 +265,7 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     connecting.join(PATIENCE)
     monkeypatch.undo()
     proxy.go_on()
-    lender._outage.next_attempt = 0
+    lender._next_attempt = 0
     wait_until(lambda: can_add(far))
 
 
@@ -246,11 +274,11 @@ def test_failed_connections_wait_for_no_other(url, monkeypatch):
     monkeypatch.setattr(pool, 'WAIT_WITHIN', PATIENCE)
     together = threading.Barrier(4)
 
-    def connect(**parameters):
+    def connect(*arguments):
         together.wait(PATIENCE)
         raise psycopg.OperationalError('refused')
 
-    monkeypatch.setattr(connection.Connection, 'connect', connect)
+    monkeypatch.setattr(connection.Connection, 'open', connect)
     with open_store(url) as store:
 
         def use():
@@ -262,24 +290,24 @@ def test_failed_connections_wait_for_no_other(url, monkeypatch):
 
 def test_refused_connection_waits_for_one_that_is_made(url, monkeypatch):
     """Where one connection is allowed, callers that start at once share it."""
-    make = connection.Connection.connect
+    make = connection.Connection.open
     turns = itertools.count()
     full = threading.Event()
 
-    def connect(**parameters):
+    def connect(*arguments):
         if next(turns):
             full.set()
             raise psycopg.OperationalError('too many connections')
         full.wait(PATIENCE)
-        return make(**parameters)
+        return make(*arguments)
 
-    monkeypatch.setattr(connection.Connection, 'connect', connect)
+    monkeypatch.setattr(connection.Connection, 'open', connect)
     with open_store(url) as store:
         in_threads(*[store._backend().ping] * 2)
 
 
 @pytest.mark.parametrize('stored', [False, True])
-def test_lost_response_is_asked_for_once_more(server, url, far, proxy, stored):
+def test_lost_response_is_asked_for_once_more(database, url, far, proxy, stored):
     """After a lost response the store repeats the statement once, and never guesses."""
     if stored:
         far.add(FERN)
@@ -292,7 +320,28 @@ def test_lost_response_is_asked_for_once_more(server, url, far, proxy, stored):
     with refused('there is no connection to the database'):
         far.add(FERN)
     wait_until(lambda: can_add(far))
-    assert rows(server, url) == [FERN]
+    assert rows(database, url) == [FERN]
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        'consuming input failed: SSL SYSCALL error: EOF detected',
+        'consuming input failed: SSL connection has been closed unexpectedly',
+        'consuming input failed: SSL error: unexpected eof while reading',
+    ],
+)
+def test_lost_encrypted_connection_is_replaced(store, monkeypatch, words):
+    """An encrypted connection that is lost is no refused login: an add goes on."""
+    insert, turns = Table.insert, itertools.count()
+
+    def lose_first(*arguments):
+        if not next(turns):
+            raise psycopg.OperationalError(words)  # as libpq says it
+        return insert(*arguments)
+
+    monkeypatch.setattr(Table, 'insert', lose_first)
+    assert store.add(FERN) is True
 
 
 def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
@@ -313,9 +362,9 @@ def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
 
 
 @pytest.mark.parametrize('end', ['commit', 'rollback'])
-def test_add_of_an_uncommitted_rival_is_refused(server, url, store, end):
+def test_add_of_an_uncommitted_rival_is_refused(database, url, store, end):
     """An add is refused, in time, while another session is inserting its id."""
-    with session(server, url) as other:
+    with session(database, url) as other:
         other.execute("INSERT INTO plants VALUES (1, 'Moss')")
         with refused(LOCKED):
             store.add(FERN)
@@ -324,14 +373,14 @@ def test_add_of_an_uncommitted_rival_is_refused(server, url, store, end):
     with pytest.raises(IdTaken) if end == 'commit' else nullcontext():
         wait_until(lambda: can_add(store))
     winner = Plant(1, 'Moss') if end == 'commit' else FERN
-    assert sorted(rows(server, url)) == [winner, MOSS]
+    assert sorted(rows(database, url)) == [winner, MOSS]
 
 
 @pytest.mark.parametrize('stored', [True, False], ids=['update', 'insert'])
-def test_locked_row_delays_no_other_add(server, url, store, stored):
+def test_locked_row_delays_no_other_add(database, url, store, stored):
     """While one row is locked and clients keep repeating it, others add plants."""
     store.add_many([FERN, MOSS] if stored else [MOSS])
-    with session(server, url) as other:
+    with session(database, url) as other:
         other.execute(
             "INSERT INTO plants VALUES (1, 'Fern') "
             "ON CONFLICT (id) DO UPDATE SET tag = 'dry'"
@@ -352,25 +401,25 @@ def test_locked_row_delays_no_other_add(server, url, store, stored):
     assert store.add(FERN) is False
 
 
-def test_locked_table_is_unavailable(server, url, store):
+def test_locked_table_is_unavailable(database, url, store):
     """While the table is locked adds are refused in time; then they work again."""
     plants = [Plant(id, 'Ivy') for id in range(20)]
-    with session(server, url) as other:
+    with session(database, url) as other:
         other.execute('LOCK TABLE plants')
 
         def add(plant):
-            with refused(LOCKED):
+            with refused('another session has locked the table plants'):
                 store.add(plant)
 
         in_threads(*(lambda plant=plant: add(plant) for plant in plants))
-        with refused(LOCKED):
+        with refused('another session has locked the table plants'):
             store.add_many(MANY[:200])
     wait_until(lambda: can_add(store))
 
 
-def test_batches_never_deadlock(server, store):
+def test_batches_never_deadlock(database, store):
     """Batches of the same plants in different orders never deadlock."""
-    before = server.log.count('deadlock detected')
+    before = database.log.count('deadlock detected')
 
     def add_all(seed):
         plants = [Plant(id, 'Fern') for id in range(200)]
@@ -379,7 +428,7 @@ def test_batches_never_deadlock(server, store):
             store.add_many(plants)
 
     in_threads(*(lambda seed=seed: add_all(seed) for seed in range(4)))
-    assert server.log.count('deadlock detected') == before
+    assert database.log.count('deadlock detected') == before
 
 
 TRIGGER = (
@@ -395,41 +444,45 @@ TRIGGER = (
     ["RAISE 'conflict' USING ERRCODE = '40001'", 'RETURN NULL'],
     ids=['conflict', 'hidden'],
 )
-def test_short_conflicts_are_waited_for(server, url, store, act):
+def test_short_conflicts_are_waited_for(database, url, store, act):
     """A conflict that ends soon only delays an add; one that stays is an error."""
-    server.execute(TRIGGER.format(act), url=url)
+    database.execute(TRIGGER.format(act), url=url)
     assert store.add(FERN) is True
     with refused('the database is busy with other changes of the same plants'):
         store.add(MOSS)
 
 
-def test_full_disk_is_unavailable(server, url, store):
+def test_full_disk_is_unavailable(database, url, store, monkeypatch):
     """On a full disk adds are refused; once there is room they work again."""
-    server.execute('CHECKPOINT')
-    ((path,),) = server.execute("SELECT pg_relation_filepath('plants')", url=url)
-    file = server.data / path
+    database.execute('TRUNCATE plants; CHECKPOINT', url=url)
+    ((path,),) = database.execute("SELECT pg_relation_filepath('plants')", url=url)
+    file = database.data / path
     assert not file.stat().st_size
     file.unlink()
     file.symlink_to('/dev/full')
-    server.terminate_sessions()  # they may have the file open
+    database.terminate_sessions()  # they may have the file open
+    monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     with suppress(StoreUnavailable):
+        store.ping()
+    with refused('the database is out of room'):
         store.ping()
     for _ in range(3):
         with refused('the database is out of room') as caught:
             store.add_many([FERN, MOSS])
         assert 'No space left on device' in caught.value.detail
-    server.execute('TRUNCATE plants', url=url)  # makes a new file
+    database.execute('TRUNCATE plants', url=url)  # makes a new file
+    store.ping()
     assert store.add_many([FERN, MOSS]) == [True, True]
-    assert sorted(rows(server, url)) == [FERN, MOSS]
+    assert sorted(rows(database, url)) == [FERN, MOSS]
 
 
-def test_read_only_server_is_left(server, store):
+def test_read_only_server_is_left(database, store):
     """The store leaves a server that becomes read-only, and returns afterwards."""
     store.add(FERN)
-    with configured(server, 'default_transaction_read_only', 'on', 'off'):
+    with configured(database, 'default_transaction_read_only', 'on', 'off'):
         with pytest.raises(StoreUnavailable, match='read-only'):
             store.add(MOSS)
-        assert not server.sessions()
+        wait_until(lambda: not database.sessions())  # the server ends them soon
         with pytest.raises(StoreUnavailable, match='read-only'):
             store.ping()
     wait_until(lambda: can_add(store))
@@ -440,53 +493,55 @@ def test_read_only_server_is_left(server, store):
 
 
 @contextmanager
-def standby_away(server):
+def standby_away(database):
     """Let every commit wait for a standby that does not exist."""
-    with configured(server, 'synchronous_standby_names', 'nobody', ''):
+    with configured(database, 'synchronous_standby_names', 'nobody', ''):
         # The checkpointer tells the sessions, some time after the reload.
-        wait_until(lambda: commit_waits(server))
+        wait_until(lambda: commit_waits(database))
         yield
 
 
-def cancel_commits(server):
+def cancel_commits(database):
     """Cancel the commits that wait for a standby; return one row for each."""
-    return server.execute(
+    return database.execute(
         'SELECT pg_cancel_backend(pid) FROM pg_stat_activity '
         "WHERE wait_event = 'SyncRep'"
     )
 
 
-def commit_waits(server):
+def commit_waits(database):
     """Commit something; return whether that has to wait, and end the wait."""
     statement = "SELECT pg_logical_emit_message(true, 'plants', '')"
-    commit = threading.Thread(target=server.execute, args=[statement])
+    commit = threading.Thread(target=database.execute, args=[statement])
     commit.start()
-    cancelled = wait_until(lambda: cancel_commits(server) or not commit.is_alive())
+    cancelled = wait_until(lambda: cancel_commits(database) or not commit.is_alive())
     commit.join()
     return cancelled is not True
 
 
 @pytest.mark.parametrize('stored', [False, True])
-def test_cancelled_commit_is_not_acknowledged(server, url, store, stored):
+def test_cancelled_commit_is_not_acknowledged(database, url, store, stored):
     """A commit that is cancelled while it waits for a standby acknowledges nothing."""
     if stored:
         store.add(FERN)
-    with standby_away(server):
+    with standby_away(database):
 
         def add():
             with refused(STANDBY):
                 store.add(FERN)
 
-        in_threads(add, lambda: wait_until(lambda: cancel_commits(server)))
-        assert rows(server, url) == [FERN]
+        in_threads(add, lambda: wait_until(lambda: cancel_commits(database)))
+        assert rows(database, url) == [FERN]
     assert store.add(FERN) is False
 
 
-def test_nothing_is_acknowledged_without_the_standby(server, url, store, short_limits):
+def test_nothing_is_acknowledged_without_the_standby(
+    database, url, store, short_limits
+):
     """While the standby is away adds are refused, and sessions do not pile up."""
     plants = [FERN, *(Plant(id, 'Ivy') for id in range(2, 9))]
     store.add(FERN)
-    with standby_away(server):
+    with standby_away(database):
         ended = threading.Event()
 
         def add_all(plant):
@@ -497,33 +552,31 @@ def test_nothing_is_acknowledged_without_the_standby(server, url, store, short_l
 
         def wait():
             # Such a plant is visible but not safe. A read cannot tell it from FERN.
-            wait_until(lambda: len(rows(server, url)) > 2)
+            wait_until(lambda: len(rows(database, url)) > 2)
             ended.set()
 
         in_threads(wait, *(lambda plant=plant: add_all(plant) for plant in plants))
-        assert len(server.sessions()) <= MOST_CONNECTIONS
-        visible = rows(server, url)
+        assert len(database.sessions()) <= MOST_CONNECTIONS
+        visible = rows(database, url)
     wait_until(lambda: can_add(store))
     assert store.add_many(visible) == [False] * len(visible)
 
 
-# The second is for a server without messages in its log.
-@pytest.mark.parametrize('message', [connection.EMIT_MESSAGE, 'SELECT unknown()'])
+@pytest.mark.parametrize('plants', [[], [FERN]], ids=['empty', 'used'])
 def test_ping_waits_for_the_standby(
-    server, url, store, short_limits, monkeypatch, message
+    database, url, store, short_limits, monkeypatch, plants
 ):
     """A ping waits for what an add waits for; of many pings few do, and none writes."""
-    store.add(FERN)
-    monkeypatch.setattr(connection.Connection, '_trace', message)
-    monkeypatch.setattr(postgresql, 'PROVEN_FOR', 0)
+    store.add_many(plants)
+    monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     store.ping()
-    with standby_away(server):
-        monkeypatch.setattr(postgresql, 'PROVEN_FOR', PATIENCE)
+    with standby_away(database):
+        monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
         store.ping()
-        monkeypatch.setattr(postgresql, 'PROVEN_FOR', 0)
+        monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
         with refused(STANDBY):
             store.ping()
-    assert rows(server, url) == [FERN]
+    assert rows(database, url) == plants
     wait_until(lambda: can_add(store))
     store.ping()
 
@@ -531,15 +584,15 @@ def test_ping_waits_for_the_standby(
 # ---- reading
 
 
-def test_reader_that_stops_leaves_no_session(server, store):
+def test_reader_that_stops_leaves_no_session(database, store):
     """A reader that stops half-way leaves no session behind."""
     store.add_many(MANY)
-    before = server.sessions()
+    before = database.sessions()
     reader = iter(store)
     assert next(reader) in MANY
-    assert len(server.sessions() - before) == 1
+    assert len(database.sessions() - before) == 1
     in_threads(reader.close)
-    wait_until(lambda: server.sessions() == before)
+    wait_until(lambda: database.sessions() == before)
     assert sorted(store) == MANY
 
 
@@ -547,26 +600,26 @@ def test_reader_that_stops_leaves_no_session(server, store):
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-def test_forked_child_opens_its_own_sessions(server, store):
+def test_forked_child_opens_its_own_sessions(database, store):
     """A forked child opens its own sessions, and leaves those of its parent open."""
     with Load(store):
         pass
-    sessions = server.sessions()
+    sessions = database.sessions()
 
     def use():
         for plant in (FERN, MOSS):
             store.add(plant)
-        assert len(server.sessions() - sessions) == 1
+        assert len(database.sessions() - sessions) == 1
 
     in_child(use)
     in_child(lambda: None)
-    assert server.sessions() == sessions
+    assert database.sessions() == sessions
     with Load(store):
         pass
-    assert sessions <= server.sessions()
+    assert sessions <= database.sessions()
 
 
-def test_each_id_has_one_winner_while_sessions_end(server, url, store):
+def test_each_id_has_one_winner_while_sessions_end(database, url, store):
     """Threads race for ids while sessions end: each id has one winner."""
     won = defaultdict(set)
     lost = defaultdict(set)
@@ -590,14 +643,14 @@ def test_each_id_has_one_winner_while_sessions_end(server, url, store):
         until = time.monotonic() + PATIENCE / 2
         try:
             while len(won) < 200 and time.monotonic() < until:
-                server.terminate_sessions(share=0.2)
+                database.terminate_sessions(share=0.2)
                 time.sleep(0.02)
         finally:
             ended.set()
 
     in_threads(kill, *(lambda name=name: add_all(name) for name in 'abcdef'))
     assert won
-    stored = rows(server, url)
+    stored = rows(database, url)
     winners = {plant.id: {plant.name} for plant in stored}
     assert len(stored) == len(winners)
     assert all(names == winners[id] for id, names in won.items())

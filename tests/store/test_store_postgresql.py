@@ -11,14 +11,14 @@ from store.testing import StoreContract
 
 class TestPostgreSQLStore(StoreContract):
     @pytest.fixture
-    def store(self, url, server):
-        self.server = server
+    def store(self, url, database):
+        self.database = database
         with open_store(url) as store:
             yield store
 
     def raw_plants(self, store):
         try:
-            rows = self.server.execute('TABLE plants', url=store._url)
+            rows = self.database.execute('TABLE plants', url=store._url)
         except UndefinedTable:  # the store was not used yet
             rows = []
         return [Plant(*row) for row in rows]
@@ -28,6 +28,6 @@ class TestPostgreSQLStore(StoreContract):
 
     @contextmanager
     def unavailable(self, store):
-        self.server.execute('ALTER TABLE plants RENAME TO shrubs', url=store._url)
+        self.database.execute('ALTER TABLE plants RENAME TO shrubs', url=store._url)
         yield
-        self.server.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
+        self.database.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
