@@ -26,7 +26,7 @@ master.install(lifecycle.before_run)
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
     workers = lifecycle.default_workers()
-# Of each worker. A slow or idle connection costs some kilobytes, and no thread.
+# Of each worker. A connection takes 13 to 168 KiB (docs/deploying.md), and no thread.
 worker_connections = 1_000
 # For the heartbeat of workers. On a disk that hangs, gunicorn would kill the workers.
 if Path('/dev/shm').is_dir():
@@ -41,8 +41,6 @@ http_parser = 'python'
 # By default a client on this machine may set SCRIPT_NAME and PATH_INFO with headers,
 # and get a 500 for it.
 forwarder_headers = ''
-# sendfile() would bypass the response buffer.
-sendfile = False
 
 # 8,190 bytes and the end of the line. gunicorn counts both, but not in a request line.
 limit_request_field_size = 8_192

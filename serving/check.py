@@ -4,7 +4,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gunicorn.config import Config
@@ -13,13 +13,14 @@ from gunicorn.sock import ssl_context
 from gunicorn.util import parse_address
 
 from app import create_app
-from serving.log import PlantsLogger
+from schemas import read_file
+from serving.log import Assignment, PlantsLogger
 from store import DEFAULT_URL, open_store
 from web.settings import Settings, is_in_memory
 
 
 class Faults(list[str]):
-    """What would make a start fail, a sentence each."""
+    """The reasons why a start would fail, one sentence each."""
 
     @contextmanager
     def about(self, setting: str) -> Iterator[None]:
@@ -36,14 +37,16 @@ class Faults(list[str]):
 def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     """Try what a start does; return the settings, or raise ``ValueError``.
 
-    ``is_bound`` means that a server has these addresses: a reload or an upgrade. The
-    store is not checked, which may take long, if it ``is_opened_next`` anyway. The
-    message of the error has a line for each fault, the addresses last: those of a
-    server that runs are always in use.
+    ``is_bound``: a running server has these addresses (a reload or an upgrade).
+    ``is_opened_next``: the caller opens the store next, so it is not checked here: that
+    may take long. The error has a line for each fault, the addresses last: while a
+    server runs, a check beside it always finds them in use.
     """
     faults = Faults()
     environ = dict(os.environ)
     with faults.about('raw_env'):
+        raw_env = cfg.settings['raw_env']
+        raw_env.value = [Assignment(each) for each in raw_env.value]
         environ |= cfg.env
     try:
         settings = Settings.from_environ(environ)
@@ -60,7 +63,7 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
             'none is configured: set PLANTS_TOKENS or PLANTS_TOKENS_FILE'
         )
     with faults.about('worker_class'):
-        cfg.worker_class  # imports the class  # noqa: B018
+        _ = cfg.worker_class  # gunicorn imports it at each access
     with faults.about('logger_class'):
         # gunicorn would ignore the setting without a message.
         if cfg.logger_class is PlantsLogger and cfg.statsd_host:
@@ -72,6 +75,8 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     with faults.about('pidfile'):
         if cfg.pidfile:
             _check_directory(os.path.dirname(cfg.pidfile))
+            with suppress(FileNotFoundError):
+                read_file(cfg.pidfile)
             if not is_bound and (pid := Pidfile(cfg.pidfile).validate()):
                 raise ValueError(f'{cfg.pidfile}: process {pid} runs')
     with faults.about('worker_tmp_dir'):
@@ -81,6 +86,8 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     with faults.about('user, group'), as_user(cfg):
         with faults.about('certfile, keyfile'):
             if cfg.is_ssl:
+                for path in filter(None, (cfg.certfile, cfg.keyfile, cfg.ca_certs)):
+                    read_file(path)  # first: OpenSSL would wait for a FIFO
                 ssl_context(cfg)
         is_usable = not any(fault.startswith('PLANTS_STORE') for fault in faults)
         with faults.about('PLANTS_STORE'):

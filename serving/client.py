@@ -8,91 +8,122 @@ answer (RFC 9112, section 9.6).
 
 import math
 import socket
+import ssl
+import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import gevent
-from gevent.socket import socket as GeventSocket
 
 from serving.scheduler import Turns
 
 FIRST_REQUEST = 15  # seconds for a new connection to begin its first request
 REQUEST_TIMEOUT = 30  # seconds for one request, from its first byte to its last
-# Seconds for a client to take its last answer, and for one that is idle when its worker
-# stops or has as many connections as it may have.
+# Seconds for a client to take its last answer, for one that is idle when its worker
+# stops, and for one that is stalled when others wait for a connection.
 LINGER = 2
 LINGER_RATE = 256 * 1024  # bytes a second that a client must send to have longer
 
 # Bytes of answers that are buffered: a client may send many requests and read nothing.
-MAX_BUFFERED = 64 * 1024
-SLICE = 64 * 1024  # bytes sent or received before other clients have a turn
+MAX_BUFFERED = 16 * 1024
+SLICE = 64 * 1024  # bytes sent or received before other clients are served
+# To wait for a byte and to read it take as much CPU, each, as to read so many bytes. Of
+# a request 2,000 bytes may come one by one, or 1,000 if each is waited for, and any
+# number in longer pieces.
+PIECE, MAX_WASTED = 256, 256 * 2_000
+
+# What the worker waits for. When it is full, stalled clients end in this order.
+IDLE, HEAD, BODY, ANSWER = range(4)
+TCP_INFO = getattr(socket, 'TCP_INFO', -1)  # of Linux
 
 
 class ClientGone(OSError):
-    """A connection has failed, and not a file, for example, of the application."""
+    """The connection has failed: no other ``OSError`` means that."""
 
 
 class Client:
-    """A client's socket, with a time limit for everything that waits for the client.
+    """A client's socket, with a time limit for each wait for the client.
 
     Answers are buffered until the worker waits for the client. What waits raises
     ``ClientGone`` if the connection has failed.
     """
 
     deadline: float  # when the client is expired, in seconds (monotonic)
-    is_idle: bool  # whether the next byte begins a request
-    idle_since: float  # when it was idle first, if it is, in seconds (monotonic)
+    stage: int  # IDLE: the next byte begins a request
+    since: float  # when the stage began or made progress, in seconds (monotonic)
+    wasted: int  # work for this request that was more than its bytes, in bytes
+    is_awaited = False  # whether the worker waits for the client at this moment
+    is_answered = False  # whether it has got the beginning of an answer
     has_ended = False  # whether the client has sent its last byte, or is expired
     looks_like_tls = False  # whether the last request began like a TLS handshake
 
-    def __init__(self, sock: GeventSocket, turns: Turns) -> None:
-        self._sock = sock
-        self._turns = turns
-        self._readable = gevent.get_hub().loop.io(sock.fileno(), 1)
+    def __init__(self, sock: socket.socket, turns: Turns) -> None:
+        self._sock = sock  # does not block
+        self._read = sock.recv
         self._waits_before_read = True
+        self._turns = turns
+        loop = gevent.get_hub().loop
+        self._readable, self._writable = (loop.io(sock.fileno(), n) for n in (1, 2))
         self._buffer: list[bytes] = []
         self._buffered = 0
-        self._is_sending = False
-        self._received = 0  # since others had a turn
-        self.expect_request(FIRST_REQUEST)
+        self._received = 0  # since other clients were served
+        self.begin(IDLE, FIRST_REQUEST)
 
-    def start_tls(self, context: Any) -> None:
+    def start_tls(self, context: ssl.SSLContext) -> None:
         """Have the first read make a TLS handshake."""
         self._sock = context.wrap_socket(
             self._sock, server_side=True, do_handshake_on_connect=False
         )
-        self._waits_before_read = False  # the rest of a record may be in the socket
+        self._read = self._sock.recv
+        self._waits_before_read = False  # the rest of a record may be in memory
 
-    def expect_request(self, seconds: float) -> None:
-        self.is_idle = True
-        self.idle_since = time.monotonic()
-        self.deadline = self.idle_since + seconds
-
-    def begin_request(self) -> None:
-        self.is_idle = False
-        self.deadline = time.monotonic() + REQUEST_TIMEOUT
+    def begin(self, stage: int, seconds: float | None = None) -> None:
+        """Begin a stage that may take so long, by default as long as a request."""
+        self.stage, self.wasted = stage, 0
+        self.since = time.monotonic()
+        self.deadline = self.since + (REQUEST_TIMEOUT if seconds is None else seconds)
 
     def recv(self, size: int) -> bytes:
-        """Receive bytes; none at the end of the stream and after the time limit."""
+        """Receive bytes; none at the end of the stream and after a limit."""
         if self._buffer:
             self.flush()
-        if self.is_idle and self._waits_before_read:
-            self._turns.wait_for_data(self._readable)  # a read would find nothing
-        try:
-            data: bytes = b'' if self.has_ended else self._sock.recv(size)
-        except OSError as ex:
-            raise ClientGone from ex
-        self.has_ended = self.has_ended or not data  # it may be expired by now
-        if self.is_idle and data:
-            self.looks_like_tls = data.startswith(b'\x16\x03')
-            self.begin_request()
+        work, has_ended = PIECE, self.has_ended
+        if self.stage == IDLE and self._waits_before_read:
+            self._wait(self._turns.wait_for_data, self._readable)
+        while not has_ended and max(self.wasted, work) <= MAX_WASTED:
+            try:
+                data = self._read(size)
+                break
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._wait(self._turns.wait_for_data, self._readable)
+                work += PIECE
+            except OSError as ex:
+                raise ClientGone from ex
         else:
-            self._received += len(data)
-            if self._received > SLICE:
-                self._received = 0
-                self._turns.wait_for_others()
+            self.wasted += work
+            self.has_ended = True
+            return b''
+        self.has_ended = self.has_ended or not data  # it may be expired by now
+        if self.stage == IDLE and data:
+            self.looks_like_tls = data.startswith(b'\x16\x03')
+            self.begin(HEAD)
+            return data
+        self.wasted += max(0, work - len(data))
+        if len(data) >= PIECE and self.stage == BODY:
+            self.since = time.monotonic()
+        self._received += max(len(data), 4 * work)
+        if self._received > SLICE:
+            self._received = 0
+            self._turns.wait_for_others()
         return data
+
+    def _wait(self, wait: Callable[[Any], object], watcher: Any) -> None:
+        self.is_awaited = True
+        wait(watcher)
+        self.is_awaited = False
 
     def sendall(self, data: bytes) -> None:
         self._buffer.append(data)
@@ -102,46 +133,60 @@ class Client:
 
     def flush(self) -> None:
         buffer, self._buffer = self._buffer, []
-        if self._buffered <= MAX_BUFFERED:
+        if self._buffered <= 2 * MAX_BUFFERED:
             buffer = [b''.join(buffer)]  # else without a copy: large data is shared
         self._buffered = 0
-        deadline, self._is_sending = self.deadline, True
+        self.is_answered = True
+        before, self.stage = (self.stage, self.since, self.deadline), ANSWER
         try:
             for data in buffer:
                 rest = memoryview(data)
                 while rest:
-                    self.deadline = time.monotonic() + REQUEST_TIMEOUT
-                    rest = rest[self._sock.send(rest[:SLICE]) :]
+                    self.since = time.monotonic()
+                    self.deadline = self.since + REQUEST_TIMEOUT
+                    try:
+                        rest = rest[self._sock.send(rest[:SLICE]) :]
+                    except (BlockingIOError, ssl.SSLWantWriteError):
+                        self._wait(gevent.get_hub().wait, self._writable)
                     if rest:
                         self._turns.wait_for_others()
         except OSError as ex:
             raise ClientGone from ex
         finally:
-            self._is_sending = False
-            self.deadline = deadline
+            self.stage, self.since, self.deadline = before
 
     def linger(self) -> None:
         """Let the client take its last answer, and read the rest of what it sends."""
         self.flush()
-        self._shutdown(socket.SHUT_WR)
-        self.is_idle = False
-        began = time.monotonic()
-        self.deadline = began + LINGER
-        while data := self.recv(65_536):
-            later = self.deadline + len(data) / LINGER_RATE
-            self.deadline = min(later, began + REQUEST_TIMEOUT)
+        socket.socket.shutdown(self._sock, socket.SHUT_WR)
+        self._read = partial(socket.socket.recv, self._sock)  # TLS need not decrypt it
+        self.has_ended = math.isinf(self.deadline)  # expired, and not only wasteful
+        self.begin(BODY, LINGER)
+        last = self.since + REQUEST_TIMEOUT
+        while size := len(self.recv(MAX_BUFFERED)):
+            self.deadline = min(self.deadline + size / LINGER_RATE, last)
+
+    def stalled_for(self) -> float:
+        """Return for how many seconds the worker has waited for the client."""
+        seconds = time.monotonic() - self.since
+        with suppress(OSError):  # a Unix socket, or another system
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 56)
+            sent, _, received = struct.unpack_from('3I', info, 44)  # milliseconds ago
+            # Also while the connection waited to be accepted, but not while it idled.
+            has_begun = self.stage == BODY or (self.stage == HEAD and self.is_answered)
+            seconds = max(seconds, (received if has_begun else sent) / 1000)
+        return seconds
 
     def expire(self) -> None:
         """End all waits for the client: a read finds the end, a send fails."""
         self.has_ended = True
         self.deadline = math.inf
-        with suppress(OSError):  # the connection has ended already
-            self._shutdown(socket.SHUT_RDWR if self._is_sending else socket.SHUT_RD)
-
-    def _shutdown(self, how: int) -> None:
+        how = socket.SHUT_RDWR if self.stage == ANSWER else socket.SHUT_RD
         # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
-        self._sock._sock.shutdown(how)
+        with suppress(OSError):  # the connection has ended already
+            socket.socket.shutdown(self._sock, how)
 
     def close(self) -> None:
         self._readable.close()
+        self._writable.close()
         self._sock.close()

@@ -1,11 +1,11 @@
 """The life of a server: start, hooks, upgrade, end.
 
 The master builds the application once, before it forks, and every worker serves that
-object: schemas, tokens, code, which file the store is. So does a worker that starts
-later, when files are half edited or gone. A reload (``master.py``) builds a new one.
+object: schemas, tokens, code, and the same plant file. A worker that starts later does
+so, too, even if files are half edited or gone by then. A reload builds a new one.
 
-The master opens the store once before it makes workers: they would die in a loop over a
-damaged file. Afterwards it never waits for a store, a lock or another process.
+The master opens the store once before it makes workers, because a damaged file would
+kill one worker after the other. Later it waits for no store, lock or process.
 """
 
 import logging
@@ -23,7 +23,8 @@ from gunicorn.workers.base import Worker
 
 from app import create_app
 from serving.check import Faults, as_user, check
-from serving.master import PASSED, SLOTS, Master, connection_counts
+from serving.connections import SLOTS, connection_counts
+from serving.master import PASSED, Master
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import THREADS, StoreError, masked, open_store
@@ -38,7 +39,11 @@ COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'  # their directory, for an upgrade
 
 def default_workers() -> int:
     """Return how many workers to run: one a core, or one for a store in memory."""
-    return 1 if is_in_memory(os.environ) else len(os.sched_getaffinity(0))
+    if is_in_memory(os.environ):
+        return 1
+    if hasattr(os, 'sched_getaffinity'):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def before_run(application: WSGIApplication) -> None:
@@ -53,6 +58,7 @@ def before_run(application: WSGIApplication) -> None:
         if not checks_only:
             cfg.logger_class(cfg)  # the store may log its progress
             with as_user(cfg), open_store(settings.store, create='always') as store:
+                store.add_many([])  # opens it, however long that takes
                 store.ping()
     except (ValueError, StoreError, OSError) as ex:
         faults = str(ex).splitlines()
@@ -85,7 +91,8 @@ def when_ready(server: Master) -> None:
     url = url.replace('0.0.0.0', '127.0.0.1')
     settings = Settings.from_environ(os.environ)
     if settings.tokens is None:
-        server.made_token = make_token(url or 'http://HOST:PORT')
+        directory = server.cfg.worker_tmp_dir
+        server.made_token = make_token(url or 'http://HOST:PORT', directory)
     _serve(server, settings)
     members = _summary(server.cfg, settings, 'one, made by this start')
     members = {'address': ', '.join(addresses), **members}
@@ -106,14 +113,14 @@ def child_exit(server: Master, worker: Worker) -> None:
 
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:
-    """Keep to one worker with a store in memory, also on SIGTTIN."""
+    """Allow only one worker with a store in memory, also after SIGTTIN."""
     if server.store is not None and is_in_memory(os.environ) and new > 1:
         server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
         server.num_workers = 1
 
 
 def on_reload(server: Master) -> None:
-    """Check and build again; where this raises, the master goes on as before."""
+    """Check and build again. If this raises, the master goes on as before."""
     if server.store is None:
         return
     settings = check(server.cfg, is_bound=True, is_opened_next=True)
@@ -140,26 +147,24 @@ def on_exit(server: Master) -> None:
 
 
 def _serve(server: Master, settings: Settings) -> None:
-    """Have workers to come serve a new application; they open its store."""
-    metrics: bool | Path = False
+    """Build the application of all workers that start from now on."""
+    options = settings.app_options()
     if settings.metrics:
-        metrics = server.counters = server.counters or _counters(server.cfg)
+        options['metrics'] = server.counters = server.counters or _counters(server.cfg)
     is_gevent = issubclass(server.cfg.worker_class, PlantsWorker)
     scheduler = GeventScheduler() if is_gevent else THREADS
     server.store = open_store(settings.store, create='never', scheduler=scheduler)
-    server.app.callable = create_app(
-        server.store,
-        tokens=settings.tokens or server.made_token or (),
-        max_body_bytes=settings.max_body_bytes,
-        metrics=metrics,
-        cors_origins=settings.cors_origins,
-    )
+    tokens = settings.tokens or server.made_token or ()
+    server.app.callable = create_app(server.store, tokens=tokens, **options)
 
 
 def _counters(cfg: Config) -> Path:
-    """Return a directory for the user that serves alone; an upgrade goes on with it."""
-    if inherited := os.environ.get(COUNTERS_VARIABLE):
-        return Path(inherited)
+    """Return the directory of the counters; an upgrade takes over the old one."""
+    # Only that of our parent: on_exit removes it.
+    inherited = Path(os.environ.get(COUNTERS_VARIABLE, ''))
+    is_upgrade = os.environ.get('GUNICORN_PID') == str(os.getppid())
+    if is_upgrade and inherited.name.startswith('plants-counters-'):
+        return inherited
     made = Path(tempfile.mkdtemp(prefix='plants-counters-', dir=cfg.worker_tmp_dir))
     os.chown(made, cfg.uid, cfg.gid)
     return made

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from gunicorn.config import Config
 from gunicorn.glogging import Logger, loggers
 
+from store.masking import escaped
 from web.settings import is_json_log
 
 BATCH_SECONDS = 0.005  # how long a line may wait for more lines
@@ -27,10 +29,14 @@ def _format_time(second: int, format: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter that formats the time once a second."""
+    """Escapes control characters, and formats the time once a second."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         return _format_time(int(record.created), datefmt or Logger.datefmt)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if text.isprintable() else '\n'.join(map(escaped, text.split('\n')))
 
 
 class JSONFormatter(logging.Formatter):
@@ -52,11 +58,18 @@ class JSONFormatter(logging.Formatter):
             line['message'] = record.getMessage()
         if record.exc_info:
             line['exception'] = self.formatException(record.exc_info)
-        return _encode(line)
+        return escaped(_encode(line))  # JSON leaves DEL as it is
+
+
+class Assignment(str):
+    """NAME=VALUE of ``--env``; gunicorn shows its ``repr``, at level debug for one."""
+
+    def __repr__(self) -> str:
+        return repr(re.sub('(?s)^[^=]*$|(?<==).*', '***', self, count=1))
 
 
 class BatchingHandler(logging.Handler):
-    """Has its targets write the lines of a few milliseconds with one system call.
+    """Collects lines for a few milliseconds; targets write them with one system call.
 
     A line takes 12 us in a batch, and 28 in the middle of a request. The lines of the
     last ``BATCH_SECONDS`` may be lost when a worker is killed.
@@ -105,11 +118,16 @@ class BatchingHandler(logging.Handler):
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log, also as JSON, with the service's own lines in it."""
 
+    def atoms(self, *request: Any) -> dict[str, Any]:
+        """Return the fields of the access log, of which a client chooses many."""
+        atoms = super().atoms(*request).items()
+        return {name: escaped(x) if isinstance(x, str) else x for name, x in atoms}
+
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
         formatter: logging.Formatter | None = None
         is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
-        # Switches that Python documents for speed: our lines do not show this.
+        # Python documents these switches to save time: our lines show no thread.
         logging.logThreads = logging.logMultiprocessing = not is_ours
         if is_ours:
             logging._srcfile = None

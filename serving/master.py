@@ -1,30 +1,29 @@
 """The master: gunicorn's, with a reload that happens whole or not at all.
 
-At a SIGHUP ``gunicorn --check-config`` runs in a process of its own: it may take long,
-or hang. If it passes, everything is read again, and new workers start beside the old
-ones. What fails before all of them serve is undone; then the old ones are stopped.
+On SIGHUP the master runs ``gunicorn --check-config`` in another process, since it may
+take long or hang. If it passes, the master reads everything again, and starts new
+workers beside the old ones. When all of them serve, it stops the old ones. If anything
+fails before that, the master undoes all of it.
 
-Every module of the service is imported again, except this one: a change of it takes a
-restart. So this module imports none of them, and all that outlives a reload is here.
-The old modules are freed unless something that stays refers to them: register none of
+Every module of the service is imported again, except those in ``KEPT``: a change of
+them takes a restart, and they import none of the others.
+Python frees the old ones unless something that stays refers to them: register none of
 their classes and functions (``atexit``, ``copyreg``).
 """
 
-import gc
 import importlib
 import io
-import mmap
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import typing
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from gunicorn.app import base
@@ -34,16 +33,12 @@ from gunicorn.errors import HaltServer
 
 # What is imported again; __config__ is gunicorn.conf.py.
 MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
+KEPT = (__name__, 'serving.connections')
 # Settings that a reload cannot change, or not undo.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'capture_output')
 PASSED = 'the plant store would start'  # what a check prints then
 CHECK_SECONDS = 300  # how long a check may take
 BOOT_SECONDS = 60  # and then new workers, until they serve
-
-# Shared with all workers, old and new: the number of connections of each plus one, or 0
-# for no worker. A worker's age gives its slot.
-SLOTS = 256
-connection_counts = memoryview(mmap.mmap(-1, 4 * SLOTS)).cast('I')
 
 
 def install(first: Callable[[WSGIApplication], None]) -> None:
@@ -90,10 +85,11 @@ class Master(Arbiter):  # type: ignore[misc]
             super().handle_hup()
             return
         if self._check is not None:
-            self._check_again = True  # this one may have read older files
+            self._check_again = True  # the running check may have read older files
             return
         try:
-            self._printed = open(os.memfd_create('check'), 'w+', errors='replace')  # noqa: SIM115
+            where = self.cfg.worker_tmp_dir  # in memory, if the system has such a place
+            self._printed = TemporaryFile('w+', errors='replace', dir=where)  # noqa: SIM115
             self._check = subprocess.Popen(
                 [*self.START_CTX['args'], '--check-config'],
                 cwd=self.START_CTX['cwd'],
@@ -121,7 +117,6 @@ class Master(Arbiter):  # type: ignore[misc]
         else:
             late = f'the check was killed, or took longer than {CHECK_SECONDS} s'
             self._refuse(_sentence(printed) or late)
-        _free_modules()
         if self._check_again:
             self._check_again = False
             self.handle_hup()
@@ -132,15 +127,28 @@ class Master(Arbiter):  # type: ignore[misc]
         self.log.error('Not reloaded, the server goes on as before: %s', reason)
 
     def _replace(self) -> None:
-        """Load everything anew and start new workers, or leave all as it was."""
-        snapshot, old = _Snapshot(self), set(self.WORKERS)
+        """Load everything again and start new workers, or change nothing."""
+        # Shallow: cfg and app are replaced, but WORKERS stays the same dictionary,
+        # because an old worker may end meanwhile.
+        attributes, environ = vars(self).copy(), dict(os.environ)
+        modules = {name: sys.modules[name] for name in _module_names()}
+        old = set(self.WORKERS)
         try:
             self._load()
             self._start_workers(old)
         except BaseException as ex:  # also SystemExit, of a hook
             if os.getpid() != self.pid:
                 raise  # a worker that was forked in _start_workers ends so
-            snapshot.put_back(self)  # first: the new hooks may fail again
+            # First put all back: the new hooks may fail again.
+            _forget_modules()
+            sys.modules.update(modules)
+            self.__dict__.update(attributes)
+            os.environ.clear()
+            os.environ.update(environ)
+            with suppress(OSError):  # it may be gone
+                os.chdir(self.cfg.chdir)
+            with suppress(Exception):  # the directory of a log file, too
+                self.log.setup(self.cfg)
             self._kill_workers_but(old)
             is_sentence = isinstance(ex, ValueError | OSError | RuntimeError)
             self._refuse(str(ex) if is_sentence else f'{type(ex).__name__}: {ex}')
@@ -205,31 +213,9 @@ class Master(Arbiter):  # type: ignore[misc]
         super().signal(number, frame)
 
 
-class _Snapshot:
-    """What ``_load`` changes in the process of the master, as it was before."""
-
-    def __init__(self, master: Master) -> None:
-        # Shallow: cfg, app, log, store and the like are replaced, but WORKERS stays the
-        # same dictionary: an old worker may have ended.
-        self._attributes = vars(master).copy()
-        self._environ = dict(os.environ)
-        self._modules = {name: sys.modules[name] for name in _module_names()}
-
-    def put_back(self, master: Master) -> None:
-        _forget_modules()
-        sys.modules.update(self._modules)
-        master.__dict__.update(self._attributes)
-        os.environ.clear()
-        os.environ.update(self._environ)
-        with suppress(OSError):  # it may be gone
-            os.chdir(master.cfg.chdir)
-        with suppress(Exception):  # the directory of a log file, too
-            master.log.setup(master.cfg)
-
-
 def _module_names() -> list[str]:
-    """Return the names of the modules of the service, without this one."""
-    return [name for name in sys.modules if MODULES.match(name) and name != __name__]
+    """Return the names of the modules that a reload imports again."""
+    return [name for name in sys.modules if MODULES.match(name) and name not in KEPT]
 
 
 def _forget_modules() -> None:
@@ -237,14 +223,8 @@ def _forget_modules() -> None:
         del sys.modules[name]
 
 
-def _free_modules() -> None:
-    for clear in getattr(typing, '_cleanups', ()):  # caches of generic types
-        clear()
-    gc.collect()
-
-
 def _sentence(printed: str) -> str:
-    """Return the last line of what was printed, and which place or setting it means."""
+    """Return the last printed line, and the place or the setting that it is about."""
     last = printed.rstrip().rpartition('\n')[2].removeprefix('Error: ')
     if places := re.findall(r'  File "(.+)", line (\d+)', printed):
         return '{}, line {}: {}'.format(*places[-1], last)

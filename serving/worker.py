@@ -1,7 +1,7 @@
-"""The worker: gunicorn's gevent worker, with clients that are limited, and spread.
+"""The worker: gunicorn's gevent worker. It limits clients, and spreads connections.
 
-Only the sockets of clients are gevent's: no library runs with sockets and locks that it
-was not written for (except ``ssl``, if TLS is configured: gunicorn makes its context).
+Nothing is monkey-patched: no library runs with sockets and locks that it was not
+written for. The sockets of clients do not block, and wait in ``client``.
 
 All workers wait at one socket, and the first to wake accepts: a few kept connections
 often end up at one worker while another idles (4 clients: 2,880 adds a second in the
@@ -11,17 +11,17 @@ not few, and resets those that wait for a worker that stops.
 """
 
 import gc
-import math
 import resource
+import select
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import gevent
-from gevent import monkey
 from gevent.pool import Pool
 from gevent.server import StreamServer
 from gevent.socket import socket as GeventSocket
@@ -30,41 +30,48 @@ from gunicorn.sock import ssl_context
 from gunicorn.workers.ggevent import GeventWorker
 
 from app import PlantsApp
-from serving.client import LINGER, Client, ClientGone
+from serving.client import BODY, HEAD, IDLE, LINGER, Client, ClientGone
+from serving.connections import SLOTS, connection_counts
 from serving.heads import Exchanges, Response, StrictRequest, status_of
 from serving.log import PlantsLogger
-from serving.master import SLOTS, connection_counts
-from serving.scheduler import Turns, poll_sockets
+from serving.scheduler import Turns
 from web.errors import FAULT, Fault
 from web.middleware import RequestLog
 
-TICK = 0.2  # seconds between two looks for a signal to stop, and for late clients
+OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
+TICK = 0.2  # seconds between two checks for a signal to stop, and for late clients
+# Bytes of an answer that wait in the kernel, which doubles the number. It would grow to
+# 4 MiB for a client that reads nothing, in memory that no limit of a worker counts.
+SEND_BUFFER = 48 * 1024
 # How many seconds a worker with more connections leaves a new one to the others, and
 # how often before it accepts: the others may be in the middle of a turn.
 STAND_BACK, STAND_BACKS = 0.001, 5
 
 
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
-    """gunicorn's gevent worker, with the additions of this directory."""
+    """gunicorn's gevent worker, with our limits, our parser and our log."""
 
     alive: bool
     sockets: list[Any]
 
     def patch(self) -> None:
-        if self.cfg.is_ssl:
-            monkey.patch_ssl()
         self.sockets = [
             GeventSocket(each.FAMILY, socket.SOCK_STREAM, fileno=each.sock.detach())
             for each in self.sockets
         ]
+        for each in self.sockets:  # the sockets of clients inherit it
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
     def run(self) -> None:
         # The garbage collector would write to each object of the master: with 450
         # connections a worker would have 24 MiB of its own instead of 14.
         gc.freeze()
         # Usually 1,024 files may be open, and each connection is one.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for higher in most, max(limit, OPEN_MAX):
+            with suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (higher, most))
+                break
         sys.setswitchinterval(0.0002)  # seconds that a thread waits for the GIL
         # As plain attributes: gunicorn's way to read them takes 5 to 10 % of the CPU.
         settings = self.cfg.settings.items()
@@ -73,20 +80,21 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.log.batching.batch_with(gevent.get_hub().loop)
         self._tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
         self._exchanges = Exchanges(self.cfg)
-        # Answers requests that the application must not serve.
+        # This application answers the requests that ours must not serve.
         is_ours = isinstance(self.wsgi, PlantsApp)
         self._refusals = self.wsgi if is_ours else PlantsApp([RequestLog()])
         self._turns = Turns()
         self._clients: set[Client] = set()
         self.connections = 0
         pool = Pool(self.worker_connections)
+        self._room = 0  # how many stalled clients may be expired at once
         servers = [Acceptor(self, listener, pool) for listener in self.sockets]
         for server in servers:
             server.start()
         self.count_connection(0)
         while self.alive:
-            # Idle clients make room for new ones.
-            self._tick(time.monotonic() - LINGER if pool.full() else -math.inf)
+            self._tick()
+            self._make_room(pool)
         for server in servers:
             server.close()
         self.count_connection(0)
@@ -94,10 +102,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
         while len(pool) and time.monotonic() < stopped + self.cfg.graceful_timeout:
-            is_over = time.monotonic() > stopped + LINGER
-            self._tick(math.inf if is_over else -math.inf)
+            self._tick(idle_end=time.monotonic() > stopped + LINGER)
 
-    def handle(self, listener: Any, sock: GeventSocket, address: Any) -> None:
+    def handle(self, listener: Any, sock: socket.socket, address: Any) -> None:
         client = Client(sock, self._turns)
         self._clients.add(client)
         try:
@@ -105,15 +112,18 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 client.start_tls(self._tls)
             for request in self._exchanges.requests(client, address, listener):
                 if not self._answer(request, client):
+                    del request  # nothing of it is kept while the client is slow
                     break
                 if request.finish():
-                    client.begin_request()
+                    client.begin(HEAD)
                     self._turns.wait_for_others()
                 else:
-                    client.expect_request(self.cfg.keepalive if self.alive else LINGER)
+                    client.begin(IDLE, self.cfg.keepalive if self.alive else LINGER)
+                del request
             client.linger()
-        except OSError:
-            pass  # the client is gone
+        except OSError as ex:  # the client is gone
+            if getattr(ex.__cause__, 'reason', '') == 'HTTP_REQUEST':
+                self.log.warning('a connection was refused (HTTP to a port for HTTPS?)')
         except Exception:
             self.log.exception('a connection was lost')
         finally:
@@ -127,6 +137,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         response = None
         try:
             request.read(self.cfg)
+            client.stage = BODY
             self.cfg.pre_request(self, request)
             response, environ = self._exchanges.respond(request)
             self.nr += 1
@@ -183,16 +194,30 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.connections += change
         connection_counts[self.age % SLOTS] = self.connections + 1 if self.alive else 0
 
-    def _tick(self, idle_since: float) -> None:
-        """Tell the master that the worker lives, expire late and idle clients, wait."""
+    def _tick(self, *, idle_end: bool = False) -> None:
+        """Tell the master that the worker lives, expire late clients, wait."""
         self.notify()
-        poll_sockets()  # first hear the clients, if this process was paused
+        # First hear the clients: this process may have been paused.
+        self._turns.wait_for_others(is_next=True)
         now = time.monotonic()
         for client in list(self._clients):
-            is_late = client.is_idle and client.idle_since <= idle_since
-            if is_late or client.deadline < now:
+            if client.deadline < now or (idle_end and client.stage == IDLE):
                 client.expire()
         gevent.sleep(TICK)
+
+    def _make_room(self, pool: Pool) -> None:
+        """Expire stalled clients if others wait for a connection of a full worker."""
+        if not select.select(self.sockets, [], [], 0)[0]:
+            self._room = 0
+        elif pool.full():
+            # The more, the longer others wait: nobody knows how many they are.
+            self._room = 2 * self._room or 1 + pool.size // 16
+            self._turns.wait_for_others(is_next=True)
+            awaited = [client for client in self._clients if client.is_awaited]
+            stalled = [client for client in awaited if client.stalled_for() >= LINGER]
+            stalled.sort(key=lambda client: (client.stage, client.since))
+            for client in stalled[: self._room]:
+                client.expire()
 
 
 class Acceptor(StreamServer):  # type: ignore[misc]
@@ -218,12 +243,15 @@ class Acceptor(StreamServer):  # type: ignore[misc]
         else:
             self._stood_back -= 1  # the others may be stuck: wait less next time
         try:
-            if accepted := super().do_read():
-                self._worker.count_connection(1)
-            return accepted
-        except OSError:
-            self._pause()  # too many open files: other connections must close first
+            fd, address = self.socket._accept()
+        except OSError as ex:
+            if not isinstance(ex, BlockingIOError):  # another worker was faster
+                self._pause()  # too many open files: wait for others to close
             return None
+        self._worker.count_connection(1)
+        sock = socket.socket(self.socket.family, socket.SOCK_STREAM, fileno=fd)
+        sock.setblocking(False)
+        return sock, address
 
     def _pause(self) -> None:
         self.stop_accepting()

@@ -97,7 +97,7 @@ def assert_error(answer, value):
 
 
 def ask_in_step(client, data, *, pipelined=True, head=False):
-    """Return the answer; the next request is answered, or a close was announced."""
+    """Return the answer; check that the next one comes, or a close is announced."""
     following = request('GET', '/livez', x_request_id='following')
     client.send(data + following if pipelined else data)
     answer = client.receive(head=head)
@@ -146,7 +146,7 @@ def child_pids(pid):
 
 def count_sockets(server):
     """Return how many sockets the only worker has open."""
-    time.sleep(0.02)  # those who wait for a number ask again and again
+    time.sleep(0.02)  # callers poll this function
     names = []
     for entry in Path(f'/proc/{only_worker(server)}/fd').iterdir():
         with suppress(FileNotFoundError):  # it was closed in between

@@ -111,6 +111,9 @@ def socket_to(path):
 
 def is_alive(pid):
     """Whether a process runs. A zombie does not."""
+    if sys.platform != 'linux':
+        state = finished(['ps', '-o', 'stat=', '-p', str(pid)]).stdout
+        return bool(state) and not state.startswith('Z')
     try:
         return ') Z ' not in Path(f'/proc/{pid}/stat').read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -307,7 +310,7 @@ class Server:
             return self.wait(seconds)
 
     def wait(self, seconds=PATIENCE):
-        """Wait until the server ends; return its exit code."""
+        """Wait until the server has ended; return its exit code."""
         return self._process.wait(seconds)
 
     def signal(self, number):
@@ -406,3 +409,17 @@ class Server:
         code = self._process.poll()
         assert code is None, f'it ended with exit code {code}:\n{self.log}'
         return True
+
+
+class TLSServer(Server):
+    """A server whose clients connect with TLS."""
+
+    def __init__(self, directory, *arguments, **how):
+        self.context = make_certificate(directory)
+        files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
+        super().__init__(directory, *files, *arguments, **how)
+
+    def connect(self, timeout=PATIENCE):
+        connected = socket.create_connection(('127.0.0.1', self.port), timeout)
+        over = self.context.wrap_socket(connected, server_hostname='localhost')
+        return RawClient(over=over)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -18,7 +19,7 @@ from exchange import (
     stop,
     table,
 )
-from server import PATIENCE, Server, request, wait_until
+from server import PATIENCE, Server, configured, request, wait_until
 
 
 @pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
@@ -80,6 +81,29 @@ def test_body_of_a_refused_request_is_read_away_if_it_is_short(
     assert answer.announces_close == closes
     if not closes:
         assert connection.ask(b' ' * length + request('GET', '/livez')).status == 200
+
+
+def test_refused_body_is_read_away_while_it_comes_quickly(tmp_path):
+    """A client that sends less than LINGER_RATE is cut off, one that sends more not."""
+    lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
+    more = configured(tmp_path, *lines, 'client.LINGER = 0.5')
+    refused = request(content_length=10**12, authorization=None)
+    with Server(tmp_path, *more) as server, server.connect() as quick:
+        assert quick.ask(refused).announces_close
+        for _ in range(15):  # 1.3 MB/s
+            quick._socket.sendall(bytes(2**17))
+            time.sleep(0.1)
+        with server.connect() as slow:
+            assert slow.ask(refused).announces_close
+
+            def is_cut_off():  # at most 0.1 MB/s
+                time.sleep(0.01)
+                try:
+                    slow._socket.sendall(bytes(2**10))
+                except ConnectionError:
+                    return True
+
+            wait_until(is_cut_off, 'it is cut off')
 
 
 LINGERING = [

@@ -102,3 +102,14 @@ def test_counts_survive_an_upgrade(tmp_path):
             add_plants(server, 21, 10)
             assert read_metric(server, route='/plants') == 30
         assert not directory.exists()
+
+
+def test_directory_from_outside_is_left_alone(tmp_path):
+    """Only a directory that a server has made is used, and removed at the end."""
+    victim = tmp_path / 'plants-counters-of-somebody'
+    victim.mkdir()
+    (victim / 'precious').touch()
+    environ = {'PLANTS_METRICS': '1', 'GUNICORN_COUNTERS': str(victim)}
+    with Server(tmp_path, **environ) as server:
+        assert counters_directory(*server.worker_pids()) != victim
+    assert [path.name for path in victim.iterdir()] == ['precious']

@@ -39,7 +39,8 @@ def app(environ, start_response):
 _HOST = rb"(?:[\w.~!$&'()*+,;=-]|%[\da-f]{2})*|\[::1?\]"
 _PATH = rb"(?:[\w.~!$&'()*+,;=:@/-]|%[\da-f]{2})*"
 _EXTENSION = rb'[ \t]*;[ \t]*[\w-]+([ \t]*=[ \t]*([\w-]+|"[^"\\\r\n]*"))?'
-_PATH_AND_QUERY = rb'%b(?:\?(?:%b|\?)*)?' % (_PATH, _PATH)
+_QUERY = rb'(?:\?[^\x00- "#<>\x7f-\xff]*)?'  # of browsers
+_PATH_AND_QUERY = _PATH + _QUERY
 # What is in a head, or in chunks, that h11 accepts and the server refuses.
 STRICTER = {
     'RFC 9110, section 5.3': rb'\nContent-Type:(.*\n)*Content-Type:',
@@ -88,7 +89,10 @@ def often(*usual, seldom=()):
 METHODS = often('GET', 'POST', seldom=['OPTIONS', 'CONNECT', 'BREW', 'get', 'A#', ''])
 TARGETS = often(
     *('/', '/a?b=c'),
-    seldom=['*', 'http://a/b', 'HTTPS://[::1]:80?c', 'a:80', '/a#b', '/%zz', '/"', 'x'],
+    seldom=[
+        *('*', 'http://a/b', 'HTTPS://[::1]:80?c', 'a:80', '/a#b', '/%zz', '/"', 'x'),
+        *('/a?b[]=%', '/a[?b'),
+    ],
 )
 VERSIONS = often('1.1', seldom=['1.0', '1.2', '1.9', '2.0', '0.9', '1.10', '1'])
 HOSTS = often('a', seldom=['', 'a:80', '[::1]', '[::1', 'a b', 'a/b', 'a%20', 'a, b'])

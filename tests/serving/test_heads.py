@@ -1,5 +1,6 @@
 """Request heads that are invalid or ambiguous are refused, never guessed."""
 
+import json
 import time
 from email.utils import format_datetime, parsedate_to_datetime
 from itertools import product
@@ -28,7 +29,8 @@ INVALID_HOSTS = [
     *('[1.2.3.4]', '[:::]', '[]', '[v1]', '[v1.]', '[vg.a]', 'a|b', 'a^b', '{a}'),
 ]
 INVALID_TARGETS = [
-    *('/livez#f', '/livez?<"\\>', '/livez?a=%zz', '/livez%', '/live|z', '/[livez]'),
+    *('/livez#f', '/livez?a#b', '/livez?<', '/livez?>', '/livez?"', '/livez?\x7f'),
+    *('/livez%', '/livez%2', *(f'/livez{raw}' for raw in '[]|^\\{}`')),
     *('http:///livez', 'http://', 'http://:80/livez', 'http://a:bad/livez', '*'),
     *('http://u@a/livez', 'http://[::1/livez', 'http://[::g]/livez', 'ftp://a/livez'),
     *('http://a b/livez', 'http://a\\livez', 'a/b://livez', 'localhost:80', 'livez'),
@@ -39,7 +41,8 @@ SOUND_HOSTS = [
 ]
 SOUND_TARGETS = [
     *('/%6civez', '/livez?', "/livez?a/b?c:d@e%20!$&'()*+,;=-._~"),
-    *('http://a/livez', 'HTTPS://[::1]:80/livez?a'),
+    *('http://a/livez', 'HTTPS://[::1]:80/livez?a', 'http://a/livez?b[]=c|^\\{}`%'),
+    *('/livez?a=b&c[]=d', '/livez?|^\\{}`', '/livez?%', '/livez?a=%zz&b=%2'),
 ]
 SOUND = {
     **{host: {'host': host} for host in SOUND_HOSTS},
@@ -102,11 +105,19 @@ def padded(size, *lines):
     return head + b'\r\n'
 
 
+def with_trailers(size):
+    """Return a request with trailers so long, with the empty line at their end."""
+    lines = 7 * [b'X: '.ljust(4_094, b'a')] + [b'X: '.ljust(size - 28_676, b'a')]
+    trailers = b'\r\n'.join([b'0', *lines, b'', b''])
+    return chunked(json.dumps(fern()).encode(), end=trailers)
+
+
 LIMITS = {
     'first line': (41400, 4_094, lambda n: request('GET', '/livez'.ljust(n - 13, '?'))),
     'header line': (43100, 8_190, lambda n: padded(0, b'X: '.ljust(n, b'a'))),
     'header lines': (43100, 100, lambda n: padded(0, *[b'X: a'] * (n - 2))),
     'head': (43100, 32_768, padded),
+    'trailers': (40000, 32_768, with_trailers),
 }
 
 

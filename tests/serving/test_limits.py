@@ -64,14 +64,15 @@ def test_incomplete_request_is_ended_at_its_time_limit(impatient, before, data, 
 
 ARRIVES_AT_THE_LIMIT = """
 import gevent, socket
-from gevent.socket import socket as GeventSocket
-from serving.client import Client
+from serving.client import HEAD, Client
 from serving.scheduler import Turns
 
 listener = socket.create_server(('127.0.0.1', 0))
 peer = socket.create_connection(listener.getsockname())
-client = Client(GeventSocket(fileno=listener.accept()[0].detach()), Turns())
-client.begin_request()
+sock = listener.accept()[0]
+sock.setblocking(False)
+client = Client(sock, Turns())
+client.begin(HEAD)
 waiting = gevent.spawn(client.recv, 100)
 gevent.sleep(0.01)
 peer.sendall(b'first')

@@ -7,10 +7,20 @@ import signal
 import socket
 from contextlib import suppress
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 import pytest
 from exchange import child_pids, parse_json_log
-from server import PATIENCE, TOKEN, RawClient, Server, request, socket_to, wait_until
+from server import (
+    PATIENCE,
+    TOKEN,
+    RawClient,
+    Server,
+    configured,
+    request,
+    socket_to,
+    wait_until,
+)
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
@@ -105,11 +115,46 @@ def test_no_secret_is_logged(tmp_path, log):
     assert TOKEN not in server.log
 
 
+# What else prints in a worker, as a library may.
+PRINTING = [
+    'import sys',
+    'def post_request(worker, req, environ, resp):',
+    '    print(\'"stdout"\', flush=True)',
+    '    print(\'"stderr"\', file=sys.stderr, flush=True)',
+]
+
+
+@each_format
+def test_no_control_character_is_logged(tmp_path, log):
+    """What a client sends cannot command a terminal, nor begin a line of its own."""
+    controls = ''.join(map(chr, {*range(1, 32), *range(0x7F, 0xA0)} - {10, 13}))
+    token_file = tmp_path / 'to\x1b\x9bkens'
+    token_file.write_text(TOKEN)
+    settings = {'PLANTS_LOG': log, 'PLANTS_TOKENS': None}
+    settings['PLANTS_TOKENS_FILE'] = str(token_file)
+    with Server(tmp_path, '--access-logfile', '-', **settings) as server:
+        for name in ('user_agent', 'referer', 'x_request_id'):
+            for control in controls:
+                server.ask(request(body=FERN, **{name: f'<{control}>'}))
+        server.ask(request('GET', f'/{quote(controls)}?{controls}'))
+        token_file.write_text('')
+
+        def refused():
+            server.ask(request(body=FERN))
+            return 'stay as they were' in server.log
+
+        wait_until(refused, 'it is logged')
+    assert not re.search('[\0-\t\x0b-\x1f\x7f-\x9f]', server.log)
+    backslash = 2 * '\\' if log == 'json' else '\\'
+    assert f'<{backslash}u009b>' in server.log
+
+
 @each_format
 def test_log_file_is_rotated(tmp_path, log):
     """On SIGUSR1 every process reopens a log file that was moved away."""
     path, moved = tmp_path / 'server.log', tmp_path / 'moved.log'
-    arguments = ['--error-logfile', path.name, '--capture-output']
+    arguments = configured(tmp_path, *PRINTING)
+    arguments += ('--error-logfile', path.name, '--capture-output')
     with Server(tmp_path, *arguments, PLANTS_LOG=log) as server:
         with server.connect() as client:
             client.ask(request(body=FERN, x_request_id='before'))
@@ -122,17 +167,24 @@ def test_log_file_is_rotated(tmp_path, log):
                 return path.exists() and 'after' in path.read_text()
 
             wait_until(logged, 'the worker writes to the new file')
+        for name in ('stdout', 'stderr'):
+            wait_until(lambda name=name: f'"{name}"\n' in path.read_text(), name)
         assert 'before' in moved.read_text()
         assert 'Handling signal: usr1' in moved.read_text()
         if log == 'json':
-            parse_json_log(moved.read_text() + path.read_text())
+            lines = (moved.read_text() + path.read_text()).splitlines()
+            parse_json_log('\n'.join(line for line in lines if line[0] == '{'))
 
 
 @pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
 def test_rotation_that_fails_costs_only_lines(tmp_path, place):
-    """With the disk of the log full, or its directory gone, the server goes on."""
+    """With the disk of the log full, or its directory gone, the server goes on.
+
+    Below the level of the log nothing is written, no line of a request either.
+    """
     (tmp_path / 'logs').mkdir()
     arguments = ('--error-logfile', place, '--bind', f'unix:{tmp_path}/s')
+    arguments += ('--log-level', 'warning')
 
     def connected():
         with suppress(FileNotFoundError, ConnectionError):
@@ -143,6 +195,12 @@ def test_rotation_that_fails_costs_only_lines(tmp_path, place):
         wait_until(connected, 'it listens') as client,
     ):
         assert client.ask(request(body=FERN)).status == 200
+        if place == 'logs/log':
+            with connected() as other:
+                other.ask(b'GET / HTTP/9\r\n\r\n')
+            log = tmp_path / place
+            wait_until(lambda: 'request refused' in log.read_text(), 'it is written')
+            assert 'INFO' not in log.read_text()
         shutil.rmtree(tmp_path / 'logs')
         server.signal(signal.SIGUSR1)
         server.signal(signal.SIGTTIN)
@@ -168,6 +226,8 @@ def test_formatter_of_a_log_config_is_used(tmp_path):
     file = tmp_path / 'log.json'
     file.write_text(json.dumps({'formatters': {'generic': {'format': form}}}))
     with Server(tmp_path, '--log-config-json', str(file)) as server:
-        server.ask(request(body=FERN, x_request_id='my-id'))
-        line = r'(?m)^MainThread \[[0-9]+\] \[INFO\] my-id '
-        wait_until(lambda: re.search(line, server.log), 'the line is written')
+        for id in 'my-id', 'another':
+            server.ask(request(body=FERN, x_request_id=id))
+            line = rf'(?m)^MainThread \[[0-9]+\] \[INFO\] {id} '
+            wait_until(lambda line=line: re.search(line, server.log), 'it is written')
+        assert server.log.count('my-id') == 1

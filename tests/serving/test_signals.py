@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from exchange import assert_error, fern, table, upgraded
@@ -204,6 +205,7 @@ def test_reload_ends_idle_connections_in_order(tmp_path):
 
 SLOW_START = """
 import time
+from pathlib import Path
 
 def post_fork(server, worker):
     time.sleep(3600)
@@ -221,7 +223,9 @@ def test_worker_that_is_starting_stops_at_once(tmp_path):
 def test_reload_during_an_upgrade_is_refused(tmp_path):
     """While two masters run, neither reloads; the printed token survives it all."""
     with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
-        [token] = re.findall("'Authorization: Bearer (.+?)'", server.log)
+        [path] = re.findall(r'PLANTS_TOKENS=\$\(cat (.*)\)', server.log)
+        token = Path(path).read_text()
+        Path(path).unlink()
         data = request(body=fern(), authorization=f'Bearer {token}')
         with upgraded(server) as new:
             for master in (server.pid, new):

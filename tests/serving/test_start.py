@@ -10,15 +10,17 @@ from pathlib import Path
 from pwd import getpwnam
 
 import pytest
-from exchange import SECRET, assert_error, fern, parse_json_log, table
+from exchange import SECRET, assert_error, child_pids, fern, parse_json_log, table
 from server import (
     GUNICORN,
+    REPOSITORY,
     SCRIPTS,
     TOKEN,
     RawClient,
     Server,
     configured,
     finished,
+    free_port,
     is_alive,
     request,
     wait_until,
@@ -48,8 +50,12 @@ def test_command_serves(checkout, command):
 
 def test_printed_curl_line_works(tmp_path):
     """Without a configured token one is generated, and the printed curl line works."""
-    with Server(tmp_path, workers=2, PLANTS_TOKENS=None) as server:
+    command = (sys.executable, REPOSITORY / 'app.py')  # from another directory
+    with Server(tmp_path, command=command, workers=2, PLANTS_TOKENS=None) as server:
         assert 'tokens   one, made by this start\n' in server.log
+        [path] = map(Path, re.findall(r'in the file (.+)', server.log))
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.read_text() not in server.log
         [line] = re.findall('^ *(curl .+)$', server.log, re.MULTILINE)
         for _ in range(4):
             done = finished(['bash', '-c', line])
@@ -58,6 +64,31 @@ def test_printed_curl_line_works(tmp_path):
         assert server.plants() == [{'id': 1, 'name': 'Fern', 'tag': 'shade'}]
         assert_error(server.ask(request(body=fern(), authorization=None)), 40100)
         assert_error(server.ask(request(body=fern())), 40101)
+        path.unlink()
+
+
+TERMINAL = [sys.executable, '-c', 'import pty, sys; pty.spawn(sys.argv[1:])']
+A_PIPE = ['sh', '-c', '"$@" 2>&1 | cat', 'sh']
+
+
+@pytest.mark.parametrize(
+    ('spawn', 'options'),
+    [(TERMINAL, []), (TERMINAL, ['--capture-output']), (A_PIPE, [])],
+    ids=['terminal', 'captured', 'pipe'],
+)
+def test_made_token_is_shown_on_the_terminal_and_not_logged(tmp_path, spawn, options):
+    """A made token goes to the terminal or a pipe, and to no log file."""
+    log = tmp_path / 'log'
+    command = [*spawn, *GUNICORN, '-p', 'pid', '--log-file', 'log']
+    with Server(
+        tmp_path, command=command + options, PLANTS_TOKENS=None
+    ).started() as server:
+        wait_until(lambda: log.exists() and 'is ready' in log.read_text(), 'it serves')
+        wait_until(lambda: 'PLANTS_TOKENS=' in server.log, 'it is shown')
+        os.kill(int((tmp_path / 'pid').read_text()), signal.SIGTERM)
+        assert server.wait() == 0
+    [token] = re.findall('Bearer ([0-9a-f]{64})"', server.log)
+    assert token not in log.read_text()
 
 
 def assert_start_refused(server, *words):
@@ -78,7 +109,7 @@ BAD_STARTS = {
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
     'path of a store': ({'PLANTS_STORE': 'p.jsonl'}, ['use jsonl:p.jsonl']),
     'token of nobody': (
-        {'GUNICORN_CMD_ARGS': '--preload', 'PLANTS_TOKENS': None},
+        {'GUNICORN_CMD_ARGS': '--preload -b 127.0.0.1:0', 'PLANTS_TOKENS': None},
         ['nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE'],
     ),
 }
@@ -111,6 +142,7 @@ def test_memory_store_keeps_one_worker(tmp_path):
     ) as server:
         plant = fern()
         assert server.ask(request(body=plant)).status == 200
+        assert 'ERROR' not in server.log
         before = server.worker_pids()
         assert len(before) == 1, 'however many cores there are'
         server.signal(signal.SIGHUP)
@@ -118,15 +150,27 @@ def test_memory_store_keeps_one_worker(tmp_path):
         server.signal(signal.SIGTTIN)
         refusal = 'memory: needs one worker, not 2'
         wait_until(lambda: refusal in server.log, refusal)
+        server.signal(signal.SIGUSR1)  # signals are handled one after the other
+        wait_until(lambda: 'signal: usr1' in server.log, 'the other is over')
+        assert child_pids(server.pid) == before
         assert_error(server.ask(request(body=plant | {'name': 'Moss'})), 40006)
-        assert server.worker_pids() == before
 
 
 def test_startup_message_is_logged_once(tmp_path):
-    """A start logs address, store, tokens and workers; new workers log nothing."""
-    with Server(tmp_path, workers=2) as server:
+    """A start logs address, store, tokens and workers; new workers log nothing.
+
+    No file is made in the home directory, which a hardened unit cannot write, and the
+    heartbeat is in memory: a disk may hang.
+    """
+    home = tmp_path / 'home'
+    home.mkdir()
+    settings = {'HOME': str(home), 'TMPDIR': str(home), 'XDG_RUNTIME_DIR': None}
+    with Server(tmp_path, workers=2, **settings) as server:
         port = server.port
+        links = Path(f'/proc/{min(server.worker_pids())}/fd').iterdir()
+        assert any('/dev/shm/wgunicorn-' in os.readlink(link) for link in links)
         server.reload()
+        assert list(home.iterdir()) == []
     [block] = re.findall(r'ready\n((?:    .*\n)+)', server.log)
     assert [line.split() for line in block.splitlines()] == [
         ['address', f'http://127.0.0.1:{port}'],
@@ -188,13 +232,26 @@ def test_passwords_are_not_shown(tmp_path):
     assert code == 0
     assert 'worker_class' in printed
     assert 'No token' not in printed
+    secrets = ['--env', f'PLANTS_TOKENS={TOKEN}', '--env', f'PGPASSWORD={SECRET}']
+    code, printed = check(tmp_path, '--print-config', *secrets, PLANTS_TOKENS=None)
+    assert (code, "['PLANTS_TOKENS=***', 'PGPASSWORD=***']" in printed) == (0, True)
+    _, refused = check(tmp_path, '--env', f'PLANTS_TOKENS:{SECRET}')
+    assert "raw_env: environment setting '***' invalid" in refused
+    debug = [*secrets, '--log-level', 'debug']
+    with Server(tmp_path, *debug, PLANTS_TOKENS=None) as server:
+        assert server.ask(request(body=fern())).status == 200
+        server.reload()
+    assert server.log.count("raw_env: ['PLANTS_TOKENS=***'") == 2
+    for text in printed, refused, server.log:
+        assert TOKEN not in text
+        assert SECRET not in text
+    sentence = 'Error: PLANTS_STORE: jsonl: it is not a path'
     url = f'jsonl:.//me:{SECRET}@host'
-    shown = f'store    jsonl:{tmp_path}/***@host'
     # A check uses the variables that --env sets.
-    assert shown in check(tmp_path, '--env', f'PLANTS_STORE={url}')[1]
-    with Server(tmp_path, PLANTS_STORE=url) as server:
-        pass
-    assert shown in server.log
+    assert sentence in check(tmp_path, '--env', f'PLANTS_STORE={url}')[1]
+    server = Server(tmp_path, PLANTS_STORE=url)
+    assert server.run() == 1
+    assert sentence.removeprefix('Error: ') in server.log
     assert SECRET not in server.log
 
 
@@ -214,7 +271,7 @@ def test_every_fault_is_listed(service, checkout):
         'pidfile: no: there is no such directory',
         'worker_tmp_dir: no: there is no such directory',
         f'schemas: {checkout}/schemas/Plant.json: true is not an object',
-        'certfile, keyfile: No such file or directory',
+        'certfile, keyfile: no: No such file or directory',
         f'PLANTS_STORE: {plants}: line 1 (byte 0) is damaged',
         f'bind: {taken}: Address already in use (another one: gunicorn -b ',
         'bind: :80800: bind(): port must be 0-65535',
@@ -252,6 +309,22 @@ def test_daemon_serves_until_sigterm(tmp_path):
     finally:
         os.kill(number, signal.SIGTERM)
         wait_until(lambda: not is_alive(number), 'it ends')
+
+
+def test_pid_file_of_a_running_server_is_refused(tmp_path):
+    """A start with the pid file of another server is refused; its reload is not."""
+    (tmp_path / 'other').mkdir()
+    pid = tmp_path / 'pid'
+    address = f'--bind 127.0.0.1:{free_port()}'
+    with Server(tmp_path, '-p', pid, GUNICORN_CMD_ARGS=address) as server:
+        other = Server(tmp_path / 'other', '--check-config', '-p', pid)
+        assert_start_refused(other, f'pidfile: {pid}: process {server.pid} runs')
+        server.reload()
+        # systemd has the address, too, and hands its socket over.
+        settings = {'GUNICORN_CMD_ARGS': address, 'LISTEN_FDS': '1'}
+        other = Server(tmp_path / 'other', '--check-config', **settings)
+        assert other.run() == 0
+        assert pid.read_text() == f'{server.pid}\n'
 
 
 ADDRESSES = {

@@ -6,14 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import gevent
 from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, locked
 from proxy import Proxy
 from server import REPOSITORY, Server, configured, request, wait_until
+
+from serving.scheduler import CALL_THREADS, GeventScheduler
+from store.testing.waiting import PATIENCE
 
 CROWD = 40  # requests; more than the worker's pool has threads
 READY = request('GET', '/readyz')
@@ -146,3 +151,47 @@ call.get()
 def test_call_blocks_no_greenlet_of_a_patched_program():
     """The scheduler has threads also where gevent has patched the modules."""
     subprocess.run([sys.executable, '-c', PATCHED], cwd=REPOSITORY, check=True)
+
+
+def test_crowd_of_calls_is_no_crowd_of_threads():
+    """Calls that block wait for each other: only so many have a thread at a time."""
+    scheduler, gate, begun = GeventScheduler(), threading.Event(), []
+
+    def block():
+        begun.append(None)
+        gate.wait(PATIENCE)
+
+    calls = [gevent.spawn(scheduler.call, block) for _ in range(3 * CALL_THREADS)]
+    gevent.sleep(0)
+    wait_until(lambda: len(begun) >= CALL_THREADS)
+    assert len(begun) == CALL_THREADS
+    gate.set()
+    gevent.joinall(calls, raise_error=True)
+    assert len(begun) == len(calls)
+
+
+LEAVES_ITS_TURN = """
+import gevent
+from serving.scheduler import Turns
+
+turns, reached = Turns(), []
+
+def wait():
+    try:
+        turns.wait_for_others(is_next=True)
+    except SystemExit:
+        gevent.sleep(0.2)
+        reached.append('the end')
+
+leaving = gevent.spawn(wait)
+gevent.sleep(0)
+gevent.get_hub().loop.run_callback(leaving.throw, SystemExit)
+leaving.join()
+assert reached, leaving.exception
+"""
+
+
+def test_turn_of_a_greenlet_that_left_wakes_nobody():
+    """Ctrl-C in a wait for its turn wakes the worker in no later wait."""
+    command = [sys.executable, '-c', LEAVES_ITS_TURN]
+    subprocess.run(command, cwd=REPOSITORY, check=True)

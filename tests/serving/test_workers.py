@@ -1,5 +1,7 @@
 """Worker classes: gunicorn's own, and ours with TLS and with other applications."""
 
+import random
+import re
 import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,15 @@ from exchange import (
     parse_json_log,
     stop,
 )
-from server import PATIENCE, RawClient, Server, configured, make_certificate, request
+from server import (
+    PATIENCE,
+    RawClient,
+    Server,
+    TLSServer,
+    configured,
+    request,
+    wait_until,
+)
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
@@ -31,20 +41,6 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
         assert_error(server.ask(request(body=plants[0] | {'name': 'Moss'})), 40006)
         assert_error(server.ask(request(body=b'{')), 40004)
         assert len(server.plants()) == len(plants)
-
-
-class TLSServer(Server):
-    """A server whose clients connect with TLS."""
-
-    def __init__(self, directory, *arguments, **how):
-        self.context = make_certificate(directory)
-        files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
-        super().__init__(directory, *files, *arguments, **how)
-
-    def connect(self, timeout=PATIENCE):
-        connected = socket.create_connection(('127.0.0.1', self.port), timeout)
-        over = self.context.wrap_socket(connected, server_hostname='localhost')
-        return RawClient(over=over)
 
 
 def test_tls_is_served(tmp_path):
@@ -61,6 +57,18 @@ def test_tls_is_served(tmp_path):
         with server.connect() as client:
             client.send(b'GET / HTTP/9.9\r\n\r\n')
             assert_error(client.receive(), 40000)
+        assert 'Traceback' not in server.log
+
+
+def test_wrong_protocol_is_named(tmp_path):
+    """The log has one sentence for each HTTP client of a port for HTTPS."""
+    with TLSServer(tmp_path) as server:
+        for _ in range(2):
+            with RawClient(server.port) as client:
+                client.send(request(body=fern()))
+                assert client.is_readable(PATIENCE)
+        sentence = 'a connection was refused (HTTP to a port for HTTPS?)'
+        wait_until(lambda: server.log.count(sentence) == 2, 'it is logged')
         assert 'Traceback' not in server.log
 
 
@@ -220,6 +228,55 @@ def test_connection_of_a_proxy_keeps_the_address_of_its_client(serve_environ):
             with server.connect() as client:
                 for sent in (announced + data, data, data):
                     assert client.ask(sent).json['REMOTE_ADDR'] == address
+
+
+V1 = b'PROXY TCP4 192.0.2.1 192.0.2.2 1234 80\r\n'
+V2 = b'\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c' + bytes(
+    (192, 0, 2, 1, 192, 0, 2, 2, 4, 210, 0, 80)
+)
+V2_LOCAL = V2[:12] + b'\x20\0\0\0'
+V1_FORM = re.compile(rb'PROXY TCP4 ([0-9.]+) [0-9.]+ ([1-9][0-9]*) [1-9][0-9]*\r\n')
+
+
+def test_proxy_header_is_believed_or_refused(serve_environ):
+    """With any byte changed, address and port are those in it, or it is refused."""
+    choose = random.Random(0)
+    accepted = 0
+    with serve_environ('--proxy-protocol') as server:
+        own = server.ask(V2_LOCAL + request('GET')).json
+        assert own['REMOTE_ADDR'] == '127.0.0.1'
+        assert own['REMOTE_PORT'] != 'None'
+        for header, place in [(V1, n) for n in range(len(V1))] + [
+            (V2, n) for n in range(len(V2))
+        ]:
+            for byte in {0, 9, 43, 48, 57, 95, 128, 255, choose.randrange(256)}:
+                sent = header[:place] + bytes([byte]) + header[place + 1 :]
+                with server.connect() as client:
+                    client.send(sent + request('GET'))
+                    client.finish_sending()
+                    answer = client.receive()
+                if answer is None:  # it announced more bytes than came
+                    assert (header, place) in [(V2, 14), (V2, 15)]
+                elif answer.status != 200:
+                    assert_error(answer, 40000)
+                elif header is V1:
+                    accepted += 1
+                    announced = [
+                        text.decode() for text in V1_FORM.fullmatch(sent).groups()
+                    ]
+                    assert [
+                        answer.json['REMOTE_ADDR'],
+                        answer.json['REMOTE_PORT'],
+                    ] == announced
+                else:
+                    accepted += 1
+                    address = socket.inet_ntop(socket.AF_INET, sent[16:20])
+                    assert answer.json['REMOTE_ADDR'] == address
+                    assert answer.json['REMOTE_PORT'] == str(
+                        int.from_bytes(sent[24:26])
+                    )
+    assert accepted > 20
+    assert 'Traceback' not in server.log
 
 
 CHANGE_REQUEST = """

@@ -1,0 +1,206 @@
+"""What a stranger at the port costs: CPU, memory, connections, and the kernel's memory.
+
+CPU time and memory are those of the worker. A bound is three times what was measured,
+because the machine may be busy. Version 1.3.0 exceeded all but those of idle clients.
+"""
+
+import re
+import socket
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from exchange import LARGE_FILE, chunked, fern, only_worker, table
+from server import PATIENCE, Server, TLSServer, configured, request, wait_until
+
+# Coverage costs CPU and memory of its own.
+UNMEASURED = {'COVERAGE_PROCESS_CONFIG': None}
+NO_LIMITS = ['from serving import client', 'client.FIRST_REQUEST = 3600']
+NO_LIMITS += ['client.REQUEST_TIMEOUT = client.LINGER = keepalive = 3600']
+
+LONG_HEAD = request(**{f'x-{n}': 'a' * 4_000 for n in range(7)}, content_length='60000')
+NO_TOKEN = request(authorization=None, content_length='60000')
+WANTED = request(content_length='60000', content_type='application/json')
+MEGABYTE = request(authorization=None, content_length='1000000')
+CHUNKED = chunked(end=b'', content_type='application/json')
+
+
+def cpu_time(pid):
+    """Return the CPU time of the main thread of a process, in seconds."""
+    return int(Path(f'/proc/{pid}/schedstat').read_text().split()[0]) / 1e9
+
+
+def proportional_memory(pid):
+    """Return the PSS of a process, in KiB."""
+    rollup = Path(f'/proc/{pid}/smaps_rollup').read_text()
+    return int(re.search(r'^Pss: +(\d+)', rollup, re.M)[1])
+
+
+SMALL_PIECES = {
+    'head': (TLSServer, b'', LONG_HEAD[:-2], 1),
+    'end of a head': (TLSServer, LONG_HEAD[:24_000], LONG_HEAD[24_000:-2], 1),
+    'body': (TLSServer, WANTED, b' ' * 59_000, 1),
+    'body without a token': (TLSServer, NO_TOKEN, b' ' * 59_000, 1),
+    'long body without a token': (TLSServer, MEGABYTE, b' ' * 59_000, 1),
+    'chunks': (Server, CHUNKED, b'1\r\n \r\n' * 60_000, 60_000),
+    'extensions': (
+        Server,
+        CHUNKED,
+        (b'1;a="%b"\r\n \r\n' % (b'x' * 8_000)) * 2_000,
+        99_999,
+    ),
+}
+
+
+@table('kind, begin, rest, size', SMALL_PIECES)
+def test_small_pieces_cost_little_cpu(tmp_path, kind, begin, rest, size):
+    """A head or a body in pieces of a byte, and what is in its chunks, is refused."""
+    with kind(tmp_path, **UNMEASURED) as server, server.connect() as client:
+        client._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pid = only_worker(server)
+        before = cpu_time(pid)
+        with suppress(OSError):  # it may be closed before all is sent
+            client._socket.sendall(begin)
+            for start in range(0, len(rest), size):
+                client._socket.sendall(rest[start : start + size])
+        client.finish_sending()
+        wait_until(lambda: client.is_readable(0.1), 'it is answered or closed')
+        with server.connect() as healthy:
+            assert healthy.ask(request(body=fern())).status == 200
+        assert cpu_time(pid) - before < 0.12
+
+
+# What is sent, how much of it is the client's own, and how much may come to it, in KiB.
+WITHHELD = {
+    'silent': (b'', 16),
+    'idle': (request('GET', '/livez'), 16),
+    'head': (LONG_HEAD[:-2], 60),
+    'no token': (NO_TOKEN + b' ' * 59_000, 32),
+    'no path': (request(target='/x', content_length='60000') + b' ' * 59_000, 32),
+    'long, no token': (MEGABYTE + b' ' * 900_000, 32),
+    'head, no token': (LONG_HEAD.replace(b'Bearer', b'Basic') + b' ' * 59_000, 80),
+    'wanted': (WANTED + b' ' * 59_000, 134),
+    'wanted chunk': (CHUNKED + b'ea60\r\n' + b' ' * 59_000, 134),
+}
+
+
+@table('data, most', WITHHELD)
+def test_unfinished_request_takes_little_memory(tmp_path, data, most):
+    """A connection takes 16 KiB, and little more than the bytes of it that are used."""
+    number, more = 150, configured(tmp_path, *NO_LIMITS)
+    with Server(tmp_path, *more, **UNMEASURED) as server, ExitStack() as opened:
+        for _ in range(20):  # the first requests load code
+            assert server.ask(request(body=fern())).status == 200
+            assert server.ask(request('GET', '/x', authorization=None)).status == 401
+        pid = only_worker(server)
+        before = proportional_memory(pid)
+        for _ in range(number):
+            client = opened.enter_context(server.connect())
+            client.send(data)
+        wait_until(lambda: unread_bytes(server, 'server') == 0, 'all is received')
+        assert server.ask(request(body=fern())).status == 200
+        grown = (proportional_memory(pid) - before) / number
+        assert grown < most, f'{grown:.1f} KiB'
+
+
+def unread_bytes(server, side):
+    """Return how many bytes the largest queue of the server's sockets holds."""
+    column = {'answers': 0, 'server': 1}[side]
+    queues = [0]
+    for line in Path('/proc/net/tcp').read_text().splitlines()[1:]:
+        _, local, _, state, queue, *_ = line.split()
+        if local.endswith(f':{server.port:04X}') and state == '01':
+            queues.append(int(queue.split(':')[column], 16))
+    return max(queues)
+
+
+def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path):
+    """At most 128 KiB of an answer that nobody reads are in the kernel."""
+    with Server(tmp_path) as server, ExitStack() as opened:
+        for _ in range(20):
+            client = opened.enter_context(server.connect())
+            client.send(request('GET', LARGE_FILE) * 4)
+            assert client.is_readable(PATIENCE)
+        # What it sends before the kernel would have let the buffer grow.
+        wait_until(
+            lambda: unread_bytes(server, 'answers') > 50_000, 'the buffer is full'
+        )
+        for _ in range(5):
+            assert server.ask(request(body=fern())).status == 200
+        assert unread_bytes(server, 'answers') <= 128 * 1024
+
+
+HALF_HEAD = request()[:40]
+HALF_BODY = NO_TOKEN + b' '
+STALLED = {
+    'heads': HALF_HEAD,
+    'bodies': request(body=b' ', content_length='1000'),
+    'bodies after an answer': HALF_BODY,
+    'answers': request('GET', LARGE_FILE) * 4,
+}
+
+
+@pytest.mark.parametrize('data', STALLED.values(), ids=STALLED)
+def test_stalled_clients_make_room(tmp_path, data):
+    """Clients that stall hold no connection of a full worker; the others are served."""
+    more = configured(tmp_path, *NO_LIMITS, 'worker_connections = 20')
+    with (
+        Server(tmp_path, *more) as server,
+        server.connect() as healthy,
+        ExitStack() as opened,
+    ):
+        # The limits are an hour: only a place that is made lets the last one in.
+        for _ in range(60):
+            client = opened.enter_context(server.connect())
+            client.send(data)
+            assert healthy.ask(request(body=fern())).status == 200
+        with server.connect() as late:
+            late.send(request(body=fern()))
+            while not late.is_readable(0.5):
+                assert healthy.ask(request(body=fern())).status == 200
+            assert late.receive().status == 200
+        assert healthy.ask(request(body=fern())).status == 200
+
+
+def test_idle_clients_make_room_before_stalled_ones(tmp_path):
+    """First idle connections end, then unfinished heads, then unfinished bodies."""
+    more = configured(tmp_path, *NO_LIMITS, 'worker_connections = 20')
+    with Server(tmp_path, *more) as server, ExitStack() as opened:
+
+        def connect(number, data=b''):
+            clients = [opened.enter_context(server.connect()) for _ in range(number)]
+            for client in clients:
+                client.send(data)
+            return clients
+
+        bodies, heads, idle = (
+            connect(8, STALLED['bodies']),
+            connect(8, HALF_HEAD),
+            connect(4),
+        )
+        time.sleep(2.5)  # all may be closed now, but nobody waits
+        assert not any(client.is_readable() for client in [*bodies, *heads, *idle])
+        for expected in (idle, idle, heads):
+            # Two at once are closed for the first that waits, of twenty.
+            (late,) = connect(1, HALF_BODY)
+            assert late.receive().status == 401
+            assert sum(client.is_readable() for client in expected) >= 2
+            if expected is idle:
+                assert not any(client.is_readable() for client in [*heads, *bodies])
+        assert not any(client.is_readable() for client in bodies)
+
+
+def test_head_in_two_parts_is_no_stalled_one(tmp_path):
+    """A head that has just begun is read to its end, however long it was awaited."""
+    more = configured(tmp_path, *NO_LIMITS, 'worker_connections = 1')
+    with Server(tmp_path, *more) as server, server.connect() as client:
+        assert client.ask(request(body=fern())).status == 200
+        time.sleep(2.5)  # it may be closed now, but nobody waits
+        client.send(HALF_HEAD)
+        with server.connect() as late:
+            late.send(request(body=fern()))
+            time.sleep(0.7)
+            client.send(request()[40:])
+            assert client.receive() is not None
+            assert late.receive().status == 200
