@@ -15,18 +15,10 @@ lists its values.
 application that the environment configures (``web/settings.py``).
 """
 
-import sys
-
-if __name__ == '__main__':
-    # NOTE: before the other imports, because it reports missing packages.
-    from web.commandline import main
-
-    main()
-    sys.exit()
-
 import atexit
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +29,7 @@ import schemas
 from schemas import Invalid, NotJSON, Schema, encode
 from store import Plant, PlantStore, open_store
 from web import errors
-from web.documents import document_resources
+from web.documents import ReadOnlyResource, document_resources
 from web.errors import ErrorValue, Fault
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
@@ -46,7 +38,7 @@ from web.tokens import Tokens, make_token
 
 
 class PlantsApp(falcon.App[PlantsRequest, Response]):
-    """The WSGI application, and what answers the requests that a server refuses."""
+    """The WSGI application. It also answers the requests that a server refuses."""
 
     def __init__(self, middleware: list[Any]) -> None:
         super().__init__(request_type=PlantsRequest, middleware=middleware)
@@ -79,20 +71,6 @@ class PlantsResource:
         resp.data = encode(answer)
 
 
-class ProbeResource:
-    """``/livez`` and ``/readyz``: answer with the status, unless its check raises."""
-
-    def __init__(self, status: str, check: Callable[[], None] = lambda: None) -> None:
-        self._data = encode({'status': status})
-        self._check = check
-
-    def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        self._check()
-        resp.data = self._data
-
-    on_head = on_get
-
-
 def create_app(
     store: PlantStore,
     *,
@@ -113,7 +91,7 @@ def create_app(
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
-        TypeError: The store is none, but a URL, for example.
+        TypeError: The store is not a store, but a URL, for example.
         ValueError: There is no token, a token cannot be sent in a header, no browser
             sends such an origin, or a schema file is wrong.
     """
@@ -123,11 +101,16 @@ def create_app(
         raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
     if not isinstance(tokens, Tokens):
         tokens = Tokens(tokens)
-    files = schemas.load()  # once: description and rules are of the same moment
+    files = schemas.load()  # read once: description and rules must agree
     plants = PlantsResource(store, Schema('NewPlant', files), max_body_bytes)
+
+    def ready() -> bytes:
+        store.ping()
+        return encode({'status': 'ready'})
+
     public = {
-        '/livez': ProbeResource('live'),
-        '/readyz': ProbeResource('ready', store.ping),
+        '/livez': ReadOnlyResource(lambda: encode({'status': 'live'})),
+        '/readyz': ReadOnlyResource(ready),
         **document_resources(files, max_body_bytes, metrics=bool(metrics)),
     }
     routes: dict[str, object] = {'/plants': plants}
@@ -157,18 +140,19 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
     atexit.register(store.close)
-    return create_app(
-        store,
-        tokens=settings.tokens or make_token('http://HOST:PORT'),
-        max_body_bytes=settings.max_body_bytes,
-        metrics=settings.metrics,
-        cors_origins=settings.cors_origins,
-    )
+    tokens = settings.tokens or make_token('http://HOST:PORT')
+    return create_app(store, tokens=tokens, **settings.app_options())
 
 
 def __getattr__(name: str) -> PlantsApp:
-    """Make ``app:app`` at the first access: an import has no side effect."""
+    """Make ``app:app`` at the first access, so that an import has no side effect."""
     if name != 'app':
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     application = globals()['app'] = get_app()
     return application
+
+
+if __name__ == '__main__':  # python app.py
+    configuration = Path(__file__).with_name('gunicorn.conf.py')
+    command = [sys.executable, '-m', 'gunicorn', '-c', str(configuration)]
+    os.execv(sys.executable, command + sys.argv[1:])

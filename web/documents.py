@@ -26,6 +26,11 @@ _HEADERS = {
     'X-Content-Type-Options': 'nosniff',
 }
 
+_COMPONENTS = '#/components/schemas/'
+# What a schema may have whose members can stand in another object as they are.
+_OF_MEMBERS = {'$comment', '$defs', 'description', 'examples', 'title', 'type'}
+_OF_MEMBERS |= {'properties', 'required'}
+
 # The files of the page, by path: name, media type, and for how many seconds clients may
 # cache it (Swagger UI changes only with its package). No other file is served.
 _PAGE = {
@@ -37,13 +42,19 @@ _PAGE = {
 }
 
 
-class DocumentResource:
-    """A document, which clients may cache for ``max_age`` seconds."""
+class ReadOnlyResource:
+    """Answers with what ``read`` returns; clients may cache a document."""
 
-    def __init__(self, read: Callable[[], bytes], media_type: str, max_age: int):
+    def __init__(
+        self,
+        read: Callable[[], bytes],
+        media_type: str = falcon.MEDIA_JSON,
+        max_age: int | None = None,
+    ) -> None:
         self._read = read
         self._media_type = media_type
-        self._headers = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
+        documents = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
+        self._headers = {} if max_age is None else documents
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
         resp.data = self._read()  # NOTE: first, since it may raise
@@ -55,18 +66,26 @@ class DocumentResource:
 
 def document_resources(
     files: dict[str, Any], max_body_bytes: int, *, metrics: bool
-) -> dict[str, object]:
+) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path.
 
-    ``files`` is what ``schemas.load`` has returned.
+    ``files`` is what ``schemas.load`` has returned. In the description the URL of the
+    service is relative to that of the description (OpenAPI 3.1.0, section 4.8.5): right
+    under any prefix, without trust in what a request claims.
     """
-    description = schemas.encode(_describe(files, max_body_bytes, metrics))
-    resources: dict[str, object] = {
-        '/openapi.json': DocumentResource(lambda: description, falcon.MEDIA_JSON, 0)
-    }
+    template = Path(__file__).with_name('openapi.json').read_bytes()
+    description: dict[str, Any] = json.loads(template)
+    description['info']['version'] = __version__
+    description['components']['schemas'] = _components(deepcopy(files))
+    body = description['paths']['/plants']['post']['requestBody']
+    body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
+    if not metrics:
+        del description['paths']['/metrics']
+    encoded = schemas.encode(description)
+    resources = {'/openapi.json': ReadOnlyResource(lambda: encoded, max_age=0)}
     for path, (name, mime_type, max_age) in _PAGE.items():
         read = cache(partial(_read_page, name))  # all clients share the bytes
-        resources[path] = DocumentResource(read, f'{mime_type}; charset=utf-8', max_age)
+        resources[path] = ReadOnlyResource(read, f'{mime_type}; charset=utf-8', max_age)
     return resources
 
 
@@ -81,40 +100,48 @@ def _read_page(name: str) -> bytes:
     return (ours if ours.exists() else Path(swagger_ui_path, name)).read_bytes()
 
 
-def _describe(
-    files: dict[str, Any], max_body_bytes: int, metrics: bool
-) -> dict[str, Any]:
-    """Return the OpenAPI description of a service: ``openapi.json``, completed.
-
-    The URL of the service in it is relative to that of the description (OpenAPI 3.1.0,
-    section 4.8.5): right under any prefix, without trust in what a request claims.
-    """
-    template = Path(__file__).with_name('openapi.json').read_bytes()
-    description: dict[str, Any] = json.loads(template)
-    description['info']['version'] = __version__
-    description['components']['schemas'] = _components(deepcopy(files))
-    body = description['paths']['/plants']['post']['requestBody']
-    body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
-    if not metrics:
-        del description['paths']['/metrics']
-    return description
-
-
 def _components(files: dict[str, Any]) -> dict[str, Any]:
     """Return the schema files as components, with their references to components.
 
     NOTE: an ``$id`` would be a base for references. Without it they mean the same to
     tools that know JSON Schema and to those that know only OpenAPI.
     """
+    components = {file.removesuffix('.json'): files[file] for file in files}
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
-            if '$ref' not in part:
-                continue
-            target, _, place = part['$ref'].partition('#')
+            target, _, place = part.get('$ref', 'none').partition('#')
             target = target or file
             # An anchor (#name) stays: it is found anywhere in a document.
             if target in files and place[:1] in ('', '/'):
                 name = target.removesuffix('.json')
-                part['$ref'] = f'#/components/schemas/{name}{place}'
+                part['$ref'] = f'{_COMPONENTS}{name}{place}'
         schema.pop('$id', None)
-    return {file.removesuffix('.json'): schema for file, schema in files.items()}
+    for schema in files.values():
+        _include(schema, components)
+    return components
+
+
+def _include(schema: dict[str, Any], components: dict[str, Any]) -> None:
+    """Put the members of the schemas of ``allOf`` in its place, if they are all it has.
+
+    Many generators of clients make of ``allOf`` no type, or one that lacks members.
+    """
+    parts: list[dict[str, Any]] = []
+    for part in schema.get('allOf', [None]):
+        if isinstance(part, dict) and part.keys() == {'$ref'}:
+            part = components.get(part['$ref'].removeprefix(_COMPONENTS))
+        if not isinstance(part, dict) or part.get('type') != 'object':
+            return
+        parts.append(part)
+    others = {keyword for part in parts for keyword in part} - _OF_MEMBERS
+    if others or 'additionalProperties' in schema or '$anchor' in str(parts):
+        return
+    del schema['allOf']
+    schema['type'] = 'object'
+    required = schema.setdefault('required', [])
+    properties = schema.setdefault('properties', {})
+    for part in parts:
+        required += [name for name in part.get('required', []) if name not in required]
+        for name, rules in part.get('properties', {}).items():
+            if properties.setdefault(name, rules) != rules:
+                properties[name] = {'allOf': [properties[name], rules]}

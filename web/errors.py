@@ -48,9 +48,8 @@ class Fault(Exception):
 
     def __init__(self, value: int, message: str = '', **headers: str) -> None:
         self.value = value  # the error of the response, which also gives the status
-        self.message = message or ErrorValue(value).meaning  # for people
         self.headers = headers  # of the response, with _ for - in their names
-        super().__init__(self.message)
+        super().__init__(message or ErrorValue(value).meaning)  # for people
 
 
 def answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
@@ -61,7 +60,7 @@ def answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
     for name, text in fault.headers.items():
         resp.set_header(name.replace('_', '-'), text)
     resp.content_type = falcon.MEDIA_JSON
-    resp.data = encode({'error': int(fault.value), 'message': fault.message})
+    resp.data = encode({'error': int(fault.value), 'message': str(fault)})
 
 
 def _as_fault(ex: Exception, request_id: str) -> Fault:

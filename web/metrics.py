@@ -22,6 +22,7 @@ from prometheus_client import multiprocess, values
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
 from store import PlantStore, __version__
+from web.documents import ReadOnlyResource
 from web.request import PlantsRequest
 from web.tokens import Tokens
 
@@ -34,7 +35,7 @@ _SECONDS = (
 )
 
 
-class Metrics:
+class Metrics(ReadOnlyResource):
     """Middleware and resource: measure requests and answer ``/metrics``."""
 
     def __init__(
@@ -45,7 +46,9 @@ class Metrics:
         self._meters: _Meters | None = None
         self._making = threading.Lock()
         self._registry = prometheus.CollectorRegistry()
-        self._registry.register(self)  # before the other: it forgets gauges
+        read = partial(prometheus.generate_latest, self._registry)
+        super().__init__(read, prometheus.CONTENT_TYPE_LATEST)
+        self._registry.register(self)  # first: it removes gauges of ended processes
         if directory:
             multiprocess.MultiProcessCollector(self._registry, directory)  # type: ignore[no-untyped-call]
         else:
@@ -54,7 +57,7 @@ class Metrics:
         tokens.on_failed_reload = lambda: self._measured().failed_reloads.inc()
 
     def _measured(self) -> '_Meters':
-        """Return what this process measures; made at its first use, so after a fork."""
+        """Return the meters of this process, made at their first use: after a fork."""
         if self._meters is None:
             with self._making:
                 self._meters = self._meters or _Meters(self._registry, self._directory)
@@ -77,12 +80,6 @@ class Metrics:
         )
         requests.observe(time.perf_counter() - req.context.began)
 
-    def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.content_type = prometheus.CONTENT_TYPE_LATEST
-        resp.data = prometheus.generate_latest(self._registry)
-
-    on_head = on_get
-
     def _observe_sync(self, plants: int, seconds: float) -> None:
         self._measured().batches.observe(plants)
         self._measured().syncs.observe(seconds)
@@ -102,7 +99,7 @@ class Metrics:
 
 
 def _process_metrics(directory: Path) -> Iterator[prometheus.Metric]:
-    """Yield CPU time and memory of each process; forget gauges of those that ended."""
+    """Yield CPU time and memory of each process; remove gauges of those that ended."""
     families: dict[str, prometheus.Metric] = {}
     for path in directory.glob('*.pid'):
         with path.open() as file:
@@ -122,7 +119,7 @@ def _process_metrics(directory: Path) -> Iterator[prometheus.Metric]:
 
 
 def _join(directory: Path) -> None:
-    """Take a number, in the process that counts; a lock holds it until its end."""
+    """Reserve a number for this process, by a lock that it holds until it ends."""
     for number in count():
         file = os.open(directory / f'{number}.pid', os.O_WRONLY | os.O_CREAT)
         with suppress(BlockingIOError):  # a living process has this number

@@ -4,7 +4,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +22,7 @@ log = logging.getLogger('plants')
 _SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
 
 # Percent-encoded text cannot break a line of the log.
-_quote = lru_cache(maxsize=256)(quote)
+_quote = lru_cache(maxsize=32)(quote)  # a stranger may fill it
 
 
 class RequestLog:
@@ -65,26 +65,35 @@ class RequestLog:
         )
 
 
-# As browsers write it: in lower case, without a path (RFC 6454, section 6.2).
-_ORIGIN = re.compile(r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?')
+# As browsers write it: in lower case, without a path or a default port (RFC 6454,
+# section 6.2).
+_ORIGIN = re.compile(
+    r'(?!http:.*:80$|https:.*:443$)'
+    r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?'
+)
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise ``ValueError`` for what no browser sends as the header ``Origin``."""
+    for origin in origins:
+        if [*origins] != ['*'] and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f'{origin!r} is not an origin like https://example.org (in lower case, '
+                f'no default port, nothing after host and port), and not * alone'
+            )
 
 
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
     It answers a preflight request (Fetch standard, section 3.3.2) before the token is
-    checked, since browsers send none with it, and the same for every path, so that it
-    does not tell which exist. Cookies stay forbidden: a page sends the token itself.
+    checked, since browsers send none with it. The answer is the same for every path: it
+    does not tell which paths exist. Cookies stay forbidden: a page sends the token.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
         origins = [origins] if isinstance(origins, str) else list(origins)
-        for origin in origins:
-            if origins != ['*'] and not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f'{origin!r} is not an origin like https://example.org (in lower '
-                    f'case, nothing after host and port), and not * alone'
-                )
+        check_origins(origins)
         exposed = ['X-Request-Id', 'Retry-After']
         super().__init__('*' if origins == ['*'] else origins, exposed)
 
@@ -97,15 +106,14 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 
     def process_response(self, *arguments: Any) -> None:
         super().process_response(*arguments)
-        resp = arguments[1]
-        resp.append_header('Vary', 'Origin')
+        arguments[1].append_header('Vary', 'Origin')
 
 
 class BearerAuth:
     """Middleware: only ``public`` paths are open without a bearer token (RFC 6750).
 
-    It runs before the body is read and before the router, so a path that does not
-    exist is answered 401 to a client without a token, not 404.
+    It runs before the body is read and before the router. So a client without a token
+    gets 401 for a path that does not exist, not 404.
     """
 
     def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:

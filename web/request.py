@@ -1,4 +1,4 @@
-"""The request: what the middleware finds out about it, and how its body is read."""
+"""The request: its context, which the middleware fills in, and its body."""
 
 import time
 from typing import Any

@@ -2,32 +2,27 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from store import DEFAULT_URL, masked, open_store
-from web.middleware import CrossOrigin
+from store import DEFAULT_URL, open_store
+from store.jsonl.record import LONGEST
+from web.middleware import check_origins
 from web.tokens import Tokens, TokensFile
 
 DEFAULT_MAX_BODY_BYTES = 65_536
 
-# Each variable, what it sets, and its default.
-VARIABLES = {
-    'PLANTS_STORE': 'memory:, jsonl:PATH or postgresql://... (jsonl:plants.jsonl)',
-    'PLANTS_TOKENS': 'tokens or sha256:HEX, separated by commas (a new one, printed)',
-    'PLANTS_TOKENS_FILE': 'file of lines [NAME] TOKEN, read again if it changes (none)',
-    'PLANTS_MAX_BODY': f'longest body, in bytes ({DEFAULT_MAX_BODY_BYTES})',
-    'PLANTS_LOG': 'format of the log: text or json (text)',
-    'PLANTS_METRICS': '1 serves /metrics for Prometheus (0)',
-    'PLANTS_CORS_ORIGINS': 'origins, separated by commas, that may use it; or * (none)',
-}
+VARIABLES = (
+    *('PLANTS_STORE', 'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE', 'PLANTS_MAX_BODY'),
+    *('PLANTS_LOG', 'PLANTS_METRICS', 'PLANTS_CORS_ORIGINS'),
+)
 
 
 def is_in_memory(environ: Mapping[str, str]) -> bool:
-    """Whether each process would have plants of its own."""
+    """Whether the store is in memory: each process would have plants of its own."""
     return environ.get('PLANTS_STORE') == 'memory:'
 
 
@@ -40,7 +35,7 @@ def is_json_log(environ: Mapping[str, str]) -> bool:
 class Settings:
     """What the environment configures."""
 
-    store: str = DEFAULT_URL
+    store: str = field(default=DEFAULT_URL, repr=False)  # it may have a password
     tokens: Tokens | None = None  # None: no token is configured
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES  # longest body that is read
     metrics: bool = False  # whether /metrics is served
@@ -62,14 +57,20 @@ class Settings:
             raise ValueError('\n'.join(faults))
         return cls(**fields)
 
+    def app_options(self) -> dict[str, Any]:
+        """Return the arguments of ``create_app``, without store and tokens."""
+        options = vars(self).copy()
+        del options['store'], options['tokens']
+        return options
+
 
 def _read(name: str, text: str) -> dict[str, Any]:
     """Return the fields that a variable sets."""
     match name:
         case 'PLANTS_STORE':
-            if text and ':' not in text and masked(text) == text:
+            if re.fullmatch(r'[\w./-]+\.jsonl', text):
                 raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
-            # This only imports the module, which the user that serves may not read.
+            # Opens no file, but imports the store, which --user may be unable to read.
             open_store(text, create='never')
             return {'store': text}
         case 'PLANTS_TOKENS':
@@ -77,8 +78,9 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_TOKENS_FILE':
             return {'tokens': TokensFile(Path(text))}
         case 'PLANTS_MAX_BODY':
-            if not re.fullmatch('[1-9][0-9]{0,17}', text):
-                raise ValueError(f'{text!r} is not a positive number of bytes')
+            if not re.fullmatch('[1-9][0-9]{0,17}', text) or int(text) > LONGEST:
+                reason = f'is not a positive number of bytes up to {LONGEST}'
+                raise ValueError(f'{text!r} {reason}')
             return {'max_body_bytes': int(text)}
         case 'PLANTS_LOG':  # see is_json_log
             if text not in ('text', 'json'):
@@ -91,7 +93,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
             return {'metrics': text == '1'}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))
-            CrossOrigin(origins)  # checks them
+            check_origins(origins)
             return {'cors_origins': origins}
         case _:
             # A misspelt setting would be ignored. Other programs may have variables

@@ -3,13 +3,18 @@
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
-import sys
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
+
+from schemas import read_file
 
 log = logging.getLogger('plants')
 
@@ -56,7 +61,7 @@ class Tokens:
     def find(self, text: str) -> Token | None:
         """Return what is known about a token, or ``None`` if it is not accepted.
 
-        The time it takes does not depend on the text, or on how much of it is right.
+        The time it takes tells nothing about how much of the text is right.
         """
         digest = hashlib.sha256(text.encode('latin-1')).digest()
         found = None
@@ -99,21 +104,25 @@ class TokensFile(Tokens):
     """
 
     CHECK_EVERY = 0.5  # seconds
+    CHECK_WITHIN = 0.25  # seconds; a file on a dead mount must not stop the requests
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._next_check = time.monotonic() + self.CHECK_EVERY
         self._version = self._stat()
+        self._reader = Thread()  # not started
         self._read()
 
     def find(self, text: str) -> Token | None:
-        if time.monotonic() >= self._next_check:
-            self._refresh()
+        # One thread at a time: it may never return. A fork leaves it behind, ended.
+        if time.monotonic() >= self._next_check and not self._reader.is_alive():
+            self._next_check = time.monotonic() + self.CHECK_EVERY
+            self._reader = Thread(target=self._refresh, daemon=True)
+            self._reader.start()
+            self._reader.join(self.CHECK_WITHIN)
         return super().find(text)
 
     def _refresh(self) -> None:
-        # Two threads may both do this; then both read the same file.
-        self._next_check = time.monotonic() + self.CHECK_EVERY
         before, self._version = self._version, self._stat()
         if self._version == before:
             return
@@ -134,7 +143,8 @@ class TokensFile(Tokens):
 
     def _read(self) -> None:
         try:
-            self._accept(_parse(self._path.read_text('utf-8-sig').split('\n')))
+            text = read_file(self._path).decode('utf-8-sig')
+            self._accept(_parse(re.split('\r\n?|\n', text)))
         except (OSError, ValueError) as ex:
             reason = ex.strerror if isinstance(ex, OSError) else ex
             raise ValueError(f'{self._path}: {reason}') from ex
@@ -142,6 +152,7 @@ class TokensFile(Tokens):
 
 def _parse(lines: Iterable[str]) -> Iterator[tuple[bytes, Token]]:
     """Yield the digests and tokens of a tokens file; # begins a comment."""
+    found: dict[bytes, tuple[str, int]] = {}  # scopes, and their lines
     for number, line in enumerate(lines, 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
         if words[2:] not in ([], ['metrics']):
@@ -151,24 +162,39 @@ def _parse(lines: Iterable[str]) -> Iterator[tuple[bytes, Token]]:
         if words:
             name = words[0] if len(words) > 1 else f'token-{number}'
             digest = _digest(words[:2][-1], f'line {number}')
-            yield digest, Token(name, *words[2:])
+            token = Token(name, *words[2:])
+            scope, first = found.setdefault(digest, (token.scope, number))
+            if token.scope != scope:
+                raise ValueError(f'lines {first} and {number}: one token, two scopes')
+            yield digest, token
 
 
-def make_token(address: str) -> str:
-    """Make a token, and print it with a ``curl`` line for an address.
+def make_token(address: str, directory: str | None = None) -> str:
+    """Make a token, and show it with a ``curl`` line for an address.
 
-    It is not in the log: log files may be kept and read by others.
+    It goes to the standard error if that is a terminal or a pipe, or to the terminal.
+    Otherwise it is put into a file for its owner, in a directory, and the log names
+    that: logs are kept, and read by others.
     """
     token = secrets.token_hex()  # never an option of a command, like -token
-    print(
-        f'No token is configured (PLANTS_TOKENS), so this start made one:\n\n'
-        f'    {token}\n\n'
+    where, shown, path = f':\n\n    {token}', token, ''
+    try:
+        is_seen = os.isatty(2) or stat.S_ISFIFO(os.fstat(2).st_mode)
+        file = os.dup(2) if is_seen else os.open('/dev/tty', os.O_WRONLY | os.O_NOCTTY)
+    except OSError:
+        file, path = tempfile.mkstemp(prefix='plants-token-', dir=directory)
+        where, shown = f', in the file {path}', f'$(cat {path})'
+    text = (
+        f'No token is configured (PLANTS_TOKENS), so this start made one{where}\n\n'
         f'Add a plant with it:\n\n'
-        f"    curl {address}/plants -H 'Authorization: Bearer {token}' "
+        f'    curl {address}/plants -H "Authorization: Bearer {shown}" '
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
         f'Each start makes another token, and those before it are not valid any more. '
-        f'To keep this one, start with PLANTS_TOKENS={token}\n',
-        file=sys.stderr,
+        f'To keep this one, start with PLANTS_TOKENS={shown}\n'
     )
+    with open(file, 'w') as output:
+        output.write(token if path else text)
+    if path:
+        log.warning('%s', text)
     return token

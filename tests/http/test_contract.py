@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import tracemalloc
 
 import pytest
 from exchange import assert_error
@@ -359,6 +360,8 @@ def test_only_the_log_has_the_details_of_a_fault(value, fault, serve, caplog):
     """A broken store is 50300, an unexpected exception 50000, both without details."""
     response = serve(FaultyStore(fault)).add(FERN, x_request_id='find-me')
     message = assert_error(response, value)
+    # An operator must act first: that takes longer than a lock or a full disk.
+    assert response.headers.get('Retry-After') == {50300: '60'}.get(value)
     assert 'green' not in str(response.headers)
     for secret in ('/', 'green', 'plants.jsonl', 'repair'):
         assert secret not in message
@@ -440,3 +443,18 @@ def test_path_cannot_break_a_log_line(path, anonymous, requests_logged):
     assert line.isascii()
     assert line.isprintable()
     assert len(line.split()) == 10
+
+
+def test_paths_of_strangers_are_not_kept(anonymous, caplog, monkeypatch):
+    """Any number of long paths leave 2 MiB behind at most: anybody can send them."""
+    caplog.set_level(logging.INFO, 'plants')
+    monkeypatch.setattr(logging.getLogger('plants'), 'propagate', False)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(100):
+            anonymous.get(f'/{number}' + '%FF' * 2600)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2 * 2**20

@@ -6,7 +6,9 @@ import sys
 import pytest
 from exchange import assert_error
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from server import PATIENCE, TOKEN, installed
 from test_embedding import served_by_waitress
@@ -33,7 +35,8 @@ def test_file_is_public_and_loads_only_our_files(path, anonymous):
     seconds = 86_400 if 'swagger' in path else 0  # the large files change rarely
     assert response.headers['Cache-Control'] == f'max-age={seconds}'
     rules = response.headers['Content-Security-Policy'].split('; ')
-    assert "default-src 'none'" in rules
+    for forbidden in 'default-src', 'base-uri', 'form-action', 'frame-ancestors':
+        assert f"{forbidden} 'none'" in rules
     for rule in rules:
         assert set(rule.split()[1:]) <= {"'self'", "'none'", 'data:'}
         assert 'data:' not in rule or rule.startswith('img-src')
@@ -219,6 +222,86 @@ def test_page_adds_a_plant_in_a_narrow_window(browser, page, store):
     assert margin == 0
     assert page.console_messages() == []
     browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+
+
+# The contrasts of texts (WCAG 2): the backgrounds are laid over each other.
+CONTRASTS = """
+const parse = text => { const [r, g, b, a = 1] = text.match(/[0-9.]+/g).map(Number);
+    return [r, g, b, a]; };
+const over = (top, below) => [0, 1, 2].map(
+    i => top[i] * top[3] + below[i] * (1 - top[3]));
+const background = element => !element ? [255, 255, 255] : over(
+    parse(getComputedStyle(element).backgroundColor),
+    background(element.parentElement));
+const light = colour => colour.map(each => each / 255)
+    .map(each => each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, each, i) => sum + [0.2126, 0.7152, 0.0722][i] * each, 0.05);
+return [...document.querySelectorAll(arguments[0])].map(element => {
+    const below = background(element);
+    const text = over(parse(getComputedStyle(element).color), below);
+    const [dark, bright] = [light(text), light(below)].sort((a, b) => a - b);
+    return bright / dark;
+});
+"""
+# By how many pixels inline code reaches beyond its line.
+BEYOND = """
+return [...document.querySelectorAll('.renderedMarkdown code')].map(code => {
+    const text = document.createRange();
+    text.selectNodeContents(code);
+    return code.getClientRects()[0].height - text.getClientRects()[0].height;
+});
+"""
+
+
+@pytest.mark.parametrize('scheme', ['dark', 'light'])
+def test_page_is_readable(browser, base, scheme):
+    """Numbers and Cancel have contrast, code covers no line, scrollbars are dark."""
+    media = [{'name': 'prefers-color-scheme', 'value': scheme}]
+    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': media})
+    page = Page(browser, f'{base}/docs')
+    page.fill_in({})
+    assert page.send()[0] == 401
+    for selector in ('.btn.cancel', '.highlight-code span'):
+        found = browser.execute_script(CONTRASTS, selector)
+        assert found
+        assert min(found) >= 4.5, selector
+    assert set(browser.execute_script(BEYOND)) == {0}
+    shown = browser.execute_script('return getComputedStyle(document.body).colorScheme')
+    assert shown == {'dark': 'dark', 'light': 'normal'}[scheme]
+    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
+
+
+def test_dialog_is_used_with_the_keyboard_alone(browser, page, store):
+    """Tab stays in the dialog, Escape closes it, and its button has the focus again."""
+
+    def press(*keys):
+        ActionChains(browser).send_keys(*keys).perform()
+
+    def focused():
+        return browser.switch_to.active_element
+
+    opener = page.find('.auth-wrapper .authorize')
+    opener.send_keys(Keys.ENTER)
+    assert focused() == page.find('.dialog-ux input')
+    reached = [press(Keys.TAB) or focused().get_attribute('class') for _ in range(4)]
+    assert reached == [
+        reached[0],
+        'btn modal-btn auth btn-done button',
+        'close-modal',
+        '',
+    ]
+    press(Keys.ESCAPE)
+    assert not browser.find_elements(By.CSS_SELECTOR, '.dialog-ux')
+    assert focused() == opener
+    press(Keys.ENTER)
+    press(TOKEN, Keys.ENTER)
+    assert 'btn-done' in focused().get_attribute('class')
+    press(Keys.TAB, Keys.TAB, Keys.TAB)
+    assert 'btn-done' in focused().get_attribute('class')
+    press(Keys.ENTER)
+    assert focused() == page.find('.auth-wrapper .authorize')
+    page.fill_in({'id': 1, 'name': 'Fern'})
+    assert page.send()[0] == 200
 
 
 def test_page_shows_plain_types_in_the_colours_of_the_user(browser, base):

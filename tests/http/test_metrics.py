@@ -134,6 +134,7 @@ def test_readiness_of_the_store_is_reported(fault, serve):
 def test_failed_reloads_of_the_tokens_are_counted(serve, store, tmp_path, monkeypatch):
     """Each broken version of the tokens file counts once."""
     monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
+    monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', 60)
     path = tmp_path / 'tokens'
     path.write_text(TOKEN)
     client = serve(store, metrics=True, tokens=TokensFile(path))

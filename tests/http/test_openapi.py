@@ -1,5 +1,7 @@
 """The OpenAPI description, and whether the service does what it says."""
 
+import ast
+import itertools
 import json
 import os
 import re
@@ -7,10 +9,12 @@ import sys
 from urllib.parse import urljoin
 
 import pytest
+from exchange import table
 from jsonschema import Draft202012Validator
 from server import PATIENCE, REPOSITORY, TOKEN, Server, finished
+from test_embedding import served_by_waitress
 
-from store import __version__
+from store import Plant, __version__
 from web.errors import ErrorValue
 
 SCHEMAS = REPOSITORY / 'schemas'
@@ -71,11 +75,65 @@ def test_description_is_valid_with_metrics_and_without(store, serve, description
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant', 'Error'])
 def test_shapes_are_the_files(description, name):
-    """Each component is its schema file, except for its $schema and $id."""
-    text = (SCHEMAS / f'{name}.json').read_text()
-    schema = json.loads(re.sub(r'"(\w+)\.json"', r'"#/components/schemas/\1"', text))
+    """Each component is its schema file, except for its $schema and $id.
+
+    The members of the file that NewPlant includes are in one object with its own.
+    """
+    schema = json.loads((SCHEMAS / f'{name}.json').read_text())
     del schema['$schema'], schema['$id']
+    if schema.pop('allOf', None) == [{'$ref': 'Plant.json'}]:
+        included = json.loads((SCHEMAS / 'Plant.json').read_text())
+        schema['properties'] |= included['properties']
+        schema['required'] += included['required']
     assert description['components']['schemas'][name] == schema
+
+
+TEXT = {'type': 'string'}
+SHORT = {'properties': {'id': {'type': 'integer'}, 'name': TEXT | {'maxLength': 3}}}
+SOIL = {'type': 'object', 'properties': {'name': TEXT, 'soil': TEXT}}
+PLANT = {'$ref': 'Plant.json'}
+# What an operator may change: the file, its new keywords, and whether allOf can go.
+EDITS = {
+    'longest name': (
+        'Plant',
+        {'properties': {'name': SHORT['properties']['name']}},
+        True,
+    ),
+    'another member': ('Plant', {**SOIL, 'required': ['name', 'soil']}, True),
+    'names': ('Plant', {'propertyNames': {'maxLength': 3}}, False),
+    'closed': ('Plant', {'additionalProperties': False}, False),
+    'one member twice': ('NewPlant', SHORT, True),
+    'closed as a whole': ('NewPlant', {'unevaluatedProperties': False}, True),
+    'own members alone': ('NewPlant', {'additionalProperties': False}, False),
+    'true': ('NewPlant', {'allOf': [PLANT, True]}, False),
+    'an object too': ('NewPlant', {'allOf': [PLANT, SOIL]}, True),
+    'the whole file': ('NewPlant', {'allOf': [{'$ref': 'Plant.json#'}]}, True),
+    'a rule beside': ('NewPlant', {'allOf': [{**PLANT, **SOIL}]}, False),
+    'no file': (
+        'NewPlant',
+        {'allOf': [SOIL], 'required': ['id', 'name', 'soil']},
+        True,
+    ),
+}
+
+
+@table('name, keywords, is_one_object', EDITS)
+def test_description_has_the_rules_that_are_in_use(
+    edit_schema, serve, store, name, keywords, is_one_object
+):
+    """Whatever an operator edits, a body fits the description if it is accepted."""
+    edit_schema(name, lambda schema: schema.update(keywords))
+    client = serve(store)
+    description = client.get('/openapi.json').json
+    described = description['components']['schemas']['NewPlant']
+    assert ('allOf' not in described) == is_one_object
+    schema = {'$ref': '#/components/schemas/NewPlant', **description}
+    others = {'name': 'Ivy'}, {'name': 'Fern'}, {'name': 1}, {}
+    members = {}, {'soil': 'wet'}, {'soil': 1}, {'x': 1}
+    for id, (other, more) in enumerate(itertools.product(others, members)):
+        for body in ({'id': id, **other, **more}, {**other, **more}):
+            fits = Draft202012Validator(schema).is_valid(body)
+            assert fits == (client.add(body).status_int == 200), body
 
 
 def test_edited_file_changes_the_description(edit_schema, serve, store):
@@ -121,6 +179,34 @@ def test_base_url_is_where_the_description_is(description, base):
     """Paths are relative to the description, under whatever host and prefix it is."""
     (server,) = description['servers']
     assert urljoin(f'{base}/openapi.json', server['url']).rstrip('/') == base
+
+
+USE = """
+from generated import AuthenticatedClient
+from generated.api.plants import add_plant
+from generated.models import NewPlant
+client = AuthenticatedClient('{}', token='{}')
+for tag in 'shade', 'sun':
+    added = add_plant.sync(client=client, body=NewPlant(id=1, name='Fern', tag=tag))
+    print(added.to_dict())
+"""
+
+
+def test_generated_client_adds_a_plant(tmp_path, app, store):
+    """What openapi-python-client makes of the description adds a plant."""
+    pytest.importorskip('openapi_python_client')
+    with served_by_waitress(app) as port:
+        url = f'http://127.0.0.1:{port}'
+        command = [sys.executable, '-m', 'openapi_python_client', 'generate']
+        command += ['--url', f'{url}/openapi.json', '--meta', 'none']
+        command += ['--output-path', 'generated']
+        finished(command, cwd=tmp_path, check=True)
+        program = USE.format(url, TOKEN)
+        done = finished([sys.executable, '-c', program], cwd=tmp_path)
+    assert (done.stderr, list(store)) == ('', [Plant(1, 'Fern', 'shade')])
+    added, refused = map(ast.literal_eval, done.stdout.splitlines())
+    assert added == {'name': 'Fern', 'tag': 'shade'}
+    assert refused['error'] == 40006
 
 
 def test_service_answers_as_described(tmp_path):

@@ -1,7 +1,11 @@
 """Settings of the environment, ``create_app``, ``app:app`` and importing."""
 
+import os
 import re
+import stat
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import TOKEN, Client
@@ -81,7 +85,7 @@ REFUSED = {
     'PLANTS_STORE': ('jsonl:PATH', ['', 'Memory:', 'redis://x']),
     'PLANTS_MAX_BODY': (
         'positive number of bytes',
-        ['', '0', '-1', '64k', '1\n', '\u0661', '9' * 19],
+        ['', '0', '-1', '64k', '1\n', '\u0661', '9' * 19, '6815745'],
     ),
     'PLANTS_LOG': ('text or json', ['', 'JSON ']),
     'PLANTS_METRICS': ('0 or 1', ['', 'true']),
@@ -90,6 +94,7 @@ REFUSED = {
         [
             *['', 'a.example', 'https://a.example/', 'https://A.example', 'null'],
             *['*,https://a.example', 'https://*.a.example', 'https://a.example\nx'],
+            *['https://a.example:443', 'http://[::1]:80'],
         ],
     ),
 }
@@ -100,10 +105,11 @@ REFUSED = {
     [(name, text) for name, (_, texts) in REFUSED.items() for text in texts],
 )
 def test_bad_value_is_refused(variable, text):
-    """The message has the variable, the value and what is accepted."""
+    """The message has the variable, what is accepted, and the value if it is no URL."""
     with pytest.raises(ValueError, match=f'^{variable}: ') as raised:
         Settings.from_environ({variable: text})
-    assert repr(text.split(',')[0]) in str(raised.value)
+    is_shown = repr(text.split(',')[0]) in str(raised.value)
+    assert is_shown == (variable != 'PLANTS_STORE')
     assert REFUSED[variable][0] in str(raised.value)
 
 
@@ -223,13 +229,17 @@ def test_get_app_follows_the_environment(at_exit, capsys):
     assert 'the store is closed' in assert_error(client.add(FERN), 50300)
 
 
-def test_token_is_generated_and_printed_once(at_exit, capsys):
-    """Without a configured token one is generated and printed, and is accepted."""
+def test_token_is_made_and_shown_once(at_exit, capsys, caplog, monkeypatch):
+    """Without a terminal a made token is in a file for its owner, as the log says."""
+    monkeypatch.setattr(os, 'isatty', lambda fd: True)
+    monkeypatch.setattr(os, 'dup', Mock(side_effect=OSError))
     client = Client(get_app({'PLANTS_STORE': 'memory:'}))
-    printed, notice = capsys.readouterr()
-    assert printed == ''
     assert_error(client.add(FERN), 40100)
-    [token] = re.findall('PLANTS_TOKENS=(.*)', notice)
+    [path] = map(Path, re.findall(r'PLANTS_TOKENS=\$\(cat (.*)\)', caplog.text))
+    token = path.read_text()
+    assert stat.filemode(path.stat().st_mode) == '-rw-------'
+    path.unlink()
     assert re.fullmatch('[0-9a-f]{64}', token), 'no option, nothing for a shell'
     assert client.add(FERN, authorization=f'Bearer {token}').status_int == 200
+    assert token not in caplog.text
     assert capsys.readouterr() == ('', '')

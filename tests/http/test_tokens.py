@@ -3,8 +3,10 @@
 import hashlib
 import logging
 import os
+import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import TOKEN, Client
@@ -13,6 +15,7 @@ from server import wait_until
 
 from app import create_app
 from store.memory import MemoryStore
+from store.testing.waiting import PATIENCE
 from web import tokens as tokens_module
 from web.tokens import Token, Tokens, TokensFile
 
@@ -136,6 +139,21 @@ def test_authorization_needs_a_bearer_token_of_ours(value, authorization):
     assert value_of(serve_tokens({'garden': TOKEN}), authorization) == value
 
 
+def test_time_of_a_comparison_tells_nothing(monkeypatch):
+    """Every digest is compared in constant time, also after the right one."""
+    compared = []
+
+    def compare_digest(known, digest):
+        compared.append(known)
+        return known == digest
+
+    monkeypatch.setattr('hmac.compare_digest', compare_digest)
+    tokens = Tokens(['first', 'second', 'third'])
+    for text in ('first', 'unknown'):
+        tokens.find(text)
+    assert len(compared) == 6
+
+
 def test_metrics_token_reads_metrics_and_nothing_else(path):
     """Once a token is for metrics, only that reads them, and it is 40300 elsewhere."""
     path.write_text(f'shop {TOKEN}\n')
@@ -195,12 +213,31 @@ def test_bad_line_is_refused_by_its_number(line, words, path):
     assert_shows_no_token(str(raised.value))
 
 
+@pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
+@pytest.mark.parametrize('scopes', [('', ' metrics'), (' metrics', '')])
+def test_token_with_two_scopes_is_refused(scopes, form, path, pass_a_second, caplog):
+    """A token of two scopes is refused with both lines: no line wins by its place."""
+    first, second = (f'a {TOKEN}{scopes[0]}', f'b {form(TOKEN)}{scopes[1]}')
+    tokens = TokensFile(path)
+    path.write_text(f'{OTHER}\n{first}\n\n{second}\n')
+    sentence = f'^{path}: lines 2 and 4: one token, two scopes$'
+    with pytest.raises(ValueError, match=sentence) as raised:
+        TokensFile(path)
+    pass_a_second()
+    assert tokens.find(OTHER) is None  # a running server keeps the tokens it has
+    assert 'lines 2 and 4' in caplog.text
+    assert_shows_no_token(str(raised.value) + caplog.text)
+    path.write_text(f'{first}\n{first}\n')
+    assert len(TokensFile(path)) == 1
+
+
 @pytest.fixture
 def pass_a_second(monkeypatch):
     """Return a function that advances the clock of the service by a second."""
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(tokens_module, 'time', clock)
+    monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', PATIENCE)
 
     def pass_a_second():
         nonlocal now
@@ -260,6 +297,9 @@ def test_replaced_tokens_file_is_read(replace, path, pass_a_second):
 DAMAGE = {
     'removed': lambda path: path.unlink(),
     'a directory': lambda path: (path.unlink(), path.mkdir()),
+    'a FIFO': lambda path: (path.unlink(), os.mkfifo(path)),
+    'a device': lambda path: (path.unlink(), path.symlink_to('/dev/zero')),
+    'too long': lambda path: os.truncate(path, 2**30),
     'empty': lambda path: path.write_text(''),
     'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
     'name that is not printable': lambda path: path.write_text(f'a\x7f {OTHER}\n'),
@@ -282,7 +322,31 @@ def test_broken_tokens_file_keeps_the_old_tokens(damage, path, pass_a_second, ca
     assert_shows_no_token(caplog.text)
     if path.is_dir():
         path.rmdir()
+    path.unlink(missing_ok=True)
     path.write_text(f'new {OTHER}\n')
     pass_a_second()
     assert value_of(client, f'Bearer {OTHER}') == 200
     assert value_of(client, f'Bearer {TOKEN}') == 40101
+
+
+def test_requests_go_on_while_the_tokens_file_does_not_answer(
+    path, pass_a_second, monkeypatch
+):
+    """One thread at a time waits for a file on a dead mount; then it is read."""
+    monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', 0.01)
+    tokens = TokensFile(path)
+    answers = threading.Event()
+    waiting = []
+
+    def stat():
+        waiting.append(threading.current_thread())
+        assert answers.wait(PATIENCE)
+        return path.stat()
+
+    tokens._path = mock.Mock(wraps=path, stat=stat)
+    for _ in range(20):
+        pass_a_second()
+        assert tokens.find(TOKEN)
+    assert len(waiting) == 1
+    answers.set()
+    waiting[0].join()
