@@ -3,7 +3,6 @@ BIN = .venv/bin
 # Every program runs as a module: the scripts in .venv/bin name the directory where the
 # environment was made, and fail after the checkout was moved.
 RUN = $(BIN)/python -m
-INSTALL = $(RUN) pip install --quiet --disable-pip-version-check
 PEERS = bench/peers
 
 # Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
@@ -14,12 +13,17 @@ TEST = $(RUN) pytest --numprocesses 4 --dist worksteal
 # pytest would compile all that it imports, again and again. Empty means not set.
 export PYTHONDONTWRITEBYTECODE =
 
+NO_PYTHON = $(PYTHON) is not there: install Python 3.11 or newer with pip and venv, or \
+	name one with "make PYTHON=/path/to/python".
+BROKEN = .venv does not work: its Python is gone or of another version, or packages are \
+	missing. Remove it with "rm -r .venv", then repeat the command.
+
 # gunicorn would listen on all addresses at this port. That is for the container.
 unexport PORT
 
 all: test lint
 
-run: .venv/run
+run: .venv/run .venv/works
 	exec $(RUN) gunicorn
 
 test: .venv/test
@@ -32,36 +36,39 @@ coverage: .venv/test
 
 # Tries every state that a crash may leave; make test tries a sample.
 crash: .venv/test
-	CRASH_STATES=all $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
+	CRASH_STATES=all $(RUN) pytest --numprocesses 3 \
+		tests/store/test_crash_states.py tests/store/test_interrupts.py
 
 lint: .venv/test
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	$(RUN) mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 venv: .venv/run
 
-# The check runs under any Python. --clear removes the packages of earlier versions and
-# of other Pythons.
+# The check runs under any Python. On macOS gevent has no wheel for 3.11.
 .venv/run: requirements.txt constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo '$(NO_PYTHON)' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; \
-	v = sys.version_info[:2]; \
-	v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is %d.%d" % v); \
-	sys.platform == "linux" or sys.exit("Linux is needed, this is " + sys.platform)'
-	@echo 'Installing the packages into .venv, once. It may take a minute or two.'
-	$(PYTHON) -m venv --clear .venv
-	$(INSTALL) -r requirements.txt
-	touch $@
+	v, mac = sys.version_info[:2], sys.platform == "darwin"; \
+	mac or sys.platform[:5] == "linux" or \
+	sys.exit("Linux or macOS is needed, this is " + sys.platform); \
+	v >= (3, 11 + mac) or sys.exit("Python 3.%d or newer is needed%s, this is %d.%d" \
+	% ((11 + mac, " on macOS" if mac else "") + v))'
+	@$(PYTHON) .ci/install.py $@ requirements.txt constraints.txt
 
-.venv/test: .venv/run requirements-test.txt
-	@echo 'Installing the packages of the tests, once. It may take a minute or two.'
-	$(INSTALL) -r requirements-test.txt
-	touch $@
+.venv/test: .venv/run requirements-test.txt | .venv/works
+	@$(BIN)/python .ci/install.py $@ requirements-test.txt .venv/run
+
+# Never made, so it is checked each time.
+.venv/works: .venv/run
+	@$(BIN)/python -c 'import gunicorn' 2>/dev/null || { echo '$(BROKEN)' >&2; exit 1; }
 
 # Pins the newest versions of what the requirements need in turn, for every supported
 # Python: `pip freeze` would name versions that only the current Python can install.
 constraints: .venv/test
-	$(INSTALL) uv
+	$(RUN) pip install --quiet --disable-pip-version-check uv
 	: > constraints.txt
 	$(RUN) uv pip compile --quiet --universal --python-version 3.11 \
 		--custom-compile-command 'make constraints' \

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
@@ -32,6 +33,11 @@ settings.load_profile('tests')
 # Fixtures with real servers.
 pytest_plugins = ['exchange']
 
+# A shell ignores it in what a script starts in the background, and processes inherit
+# that: no test of an interrupt would pass.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Keep the files in memory where there is room: the tests wait for thousands of syncs,
 # and only a power cut would show whether a sync did anything.
 MEMORY_DIRECTORY = '/dev/shm'
@@ -44,7 +50,7 @@ if (
 
 
 def pytest_collection_finish():
-    """Spare the garbage collector all collected tests: an eighth of the CPU."""
+    """Exclude the collected tests from garbage collection: an eighth of the CPU."""
     gc.freeze()
 
 
@@ -145,19 +151,19 @@ def run(capfdbinary):
 
 
 @pytest.fixture(scope='session')
-def server():
+def database():
     """A PostgreSQL server for all tests. Each test leaves it running."""
     # Imported here: most test modules need no database.
     from postgresql import PostgreSQL
 
-    with PostgreSQL() as server:
-        yield server
+    with PostgreSQL() as database:
+        yield database
 
 
 @pytest.fixture
-def url(server):
+def url(database):
     """The URL of an empty store in PostgreSQL."""
-    return server.new_url()
+    return database.new_url()
 
 
 @pytest.fixture

@@ -1,13 +1,16 @@
 """Installation from a checkout: the Makefile, the requirements, the version, the CI."""
 
+import fcntl
 import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from exchange import SECRET, table
 from server import REPOSITORY, Server, finished, request
 
 from store import __version__
@@ -23,7 +26,7 @@ def text(name):
 @pytest.fixture
 def checkout(checkout):
     """A checkout in which no command was run yet."""
-    for name in ('Makefile', 'requirements.txt', 'constraints.txt'):
+    for name in ('.ci', 'Makefile', 'requirements.txt', 'constraints.txt'):
         (checkout / name).symlink_to(REPOSITORY / name)
     return checkout
 
@@ -40,7 +43,8 @@ def wheels():
     [
         ((2, 7), 'linux2', 'Python 3.11 or newer is needed, this is 2.7'),
         ((3, 10), 'linux', 'Python 3.11 or newer is needed, this is 3.10'),
-        ((3, 12), 'darwin', 'Linux is needed, this is darwin'),
+        ((3, 11), 'darwin', 'Python 3.12 or newer is needed on macOS, this is 3.11'),
+        ((3, 12), 'win32', 'Linux or macOS is needed, this is win32'),
     ],
 )
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence):
@@ -79,6 +83,73 @@ def test_make_run_installs_what_runs_and_serves(checkout):
     found = {normalized(package['name']) for package in json.loads(done.stdout)}
     assert found - {'pip', 'setuptools'} == needed
     assert not needed & {'flask', 'pytest'}
+
+
+@pytest.fixture
+def own(checkout):
+    """A checkout whose requirements can be edited."""
+    (checkout / 'requirements.txt').unlink()
+    (checkout / 'requirements.txt').write_text('# no package\n')
+    return checkout
+
+
+def test_two_makes_install_once(own):
+    """Of two makes at once in a fresh checkout, one waits for the other and says so."""
+    command = [*MAKE, '.venv/run']
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+    with (own / 'requirements.txt').open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a third one, so that both must wait
+        both = [subprocess.Popen(command, cwd=own, **pipes) for _ in range(2)]
+        waiting = [process.stdout.readline() for process in both]
+    printed = sorted(process.communicate(timeout=300)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert all('waiting for it' in line for line in waiting)
+    assert printed[0] == ''
+    assert printed[1].startswith('Installing the packages into .venv, once.')
+    assert (own / '.venv/run').exists()
+
+
+UNREACHABLE = {
+    'index': (
+        {'PIP_INDEX_URL': f'http://me:{SECRET}@127.0.0.1:1/simple', 'PIP_RETRIES': '0'},
+        'from http://127.0.0.1:1/simple. ',
+    ),
+    'folder': ({'PIP_NO_INDEX': '1', 'PIP_FIND_LINKS': '/empty'}, 'from /empty. '),
+}
+
+
+@table('variables, words', UNREACHABLE)
+def test_make_without_network_says_how_to_install(own, variables, words):
+    """One sentence names the package, the place, and the way with a folder."""
+    (own / 'requirements.txt').write_text('falcon==4.4.0\n')
+    ours = {name: text for name, text in os.environ.items() if 'PIP_' not in name}
+    ours |= variables | {'PIP_CONFIG_FILE': os.devnull}
+    done = finished([*MAKE, 'run'], cwd=own, env=ours, timeout=300)
+    sentence, *rest = done.stderr.splitlines()
+    assert sentence.startswith(f'pip cannot get falcon==4.4.0 {words}Without a network')
+    assert 'PIP_FIND_LINKS=FOLDER make run' in sentence
+    assert len(rest) == 1  # from make
+    assert SECRET not in done.stderr
+    assert not (own / '.venv/run').exists()
+
+
+def test_make_without_python_says_so(checkout):
+    """A missing Python ends make with a sentence."""
+    done = finished([*MAKE, 'run', 'PYTHON=python3.99'], cwd=checkout)
+    assert done.stderr.startswith('python3.99 is not there: install Python 3.11')
+
+
+@pytest.mark.parametrize('target', ['run', 'test', 'lint'])
+def test_environment_whose_python_is_gone_is_to_be_removed(checkout, target):
+    """Without the Python that made ``.venv``, make says what to do."""
+    (checkout / '.venv/bin').mkdir(parents=True)
+    (checkout / '.venv/bin/python').symlink_to('/gone/python')
+    (checkout / 'requirements-test.txt').touch()
+    for stamp in ('run', 'test'):
+        (checkout / '.venv' / stamp).touch()
+    done = finished([*MAKE, target], cwd=checkout)
+    assert done.returncode == 2
+    assert 'rm -r .venv' in done.stderr.splitlines()[0]
 
 
 def test_make_run_works_after_a_move_and_ignores_port(checkout):
