@@ -18,9 +18,16 @@ store() {
     PYTHONPATH=$checkout "$checkout/.venv/bin/python" -P -m store "$@"
 }
 
+# Only what this script has made: other files in the directory stay.
+digits='[0-9][0-9][0-9][0-9]'
+list() {
+    find "$directory" -maxdepth 1 -type f \
+        -name "plants-$digits${digits}T$digits[0-9][0-9]Z.jsonl" | LC_ALL=C sort
+}
+
 mkdir -p "$directory"
-for newest in "$directory"/plants-*.jsonl; do :; done # sorted by time
-[ -e "$newest" ] || newest=/dev/null
+newest=$(list | tail -n 1)
+newest=${newest:-/dev/null}
 
 copy=$(mktemp "$directory/unfinished.XXXXXX")
 trap 'rm -f "$copy"' EXIT
@@ -33,13 +40,21 @@ if [ "${verified%% *}" -lt "$before" ]; then
     exit 1
 fi
 sync "$copy"
-finished=$directory/plants-$(date -u +%Y%m%dT%H%M%SZ).jsonl
+# The last name of all, also if the clock is behind: then a second after the newest.
+stamp=$("$checkout/.venv/bin/python" -c '
+import sys, time
+from calendar import timegm
+form, now = "%Y%m%dT%H%M%SZ", time.time()
+try:
+    now = max(now, 1 + timegm(time.strptime(sys.argv[1][-22:-6], form)))
+except ValueError:  # there is none
+    pass
+print(time.strftime(form, time.gmtime(now)))' "$newest")
+finished=$directory/plants-$stamp.jsonl
 mv "$copy" "$finished"
 sync "$directory"
 echo "$finished: $verified"
 
-set -- "$directory"/plants-*.jsonl
-while [ $# -gt "$keep" ]; do
-    rm "$1"
-    shift
+list | grep -Fvx "$finished" | sort -r | tail -n "+$keep" | while read -r old; do
+    rm "$old"
 done

@@ -53,15 +53,23 @@ def test_backup_has_what_a_running_server_acknowledged(backups):
     assert (backups / new).stat().st_mode & 0o077 == 0
 
 
-def test_newest_backups_are_kept(backups):
-    """The oldest backups are removed, once the new one is complete."""
-    newer = OLD.replace('2026', '2027')
-    (backups / newer).touch()
-    assert run(backups, keep='2')[0] == 0
-    names = {path.name for path in backups.iterdir()}
-    assert len(names) == 2
-    assert newer in names
-    assert OLD not in names
+@pytest.mark.parametrize('keep', [1, 2])
+def test_newest_backups_are_kept(backups, keep):
+    """The oldest are removed, never the new one: it is the last also by its name.
+
+    The clock may be behind the names of older ones. Files of others are left.
+    """
+    newer = OLD.replace('2026', '2097')
+    other = 'plants-20250101T000000Z.jsonl.gz'
+    for name in newer, other, 'plants-export.jsonl':
+        (backups / name).touch()
+    code, printed = run(backups, keep=str(keep))
+    assert code == 0
+    names = sorted(path.name for path in backups.glob('plants-2*Z.jsonl'))
+    assert names == [newer, 'plants-20970101T000001Z.jsonl'][-keep:]
+    assert printed == f'{backups / names[-1]}: 100 plants verified, no damage\n'
+    assert (backups / names[-1]).read_bytes() == b''.join(LINES)
+    assert {other, 'plants-export.jsonl'} <= {path.name for path in backups.iterdir()}
 
 
 def damage(plants):

@@ -140,6 +140,17 @@ def test_composition_gets_the_secrets_as_they_are(services, secrets):
     assert service['PLANTS_STORE'] == url.format(**database)
 
 
+def test_composition_is_confined(services):
+    """No container gains privileges, or processes without limit; ours has none."""
+    for service in services.values():
+        assert service['security_opt'] == ['no-new-privileges:true']
+        assert service['pids_limit'] <= 1000
+    ours = services['plants']
+    assert (ours['cap_drop'], ours['read_only']) == (['ALL'], True)
+    assert ours['ulimits'] == {'core': 0}
+    assert not {'cap_add', 'privileged', 'devices', 'network_mode'} & ours.keys()
+
+
 def test_composition_serves(services, image):
     """The service listens on the socket for nginx, and on the port of its check."""
     service = services['plants']

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingMixIn, UnixStreamServer
 
@@ -163,6 +164,25 @@ def test_error_of_nginx_has_the_same_value(server, nginx, value, data):
     if value == 40500:
         allowed = server.ask(data.replace(b'TRACE', b'PUT')).headers['allow']
         assert answer.headers['allow'] == allowed
+
+
+def test_flood_of_one_address_is_limited(server, nginx):
+    """Of many requests at once from an address some are refused; others are served."""
+    data = b'GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n'
+    answers = []
+    with ExitStack() as opened:
+        clients = [
+            opened.enter_context(nginx.connect(source='127.0.0.9')) for _ in range(20)
+        ]
+        while not any(answer.status == 503 for answer in answers):
+            for client in clients:
+                client.send(data * 100)
+            for client in clients:
+                answers += [client.receive() for _ in range(100)]
+            assert nginx.ask(request(body=fern())).status == 200
+    refused = [answer for answer in answers if answer.status == 503]
+    assert_error(refused[0], 50300)
+    assert {answer.status for answer in answers} == {200, 503}
 
 
 def test_plain_http_is_refused(nginx):
