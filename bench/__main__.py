@@ -25,6 +25,7 @@ from bench.contenders import CONTENDERS, HERE, TOP, Contender, add_options, chos
 from bench.load import TOKEN, check_answers, first_answer, load
 from bench.report import CASES, ON_THIS_DISK, Case, Run, markdown
 from bench.serving import Failed, cpu_time, memory, serving
+from store.jsonl.disk import sync
 
 WARM_UP = 1  # seconds
 WARM_IDS, HOT_IDS = 1_000, 500_000_000  # the first ids; the ranges do not overlap
@@ -168,6 +169,8 @@ def count_syncs(path: Path) -> int:
 
 def describe_conditions(options: argparse.Namespace, directory: Path) -> str:
     """Return a description of the machine and of the measurements."""
+    if sys.platform != 'linux':
+        sys.exit('Linux is needed: memory and CPU time are read from /proc')
     cores = len(os.sched_getaffinity(0))
     return (
         f'{cores} cores, Python {platform.python_version()}; '
@@ -188,7 +191,7 @@ def sync_ms(directory: Path) -> float:
         for _ in range(200):
             began = time.perf_counter()
             file.write(bytes(64))
-            os.fdatasync(file.fileno())
+            sync(file.fileno())
             took.append(time.perf_counter() - began)
     return 1000 * statistics.median(took)
 

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,6 +48,8 @@ def serving(
     """
     port = free_port()
     added = {**environ, 'PORT': f'{port}'}
+    if sys.platform != 'linux':
+        raise Failed('Linux is needed')
     # In memory, so that the log does not load the disk.
     log = os.memfd_create('log')
     began = time.perf_counter()
