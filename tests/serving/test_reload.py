@@ -209,10 +209,12 @@ def test_master_does_not_wait_for_the_lock(tmp_path):
         assert server.wait(5) == 0
 
 
+# Only a check that hangs has its time cut: a sound one may take long on a busy machine.
 HANGING = [
-    'import sys, time',
-    'master.CHECK_SECONDS = 4',
-    "if '--check-config' in sys.argv and Path('hang').exists(): time.sleep(1000)",
+    'import signal, sys, time',
+    "if '--check-config' in sys.argv and Path('hang').exists():",
+    '    signal.alarm(2 if signal.alarm(0) else 0)',
+    '    time.sleep(1000)',
 ]
 
 
@@ -224,7 +226,7 @@ def test_hanging_check_is_ended(tmp_path):
         server.signal(signal.SIGHUP)
         wait_until(lambda: child_pids(server.pid) > server.worker_pids(), 'it hangs')
         replace_worker(server)
-        wait_until(lambda: 'longer than 4 s' in server.log, 'it is given up')
+        wait_until(lambda: 'longer than 300 s' in server.log, 'it is given up')
         hang.unlink()
         server.reload()
         assert add_plants(server) == {200}
