@@ -287,7 +287,7 @@ class Server:
         try:
             if not self._is_killed:
                 self.interrupt()
-                self.wait(3)
+                self.wait()
         except subprocess.TimeoutExpired:
             pass
         finally:
