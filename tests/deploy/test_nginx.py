@@ -56,6 +56,8 @@ class Nginx:
             '/etc/ssl/': '',
             '/run/plants.sock': f'{self.upstream}',
             '/var/log/nginx/plants.log': 'access.log',
+            # So that a flood is one on a busy machine, too: only the burst passes.
+            'rate=500r/s': 'rate=1r/s',
         }.items():
             edit(directory / 'plants.conf', theirs, ours)
         # NOTE: the default user of nginx's workers may not enter a directory of root.
