@@ -163,9 +163,10 @@ def test_pod_serves_and_stops(name, checkout, url):
         with subprocess.Popen([program, '0.5']) as pause:
             while pause.poll() is None:
                 assert status('new-token') == 200
-        data = request(body=fern(), authorization='Bearer new-token')
-        with server.connect() as client:
-            client.send(data[:-1])
+        how = {'authorization': 'Bearer new-token', 'expect': '100-continue'}
+        data = request(body=fern(), **how)
+        with server.connect() as client:  # one that no worker has accepted is cut off
+            assert client.ask(data[:-1]).status == 100
             server.signal(signal.SIGTERM)
             wait_until(lambda: 'Handling signal: term' in server.log, 'it stops')
             client.send(data[-1:])
