@@ -288,7 +288,6 @@ def test_interrupted_waiter_stops_no_other(quick):
 @pytest.mark.parametrize('failed', [True, False], ids=['after a failure', 'first'])
 def test_waiter_leaves_in_time(quick, monkeypatch, failed):
     """Who waits too long gets the reason of the latest failure, and is not stored."""
-    monkeypatch.setattr(group_commit, 'WAIT_WITHIN', 0.05)
     disk, failure = Disk(), StoreUnavailable('full')
 
     def refuse():
@@ -299,6 +298,7 @@ def test_waiter_leaves_in_time(quick, monkeypatch, failed):
         disk.before_append = refuse
         with contextlib.suppress(StoreUnavailable):
             disk.submit(0)
+        monkeypatch.setattr(group_commit, 'WAIT_WITHIN', 0.05)
         disk.before_append = gate = Gate()
         for record in 1, 2:
             with pytest.raises(StoreUnavailable, match='full' if failed else 'late'):
@@ -306,7 +306,8 @@ def test_waiter_leaves_in_time(quick, monkeypatch, failed):
         gate.open()
         monkeypatch.undo()
         disk.submit(3)
-    assert disk.batches == [[0], [1], [3]]
+    # The committer blocks with the first that it takes, if it wakes before that leaves.
+    assert disk.batches in ([[0], [1], [3]], [[0], [2], [3]], [[0], [3]])
 
 
 def test_closed_queue_refuses(quick):
