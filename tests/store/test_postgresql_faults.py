@@ -231,7 +231,7 @@ def test_lookup_that_cannot_start_is_repeated(url, monkeypatch):
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])
 def test_lost_response_is_unavailable(far, proxy, short_limits, after):
     """A statement without a response fails in time, whichever statement it is."""
-    far.add(FERN)
+    wait_until(lambda: can_add(far))
     proxy.stop(after)
     for _ in range(2):
         with refused('there is no connection to the database', LONGEST):
@@ -243,7 +243,7 @@ def test_lost_response_is_unavailable(far, proxy, short_limits, after):
 
 def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
     """While the server is silent one caller at a time tries; others fail at once."""
-    far.add(FERN)
+    wait_until(lambda: can_add(far))
     monkeypatch.setattr(pool, 'WAIT_WITHIN', 0.1)
     lender = far._backend().pool
     connecting = threading.Thread(target=lambda: can_add(far))
