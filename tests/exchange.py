@@ -139,7 +139,7 @@ def child_pids(pid):
     """Return the process ids of the children of a process."""
     found = set()
     for task in Path(f'/proc/{pid}/task').iterdir():  # threads have children, too
-        with suppress(FileNotFoundError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             found |= set(map(int, (task / 'children').read_text().split()))
     return found
 
