@@ -37,6 +37,7 @@ def test_json_log_has_an_object_per_line(tmp_path):
         server.ask(request('GET', '/pl%0aants'))
         server.ask(b'GET / HTTP/9\r\n\r\n')
         server.ask(b'\x16\x03\x01\x00\x05\x01\r\n\r\n')  # as https:// begins
+        wait_until(lambda: server.log.count('"error": 40000') == 2, 'all is written')
     lines = parse_json_log(server.log)
     [added] = [line for line in lines if line.get('request_id') == 'my-id']
     assert list(added) == [
