@@ -39,10 +39,11 @@ SHORT_LIMITS = [
     'client.REQUEST_TIMEOUT = 1',
     'keepalive = 60',
 ]
+# Not for the start, which fails for a database that a busy machine delays.
 SHORT_DATABASE_LIMITS = [
     'from store.postgresql import connection',
-    'connection.ANSWER_WITHIN = 1',
-    'connection.CANCEL_WITHIN = 0.5',
+    'def post_fork(server, worker):',
+    '    connection.ANSWER_WITHIN, connection.CANCEL_WITHIN = 1, 0.5',
 ]
 
 # jsonschema itself reads the published file, with none of our code in between.
