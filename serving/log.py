@@ -83,7 +83,7 @@ class BatchingHandler(logging.Handler):
 
     def batch_with(self, loop: Any) -> None:
         """Write the lines of this thread in batches, from a timer of an event loop."""
-        self._timer = loop.timer(BATCH_SECONDS)
+        self._loop = loop
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -92,6 +92,8 @@ class BatchingHandler(logging.Handler):
         else:
             self._records.append(record)
             if len(self._records) == 1:
+                # Not one for all batches: gevent's fires at once when started again.
+                self._timer = self._loop.timer(BATCH_SECONDS)
                 self._timer.start(self.flush)
 
     def flush(self) -> None:

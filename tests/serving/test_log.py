@@ -1,6 +1,7 @@
 """The log: its two formats, its fields, and the secrets that it never shows."""
 
 import json
+import logging
 import re
 import shutil
 import signal
@@ -9,6 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from urllib.parse import quote
 
+import gevent
 import pytest
 from exchange import child_pids, parse_json_log
 from server import (
@@ -21,6 +23,8 @@ from server import (
     socket_to,
     wait_until,
 )
+
+from serving.log import BatchingHandler
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
@@ -231,3 +235,21 @@ def test_formatter_of_a_log_config_is_used(tmp_path):
             line = rf'(?m)^MainThread \[[0-9]+\] \[INFO\] {id} '
             wait_until(lambda line=line: re.search(line, server.log), 'it is written')
         assert server.log.count('my-id') == 1
+
+
+def test_each_line_waits_for_a_batch(monkeypatch):
+    """Lines wait for more lines, also those after the first batch."""
+    target, written = logging.Handler(), []
+    target.emit = written.append
+    batching = BatchingHandler([target])
+    batching.batch_with(gevent.get_hub().loop)
+    line = logging.makeLogRecord({})
+    for number in range(1, 3):
+        monkeypatch.setattr('serving.log.BATCH_SECONDS', 3600)
+        batching.emit(line)
+        gevent.sleep(0.01)
+        assert len(written) == 2 * (number - 1)
+        batching.flush()
+        monkeypatch.setattr('serving.log.BATCH_SECONDS', 0.001)
+        batching.emit(line)
+        wait_until(lambda n=number: gevent.sleep(0.001) or len(written) == 2 * n, 'one')
