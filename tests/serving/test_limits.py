@@ -169,7 +169,9 @@ def test_slow_reader_gets_everything(impatient):
         client.send(request('GET', LARGE_FILE) * 3)
         received = b''
         while len(received) < 3 * len(whole):
-            received += client._socket.recv(2**19)
+            piece = client._socket.recv(2**19)
+            assert piece, 'closed'  # or it would be asked forever
+            received += piece
             time.sleep(0.15)
         assert received.count(whole) == 3
 
