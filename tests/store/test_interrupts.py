@@ -200,6 +200,7 @@ def test_threads_are_interrupted_at_random(path, seed):
                     ctypes.c_ulong(chance.choice(adding)), ctypes.py_object(Interrupted)
                 )
                 time.sleep(chance.uniform(0, 0.002))
+            wait_until(lambda: len(history.acknowledged) > 50)  # a disk may be slow
             history.is_over = True
 
         in_threads(*(partial(add, name) for name in 'uvwxyz'), interrupt)
@@ -222,6 +223,7 @@ def test_greenlets_are_killed_at_random(path, seed):
                 if len(adding) > 8:
                     gone = adding.pop(chance.randrange(8))
                     gone.kill(chance.choice([gevent.GreenletExit, gevent.Timeout]))
+            wait_until(lambda: gevent.sleep(0.01) or len(history.acknowledged) > 50)
             history.is_over = True
             gevent.joinall(adding, timeout=PATIENCE, raise_error=True)
 
