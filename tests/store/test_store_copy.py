@@ -383,7 +383,7 @@ class TestOutput:
 
 def test_memory_of_a_copy_does_not_grow(make):
     """A copy of six times as many plants takes about the same memory."""
-    plants = [plant._replace(tag='shade' * 200) for plant in many(12_000)]
+    plants = [plant._replace(tag='shade' * 400) for plant in many(12_000)]
     # Not ru_maxrss, which begins with that of the process that started this one.
     script = (
         'import sys; from store.__main__ import main\n'
@@ -395,5 +395,6 @@ def test_memory_of_a_copy_does_not_grow(make):
     copies = [small, make('jsonl'), large, make('jsonl')]
     done = finished([sys.executable, '-c', script, *copies], cwd=REPOSITORY, check=True)
     first, both = map(int, re.findall(r'VmHWM:\s+(\d+) kB', done.stdout))
-    # All plants as objects would take 10 MiB more.
-    assert both < first + 5 * 1024
+    # All plants as objects would take 20 MiB more, and the caches of the index take 5
+    # where its flushes are late.
+    assert both < first + 10 * 1024
