@@ -395,6 +395,5 @@ def test_memory_of_a_copy_does_not_grow(make):
     copies = [small, make('jsonl'), large, make('jsonl')]
     done = finished([sys.executable, '-c', script, *copies], cwd=REPOSITORY, check=True)
     first, both = map(int, re.findall(r'VmHWM:\s+(\d+) kB', done.stdout))
-    # All plants as objects would take 20 MiB more, and the caches of the index take 5
-    # where its flushes are late.
+    # All plants as objects would take 20 MiB more, and the caches of the index take 5.
     assert both < first + 10 * 1024
