@@ -122,9 +122,9 @@ class Index:
         found = status.st_size, status.st_mtime_ns
         if state.mtime is not None and (state.mark, state.mtime) != found:
             raise IndexDamaged('the plant file was changed while nobody had it open')
-        self.know(state.mark)
-        if state.tail != zlib.crc32(self._tail):
+        if state.tail != zlib.crc32(self._read_tail(state.mark)):
             raise IndexDamaged('the plant file was changed in place')
+        self.know(state.mark)  # last: a table that is not believed knows no line
         self.mark = state.mark
         self.reason = None
 

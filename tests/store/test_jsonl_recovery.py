@@ -359,16 +359,20 @@ class TestSwap:
             assert_stored(store, PLANTS[:4], free=[100])
         assert path.read_bytes() == lines(*PLANTS[:4], Plant(100, 'Free'))
 
+    @pytest.mark.parametrize('flushed', [False, True], ids=['recent', 'flushed'])
     @pytest.mark.parametrize('longer', [1, 40], ids=['little', 'much'])
-    def test_overwritten_file_gives_no_id_twice(self, path, longer, monkeypatch):
+    def test_overwritten_file_gives_no_id_twice(
+        self, path, longer, flushed, monkeypatch
+    ):
         """A file that was overwritten in place never makes a store give an id twice."""
-        # Behind the mark. Before it, lines that are no longer there are damage.
         monkeypatch.setattr('store.jsonl.file.FLUSH_WITHIN', 100)
         before = [Plant(id, 'Fern') for id in range(10)]
         after = [Plant(id, 'Moss') for id in range(50, 60 + longer)]
         with JSONLinesStore(path) as store:
             for plant in before:
                 store.add(plant)
+            if flushed:
+                flush(path)
             path.write_bytes(lines(*after))
             for plant in after:
                 with contextlib.suppress(StoreUnavailable):
@@ -378,6 +382,22 @@ class TestSwap:
         assert path.read_bytes() == lines(*after)
         with JSONLinesStore(path) as store:
             assert_stored(store, after, free=range(10))
+
+    def test_changed_last_line_gives_no_id_twice(self, path):
+        """A line that was edited in place costs no id of the lines before it."""
+        oaks, moss = [Plant(id, 'Oak') for id in range(9)], Plant(9, 'Moss')
+        with JSONLinesStore(path) as store:
+            for plant in [*oaks, Plant(9, 'Fern')]:
+                store.add(plant)
+            flush(path)
+            path.write_bytes(lines(*oaks, moss))
+            assert_stored(store, [*oaks, moss], free=[10])
+
+
+def flush(path):
+    """Have another store of a file enter all ids into the table, and close."""
+    with JSONLinesStore(path) as other:
+        other.ping()
 
 
 def test_long_build_logs_its_progress(path, monkeypatch, caplog):
