@@ -127,10 +127,10 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         super().setup(cfg)
         formatter: logging.Formatter | None = None
         is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
-        # Python documents these switches to save time: our lines show no thread.
+        # Python documents these switches to save time: our lines show no such thing.
         logging.logThreads = logging.logMultiprocessing = not is_ours
+        logging._srcfile = None if is_ours else logging.__file__
         if is_ours:
-            logging._srcfile = None
             formatter = TextFormatter(self.error_fmt, self.datefmt)
         if is_json_log(os.environ | cfg.env):  # --env is set later
             formatter = JSONFormatter()
