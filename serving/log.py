@@ -152,16 +152,16 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         gunicorn's own method would end the server if the disk is full. Here the new
         file gets the old descriptor, for all that hold the stream (``wsgi.errors``).
         """
-        for logger in loggers():
-            for handler in logger.handlers:
-                if isinstance(handler, logging.FileHandler) and handler.stream:
-                    path = handler.baseFilename
-                    streams: list[Any] = [handler.stream]
-                    if logger is self.error_log and self.logfile:  # --capture-output
-                        streams += self.logfile, sys.stdout, sys.stderr
-                    try:
-                        with open(path, 'a') as new:
-                            for fd in [each.fileno() for each in streams]:
-                                os.dup2(new.fileno(), fd, os.get_inheritable(fd))
-                    except OSError as ex:
-                        logger.error('%s: not opened again: %s', path, ex)
+        handlers = [handler for logger in loggers() for handler in logger.handlers]
+        files = [x for x in handlers if isinstance(x, logging.FileHandler) and x.stream]
+        opened: list[Any] = [(file.baseFilename, file.stream) for file in files]
+        if self.logfile:  # --capture-output
+            streams = self.logfile, sys.stdout, sys.stderr
+            opened += [(self.logfile.name, stream) for stream in streams]
+        for path, stream in opened:
+            try:
+                with open(path, 'a') as new:
+                    inherits = os.get_inheritable(stream.fileno())
+                    os.dup2(new.fileno(), stream.fileno(), inherits)
+            except OSError as ex:
+                self.error('%s: not opened again: %s', path, ex)

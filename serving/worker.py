@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any
 
 import gevent
@@ -29,7 +30,7 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from app import PlantsApp
 from serving.client import BODY, HEAD, IDLE, LINGER, Client, ClientGone
-from serving.heads import Exchanges, StrictRequest, status_of
+from serving.heads import STATUSES, Exchanges, StrictRequest
 from serving.log import PlantsLogger
 from serving.master import connection_counts
 from serving.scheduler import Turns
@@ -198,7 +199,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _refuse(self, request: StrictRequest, client: Client, error: Exception) -> None:
         """Answer a request that the application does not serve, or failed to serve."""
-        status = status_of(error)
+        kinds = type(error).__mro__
+        status = HTTPStatus(next(STATUSES[kind] for kind in kinds if kind in STATUSES))
         message = f'{status.phrase}: the HTTP server cannot serve this request'
         environ = request.refuse() | {FAULT: Fault(100 * status, message)}
         response = Response(request, client, self.cfg)
