@@ -66,7 +66,7 @@ class Gathering:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
-        self._asked = self._seen = 0
+        self._asked = False  # since the last poll
         loop = gevent.get_hub().loop
         # NOTE: not an idle watcher, which any client can delay, and which would gather
         # all connections in one batch, so that no other request is served meanwhile.
@@ -74,16 +74,15 @@ class Gathering:
         self._check.priority = loop.MINPRI
 
     def add(self) -> None:
-        self._asked += 1
+        self._asked = True
         if not self._check.active:
             self._check.start(self._polled)
             self._idle.start(lambda: None)  # so the loop does not sleep
 
     def _polled(self) -> None:
-        if self._seen < self._asked:
-            self._seen = self._asked
+        if self._asked:
+            self._asked = False
             return
-        self._asked = self._seen = 0
         self._check.stop()
         self._idle.stop()
         self._function()
