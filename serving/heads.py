@@ -44,9 +44,7 @@ HOST = re.compile(_HOST)
 TARGET = re.compile(rf'(?=/|\w+:)(?:(?i:https?)://(?=[^:/?]){_HOST})?{_PATH}')
 CONNECT_TARGET = re.compile(rf'(?=.+:[0-9]+$){_HOST}')
 
-PROXY_LINE = re.compile(
-    rb'PROXY TCP[46]( [0-9A-Fa-f.:]+){2}( (0|[1-9][0-9]{0,4})){2}\r\n'
-)
+PROXY_LINE = rb'PROXY TCP[46]( [0-9A-Fa-f.:]+){2}( (0|[1-9][0-9]{0,4})){2}\r\n'
 
 # What is kept of a request whose head may come again, and who reads it. Nobody changes
 # these values: a change makes a new one for the request at hand.
@@ -143,7 +141,7 @@ class StrictRequest(Request):  # type: ignore[misc]
     def _parse_proxy_protocol_v1(self, unreader: Any, buf: bytearray) -> Any:
         while b'\r\n' not in buf:
             self.read_into(unreader, buf)
-        if not PROXY_LINE.match(buf):  # gunicorn takes +80, and fails for a NUL
+        if not re.match(PROXY_LINE, buf):  # gunicorn takes +80, and fails for a NUL
             raise errors.InvalidProxyLine('malformed')
         return super()._parse_proxy_protocol_v1(unreader, buf)
 
