@@ -53,21 +53,16 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     alive: bool
 
+    # The life of the worker, in the main greenlet.
+
     def patch(self) -> None:
         for each in self.sockets:  # the sockets of clients inherit it
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
     def run(self) -> None:
         self._prepare()
-        accepting = [
-            gevent.spawn(self._accept, each, each.getsockname())
-            for each in self.sockets
-        ]
-        while self.alive and all(accepting):  # none has failed
-            self._tick()
-            self._make_room()
-        gevent.killall(accepting)
-        self._finish()
+        self._serve()
+        self._stop()
 
     def _prepare(self) -> None:
         """Set up the process, and what all connections share."""
@@ -98,6 +93,55 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._slot = self.age % len(connection_counts)
         connection_counts[self._slot] = 1
 
+    def _serve(self) -> None:
+        """Accept connections, and limit them, until the worker is to stop."""
+        accepting = [
+            gevent.spawn(self._accept, each, each.getsockname())
+            for each in self.sockets
+        ]
+        while self.alive and all(accepting):  # none has failed
+            self._tick()
+            self._make_room()
+        gevent.killall(accepting)
+
+    def _tick(self, *, idle_end: bool = False) -> None:
+        """Tell the master that the worker lives, wait, expire late clients."""
+        self.notify()
+        gevent.sleep(TICK)
+        # First hear the clients: this process may have been paused.
+        self._turns.wait_for_others(is_next=True)
+        now = time.monotonic()
+        for client in list(self._clients):
+            if client.deadline < now or (idle_end and client.stage == IDLE):
+                client.expire()
+
+    def _make_room(self) -> None:
+        """Expire stalled clients if others wait for a connection of a full worker."""
+        if not select.select(self.sockets, [], [], 0)[0]:
+            self._room = 0
+        elif self._pool.full():
+            # The more, the longer others wait: nobody knows how many they are.
+            self._room = 2 * self._room or 1 + self._pool.size // 16
+            awaited = [client for client in self._clients if client.is_awaited]
+            stalled = [client for client in awaited if client.stalled_for() >= LINGER]
+            stalled.sort(key=lambda client: (client.stage, client.since))
+            for client in stalled[: self._room]:
+                client.expire()
+
+    def _stop(self) -> None:
+        """Let clients take the answers to what they have begun, within a time limit."""
+        for each in self.sockets:
+            each.close()
+        connection_counts[self._slot] += STOPPING
+        stopped = time.monotonic()
+        # NOTE: the greenlets, not the clients: a connection that was accepted in this
+        # turn of the event loop has a greenlet already, and becomes a client later.
+        last = stopped + self.cfg.graceful_timeout
+        while len(self._pool) and time.monotonic() < last:
+            self._tick(idle_end=time.monotonic() > stopped + LINGER)
+
+    # A greenlet for each listening socket.
+
     def _accept(self, listener: Any, address: Any) -> None:
         """Accept connections, but leave one for a moment to a worker with fewer."""
         while True:
@@ -118,17 +162,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             sock.setblocking(False)
             self._pool.spawn(self.handle, address, sock, peer)
 
-    def _finish(self) -> None:
-        """Accept no more; let clients take the answers to what they have begun."""
-        for each in self.sockets:
-            each.close()
-        connection_counts[self._slot] += STOPPING
-        stopped = time.monotonic()
-        # NOTE: the greenlets, not the clients: a connection that was accepted in this
-        # turn of the event loop has a greenlet already, and becomes a client later.
-        last = stopped + self.cfg.graceful_timeout
-        while len(self._pool) and time.monotonic() < last:
-            self._tick(idle_end=time.monotonic() > stopped + LINGER)
+    # A greenlet for each connection.
 
     def handle(self, listener: Any, sock: socket.socket, address: Any) -> None:
         client = Client(sock, self._turns)
@@ -215,28 +249,3 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         for data in body:
             response.write(data)
         response.close()
-
-    def _tick(self, *, idle_end: bool = False) -> None:
-        """Tell the master that the worker lives, expire late clients, wait."""
-        self.notify()
-        # First hear the clients: this process may have been paused.
-        self._turns.wait_for_others(is_next=True)
-        now = time.monotonic()
-        for client in list(self._clients):
-            if client.deadline < now or (idle_end and client.stage == IDLE):
-                client.expire()
-        gevent.sleep(TICK)
-
-    def _make_room(self) -> None:
-        """Expire stalled clients if others wait for a connection of a full worker."""
-        if not select.select(self.sockets, [], [], 0)[0]:
-            self._room = 0
-        elif self._pool.full():
-            # The more, the longer others wait: nobody knows how many they are.
-            self._room = 2 * self._room or 1 + self._pool.size // 16
-            self._turns.wait_for_others(is_next=True)
-            awaited = [client for client in self._clients if client.is_awaited]
-            stalled = [client for client in awaited if client.stalled_for() >= LINGER]
-            stalled.sort(key=lambda client: (client.stage, client.since))
-            for client in stalled[: self._room]:
-                client.expire()
