@@ -164,4 +164,4 @@ class PlantsLogger(Logger):  # type: ignore[misc]
                     inherits = os.get_inheritable(stream.fileno())
                     os.dup2(new.fileno(), stream.fileno(), inherits)
             except OSError as ex:
-                self.error('%s: not opened again: %s', path, ex)
+                self.error_log.error('%s: not opened again: %s', path, ex)
