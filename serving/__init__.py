@@ -5,7 +5,7 @@ version that they were checked against; a test fails under another one.
 
 * ``heads``: ``gunicorn.http``, for requests, bodies, responses and WSGI environments;
 * ``client``: what ``gunicorn.http`` calls of a socket;
-* ``worker``: ``run`` and ``patch`` of the gevent worker, which it replaces; TLS;
+* ``worker``: ``run`` and ``patch`` of the gevent worker, its sockets, responses, TLS;
 * ``master``: the arbiter, above all ``reload``, ``setup`` and ``reap_workers``;
 * ``lifecycle``: attributes of the arbiter, and the environment of an upgrade;
 * ``check``: the pid file, TLS, and the settings as an object;

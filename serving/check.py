@@ -38,9 +38,9 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     """Try what a start does; return the settings, or raise ``ValueError``.
 
     ``is_bound``: a running server has these addresses (a reload or an upgrade).
-    ``is_opened_next``: the caller opens the store next, so it is not checked here: that
-    may take long. The error has a line for each fault, the addresses last: while a
-    server runs, a check beside it always finds them in use.
+    ``is_opened_next``: the caller opens the store next, so it is not checked here. The
+    error has a line for each fault, the addresses last: a check beside a running server
+    always finds them in use.
     """
     faults = Faults()
     environ = dict(os.environ)

@@ -166,6 +166,8 @@ class Client:
         while size := len(self.recv(MAX_BUFFERED)):
             self.deadline = min(self.deadline + size / LINGER_RATE, last)
 
+    # Called by the worker while the greenlet of the connection may wait.
+
     def stalled_for(self) -> float:
         """Return for how many seconds the worker has waited for the client."""
         seconds = time.monotonic() - self.since

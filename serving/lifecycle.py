@@ -1,11 +1,10 @@
 """The life of a server: start, hooks, upgrade, end.
 
-The master builds the application once, before it forks, and every worker serves that
-object: schemas, tokens, code, and the same plant file. A worker that starts later does
-so, too, even if files are half edited or gone by then. A reload builds a new one.
-
 The master opens the store once before it makes workers, because a damaged file would
 kill one worker after the other. Later it waits for no store, lock or process.
+
+It builds the application once for all workers, also for those that start while files
+are half edited: schemas, tokens, code, and the same plant file. A reload builds anew.
 """
 
 import logging
@@ -22,9 +21,8 @@ from gunicorn.config import Config
 from gunicorn.workers.base import Worker
 
 from app import create_app
-from serving.check import Faults, as_user, check
-from serving.connections import SLOTS, connection_counts
-from serving.master import PASSED, Master
+from serving.check import as_user, check
+from serving.master import PASSED, Master, connection_counts
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import THREADS, StoreError, masked, open_store
@@ -85,8 +83,8 @@ def when_ready(server: Master) -> None:
         return
     addresses = [str(listener) for listener in server.LISTENERS]
     if not addresses:  # each worker binds its own (reuse_port)
-        binds = server.cfg.bind
-        addresses = [bind if 'unix:' in bind else f'http://{bind}' for bind in binds]
+        scheme = 'https' if server.cfg.is_ssl else 'http'
+        addresses = [x if 'unix:' in x else f'{scheme}://{x}' for x in server.cfg.bind]
     url = next((address for address in addresses if address.startswith('http')), '')
     url = url.replace('0.0.0.0', '127.0.0.1')
     settings = Settings.from_environ(os.environ)
@@ -109,7 +107,7 @@ def worker_exit(server: Master, worker: Worker) -> None:
 
 def child_exit(server: Master, worker: Worker) -> None:
     """Remove the connection count of a worker that has ended."""
-    connection_counts[worker.age % SLOTS] = 0
+    connection_counts[worker.age % len(connection_counts)] = 0
 
 
 def nworkers_changed(server: Master, new: int, old: int | None) -> None:
@@ -124,11 +122,8 @@ def on_reload(server: Master) -> None:
     if server.store is None:
         return
     settings = check(server.cfg, is_bound=True, is_opened_next=True)
-    faults = Faults()
-    with faults.about('PLANTS_STORE'), as_user(server.cfg):
+    with as_user(server.cfg):
         open_store(settings.store, create='always').close()
-    if faults:
-        raise ValueError(*faults)
     _serve(server, settings)
 
 

@@ -129,10 +129,10 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         super().setup(cfg)
         formatter: logging.Formatter | None = None
         is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
-        # Python documents these switches to save time: our lines show no thread.
+        # Python documents these switches to save time: our lines show no such thing.
         logging.logThreads = logging.logMultiprocessing = not is_ours
+        logging._srcfile = None if is_ours else logging.__file__
         if is_ours:
-            logging._srcfile = None
             formatter = TextFormatter(self.error_fmt, self.datefmt)
         if is_json_log(os.environ | cfg.env):  # --env is set later
             formatter = JSONFormatter()
@@ -154,16 +154,16 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         gunicorn's own method would end the server if the disk is full. Here the new
         file gets the old descriptor, for all that hold the stream (``wsgi.errors``).
         """
-        for logger in loggers():
-            for handler in logger.handlers:
-                if isinstance(handler, logging.FileHandler) and handler.stream:
-                    path = handler.baseFilename
-                    streams: list[Any] = [handler.stream]
-                    if logger is self.error_log and self.logfile:  # --capture-output
-                        streams += self.logfile, sys.stdout, sys.stderr
-                    try:
-                        with open(path, 'a') as new:
-                            for fd in [each.fileno() for each in streams]:
-                                os.dup2(new.fileno(), fd, os.get_inheritable(fd))
-                    except OSError as ex:
-                        logger.error('%s: not opened again: %s', path, ex)
+        handlers = [handler for logger in loggers() for handler in logger.handlers]
+        files = [x for x in handlers if isinstance(x, logging.FileHandler) and x.stream]
+        opened: list[Any] = [(file.baseFilename, file.stream) for file in files]
+        if self.logfile:  # --capture-output
+            streams = self.logfile, sys.stdout, sys.stderr
+            opened += [(self.logfile.name, stream) for stream in streams]
+        for path, stream in opened:
+            try:
+                with open(path, 'a') as new:
+                    inherits = os.get_inheritable(stream.fileno())
+                    os.dup2(new.fileno(), stream.fileno(), inherits)
+            except OSError as ex:
+                self.error_log.error('%s: not opened again: %s', path, ex)

@@ -5,14 +5,14 @@ take long or hang. If it passes, the master reads everything again, and starts n
 workers beside the old ones. When all of them serve, it stops the old ones. If anything
 fails before that, the master undoes all of it.
 
-Every module of the service is imported again, except those in ``KEPT``: a change of
-them takes a restart, and they import none of the others.
-Python frees the old ones unless something that stays refers to them: register none of
-their classes and functions (``atexit``, ``copyreg``).
+Every module of the service is imported again, except this one, which imports none of
+the others. Python frees the old ones unless something that stays refers to them:
+register none of their classes and functions (``atexit``, ``copyreg``).
 """
 
 import importlib
 import io
+import mmap
 import os
 import re
 import signal
@@ -32,8 +32,10 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
 # What is imported again; __config__ is gunicorn.conf.py.
-MODULES = re.compile(r'(app|schemas|serving|store|web|__config__)(\.|$)')
-KEPT = (__name__, 'serving.connections')
+MODULES = re.compile(r'(app|schemas|serving(?!\.master)|store|web|__config__)(\.|$)')
+# The connections of each worker plus one, by its age, or 0 for no worker. All processes
+# share this memory, also old and new workers in a reload.
+connection_counts = memoryview(mmap.mmap(-1, 8 * 256)).cast('q')
 # Settings that a reload cannot change, or not undo.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'capture_output')
 PASSED = 'the plant store would start'  # what a check prints then
@@ -42,10 +44,8 @@ BOOT_SECONDS = 60  # and then new workers, until they serve
 
 
 def install(first: Callable[[WSGIApplication], None]) -> None:
-    """Have gunicorn run ``Master``, and call a function before it does anything.
-
-    gunicorn's own check calls no hook, and after ``--daemon`` there is no terminal.
-    """
+    """Have gunicorn run ``Master``, and call a function before it does anything."""
+    # gunicorn's own check calls no hook, and after --daemon there is no terminal.
     run = WSGIApplication.run
 
     def run_after(application: WSGIApplication) -> None:
@@ -215,7 +215,7 @@ class Master(Arbiter):  # type: ignore[misc]
 
 def _module_names() -> list[str]:
     """Return the names of the modules that a reload imports again."""
-    return [name for name in sys.modules if MODULES.match(name) and name not in KEPT]
+    return [name for name in sys.modules if MODULES.match(name)]
 
 
 def _forget_modules() -> None:

@@ -1,8 +1,7 @@
 """How greenlets wait: for a store, for their clients, and for each other.
 
 One thread serves all connections of a worker, each in a greenlet. Calls that block (a
-sync, a database, a lock) run in other threads. So a store is the same code under every
-server, and nothing is monkey-patched.
+sync, a database, a lock) run in other threads: nothing is monkey-patched.
 """
 
 from _thread import TIMEOUT_MAX
@@ -23,10 +22,7 @@ CALL_THREADS = 10  # for calls that block at a time
 
 
 class GeventScheduler(Scheduler):
-    """How greenlets wait in a store; calls that block run in threads of its own.
-
-    All are system threads, also where an embedder has patched the modules.
-    """
+    """How greenlets wait in a store; its threads are never patched by gevent."""
 
     def __init__(self) -> None:
         self._room = BoundedSemaphore(CALL_THREADS)
@@ -52,11 +48,6 @@ class GeventScheduler(Scheduler):
         return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that calls a function when no more greenlets call it.
-
-        That is when the event loop has polled its sockets, and no greenlet whose client
-        has sent something has called it since the poll before.
-        """
         return Gathering(function).add
 
     def call(
@@ -67,11 +58,15 @@ class GeventScheduler(Scheduler):
 
 
 class Gathering:
-    """Calls a function when no more greenlets ask for it, once for all of them."""
+    """Calls a function once for all greenlets that ask for it.
+
+    That is when the event loop has polled its sockets, and no greenlet whose client has
+    sent something has asked since the poll before.
+    """
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
-        self._asked = self._seen = 0
+        self._asked = False  # since the last poll
         loop = gevent.get_hub().loop
         # NOTE: not an idle watcher, which any client can delay, and which would gather
         # all connections in one batch, so that no other request is served meanwhile.
@@ -79,16 +74,15 @@ class Gathering:
         self._check.priority = loop.MINPRI
 
     def add(self) -> None:
-        self._asked += 1
+        self._asked = True
         if not self._check.active:
             self._check.start(self._polled)
             self._idle.start(lambda: None)  # so the loop does not sleep
 
     def _polled(self) -> None:
-        if self._seen < self._asked:
-            self._seen = self._asked
+        if self._asked:
+            self._asked = False
             return
-        self._asked = self._seen = 0
         self._check.stop()
         self._idle.stop()
         self._function()

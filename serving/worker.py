@@ -6,8 +6,7 @@ written for. The sockets of clients do not block, and wait in ``client``.
 All workers wait at one socket, and the first to wake accepts: a few kept connections
 often end up at one worker while another idles (4 clients: 2,880 adds a second in the
 worst case, 7,080 if they are spread). So a worker with more connections than another
-leaves a new one to the others for a moment. ``reuse_port`` spreads many connections,
-not few, and resets those that wait for a worker that stops.
+leaves a new one to the others for a moment.
 """
 
 import gc
@@ -18,22 +17,22 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import gevent
 from gevent.pool import Pool
-from gevent.server import StreamServer
-from gevent.socket import socket as GeventSocket
+from gevent.socket import wait_read
 from gunicorn.http.errors import NoMoreData
+from gunicorn.http.wsgi import Response
 from gunicorn.sock import ssl_context
 from gunicorn.workers.ggevent import GeventWorker
 
 from app import PlantsApp
 from serving.client import BODY, HEAD, IDLE, LINGER, Client, ClientGone
-from serving.connections import SLOTS, connection_counts
-from serving.heads import Exchanges, Response, StrictRequest, status_of
+from serving.heads import STATUSES, Exchanges, StrictRequest
 from serving.log import PlantsLogger
+from serving.master import connection_counts
 from serving.scheduler import Turns
 from web.errors import FAULT, Fault
 from web.middleware import RequestLog
@@ -46,23 +45,27 @@ SEND_BUFFER = 48 * 1024
 # How many seconds a worker with more connections leaves a new one to the others, and
 # how often before it accepts: the others may be in the middle of a turn.
 STAND_BACK, STAND_BACKS = 0.001, 5
+STOPPING = 2**31  # added to the count of a worker that stops: others have fewer
 
 
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with our limits, our parser and our log."""
 
     alive: bool
-    sockets: list[Any]
+
+    # The life of the worker, in the main greenlet.
 
     def patch(self) -> None:
-        self.sockets = [
-            GeventSocket(each.FAMILY, socket.SOCK_STREAM, fileno=each.sock.detach())
-            for each in self.sockets
-        ]
         for each in self.sockets:  # the sockets of clients inherit it
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
     def run(self) -> None:
+        self._prepare()
+        self._serve()
+        self._stop()
+
+    def _prepare(self) -> None:
+        """Set up the process, and what all connections share."""
         # The garbage collector would write to each object of the master: with 450
         # connections a worker would have 24 MiB of its own instead of 14.
         gc.freeze()
@@ -84,25 +87,82 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         is_ours = isinstance(self.wsgi, PlantsApp)
         self._refusals = self.wsgi if is_ours else PlantsApp([RequestLog()])
         self._turns = Turns()
+        self._pool = Pool(self.worker_connections)  # a greenlet for each connection
         self._clients: set[Client] = set()
-        self.connections = 0
-        pool = Pool(self.worker_connections)
         self._room = 0  # how many stalled clients may be expired at once
-        servers = [Acceptor(self, listener, pool) for listener in self.sockets]
-        for server in servers:
-            server.start()
-        self.count_connection(0)
-        while self.alive:
+        self._slot = self.age % len(connection_counts)
+        connection_counts[self._slot] = 1
+
+    def _serve(self) -> None:
+        """Accept connections, and limit them, until the worker is to stop."""
+        accepting = [
+            gevent.spawn(self._accept, each, each.getsockname())
+            for each in self.sockets
+        ]
+        while self.alive and all(accepting):  # none has failed
             self._tick()
-            self._make_room(pool)
-        for server in servers:
-            server.close()
-        self.count_connection(0)
+            self._make_room()
+        gevent.killall(accepting)
+
+    def _tick(self, *, idle_end: bool = False) -> None:
+        """Tell the master that the worker lives, wait, expire late clients."""
+        self.notify()
+        gevent.sleep(TICK)
+        # First hear the clients: this process may have been paused.
+        self._turns.wait_for_others(is_next=True)
+        now = time.monotonic()
+        for client in list(self._clients):
+            if client.deadline < now or (idle_end and client.stage == IDLE):
+                client.expire()
+
+    def _make_room(self) -> None:
+        """Expire stalled clients if others wait for a connection of a full worker."""
+        if not select.select(self.sockets, [], [], 0)[0]:
+            self._room = 0
+        elif self._pool.full():
+            # The more, the longer others wait: nobody knows how many they are.
+            self._room = 2 * self._room or 1 + self._pool.size // 16
+            awaited = [client for client in self._clients if client.is_awaited]
+            stalled = [client for client in awaited if client.stalled_for() >= LINGER]
+            stalled.sort(key=lambda client: (client.stage, client.since))
+            for client in stalled[: self._room]:
+                client.expire()
+
+    def _stop(self) -> None:
+        """Let clients take the answers to what they have begun, within a time limit."""
+        for each in self.sockets:
+            each.close()
+        connection_counts[self._slot] += STOPPING
         stopped = time.monotonic()
         # NOTE: the greenlets, not the clients: a connection that was accepted in this
         # turn of the event loop has a greenlet already, and becomes a client later.
-        while len(pool) and time.monotonic() < stopped + self.cfg.graceful_timeout:
+        last = stopped + self.cfg.graceful_timeout
+        while len(self._pool) and time.monotonic() < last:
             self._tick(idle_end=time.monotonic() > stopped + LINGER)
+
+    # A greenlet for each listening socket.
+
+    def _accept(self, listener: Any, address: Any) -> None:
+        """Accept connections, but leave one for a moment to a worker with fewer."""
+        while True:
+            for _ in range(STAND_BACKS):
+                wait_read(listener.fileno())
+                self._pool.wait_available()
+                mine = connection_counts[self._slot]
+                fewest = min(filter(None, connection_counts))
+                if mine <= fewest + mine // 16:  # few are spread evenly, many roughly
+                    break
+                gevent.sleep(STAND_BACK)
+            try:
+                sock, peer = listener.accept()
+            except OSError as ex:  # another worker was faster, or no file is left
+                gevent.sleep(0 if isinstance(ex, BlockingIOError) else STAND_BACK)
+                continue
+            connection_counts[self._slot] += 1
+            sock.setblocking(False)
+            self._pool.spawn(self.handle, address, sock, peer)
+
+    # A greenlet for each connection.
 
     def handle(self, listener: Any, sock: socket.socket, address: Any) -> None:
         client = Client(sock, self._turns)
@@ -129,7 +189,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         finally:
             self._clients.discard(client)
             client.close()
-            self.count_connection(-1)
+            connection_counts[self._slot] -= 1
 
     def _answer(self, request: StrictRequest, client: Client) -> bool:
         """Have the application answer a request; return whether others may follow."""
@@ -173,7 +233,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _refuse(self, request: StrictRequest, client: Client, error: Exception) -> None:
         """Answer a request that the application does not serve, or failed to serve."""
-        status = status_of(error)
+        kinds = type(error).__mro__
+        status = HTTPStatus(next(STATUSES[kind] for kind in kinds if kind in STATUSES))
         message = f'{status.phrase}: the HTTP server cannot serve this request'
         environ = request.refuse() | {FAULT: Fault(100 * status, message)}
         response = Response(request, client, self.cfg)
@@ -188,72 +249,3 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         for data in body:
             response.write(data)
         response.close()
-
-    def count_connection(self, change: int) -> None:
-        """Tell the others that a connection was accepted (1) or has ended (-1)."""
-        self.connections += change
-        connection_counts[self.age % SLOTS] = self.connections + 1 if self.alive else 0
-
-    def _tick(self, *, idle_end: bool = False) -> None:
-        """Tell the master that the worker lives, expire late clients, wait."""
-        self.notify()
-        # First hear the clients: this process may have been paused.
-        self._turns.wait_for_others(is_next=True)
-        now = time.monotonic()
-        for client in list(self._clients):
-            if client.deadline < now or (idle_end and client.stage == IDLE):
-                client.expire()
-        gevent.sleep(TICK)
-
-    def _make_room(self, pool: Pool) -> None:
-        """Expire stalled clients if others wait for a connection of a full worker."""
-        if not select.select(self.sockets, [], [], 0)[0]:
-            self._room = 0
-        elif pool.full():
-            # The more, the longer others wait: nobody knows how many they are.
-            self._room = 2 * self._room or 1 + pool.size // 16
-            self._turns.wait_for_others(is_next=True)
-            awaited = [client for client in self._clients if client.is_awaited]
-            stalled = [client for client in awaited if client.stalled_for() >= LINGER]
-            stalled.sort(key=lambda client: (client.stage, client.since))
-            for client in stalled[: self._room]:
-                client.expire()
-
-
-class Acceptor(StreamServer):  # type: ignore[misc]
-    """Accepts connections, unless another worker should."""
-
-    max_accept = 16
-
-    def __init__(self, worker: PlantsWorker, listener: GeventSocket, pool: Pool):
-        self._worker = worker
-        self._stood_back = 0
-        handle = partial(worker.handle, listener.getsockname())
-        super().__init__(listener, handle=handle, spawn=pool)
-
-    def do_read(self) -> Any:
-        mine = self._worker.connections
-        fewest = min(filter(None, connection_counts), default=1) - 1
-        if mine <= fewest + mine // 16:  # few are spread evenly, many roughly
-            self._stood_back = 0
-        elif self._stood_back < STAND_BACKS:
-            self._stood_back += 1
-            self._pause()
-            return None
-        else:
-            self._stood_back -= 1  # the others may be stuck: wait less next time
-        try:
-            fd, address = self.socket._accept()
-        except OSError as ex:
-            if not isinstance(ex, BlockingIOError):  # another worker was faster
-                self._pause()  # too many open files: wait for others to close
-            return None
-        self._worker.count_connection(1)
-        sock = socket.socket(self.socket.family, socket.SOCK_STREAM, fileno=fd)
-        sock.setblocking(False)
-        return sock, address
-
-    def _pause(self) -> None:
-        self.stop_accepting()
-        self._timer = self.loop.timer(STAND_BACK)
-        self._timer.start(self._start_accepting_if_started)
