@@ -26,11 +26,10 @@ import falcon
 from falcon import Response
 
 import schemas
-from schemas import Invalid, NotJSON, Schema, encode
+from schemas import Schema, encode
 from store import Plant, PlantStore, open_store
 from web import errors
 from web.documents import ReadOnlyResource, document_resources
-from web.errors import ErrorValue, Fault
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
@@ -56,13 +55,7 @@ class PlantsResource:
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
         """Add a plant; respond with the plant without its id."""
-        body = read_body(req, self._max_body_bytes)
-        try:
-            new_plant = self._schema.read(body)
-        except NotJSON as ex:
-            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
-        except Invalid as ex:
-            raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
+        new_plant = self._schema.read(read_body(req, self._max_body_bytes))
         plant = Plant(new_plant['id'], new_plant['name'], new_plant.get('tag'))
         self._store.add(plant)
         answer = {'name': plant.name}
