@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ _HEADERS = {
     'X-Content-Type-Options': 'nosniff',
 }
 
-_COMPONENTS = '#/components/schemas/'
-
 # The files of the page, by path: name, media type, and for how many seconds clients may
 # cache it (Swagger UI changes only with its package). No other file is served.
 _PAGE = {
@@ -39,24 +38,19 @@ _PAGE = {
 }
 
 
+@dataclass(eq=False)
 class ReadOnlyResource:
-    """Answers with what ``read`` returns; clients may cache a document."""
+    """Answers with what ``read`` returns."""
 
-    def __init__(
-        self,
-        read: Callable[[], bytes],
-        media_type: str = falcon.MEDIA_JSON,
-        max_age: int | None = None,
-    ) -> None:
-        self._read = read
-        self._media_type = media_type
-        documents = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
-        self._headers = {} if max_age is None else documents
+    read: Callable[[], bytes]
+    media_type: str = falcon.MEDIA_JSON
+    max_age: int | None = None  # of a document, in seconds; nothing else is cached
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.data = self._read()  # NOTE: first, since it may raise
-        resp.set_headers(self._headers)
-        resp.content_type = self._media_type
+        resp.data = self.read()  # NOTE: first, since it may raise
+        resp.content_type = self.media_type
+        if self.max_age is not None:
+            resp.set_headers({**_HEADERS, 'Cache-Control': f'max-age={self.max_age}'})
 
     on_head = on_get
 
@@ -73,7 +67,7 @@ def document_resources(
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
-    description['components']['schemas'] = _components(deepcopy(files))
+    description['components']['schemas'] = _components(files)
     body = description['paths']['/plants']['post']['requestBody']
     body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
     if not metrics:
@@ -103,7 +97,7 @@ def _components(files: dict[str, Any]) -> dict[str, Any]:
     NOTE: an ``$id`` would be a base for references. Without it they mean the same to
     tools that know JSON Schema and to those that know only OpenAPI.
     """
-    components = {file.removesuffix('.json'): files[file] for file in files}
+    files = deepcopy(files)
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
             target, _, place = part.get('$ref', 'none').partition('#')
@@ -111,6 +105,6 @@ def _components(files: dict[str, Any]) -> dict[str, Any]:
             # An anchor (#name) stays: it is found anywhere in a document.
             if target in files and place[:1] in ('', '/'):
                 name = target.removesuffix('.json')
-                part['$ref'] = f'{_COMPONENTS}{name}{place}'
+                part['$ref'] = f'#/components/schemas/{name}{place}'
         schema.pop('$id', None)
-    return components
+    return {file.removesuffix('.json'): files[file] for file in files}
