@@ -4,7 +4,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -73,27 +73,23 @@ _ORIGIN = re.compile(
 )
 
 
-def check_origins(origins: Sequence[str]) -> None:
-    """Raise ``ValueError`` for what no browser sends as the header ``Origin``."""
-    for origin in origins:
-        if [*origins] != ['*'] and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f'{origin!r} is not an origin like https://example.org (in lower case, '
-                f'no default port, nothing after host and port), and not * alone'
-            )
-
-
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
     It answers a preflight request (Fetch standard, section 3.3.2) before the token is
     checked, since browsers send none with it. The answer is the same for every path: it
     does not tell which paths exist. Cookies stay forbidden: a page sends the token.
+    A ``ValueError`` names an origin that no browser sends.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
         origins = [origins] if isinstance(origins, str) else list(origins)
-        check_origins(origins)
+        for origin in origins:
+            if origins != ['*'] and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f'{origin!r} is not an origin like https://example.org (in lower '
+                    f'case, no default port, nothing after it), and not * alone'
+                )
         exposed = ['X-Request-Id', 'Retry-After']
         super().__init__('*' if origins == ['*'] else origins, exposed)
 
@@ -131,10 +127,7 @@ class BearerAuth:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{mount}/docs')
-            message = (
-                "send the header 'Authorization: Bearer TOKEN'; /docs explains the "
-                'interface'
-            )
+            message = "send the header 'Authorization: Bearer TOKEN'; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
         token = self._tokens.find(text)
         if token is None:
