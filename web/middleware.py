@@ -40,9 +40,7 @@ class RequestLog:
         if FAULT in req.env:
             raise req.env[FAULT]
 
-    def process_response(
-        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
-    ) -> None:
+    def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
         context = req.context
@@ -100,9 +98,9 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
 
-    def process_response(self, *arguments: Any) -> None:
-        super().process_response(*arguments)
-        arguments[1].append_header('Vary', 'Origin')
+    def process_response(self, req: Any, resp: Any, *rest: Any) -> None:
+        super().process_response(req, resp, *rest)
+        resp.append_header('Vary', 'Origin')
 
 
 class BearerAuth:
