@@ -7,9 +7,8 @@
     GET  /docs          200, 404                        a page to try the service
     GET  /metrics       200, 401, 403                   for Prometheus, if switched on
 
-HEAD works where GET does. Every other request is refused: 401, 404, 405. A response
-with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/errors.py``
-lists its values.
+HEAD works where GET does. Every other request is refused: 401, 404, 405. An answer of
+400 or more is an ``Error`` (``schemas/Error.json``), with a value of ``web/errors.py``.
 
 ``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
 application that the environment configures (``web/settings.py``).
