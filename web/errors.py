@@ -2,10 +2,10 @@
 
 import enum
 import logging
-from typing import Self
+from typing import Any, Self
 
 import falcon
-from falcon import Request, Response
+from falcon import Response
 
 from schemas import Invalid, NotJSON, encode
 from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
@@ -52,10 +52,10 @@ class Fault(Exception):
         super().__init__(message or ErrorValue(value).meaning)  # for people
 
 
-def answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
+def answer(req: Any, resp: Response, ex: Exception, params: object) -> None:
     """Answer an exception with an ``Error``; an error handler of the application."""
-    fault = _as_fault(ex, req.context.id)
-    req.context.error = int(fault.value)
+    fault = _as_fault(ex, req.id)
+    req.error = int(fault.value)
     resp.status = fault.value // 100
     for name, text in fault.headers.items():
         resp.set_header(name.replace('_', '-'), text)

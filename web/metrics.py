@@ -72,8 +72,8 @@ class Metrics(ReadOnlyResource):
         method = req.method if req.method in _METHODS else 'other'
         # Not the path: clients may send any number of unknown paths.
         route = req.uri_template or ''
-        requests = meters.requests(method, route, resp.status_code, req.context.error)
-        requests.observe(time.perf_counter() - req.context.began)
+        requests = meters.requests(method, route, resp.status_code, req.error)
+        requests.observe(time.perf_counter() - req.began)
 
     def _observe_sync(self, plants: int, seconds: float) -> None:
         self._measured().batches.observe(plants)

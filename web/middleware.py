@@ -34,8 +34,8 @@ class RequestLog:
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         id = req.env.get('HTTP_X_REQUEST_ID', '')
         is_sane = _SANE_ID.fullmatch(id)
-        req.context.id = id if is_sane else f'{random.getrandbits(64):016x}'
-        resp.set_header('X-Request-Id', req.context.id)
+        req.id = id if is_sane else f'{random.getrandbits(64):016x}'
+        resp.set_header('X-Request-Id', req.id)
         resp.set_header('Cache-Control', 'no-store')  # documents have their own
         if FAULT in req.env:
             raise req.env[FAULT]
@@ -43,17 +43,16 @@ class RequestLog:
     def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
-        context = req.context
         members = {
             'message': 'request',
-            'request_id': context.id,
-            'token': context.token_name or '-',
+            'request_id': req.id,
+            'token': req.token_name,
             'method': _quote(req.method),
             # NOTE: without the query string: a token may be in it.
             'path': _quote(req.path),
             'status': resp.status_code,
-            'error': context.error,
-            'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
+            'error': req.error,
+            'duration_ms': round(1000 * (time.perf_counter() - req.began), 3),
             'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
         }
         log.info(
@@ -131,7 +130,7 @@ class BearerAuth:
         if token is None:
             challenge = 'Bearer error="invalid_token"'
             raise Fault(ErrorValue.INVALID_TOKEN, www_authenticate=challenge)
-        req.context.token_name = token.name
+        req.token_name = token.name or '-'
         scope = self._tokens.scope_of(req.path)
         if token.scope != scope:
             message = f'the token is not for this path, which needs one for {scope}'

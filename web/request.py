@@ -1,4 +1,4 @@
-"""The request: its context, which the middleware fills in, and its body."""
+"""The request: what the middleware finds out about it, and its body."""
 
 import time
 from typing import Any
@@ -9,26 +9,17 @@ from schemas import show
 from web.errors import ErrorValue, Fault
 
 
-class Context:
-    """What the middleware finds out about a request."""
+class PlantsRequest(falcon.Request):
+    """A request, with what the middleware finds out about it."""
 
     id = '-'
-    token_name: str | None = None  # of the accepted token, for the log
+    token_name = '-'  # of the accepted token, for the log
     error = 0  # the ErrorValue of the answer, or 0
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-
-
-class PlantsRequest(falcon.Request):
-    """A request with our context."""
-
-    context_type = Context
-    context: Context  # type: ignore[assignment]
 
     def __init__(
         self, env: dict[str, Any], options: falcon.RequestOptions | None = None
     ) -> None:
+        self.began = time.perf_counter()
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, options)
         if self.method == 'WEBSOCKET':
