@@ -60,9 +60,8 @@ def document_resources(
 ) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path.
 
-    ``files`` is what ``schemas.load`` has returned. In the description the URL of the
-    service is relative to that of the description (OpenAPI 3.1.0, section 4.8.5): right
-    under any prefix, without trust in what a request claims.
+    ``files`` is what ``schemas.load`` has returned. The URL of the service is relative
+    to the description (OpenAPI 3.1.0, section 4.8.5), so it is right under any prefix.
     """
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)

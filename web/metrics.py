@@ -1,9 +1,9 @@
 """Metrics for Prometheus at ``/metrics``, of one process or of several.
 
-Several processes use the multi-process mode of ``prometheus_client``: each keeps its
-values in files of a directory, and each answer adds them up. With process ids in their
-names, as usual, each restart would add files. So a process takes the smallest number
-that no living process has, and goes on with the counters of one that has ended.
+Several processes use the multi-process mode of ``prometheus_client``: each has files in
+a directory, and each answer adds them up. Process ids in their names would mean more
+files with each restart. So a process takes the smallest number that no living process
+has, and goes on with the counters of one that has ended.
 """
 
 import fcntl

@@ -73,10 +73,9 @@ _ORIGIN = re.compile(
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
-    It answers a preflight request (Fetch standard, section 3.3.2) before the token is
-    checked, since browsers send none with it. The answer is the same for every path: it
-    does not tell which paths exist. Cookies stay forbidden: a page sends the token.
-    A ``ValueError`` names an origin that no browser sends.
+    It answers a preflight request (Fetch standard, section 3.3.2), which has no token,
+    alike for every path: the answer does not tell which paths exist. Cookies are not
+    allowed. A ``ValueError`` names an origin that no browser sends.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
@@ -105,8 +104,7 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 class BearerAuth:
     """Middleware: only ``public`` paths are open without a bearer token (RFC 6750).
 
-    It runs before the body is read and before the router. So a client without a token
-    gets 401 for a path that does not exist, not 404.
+    It runs before the router: without a token a path that does not exist is 401.
     """
 
     def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:

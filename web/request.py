@@ -30,15 +30,14 @@ class PlantsRequest(falcon.Request):
 
 def read_body(req: PlantsRequest, limit: int) -> bytes:
     """Return the body of a request that must have one, of at most ``limit`` bytes."""
-    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored.
-    # A chunked body can be read only if the server marks its end in the input
-    # (wsgi.input_terminated); under other servers it counts as missing.
+    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored. Then the
+    # server must mark the end of the body in the input.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
-    if chunked and not req.env.get('wsgi.input_terminated'):
-        raise Fault(ErrorValue.BODY_MISSING, 'send the body with a Content-Length')
     length = 0 if chunked else req.content_length or 0
-    if not chunked and not length:
-        raise Fault(ErrorValue.BODY_MISSING, 'the body is missing')
+    is_there = req.env.get('wsgi.input_terminated') if chunked else length
+    if not is_there:
+        message = 'the body is missing; send it with a Content-Length'
+        raise Fault(ErrorValue.BODY_MISSING, message)
     if fault := _media_type_fault(req):
         raise Fault(ErrorValue.WRONG_MEDIA_TYPE, fault)
     body = b'' if length > limit else _read_up_to(req, length or limit + 1)
