@@ -27,6 +27,11 @@ _HEADERS = {
     'X-Content-Type-Options': 'nosniff',
 }
 
+_COMPONENTS = '#/components/schemas/'
+# What a schema may have whose members can stand in another object as they are.
+_OF_MEMBERS = {'$comment', '$defs', 'description', 'examples', 'title', 'type'}
+_OF_MEMBERS |= {'properties', 'required'}
+
 # The files of the page, by path: name, media type, and for how many seconds clients may
 # cache it (Swagger UI changes only with its package). No other file is served.
 _PAGE = {
@@ -104,6 +109,35 @@ def _components(files: dict[str, Any]) -> dict[str, Any]:
             # An anchor (#name) stays: it is found anywhere in a document.
             if target in files and place[:1] in ('', '/'):
                 name = target.removesuffix('.json')
-                part['$ref'] = f'#/components/schemas/{name}{place}'
+                part['$ref'] = f'{_COMPONENTS}{name}{place}'
         schema.pop('$id', None)
-    return {file.removesuffix('.json'): files[file] for file in files}
+    components = {file.removesuffix('.json'): files[file] for file in files}
+    for schema in files.values():
+        _include(schema, components)
+    return components
+
+
+def _include(schema: dict[str, Any], components: dict[str, Any]) -> None:
+    """Put the members of the schemas of ``allOf`` in its place, if they are all it has.
+
+    Many generators of clients make of ``allOf`` no type, or one that lacks members.
+    """
+    parts: list[dict[str, Any]] = []
+    for part in schema.get('allOf', [None]):
+        if isinstance(part, dict) and part.keys() == {'$ref'}:
+            part = components.get(part['$ref'].removeprefix(_COMPONENTS))
+        if not isinstance(part, dict) or part.get('type') != 'object':
+            return
+        parts.append(part)
+    others = {keyword for part in parts for keyword in part} - _OF_MEMBERS
+    if others or 'additionalProperties' in schema or '$anchor' in str(parts):
+        return
+    del schema['allOf']
+    schema['type'] = 'object'
+    required = schema.setdefault('required', [])
+    properties = schema.setdefault('properties', {})
+    for part in parts:
+        required += [name for name in part.get('required', []) if name not in required]
+        for name, rules in part.get('properties', {}).items():
+            if properties.setdefault(name, rules) != rules:
+                properties[name] = {'allOf': [properties[name], rules]}

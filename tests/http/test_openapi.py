@@ -75,10 +75,16 @@ def test_description_is_valid_with_metrics_and_without(store, serve, description
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant', 'Error'])
 def test_shapes_are_the_files(description, name):
-    """Each component is its schema file, without $schema and $id."""
-    text = (SCHEMAS / f'{name}.json').read_text()
-    schema = json.loads(text.replace('"Plant.json"}', '"#/components/schemas/Plant"}'))
+    """Each component is its schema file, except for its $schema and $id.
+
+    The members of the file that NewPlant includes are in one object with its own.
+    """
+    schema = json.loads((SCHEMAS / f'{name}.json').read_text())
     del schema['$schema'], schema['$id']
+    if schema.pop('allOf', None) == [{'$ref': 'Plant.json'}]:
+        included = json.loads((SCHEMAS / 'Plant.json').read_text())
+        schema['properties'] |= included['properties']
+        schema['required'] += included['required']
     assert description['components']['schemas'][name] == schema
 
 
@@ -86,28 +92,41 @@ TEXT = {'type': 'string'}
 SHORT = {'properties': {'id': {'type': 'integer'}, 'name': TEXT | {'maxLength': 3}}}
 SOIL = {'type': 'object', 'properties': {'name': TEXT, 'soil': TEXT}}
 PLANT = {'$ref': 'Plant.json'}
-# What an operator may change: the file, and its new keywords.
+# What an operator may change: the file, its new keywords, and whether allOf can go.
 EDITS = {
-    'longest name': ('Plant', {'properties': {'name': SHORT['properties']['name']}}),
-    'another member': ('Plant', {**SOIL, 'required': ['name', 'soil']}),
-    'names': ('Plant', {'propertyNames': {'maxLength': 3}}),
-    'closed': ('Plant', {'additionalProperties': False}),
-    'one member twice': ('NewPlant', SHORT),
-    'closed as a whole': ('NewPlant', {'unevaluatedProperties': False}),
-    'an object too': ('NewPlant', {'allOf': [PLANT, SOIL]}),
-    'the whole file': ('NewPlant', {'allOf': [{'$ref': 'Plant.json#'}]}),
-    'a rule beside': ('NewPlant', {'allOf': [{**PLANT, **SOIL}]}),
+    'longest name': (
+        'Plant',
+        {'properties': {'name': SHORT['properties']['name']}},
+        True,
+    ),
+    'another member': ('Plant', {**SOIL, 'required': ['name', 'soil']}, True),
+    'names': ('Plant', {'propertyNames': {'maxLength': 3}}, False),
+    'closed': ('Plant', {'additionalProperties': False}, False),
+    'one member twice': ('NewPlant', SHORT, True),
+    'closed as a whole': ('NewPlant', {'unevaluatedProperties': False}, True),
+    'own members alone': ('NewPlant', {'additionalProperties': False}, False),
+    'true': ('NewPlant', {'allOf': [PLANT, True]}, False),
+    'an object too': ('NewPlant', {'allOf': [PLANT, SOIL]}, True),
+    'the whole file': ('NewPlant', {'allOf': [{'$ref': 'Plant.json#'}]}, True),
+    'a rule beside': ('NewPlant', {'allOf': [{**PLANT, **SOIL}]}, False),
+    'no file': (
+        'NewPlant',
+        {'allOf': [SOIL], 'required': ['id', 'name', 'soil']},
+        True,
+    ),
 }
 
 
-@table('name, keywords', EDITS)
+@table('name, keywords, is_one_object', EDITS)
 def test_description_has_the_rules_that_are_in_use(
-    edit_schema, serve, store, name, keywords
+    edit_schema, serve, store, name, keywords, is_one_object
 ):
     """Whatever an operator edits, a body fits the description if it is accepted."""
     edit_schema(name, lambda schema: schema.update(keywords))
     client = serve(store)
     description = client.get('/openapi.json').json
+    described = description['components']['schemas']['NewPlant']
+    assert ('allOf' not in described) == is_one_object
     schema = {'$ref': '#/components/schemas/NewPlant', **description}
     others = {'name': 'Ivy'}, {'name': 'Fern'}, {'name': 1}, {}
     members = {}, {'soil': 'wet'}, {'soil': 1}, {'x': 1}
