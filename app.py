@@ -7,9 +7,8 @@
     GET  /docs          200, 404                        a page to try the service
     GET  /metrics       200, 401, 403                   for Prometheus, if switched on
 
-HEAD works where GET does. Every other request is refused: 401, 404, 405. A response
-with a status of 400 or more is an ``Error`` (``schemas/Error.json``); ``web/errors.py``
-lists its values.
+HEAD works where GET does. Every other request is refused: 401, 404, 405. An answer of
+400 or more is an ``Error`` (``schemas/Error.json``), with a value of ``web/errors.py``.
 
 ``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
 application that the environment configures (``web/settings.py``).
@@ -26,11 +25,10 @@ import falcon
 from falcon import Response
 
 import schemas
-from schemas import Invalid, NotJSON, Schema, encode
+from schemas import Schema, encode
 from store import Plant, PlantStore, open_store
 from web import errors
 from web.documents import ReadOnlyResource, document_resources
-from web.errors import ErrorValue, Fault
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
@@ -56,13 +54,7 @@ class PlantsResource:
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
         """Add a plant; respond with the plant without its id."""
-        body = read_body(req, self._max_body_bytes)
-        try:
-            new_plant = self._schema.read(body)
-        except NotJSON as ex:
-            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
-        except Invalid as ex:
-            raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
+        new_plant = self._schema.read(read_body(req, self._max_body_bytes))
         plant = Plant(new_plant['id'], new_plant['name'], new_plant.get('tag'))
         self._store.add(plant)
         answer = {'name': plant.name}

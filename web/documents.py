@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,24 +43,19 @@ _PAGE = {
 }
 
 
+@dataclass(eq=False)
 class ReadOnlyResource:
-    """Answers with what ``read`` returns; clients may cache a document."""
+    """Answers with what ``read`` returns."""
 
-    def __init__(
-        self,
-        read: Callable[[], bytes],
-        media_type: str = falcon.MEDIA_JSON,
-        max_age: int | None = None,
-    ) -> None:
-        self._read = read
-        self._media_type = media_type
-        documents = {**_HEADERS, 'Cache-Control': f'max-age={max_age}'}
-        self._headers = {} if max_age is None else documents
+    read: Callable[[], bytes]
+    media_type: str = falcon.MEDIA_JSON
+    max_age: int | None = None  # of a document, in seconds; nothing else is cached
 
     def on_get(self, req: PlantsRequest, resp: Response) -> None:
-        resp.data = self._read()  # NOTE: first, since it may raise
-        resp.set_headers(self._headers)
-        resp.content_type = self._media_type
+        resp.data = self.read()  # NOTE: first, since it may raise
+        resp.content_type = self.media_type
+        if self.max_age is not None:
+            resp.set_headers({**_HEADERS, 'Cache-Control': f'max-age={self.max_age}'})
 
     on_head = on_get
 
@@ -69,14 +65,13 @@ def document_resources(
 ) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path.
 
-    ``files`` is what ``schemas.load`` has returned. In the description the URL of the
-    service is relative to that of the description (OpenAPI 3.1.0, section 4.8.5): right
-    under any prefix, without trust in what a request claims.
+    ``files`` is what ``schemas.load`` has returned. The URL of the service is relative
+    to the description (OpenAPI 3.1.0, section 4.8.5), so it is right under any prefix.
     """
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
-    description['components']['schemas'] = _components(deepcopy(files))
+    description['components']['schemas'] = _components(files)
     body = description['paths']['/plants']['post']['requestBody']
     body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
     if not metrics:
@@ -106,7 +101,7 @@ def _components(files: dict[str, Any]) -> dict[str, Any]:
     NOTE: an ``$id`` would be a base for references. Without it they mean the same to
     tools that know JSON Schema and to those that know only OpenAPI.
     """
-    components = {file.removesuffix('.json'): files[file] for file in files}
+    files = deepcopy(files)
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
             target, _, place = part.get('$ref', 'none').partition('#')
@@ -116,6 +111,7 @@ def _components(files: dict[str, Any]) -> dict[str, Any]:
                 name = target.removesuffix('.json')
                 part['$ref'] = f'{_COMPONENTS}{name}{place}'
         schema.pop('$id', None)
+    components = {file.removesuffix('.json'): files[file] for file in files}
     for schema in files.values():
         _include(schema, components)
     return components

@@ -2,12 +2,12 @@
 
 import enum
 import logging
-from typing import Self
+from typing import Any, Self
 
 import falcon
-from falcon import Request, Response
+from falcon import Response
 
-from schemas import encode
+from schemas import Invalid, NotJSON, encode
 from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
 
 log = logging.getLogger('plants')
@@ -52,10 +52,10 @@ class Fault(Exception):
         super().__init__(message or ErrorValue(value).meaning)  # for people
 
 
-def answer(req: Request, resp: Response, ex: Exception, params: object) -> None:
+def answer(req: Any, resp: Response, ex: Exception, params: object) -> None:
     """Answer an exception with an ``Error``; an error handler of the application."""
-    fault = _as_fault(ex, req.context.id)
-    req.context.error = int(fault.value)
+    fault = _as_fault(ex, req.id)
+    req.error = int(fault.value)
     resp.status = fault.value // 100
     for name, text in fault.headers.items():
         resp.set_header(name.replace('_', '-'), text)
@@ -72,18 +72,19 @@ def _as_fault(ex: Exception, request_id: str) -> Fault:
             return Fault(ErrorValue.NO_SUCH_PATH, 'no such path; plants go to /plants')
         case falcon.HTTPError():
             return Fault(100 * ex.status_code, ex.description or ex.title)
+        case NotJSON():
+            return Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}')
+        case Invalid():
+            return Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex))
         case IdTaken():
             return Fault(ErrorValue.ID_TAKEN, str(ex))
         case StoreError():
             log.error('%s: %s', request_id, ex)
-            reason, retry_after = 'see the log of the server', '60'
-            if isinstance(ex, StoreClosed):
-                reason = str(ex)
-            if isinstance(ex, StoreUnavailable):
-                reason, retry_after = ex.reason, '1'
             value = ErrorValue.STORE_UNAVAILABLE
-            message = f'{value.meaning}: {reason}'
-            return Fault(value, message, retry_after=retry_after)
+            if isinstance(ex, StoreUnavailable):
+                return Fault(value, f'{value.meaning}: {ex.reason}', retry_after='1')
+            reason = ex if isinstance(ex, StoreClosed) else 'see the log of the server'
+            return Fault(value, f'{value.meaning}: {reason}', retry_after='60')
         case _:
             log.exception('%s: unexpected exception', request_id, exc_info=ex)
             return Fault(ErrorValue.INTERNAL)

@@ -1,9 +1,9 @@
 """Metrics for Prometheus at ``/metrics``, of one process or of several.
 
-Several processes use the multi-process mode of ``prometheus_client``: each keeps its
-values in files of a directory, and each answer adds them up. With process ids in their
-names, as usual, each restart would add files. So a process takes the smallest number
-that no living process has, and goes on with the counters of one that has ended.
+Several processes use the multi-process mode of ``prometheus_client``: each has files in
+a directory, and each answer adds them up. Process ids in their names would mean more
+files with each restart. So a process takes the smallest number that no living process
+has, and goes on with the counters of one that has ended.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ class Metrics(ReadOnlyResource):
     """Middleware and resource: measure requests and answer ``/metrics``."""
 
     def __init__(
-        self, store: PlantStore, tokens: Tokens, directory: Path | None = None
+        self, store: PlantStore, tokens: Tokens, directory: Path | None
     ) -> None:
         self._store = store
         self._directory = directory
@@ -66,19 +66,14 @@ class Metrics(ReadOnlyResource):
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         self._measured().in_progress.inc()
 
-    def process_response(
-        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
-    ) -> None:
+    def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
         meters = self._measured()
         meters.in_progress.dec()
-        requests = meters.requests(
-            req.method if req.method in _METHODS else 'other',
-            # Not the path: clients may send any number of unknown paths.
-            req.uri_template or '',
-            resp.status_code,
-            req.context.error,
-        )
-        requests.observe(time.perf_counter() - req.context.began)
+        method = req.method if req.method in _METHODS else 'other'
+        # Not the path: clients may send any number of unknown paths.
+        route = req.uri_template or ''
+        requests = meters.requests(method, route, resp.status_code, req.error)
+        requests.observe(time.perf_counter() - req.began)
 
     def _observe_sync(self, plants: int, seconds: float) -> None:
         self._measured().batches.observe(plants)
@@ -103,18 +98,16 @@ def _process_metrics(directory: Path) -> Iterator[prometheus.Metric]:
     families: dict[str, prometheus.Metric] = {}
     for path in directory.glob('*.pid'):
         with path.open() as file:
-            try:
+            with suppress(BlockingIOError):  # it lives
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:  # it lives
-                pid = partial(int, file.read() or 0)
-            else:
                 multiprocess.mark_process_dead(path.stem, directory)  # type: ignore[no-untyped-call]
                 continue
+            pid = partial(int, file.read() or 0)
         for one in prometheus.ProcessCollector(pid=pid, registry=None).collect():
-            family = prometheus.Metric(one.name, one.documentation, one.type)
-            families.setdefault(one.name, family).samples += [
-                sample._replace(labels={'process': path.stem}) for sample in one.samples
-            ]
+            label = {'process': path.stem}
+            samples = [sample._replace(labels=label) for sample in one.samples]
+            one.samples = []
+            families.setdefault(one.name, one).samples += samples
     yield from families.values()
 
 

@@ -4,7 +4,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -34,28 +34,25 @@ class RequestLog:
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         id = req.env.get('HTTP_X_REQUEST_ID', '')
         is_sane = _SANE_ID.fullmatch(id)
-        req.context.id = id if is_sane else f'{random.getrandbits(64):016x}'
-        resp.set_header('X-Request-Id', req.context.id)
+        req.id = id if is_sane else f'{random.getrandbits(64):016x}'
+        resp.set_header('X-Request-Id', req.id)
         resp.set_header('Cache-Control', 'no-store')  # documents have their own
         if FAULT in req.env:
             raise req.env[FAULT]
 
-    def process_response(
-        self, req: PlantsRequest, resp: Response, resource: object, succeeded: bool
-    ) -> None:
+    def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
         if not log.isEnabledFor(logging.INFO):
             return
-        context = req.context
         members = {
             'message': 'request',
-            'request_id': context.id,
-            'token': context.token_name or '-',
+            'request_id': req.id,
+            'token': req.token_name,
             'method': _quote(req.method),
             # NOTE: without the query string: a token may be in it.
             'path': _quote(req.path),
             'status': resp.status_code,
-            'error': context.error,
-            'duration_ms': round(1000 * (time.perf_counter() - context.began), 3),
+            'error': req.error,
+            'duration_ms': round(1000 * (time.perf_counter() - req.began), 3),
             'bytes': 0 if req.method == 'HEAD' else len(resp.data or b''),
         }
         log.info(
@@ -73,27 +70,22 @@ _ORIGIN = re.compile(
 )
 
 
-def check_origins(origins: Sequence[str]) -> None:
-    """Raise ``ValueError`` for what no browser sends as the header ``Origin``."""
-    for origin in origins:
-        if [*origins] != ['*'] and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f'{origin!r} is not an origin like https://example.org (in lower case, '
-                f'no default port, nothing after host and port), and not * alone'
-            )
-
-
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
-    It answers a preflight request (Fetch standard, section 3.3.2) before the token is
-    checked, since browsers send none with it. The answer is the same for every path: it
-    does not tell which paths exist. Cookies stay forbidden: a page sends the token.
+    It answers a preflight request (Fetch standard, section 3.3.2), which has no token,
+    alike for every path: the answer does not tell which paths exist. Cookies are not
+    allowed. A ``ValueError`` names an origin that no browser sends.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
         origins = [origins] if isinstance(origins, str) else list(origins)
-        check_origins(origins)
+        for origin in origins:
+            if origins != ['*'] and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f'{origin!r} is not an origin like https://example.org (in lower '
+                    f'case, no default port, nothing after it), and not * alone'
+                )
         exposed = ['X-Request-Id', 'Retry-After']
         super().__init__('*' if origins == ['*'] else origins, exposed)
 
@@ -104,16 +96,15 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
             resp.set_header('Allow', 'GET, HEAD, POST')
             resp.complete = True
 
-    def process_response(self, *arguments: Any) -> None:
-        super().process_response(*arguments)
-        arguments[1].append_header('Vary', 'Origin')
+    def process_response(self, req: Any, resp: Any, *rest: Any) -> None:
+        super().process_response(req, resp, *rest)
+        resp.append_header('Vary', 'Origin')
 
 
 class BearerAuth:
     """Middleware: only ``public`` paths are open without a bearer token (RFC 6750).
 
-    It runs before the body is read and before the router. So a client without a token
-    gets 401 for a path that does not exist, not 404.
+    It runs before the router: without a token a path that does not exist is 401.
     """
 
     def __init__(self, tokens: Tokens, public: Iterable[str]) -> None:
@@ -131,16 +122,13 @@ class BearerAuth:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{mount}/docs')
-            message = (
-                "send the header 'Authorization: Bearer TOKEN'; /docs explains the "
-                'interface'
-            )
+            message = "send the header 'Authorization: Bearer TOKEN'; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
         token = self._tokens.find(text)
         if token is None:
             challenge = 'Bearer error="invalid_token"'
             raise Fault(ErrorValue.INVALID_TOKEN, www_authenticate=challenge)
-        req.context.token_name = token.name
+        req.token_name = token.name or '-'
         scope = self._tokens.scope_of(req.path)
         if token.scope != scope:
             message = f'the token is not for this path, which needs one for {scope}'

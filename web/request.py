@@ -1,4 +1,4 @@
-"""The request: its context, which the middleware fills in, and its body."""
+"""The request: what the middleware finds out about it, and its body."""
 
 import time
 from typing import Any
@@ -9,26 +9,17 @@ from schemas import show
 from web.errors import ErrorValue, Fault
 
 
-class Context:
-    """What the middleware finds out about a request."""
+class PlantsRequest(falcon.Request):
+    """A request, with what the middleware finds out about it."""
 
     id = '-'
-    token_name: str | None = None  # of the accepted token, for the log
+    token_name = '-'  # of the accepted token, for the log
     error = 0  # the ErrorValue of the answer, or 0
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-
-
-class PlantsRequest(falcon.Request):
-    """A request with our context."""
-
-    context_type = Context
-    context: Context  # type: ignore[assignment]
 
     def __init__(
         self, env: dict[str, Any], options: falcon.RequestOptions | None = None
     ) -> None:
+        self.began = time.perf_counter()
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, options)
         if self.method == 'WEBSOCKET':
@@ -39,15 +30,14 @@ class PlantsRequest(falcon.Request):
 
 def read_body(req: PlantsRequest, limit: int) -> bytes:
     """Return the body of a request that must have one, of at most ``limit`` bytes."""
-    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored.
-    # A chunked body can be read only if the server marks its end in the input
-    # (wsgi.input_terminated); under other servers it counts as missing.
+    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored. Then the
+    # server must mark the end of the body in the input.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
-    if chunked and not req.env.get('wsgi.input_terminated'):
-        raise Fault(ErrorValue.BODY_MISSING, 'send the body with a Content-Length')
     length = 0 if chunked else req.content_length or 0
-    if not chunked and not length:
-        raise Fault(ErrorValue.BODY_MISSING, 'the body is missing')
+    is_there = req.env.get('wsgi.input_terminated') if chunked else length
+    if not is_there:
+        message = 'the body is missing; send it with a Content-Length'
+        raise Fault(ErrorValue.BODY_MISSING, message)
     if fault := _media_type_fault(req):
         raise Fault(ErrorValue.WRONG_MEDIA_TYPE, fault)
     body = b'' if length > limit else _read_up_to(req, length or limit + 1)

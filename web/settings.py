@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from store import DEFAULT_URL, open_store
 from store.jsonl.record import LONGEST
-from web.middleware import check_origins
+from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
 DEFAULT_MAX_BODY_BYTES = 65_536
@@ -93,7 +93,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
             return {'metrics': text == '1'}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))
-            check_origins(origins)
+            CrossOrigin(origins)  # refuses what is none
             return {'cors_origins': origins}
         case _:
             # A misspelt setting would be ignored. Other programs may have variables

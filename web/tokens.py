@@ -9,7 +9,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -29,8 +29,7 @@ class Token(NamedTuple):
 class Tokens:
     """The accepted bearer tokens, kept as digests.
 
-    Without names they are named by their position: ``token-1``, ``token-2``. A
-    ``ValueError`` about them never has the text of a token.
+    Without names they are ``token-1``, ``token-2``. No ``ValueError`` shows a token.
     """
 
     # Called when a changed file cannot be used; metrics count it.
@@ -43,17 +42,16 @@ class Tokens:
             # It may be None: a variable that is not set.
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         self._accept(
-            (_digest(text, name), Token(name)) for name, text in tokens.items()
+            {_digest(text, name): Token(name) for name, text in tokens.items()}
         )
 
-    def _accept(self, tokens: Iterable[tuple[bytes, Token]]) -> None:
+    def _accept(self, tokens: dict[bytes, Token]) -> None:
         """Accept these tokens, given by their digests, and no others."""
-        accepted = dict(tokens)
-        if not accepted:
+        if not tokens:
             raise ValueError('there is no token')
-        if not all(token.name.isprintable() for token in accepted.values()):
+        if not all(token.name.isprintable() for token in tokens.values()):
             raise ValueError('the name of a token may have only printable characters')
-        self._tokens = accepted
+        self._tokens = tokens
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -99,8 +97,7 @@ def _digest(token: str, where: str) -> bytes:
 class TokensFile(Tokens):
     """Tokens in a file, one entry a line, read again when the file has changed.
 
-    A forked process inherits the tokens: while the file is broken, a new worker accepts
-    what its parent has read.
+    While it is broken, the tokens stay: a forked process inherits those of its parent.
     """
 
     CHECK_EVERY = 0.5  # seconds
@@ -143,17 +140,17 @@ class TokensFile(Tokens):
 
     def _read(self) -> None:
         try:
-            text = read_file(self._path).decode('utf-8-sig')
-            self._accept(_parse(re.split('\r\n?|\n', text)))
+            self._accept(_parse(read_file(self._path).decode('utf-8-sig')))
         except (OSError, ValueError) as ex:
             reason = ex.strerror if isinstance(ex, OSError) else ex
             raise ValueError(f'{self._path}: {reason}') from ex
 
 
-def _parse(lines: Iterable[str]) -> Iterator[tuple[bytes, Token]]:
-    """Yield the digests and tokens of a tokens file; # begins a comment."""
-    found: dict[bytes, tuple[str, int]] = {}  # scopes, and their lines
-    for number, line in enumerate(lines, 1):
+def _parse(text: str) -> dict[bytes, Token]:
+    """Return the tokens of a tokens file by their digests; # begins a comment."""
+    tokens: dict[bytes, Token] = {}
+    lines: dict[bytes, int] = {}  # where each digest was first
+    for number, line in enumerate(re.split('\r\n?|\n', text), 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
         if words[2:] not in ([], ['metrics']):
             raise ValueError(
@@ -163,18 +160,18 @@ def _parse(lines: Iterable[str]) -> Iterator[tuple[bytes, Token]]:
             name = words[0] if len(words) > 1 else f'token-{number}'
             digest = _digest(words[:2][-1], f'line {number}')
             token = Token(name, *words[2:])
-            scope, first = found.setdefault(digest, (token.scope, number))
-            if token.scope != scope:
+            first = lines.setdefault(digest, number)
+            if tokens.setdefault(digest, token).scope != token.scope:
                 raise ValueError(f'lines {first} and {number}: one token, two scopes')
-            yield digest, token
+            tokens[digest] = token
+    return tokens
 
 
 def make_token(address: str, directory: str | None = None) -> str:
     """Make a token, and show it with a ``curl`` line for an address.
 
-    It goes to the standard error if that is a terminal or a pipe, or to the terminal.
-    Otherwise it is put into a file for its owner, in a directory, and the log names
-    that: logs are kept, and read by others.
+    It goes to the standard error if that is a terminal or a pipe, or to the terminal,
+    or to a new file in a directory, which the log names: logs are read by others.
     """
     token = secrets.token_hex()  # never an option of a command, like -token
     where, shown, path = f':\n\n    {token}', token, ''
@@ -186,7 +183,7 @@ def make_token(address: str, directory: str | None = None) -> str:
         where, shown = f', in the file {path}', f'$(cat {path})'
     text = (
         f'No token is configured (PLANTS_TOKENS), so this start made one{where}\n\n'
-        f'Add a plant with it:\n\n'
+        'Add a plant with it:\n\n'
         f'    curl {address}/plants -H "Authorization: Bearer {shown}" '
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
