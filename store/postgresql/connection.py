@@ -64,7 +64,7 @@ class Connection(psycopg.Connection[Any]):
     """
 
     lost_cancels = 0  # of all connections
-    timed_out = False  # in this use
+    timed_out = False  # its last use; the next one gets another connection
     is_pooled = True  # each transaction may be in another session, as far as is known
     _is_cancelled = False  # the server has answered a cancel request
     _settings = ''  # with which a transaction begins; none in a session of its own
@@ -88,9 +88,8 @@ class Connection(psycopg.Connection[Any]):
         return connection
 
     def start_use(self, deadline: float) -> None:
-        """Set a new deadline, and forget what happened in an earlier use."""
-        self._deadline = deadline
-        self.timed_out, self._warning = False, None
+        """Set a new deadline, and forget what an earlier use was warned of."""
+        self._deadline, self._warning = deadline, None
 
     # psycopg passes more arguments only for notifies(), which is not used.
     def wait(self, gen: Generator[Any, Any, Result], *_: Any, **__: Any) -> Result:
@@ -107,7 +106,10 @@ class Connection(psycopg.Connection[Any]):
             self.timed_out = True
             self._deadline = time.monotonic() + CANCEL_WITHIN
             if _cancels.acquire(blocking=False):
-                threading.Thread(target=self._request_cancel, daemon=True).start()
+                try:
+                    threading.Thread(target=self._request_cancel, daemon=True).start()
+                except RuntimeError:  # there are no more threads
+                    _cancels.release()
             result = self.wait(gen)
         # The server reports a commit that it no longer waits for as done, and warns.
         if self._warning:

@@ -91,7 +91,9 @@ class Pool:
                     self._next_attempt = time.monotonic() + RETRY_AFTER
                 if connection is not None:
                     self._idle.append(connection)
-                    if self._closed or connection.info.transaction_status != IDLE:
+                    is_lost = connection.info.transaction_status != IDLE
+                    # A cancel request that is late must not reach the next use.
+                    if self._closed or is_lost or connection.timed_out:
                         # The cause has probably broken the others, too.
                         self._close_idle()
                 self._active -= 1

@@ -228,6 +228,23 @@ def test_lookup_that_cannot_start_is_repeated(url, monkeypatch):
         assert store.add(FERN) is True
 
 
+def test_cancel_that_cannot_start_is_left_out(far, proxy, short_limits, monkeypatch):
+    """If there is no thread for a cancel request, the reason is told all the same."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    far.add(FERN)
+    monkeypatch.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
+    for _ in range(4):  # more than there are places for cancel requests
+        proxy.stop(1)
+        with refused('there is no connection to the database'):
+            far.add(FERN)
+        proxy.go_on()
+        wait_until(lambda: can_add(far))
+    assert connection._cancels._value == 3
+
+
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])
 def test_lost_response_is_unavailable(far, proxy, short_limits, after):
     """A statement without a response fails in time, whichever statement it is."""
