@@ -16,15 +16,17 @@ from store.postgresql.reasons import Fault, explain
 
 CREATE = """CREATE TABLE IF NOT EXISTS {}
 (id bigint PRIMARY KEY, name text NOT NULL, tag text)"""
-# Each table or view of this name, its place in the search_path, whether it has our
-# columns (these first); and last the one that CREATE would make.
+# Each table or view of this name, its place in the search_path, whether a policy hides
+# rows, whether it has our columns (these first); last the one that CREATE would make.
 FIND = """SELECT quote_ident(nspname) || '.plants',
-array_position(current_schemas(false), nspname), 3 = (SELECT count(*) FROM pg_attribute
+array_position(current_schemas(false), nspname), row_security_active(it.oid) AND EXISTS
+(SELECT 1 FROM pg_policy WHERE polrelid = it.oid
+AND pg_get_expr(polqual, polrelid) <> 'true'), 3 = (SELECT count(*) FROM pg_attribute
 WHERE attrelid = it.oid AND attname IN ('id', 'name', 'tag') AND NOT attisdropped)
 FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace
 WHERE relname = 'plants' AND relkind IN ('r', 'p', 'v', 'f') AND nspname !~ '^pg_'
-UNION ALL SELECT quote_ident(current_schema()) || '.plants', NULL, NULL
-ORDER BY 3 DESC NULLS LAST, 2"""
+UNION ALL SELECT quote_ident(current_schema()) || '.plants', NULL, NULL, NULL
+ORDER BY 4 DESC NULLS LAST, 2"""
 # Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
 CHECK = """INSERT INTO {0} (id, name, tag)
 SELECT id, name, tag FROM {0} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
@@ -148,14 +150,16 @@ def find_table(connection: Connection, may_create: bool, names_schema: bool) -> 
     A new one beside that of another schema would know no earlier id. So it is only made
     if the URL names the schema: the search_path of a role may have changed.
     """
-    *found, (new, _, _) = connection.transact(FIND)
-    ours = [(name, place) for name, place, is_ours in found if is_ours]
-    visible = [name for name, place in ours if place]
+    *found, (new, *_) = connection.transact(FIND)
+    ours = [row for row in found if row[-1]]
+    visible = [name for name, place, *_ in ours if place]
     if len(visible) > 1:
         raise Fault('two', ' and '.join(visible))
     # A table of others at that place makes the check fail.
-    visible += [name for name, place, is_ours in found if place and not is_ours]
+    visible += [name for name, place, _, is_ours in found if place and not is_ours]
     if visible:
+        if any(hides for name, _, hides, _ in ours if name == visible[0]):
+            raise Fault('hides', visible[0])
         return str(visible[0])
     if ours and not names_schema:
         raise Fault('elsewhere', f'there is {ours[0][0]}, and it leads to {new}')
