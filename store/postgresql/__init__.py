@@ -32,8 +32,7 @@ from store.group_commit import Entry
 from store.lazy import LazyStore
 from store.masking import masked
 from store.postgresql import connection as limits
-from store.postgresql.connection import Connection
-from store.postgresql.hosts import Hosts
+from store.postgresql.connection import Connection, Hosts
 from store.postgresql.pool import Pool
 from store.postgresql.reasons import Unavailable, explained
 from store.postgresql.table import Table, find_table

@@ -19,12 +19,11 @@ import psycopg
 
 from store.errors import StoreClosed
 from store.postgresql.connection import IDLE, Connection, Result
-from store.postgresql.reasons import UNSERVED, Unavailable, explain, explained
+from store.postgresql.reasons import Unavailable, explain, explained
 
 # In seconds.
 RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
 WAIT_WITHIN = 2  # for a connection that another caller has
-FULL_FOR = 30  # how long callers wait for each other's connections before they connect
 
 
 class Pool:
@@ -37,7 +36,6 @@ class Pool:
     def __init__(self, connect: Callable[[float], Connection], *names: str) -> None:
         self._connect = connect
         self._names = names  # of the database: as a log may show it, and its URL
-        self._full_until = 0.0  # a pooler has no more connections
         self._changed = threading.Condition()  # guards what follows
         self._idle: list[Connection] = []
         self._active = 0  # callers that have a connection, or make one
@@ -108,8 +106,7 @@ class Pool:
 
     def _take(self, deadline: float) -> Connection:
         """Return an idle connection, or a new one, or one that is given back."""
-        is_full = time.monotonic() < self._full_until
-        if idle := self._take_idle(deadline if is_full else 0):
+        if idle := self._take_idle(0):
             return idle
         try:
             return self._connect(deadline)
@@ -119,8 +116,6 @@ class Pool:
                     limits = 'max_connections and CONNECTION LIMIT bound that'
                     ex.add_note(f'this process holds {self._active - 1}; {limits}')
                 raise
-            if UNSERVED in str(ex):  # after seconds; a server refuses at once
-                self._full_until = time.monotonic() + FULL_FOR
             return idle
 
     def _take_idle(self, deadline: float) -> Connection | None:
