@@ -9,7 +9,6 @@
 """
 
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,12 +110,12 @@ class Pool:
         try:
             return self._connect(deadline)
         except psycopg.OperationalError as ex:
-            if not (idle := self._take_idle(deadline)):
-                if re.search('too many c|remaining connection slots', str(ex)):
-                    limits = 'max_connections and CONNECTION LIMIT bound that'
-                    ex.add_note(f'this process holds {self._active - 1}; {limits}')
-                raise
-            return idle
+            if idle := self._take_idle(deadline):
+                return idle
+            if explain(ex).code == '53300':
+                limits = 'max_connections and CONNECTION LIMIT bound that'
+                ex.add_note(f'this process holds {self._active - 1}; {limits}')
+            raise
 
     def _take_idle(self, deadline: float) -> Connection | None:
         """Return an idle one; wait for it only while callers are active."""
