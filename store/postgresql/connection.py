@@ -14,7 +14,7 @@ from psycopg import errors, generators, waiting
 from psycopg._conninfo_utils import get_param, split_attempts
 from psycopg.conninfo import make_conninfo, timeout_from_conninfo
 
-from store.postgresql.reasons import UNSERVED, Fault, explain
+from store.postgresql.reasons import Fault, explain
 
 log = logging.getLogger(__name__)
 # The store reports a lost connection itself; psycopg's own warning would repeat it.
@@ -63,10 +63,9 @@ class Connection(psycopg.Connection[Any]):
     """A connection whose statements run with the settings that must hold.
 
     A session of its own gets them once, and keeps prepared statements. A pooler such as
-    PgBouncer may execute each transaction in another session, which its clients share:
-    there each brings them with it, in the same message, and leaves nothing behind.
-    The process id of the login tells them apart. That of a pooler is a number of its
-    own, so that a cancellation finds the session that the client has at that time.
+    PgBouncer may execute each transaction in another session: there each brings them
+    with it, in the same message, and leaves nothing behind. The process id of the login
+    tells them apart, since that of a pooler is a number of its own.
     """
 
     lost_cancels = 0  # of all connections
@@ -105,7 +104,8 @@ class Connection(psycopg.Connection[Any]):
         except errors._WaitTimeout as ex:
             if self.timed_out:
                 if self._is_cancelled and self.is_pooled:
-                    raise Fault('pool', UNSERVED) from ex
+                    words = 'the login was answered, and the statement was not'
+                    raise Fault('pool', words) from ex
                 raise Fault('08', f'{self.info.host}: no answer') from ex
             # The answer to a cancellation says what the statement has waited for.
             # Not cancelled, the session would go on waiting for no client.

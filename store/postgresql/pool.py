@@ -28,8 +28,8 @@ WAIT_WITHIN = 2  # for a connection that another caller has
 class Pool:
     """Lends connections, each to one caller at a time, and keeps them open.
 
-    During an outage one caller at a time asks the database, ``RETRY_AFTER`` seconds
-    after the previous one. All others are refused at once, with the reason.
+    During an outage one caller at a time asks the database. All others are refused at
+    once, with the reason.
     """
 
     def __init__(self, connect: Callable[[float], Connection], *names: str) -> None:
@@ -89,11 +89,10 @@ class Pool:
                     self._next_attempt = time.monotonic() + RETRY_AFTER
                 if connection is not None:
                     self._idle.append(connection)
-                    is_lost = connection.info.transaction_status != IDLE
-                    # A cancel request that is late must not reach the next use.
-                    if self._closed or is_lost or connection.timed_out:
-                        # The cause has probably broken the others, too.
-                        self._close_idle()
+                    if connection.info.transaction_status != IDLE:
+                        self._close_idle()  # the cause has probably broken all of them
+                    elif self._closed or connection.timed_out:
+                        self._idle.pop().close()  # a late cancel request may reach it
                 self._active -= 1
                 self._changed.notify_all()
 

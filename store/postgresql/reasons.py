@@ -54,7 +54,6 @@ ROWS = [line.split(None, 3) for line in TABLE.strip().splitlines()]
 MEANINGS = {code: row for codes, *row in ROWS for code in codes.split(',')}
 
 # The words of the server, libpq or PgBouncer for errors without SQLSTATE.
-UNSERVED = 'the login was answered, and the statement was not'
 WORDS = {
     'query_wait_timeout': 'pool',
     'no more connections allowed': 'clients',
