@@ -23,6 +23,7 @@ from store.postgresql.reasons import Unavailable, explain, explained
 # In seconds.
 RETRY_AFTER = 0.1  # between two attempts to reach a database that does not answer
 WAIT_WITHIN = 2  # for a connection that another caller has
+FULL_FOR = 30  # how long callers wait for each other's connections before they connect
 
 
 class Pool:
@@ -35,6 +36,7 @@ class Pool:
     def __init__(self, connect: Callable[[float], Connection], *names: str) -> None:
         self._connect = connect
         self._names = names  # of the database: as a log may show it, and its URL
+        self._full_until = 0.0  # a pooler has no more connections
         self._changed = threading.Condition()  # guards what follows
         self._idle: list[Connection] = []
         self._active = 0  # callers that have a connection, or make one
@@ -104,14 +106,18 @@ class Pool:
 
     def _take(self, deadline: float) -> Connection:
         """Return an idle connection, or a new one, or one that is given back."""
-        if idle := self._take_idle(0):
+        is_full = time.monotonic() < self._full_until
+        if idle := self._take_idle(deadline if is_full else 0):
             return idle
         try:
             return self._connect(deadline)
         except psycopg.OperationalError as ex:
+            code = explain(ex).code
             if idle := self._take_idle(deadline):
+                if code == 'pool':  # after seconds; a server refuses at once
+                    self._full_until = time.monotonic() + FULL_FOR
                 return idle
-            if explain(ex).code == '53300':
+            if code == '53300':
                 limits = 'max_connections and CONNECTION LIMIT bound that'
                 ex.add_note(f'this process holds {self._active - 1}; {limits}')
             raise
