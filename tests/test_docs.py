@@ -227,7 +227,11 @@ PROMISED = {
     'store.jsonl.lock.LOCK_WITHIN': ('stores', 'waits for it longer than {} sec', 1),
     'store.jsonl.recovery.MOST_TORN': ('stores', 'more than {} MiB would be', 2**20),
     'store.jsonl.index.TAIL': ('stores', 'in the last {} bytes before the mark', 1),
-    'store.postgresql.hosts.RESOLVE_WITHIN': ('stores', 'at most {} to resolve', 1),
+    'store.postgresql.connection.RESOLVE_WITHIN': (
+        'stores',
+        'at most {} to resolve',
+        1,
+    ),
     'store.postgresql.connection.CONNECT_WITHIN': ('stores', '{} to connect to', 1),
     'store.postgresql.connection.ANSWER_WITHIN': ('stores', '{} until a statement', 1),
     'store.postgresql.connection.LOCK_WITHIN': ('stores', 'refused after {} sec', 0.5),

@@ -32,8 +32,7 @@ from store.group_commit import Entry
 from store.lazy import LazyStore
 from store.masking import masked
 from store.postgresql import connection as limits
-from store.postgresql.connection import Connection
-from store.postgresql.hosts import Hosts
+from store.postgresql.connection import Connection, Hosts
 from store.postgresql.pool import Pool
 from store.postgresql.reasons import Unavailable, explained
 from store.postgresql.table import Table, find_table
@@ -95,9 +94,8 @@ class PostgreSQLStore(LazyStore['Database']):
 class Database:
     """Adds plants to a database, and reads them.
 
-    If the database refuses a batch, each plant is tried by itself. One that another
-    session has locked delays its batch by two waits of ``LOCK_WITHIN``; its repeats are
-    refused at once for ``LOCKED_FOR``, so that they do not delay the next batches.
+    If the database refuses a batch, each plant is tried by itself. Repeats of one that
+    another session has locked are refused at once for a while, and delay no batch.
     """
 
     def __init__(self, url: str, create: Create) -> None:
@@ -119,11 +117,10 @@ class Database:
         self.pool = Pool(self._connect, *self._names)
         self._probed = -math.inf  # when the last probe of a whole add began
         self._refusal: Unavailable | None = None  # what it found
-        # Of plants that were found locked: when to try again, and the error until then.
+        # Of plants that were found locked: the error, and until when to repeat it.
         self._locked: dict[int, tuple[float, Unavailable]] = {}
 
     def append(self, batch: Batch) -> Callable[[], None]:
-        # One statement writes and commits: nothing has to be done one by one.
         return partial(self._store, batch)
 
     def plants(self) -> Iterator[Plant]:

@@ -1,17 +1,20 @@
-"""A connection to a PostgreSQL server: its settings, its time limits."""
+"""A connection to the first host that takes plants: settings, time limits, names."""
 
 import logging
 import math
+import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 import psycopg
 from psycopg import errors, generators, waiting
-from psycopg.conninfo import make_conninfo
+from psycopg._conninfo_utils import get_param, split_attempts
+from psycopg.conninfo import make_conninfo, timeout_from_conninfo
 
-from store.postgresql.reasons import UNSERVED, Fault
+from store.postgresql.reasons import Fault, explain
 
 log = logging.getLogger(__name__)
 # The store reports a lost connection itself; psycopg's own warning would repeat it.
@@ -19,8 +22,11 @@ logging.getLogger('psycopg').addHandler(logging.NullHandler())
 
 Result = TypeVar('Result')
 
+Lookup = tuple[Future[list[dict[str, str]]], float]  # addresses, until when to wait
+
 # Time limits in seconds.
 ANSWER_WITHIN = 4  # of a call in all: names, connection, statements
+RESOLVE_WITHIN = 2  # of that for all names
 CONNECT_WITHIN = 2  # of that for each host
 STATEMENT_WITHIN = 3  # at the server, whose error says what happened
 CANCEL_WITHIN = 0.8  # more for the end of a statement that was cancelled
@@ -57,14 +63,13 @@ class Connection(psycopg.Connection[Any]):
     """A connection whose statements run with the settings that must hold.
 
     A session of its own gets them once, and keeps prepared statements. A pooler such as
-    PgBouncer may execute each transaction in another session, which its clients share:
-    there each brings them with it, in the same message, and leaves nothing behind.
-    The process id of the login tells them apart. That of a pooler is a number of its
-    own, so that a cancellation finds the session that the client has at that time.
+    PgBouncer may execute each transaction in another session: there each brings them
+    with it, in the same message, and leaves nothing behind. The process id of the login
+    tells them apart, since that of a pooler is a number of its own.
     """
 
     lost_cancels = 0  # of all connections
-    timed_out = False  # in this use
+    timed_out = False  # its last use; the next one gets another connection
     is_pooled = True  # each transaction may be in another session, as far as is known
     _is_cancelled = False  # the server has answered a cancel request
     _settings = ''  # with which a transaction begins; none in a session of its own
@@ -88,9 +93,8 @@ class Connection(psycopg.Connection[Any]):
         return connection
 
     def start_use(self, deadline: float) -> None:
-        """Set a new deadline, and forget what happened in an earlier use."""
-        self._deadline = deadline
-        self.timed_out, self._warning = False, None
+        """Set a new deadline, and forget what an earlier use was warned of."""
+        self._deadline, self._warning = deadline, None
 
     # psycopg passes more arguments only for notifies(), which is not used.
     def wait(self, gen: Generator[Any, Any, Result], *_: Any, **__: Any) -> Result:
@@ -100,14 +104,16 @@ class Connection(psycopg.Connection[Any]):
         except errors._WaitTimeout as ex:
             if self.timed_out:
                 if self._is_cancelled and self.is_pooled:
-                    raise Fault('pool', UNSERVED) from ex
+                    words = 'the login was answered, and the statement was not'
+                    raise Fault('pool', words) from ex
                 raise Fault('08', f'{self.info.host}: no answer') from ex
             # The answer to a cancellation says what the statement has waited for.
             # Not cancelled, the session would go on waiting for no client.
             self.timed_out = True
             self._deadline = time.monotonic() + CANCEL_WITHIN
-            if _cancels.acquire(blocking=False):
-                threading.Thread(target=self._request_cancel, daemon=True).start()
+            is_free = _cancels.acquire(blocking=False)
+            if is_free and not _start_thread(self._request_cancel):
+                _cancels.release()
             result = self.wait(gen)
         # The server reports a commit that it no longer waits for as done, and warns.
         if self._warning:
@@ -166,3 +172,76 @@ class Connection(psycopg.Connection[Any]):
     def _note(self, diagnostic: errors.Diagnostic) -> None:
         if diagnostic.source_file == 'syncrep.c':  # a trigger may raise its SQLSTATE
             self._warning = diagnostic.message_primary
+
+
+class Hosts:
+    """The hosts of a URL, and the lookups of their names."""
+
+    def __init__(self, parameters: dict[str, Any], url: str) -> None:
+        self._parameters = parameters
+        self._url = url
+        self._lookups: dict[str, Lookup] = {}
+
+    def connect(self, deadline: float, *, to_read: bool) -> Connection:
+        """Return a connection to the first host that takes plants, or can be read.
+
+        Raises:
+            psycopg.Error: No host does. If there are several, the words name each.
+        """
+        hosts = split_attempts(self._parameters)
+        lookups = [self._look_up(host) for host in hosts]  # all at once
+        longest = timeout_from_conninfo(self._parameters)
+        left = (deadline - time.monotonic()) / len(hosts)
+        words = []
+        for host, (lookup, until) in zip(hosts, lookups, strict=True):
+            error: psycopg.Error
+            try:
+                addresses = lookup.result(max(0, until - time.monotonic()))
+                within = min(longest, left / len(addresses))
+                for address in addresses:
+                    try:
+                        return Connection.open(
+                            host | address, within, deadline, to_read
+                        )
+                    except psycopg.OperationalError as ex:
+                        error = ex
+            except TimeoutError:
+                error = Fault('08', f'the name did not resolve in {RESOLVE_WITHIN} s')
+            except (OSError, UnicodeError, RuntimeError) as ex:
+                error = Fault('08', f'the name does not resolve: {ex}')
+            if len(hosts) == 1:
+                raise error
+            name = get_param(host, 'host') or get_param(host, 'hostaddr')
+            place = f'{name}:{get_param(host, "port") or 5432}'
+            words.append(f'{place}: {explain(error, url=self._url).detail}')
+        raise Fault('hosts', '; '.join(words))
+
+    def _look_up(self, host: Any) -> Lookup:
+        """Resolve a name in a thread that may be left behind: it has no time limit."""
+        name = str(get_param(host, 'host') or '')
+        found, until = self._lookups.get(name, (None, 0.0))
+        if found is None or found.done():  # one that hangs is not repeated
+            found, until = Future(), time.monotonic() + RESOLVE_WITHIN
+            if not name or name[0] in '/@' or get_param(host, 'hostaddr'):
+                found.set_result([{}])  # a Unix socket, or an address
+            elif not _start_thread(_resolve, name, found):
+                found.set_exception(RuntimeError('no thread can be started'))
+            self._lookups[name] = found, until
+        return found, until
+
+
+def _resolve(name: str, found: Future[list[dict[str, str]]]) -> None:
+    try:
+        addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        found.set_result([{'hostaddr': str(address[0])} for *_, address in addresses])
+    except (OSError, UnicodeError) as ex:
+        found.set_exception(ex)
+
+
+def _start_thread(target: Callable[..., None], *arguments: object) -> bool:
+    """Start a thread for which no exit waits; return whether there is one."""
+    try:
+        threading.Thread(target=target, args=arguments, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True

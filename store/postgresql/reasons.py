@@ -37,6 +37,7 @@ altered         -       down the table plants changes what is added
 closed          -       down the database accepts no connections
 elsewhere       -       down the search_path does not lead to the table
 function        each    copy a trigger of the table plants fails
+hides           -       down a policy of the table plants hides plants
 hosts           -       down no host takes plants
 part            each    copy the table plants has no partition for the plant
 locked          -       down another session has locked the table plants
@@ -53,7 +54,6 @@ ROWS = [line.split(None, 3) for line in TABLE.strip().splitlines()]
 MEANINGS = {code: row for codes, *row in ROWS for code in codes.split(',')}
 
 # The words of the server, libpq or PgBouncer for errors without SQLSTATE.
-UNSERVED = 'the login was answered, and the statement was not'
 WORDS = {
     'query_wait_timeout': 'pool',
     'no more connections allowed': 'clients',

@@ -1,7 +1,6 @@
 """The table of plants: found once, then named with its schema; and its statements."""
 
 import random
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,22 +15,24 @@ from store.postgresql.reasons import Fault, explain
 
 CREATE = """CREATE TABLE IF NOT EXISTS {}
 (id bigint PRIMARY KEY, name text NOT NULL, tag text)"""
-# Each table or view of this name, its place in the search_path, whether it has our
-# columns (these first); and last the one that CREATE would make.
+# Each table or view of this name, its place in the search_path, whether a policy hides
+# rows, whether it has our columns (these first); last the one that CREATE would make.
 FIND = """SELECT quote_ident(nspname) || '.plants',
-array_position(current_schemas(false), nspname), 3 = (SELECT count(*) FROM pg_attribute
+array_position(current_schemas(false), nspname), row_security_active(it.oid) AND EXISTS
+(SELECT 1 FROM pg_policy WHERE polrelid = it.oid
+AND pg_get_expr(polqual, polrelid) <> 'true'), 3 = (SELECT count(*) FROM pg_attribute
 WHERE attrelid = it.oid AND attname IN ('id', 'name', 'tag') AND NOT attisdropped)
 FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace
 WHERE relname = 'plants' AND relkind IN ('r', 'p', 'v', 'f') AND nspname !~ '^pg_'
-UNION ALL SELECT quote_ident(current_schema()) || '.plants', NULL, NULL
-ORDER BY 3 DESC NULLS LAST, 2"""
+UNION ALL SELECT quote_ident(current_schema()) || '.plants', NULL, NULL, NULL
+ORDER BY 4 DESC NULLS LAST, 2"""
 # Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
 CHECK = """INSERT INTO {0} (id, name, tag)
 SELECT id, name, tag FROM {0} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
 # Not VALUES: each size of a batch would be a prepared statement of its own, 2 to 8 MiB
 # for 100 sizes. Without casts a prepared statement fails for good after ALTER COLUMN.
 INSERT = """INSERT INTO {} (id, name, tag)
-SELECT * FROM unnest($1::bigint[], $2::text[], $3::text[])
+SELECT * FROM unnest(%s::bigint[], %s::text[], %s::text[])
 ON CONFLICT (id) DO NOTHING RETURNING id::bigint"""
 READ = 'SELECT id::bigint, name::text, tag::text FROM {}'
 PAGE = 1000  # plants
@@ -49,9 +50,8 @@ class Table:
 
     def use(self, name: str) -> None:
         """Name the table in all statements."""
-        self._insert = INSERT.format(name)
-        escaped = name.replace('%', '%%')  # where values are put in for %s
-        self._insert_literals = re.sub(r'\$\d', '%s', INSERT.format(escaped))
+        escaped = name.replace('%', '%%')  # since values are put in for %s
+        self._insert = INSERT.format(escaped)
         self._read = READ.format(escaped)
         # One row each, since a distributed engine can lock no more with one statement.
         self._lock = f'{self._read} WHERE id = %s FOR UPDATE'
@@ -65,9 +65,9 @@ class Table:
     def probe(self, connection: Connection) -> None:
         """Do what an add does, with a row that is taken back before the commit.
 
-        The row is a copy of a plant with another id, since a table may refuse what is
-        made up. The commit is written, and waits for a standby. A dead row stays until
-        the next vacuum. A refusal leaves the transaction open: the pool closes it.
+        The row is a copy of a plant, since a table may refuse what is made up. The
+        commit is written, and waits for a standby. A dead row stays until the next
+        vacuum. A refusal leaves the transaction open: the pool closes it.
         """
         rows = connection.transact(
             f'BEGIN; {self._read} ORDER BY id DESC LIMIT 1; '
@@ -94,7 +94,7 @@ class Table:
 
     def _insert_copy(self, connection: Connection, plant: Plant) -> None:
         """Insert a plant with a free id near its own: in the same partition."""
-        insert = f'{self._insert_literals}, name::text, tag::text'
+        insert = f'{self._insert}, name::text, tag::text'
         for _ in range(3):
             id = plant.id + random.randint(1, 99)
             plant = plant._replace(id=id if id <= ID_MAX else random.randint(ID_MIN, 0))
@@ -107,10 +107,9 @@ class Table:
     def insert(self, connection: Connection, plants: Sequence[Plant]) -> list[int]:
         """Insert plants whose id is free, and commit; return their ids."""
         if connection.is_pooled:
-            rows = connection.transact(self._insert_literals, *_arrays(plants))
+            rows = connection.transact(self._insert, *_arrays(plants))
         else:
-            cursor = psycopg.RawCursor(connection)
-            rows = cursor.execute(self._insert, _arrays(plants)).fetchall()
+            rows = connection.execute(self._insert, _arrays(plants)).fetchall()
         return [id for (id,) in rows]
 
     def lock(self, connection: Connection, plants: Sequence[Plant]) -> dict[int, Plant]:
@@ -148,15 +147,16 @@ def find_table(connection: Connection, may_create: bool, names_schema: bool) -> 
     A new one beside that of another schema would know no earlier id. So it is only made
     if the URL names the schema: the search_path of a role may have changed.
     """
-    *found, (new, _, _) = connection.transact(FIND)
-    ours = [(name, place) for name, place, is_ours in found if is_ours]
-    visible = [name for name, place in ours if place]
-    if len(visible) > 1:
+    *found, (new, *_) = connection.transact(FIND)
+    ours = [row for row in found if row[-1]]
+    if len(visible := [name for name, place, *_ in ours if place]) > 1:
         raise Fault('two', ' and '.join(visible))
-    # A table of others at that place makes the check fail.
-    visible += [name for name, place, is_ours in found if place and not is_ours]
-    if visible:
-        return str(visible[0])
+    # Ours come first. A table of others at that place makes the check fail.
+    for name, place, hides, _ in found:
+        if place and hides:
+            raise Fault('hides', name)
+        if place:
+            return str(name)
     if ours and not names_schema:
         raise Fault('elsewhere', f'there is {ours[0][0]}, and it leads to {new}')
     if new is None:

@@ -89,6 +89,34 @@ def test_each_host_is_named_once(tmp_path, primary, standby):
             proxy.go_on()
 
 
+SLOW_RESOLVER = [
+    'import socket, time',
+    'timeout = 3',  # of the heartbeat, and without it until the lookup ends
+    'resolve = socket.getaddrinfo',
+    'def look_up(name, *arguments, **options):',
+    "    time.sleep(9 * (name == 'hangs.invalid'))",
+    '    return resolve(name, *arguments, **options)',
+    'socket.getaddrinfo = look_up',
+]
+
+
+def test_resolver_that_hangs_stops_no_worker(tmp_path, url):
+    """While a name is looked up /livez is answered, and the heartbeat goes on."""
+    limits = configured(tmp_path, *SLOW_RESOLVER)
+    url = url.replace('127.0.0.1', 'hangs.invalid,127.0.0.1')
+    with (
+        Server(tmp_path, *limits, workers=1, PLANTS_STORE=url) as server,
+        server.connect() as client,
+    ):
+        workers = server.worker_pids()
+        client.send(request(body={'id': 1, 'name': 'Fern'}))
+        assert server.ask(request('GET', '/livez')).status == 200
+        assert not client.is_readable(1)  # it waits for the name
+        assert client.receive().status == 200
+        assert not client.is_readable(4)
+        assert server.worker_pids() == workers
+
+
 def test_standby_is_read(primary, standby):
     """A standby is read, and takes no plant."""
     fern = Plant(1, 'Fern')

@@ -3,6 +3,7 @@
 import pytest
 from postgresql import PgBouncer, refused
 from test_postgresql_faults import (  # noqa: F401
+    can_add,
     far,
     proxy,
     short_limits,
@@ -18,10 +19,10 @@ from test_postgresql_faults import (  # noqa: F401
 )
 from test_store_postgresql import TestPostgreSQLStore as DirectContract
 
-from store import Plant, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.postgresql import connection
 from store.testing.plants import samples
-from store.testing.waiting import in_child, in_threads
+from store.testing.waiting import in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 FULL = 'the connection pool of the database is full, or does not reach the database'
@@ -116,6 +117,40 @@ def test_pooler_that_cannot_do_is_refused(database, mode, options, reason):
         for use in opened.ping, opened.check_opening, lambda: opened.add(FERN):
             with pytest.raises(StoreUnavailable, match=reason):
                 use()
+
+
+def test_pool_is_not_full_because_it_was(database, url, far, proxy, short_limits):  # noqa: F811
+    """A connection that is lost after a cancelled statement tells of no full pool."""
+    rule = 'ALTER TABLE plants ADD CHECK (pg_sleep(0.8) IS NOT NULL)'
+    database.execute(rule, url=url)
+    with refused('the database did not answer in time'):
+        far.add(FERN)
+    database.execute('ALTER TABLE plants DROP CONSTRAINT plants_check', url=url)
+    wait_until(lambda: can_add(far))
+    proxy.stop()
+    with refused('there is no connection to the database'):
+        far.add(FERN)
+    proxy.go_on()
+
+
+def test_second_table_is_not_made(database, pooler):
+    """A changed search_path of the role makes no second table, also behind a pooler."""
+    url = pooler.new_url()
+    name = url.rpartition('/')[2]
+    with open_store(url) as first:
+        first.add(FERN)
+        database.execute('CREATE SCHEMA other', url=url)
+        database.execute(f'ALTER ROLE {name} SET search_path = other')
+        database.terminate_sessions()  # the pooler makes new ones
+        with pytest.raises(IdTaken):
+            first.add(FERN._replace(name='Moss'))
+    with (
+        open_store(url) as again,
+        refused('the search_path does not lead to the table') as caught,
+    ):
+        again.ping()
+    assert caught.value.detail == 'there is public.plants, and it leads to other.plants'
+    assert database.execute("SELECT to_regclass('other.plants')", url=url) == [(None,)]
 
 
 def test_full_pool_is_named(database, monkeypatch):

@@ -17,7 +17,7 @@ from postgresql import PostgreSQL, refused
 from proxy import Proxy
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
-from store.postgresql import connection, hosts, pool
+from store.postgresql import connection, pool
 from store.postgresql.table import Table
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
@@ -222,10 +222,28 @@ def test_lookup_that_cannot_start_is_repeated(url, monkeypatch):
     with open_store(url.replace('127.0.0.1', 'localhost')) as store:
         database = store._backend()
         with monkeypatch.context() as patch:
-            patch.setattr(hosts, 'threading', SimpleNamespace(Thread=refuse))
-            with pytest.raises(RuntimeError):
+            patch.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
+            with refused('there is no connection to the database'):
                 database.ping()
-        assert store.add(FERN) is True
+        wait_until(lambda: can_add(store))
+
+
+def test_cancel_that_cannot_start_is_left_out(far, proxy, short_limits, monkeypatch):
+    """If there is no thread for a cancel request, the reason is told all the same."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    far.add(FERN)
+    for _ in range(4):  # more than there are places for cancel requests
+        proxy.stop(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
+            with refused('there is no connection to the database'):
+                far.add(FERN)
+        proxy.go_on()
+        wait_until(lambda: can_add(far))
+    assert connection._cancels._value == 3
 
 
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])

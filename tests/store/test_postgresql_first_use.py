@@ -421,6 +421,25 @@ def test_empty_table_with_a_rule_is_ready(database, made, role, rule):
         store.ping()
 
 
+@pytest.mark.parametrize('command', ['ALL', 'SELECT', 'UPDATE'])
+def test_policy_that_hides_plants_is_refused(database, made, role, command):
+    """A role that is not shown every plant would refuse repeats, and list a part."""
+    with open_store(made) as store:
+        store.add(FERN)
+    database.execute(
+        'ALTER TABLE plants ENABLE ROW LEVEL SECURITY; '
+        f"CREATE POLICY hiding ON plants FOR {command} USING (name <> 'Fern')",
+        url=made,
+    )
+    with open_store(role(made, *RIGHTS)) as store:
+        for use in store.ping, lambda: store.add(FERN), lambda: list(store):
+            with refused('a policy of the table plants hides plants'):
+                use()
+            time.sleep(RETRY_AFTER)
+    with open_store(made) as store:  # as its owner, who is under no policy
+        assert store.add(FERN) is False
+
+
 @pytest.mark.parametrize(
     'change',
     [
