@@ -104,6 +104,22 @@ def test_unfinished_request_takes_little_memory(tmp_path, data, most):
         assert grown < most, f'{grown:.1f} KiB'
 
 
+def test_heads_of_strangers_are_not_kept(tmp_path):
+    """A client that sends other heads all the time fills little memory with them."""
+    with Server(tmp_path, **UNMEASURED) as server, server.connect() as client:
+        pid = only_worker(server)
+        for number, size, most in ((200, 28_000, 4_000), (1_000, 3_800, 8_000)):
+            before = proportional_memory(pid)
+            for at in range(number):
+                lines = {
+                    f'x-{n}': f'{at} ' * (4_000 // len(f'{at} ')) for n in range(7)
+                }
+                head = request('GET', '/livez', **lines)
+                client.send(head[:size] + b'\r\n\r\n')
+                assert client.receive().status == 200
+            assert proportional_memory(pid) - before < most
+
+
 def unread_bytes(server, side):
     """Return how many bytes the largest queue of the server's sockets holds."""
     column = {'answers': 0, 'server': 1}[side]
