@@ -11,13 +11,12 @@ import psycopg.generators
 import pytest
 from exchange import fern, table
 from psycopg.conninfo import conninfo_to_dict
-from server import REPOSITORY, Server, finished, is_alive, request, wait_until
+from server import Server, finished, is_alive, request, wait_until
 
 from store import StoreUnavailable, open_store
 
 IS_MAC = sys.platform == 'darwin'
-# With an option, or the server would be forked from a process that is not simulated.
-PYTHON = sys.executable, '-s', '-m'
+PYTHON = sys.executable, '-m'
 
 
 @pytest.fixture
@@ -122,11 +121,3 @@ def test_no_gssapi_in_a_forked_worker(monkeypatch, platform, query, expected):
     with open_store(url) as store, pytest.raises(StoreUnavailable):
         store.ping()
     assert set(asked) == {expected}
-
-
-@pytest.mark.parametrize('module', ['store', 'gunicorn'])
-def test_help_works(module, environment):
-    """Whatever is imported at a start can be imported."""
-    command = [*PYTHON, module, '--help']
-    done = finished(command, cwd=REPOSITORY, env=os.environ | environment)
-    assert (done.returncode, done.stderr) == (0, '')
