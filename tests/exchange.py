@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
+from prometheus_client.parser import text_string_to_metric_families
 from server import (
     PATIENCE,
     REPOSITORY,
@@ -28,7 +29,6 @@ from server import (
     wait_until,
 )
 
-MAX_BODY = 65_536  # bytes
 SECRET = 'a-token-that-nobody-knows'
 STORED_PLANT = {'id': 0, 'name': 'Taken'}
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
@@ -260,6 +260,14 @@ class Crowd:
         if answer and answer.status != 200:
             assert_error(answer, 50300)
         return answer and answer.status == 200
+
+
+def parse_samples(text):
+    """Return the samples of an answer of /metrics, in which each family is once."""
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    assert [family for family in families if family.documentation[-1:] != '.'] == []
+    return [sample for family in families for sample in family.samples]
 
 
 def parse_json_log(text):

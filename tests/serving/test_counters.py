@@ -5,8 +5,7 @@ import re
 import signal
 from pathlib import Path
 
-from exchange import upgraded
-from prometheus_client.parser import text_string_to_metric_families
+from exchange import parse_samples, upgraded
 from server import Server, is_alive, request, wait_until
 
 
@@ -14,12 +13,9 @@ def read_samples(server, name, **labels):
     """Return the samples that have a name and labels."""
     answer = server.ask(request('GET', '/metrics'))
     assert answer.status == 200
-    families = list(text_string_to_metric_families(answer.body.decode()))
-    assert len({family.name for family in families}) == len(families)
     return [
         sample
-        for family in families
-        for sample in family.samples
+        for sample in parse_samples(answer.body.decode())
         if sample.name == name and labels.items() <= sample.labels.items()
     ]
 
