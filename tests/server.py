@@ -96,18 +96,6 @@ def free_port():
             return port
 
 
-def socket_to(path):
-    """Return a socket that is connected to the unix socket at a path."""
-    connected = socket.socket(socket.AF_UNIX)
-    connected.settimeout(PATIENCE)
-    try:
-        connected.connect(str(path))
-    except OSError:
-        connected.close()
-        raise
-    return connected
-
-
 def is_alive(pid):
     """Whether a process runs. A zombie does not."""
     if sys.platform != 'linux':
@@ -347,13 +335,6 @@ class Server:
         _, *ends = self._log_path.read_bytes().split(b'Booting worker with pid: ')
         pids = {int(re.match(rb'\d+', end)[0]) for end in ends}
         return {pid for pid in pids if is_alive(pid)}
-
-    def memory(self):
-        """Return the resident memory of all workers, in MiB."""
-        pages = 0
-        for pid in self.worker_pids():
-            pages += int(Path(f'/proc/{pid}/statm').read_text().split()[1])
-        return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
 
     def worker_of(self, answer):
         """Return the process id of the worker that sent an answer, from the log."""

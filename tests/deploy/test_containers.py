@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import yaml
+from machine import socket_to
 from server import (
     REPOSITORY,
     ROOMS,
@@ -18,7 +19,6 @@ from server import (
     finished,
     installed,
     request,
-    socket_to,
 )
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')

@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingMixIn, UnixStreamServer
 
 import pytest
-from exchange import assert_error, chunked, edit, fern, table
+from exchange import assert_error, chunked, fern, table
+from machine import edit
 from server import (
     PATIENCE,
     REPOSITORY,

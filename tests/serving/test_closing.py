@@ -13,10 +13,9 @@ from exchange import (
     assert_quick,
     chunked,
     fern,
-    locked,
-    stop,
     table,
 )
+from machine import locked, stop
 from server import PATIENCE, Server, configured, request, wait_until
 
 

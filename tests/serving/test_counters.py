@@ -5,7 +5,8 @@ import re
 import signal
 from pathlib import Path
 
-from exchange import parse_samples, upgraded
+from exchange import parse_samples
+from machine import upgraded
 from server import Server, is_alive, request, wait_until
 
 

@@ -19,15 +19,8 @@ from exchange import (
     raw_head,
     table,
 )
-from server import (
-    PATIENCE,
-    RawClient,
-    Server,
-    configured,
-    request,
-    socket_to,
-    wait_until,
-)
+from machine import socket_to
+from server import PATIENCE, RawClient, Server, configured, request, wait_until
 
 import serving
 

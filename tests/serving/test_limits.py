@@ -17,12 +17,10 @@ from exchange import (
     assert_error,
     assert_quick,
     chunked,
-    count_sockets,
     fern,
-    locked,
-    only_worker,
     table,
 )
+from machine import count_sockets, locked, only_worker
 from server import PATIENCE, Server, configured, request, wait_until
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
@@ -201,20 +199,6 @@ def test_slow_clients_delay_nobody(service):
         assert_quick(service, between=drip)
         assert not any(client.is_readable() for client in clients)
     assert service.worker_pids() == workers
-
-
-@pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (60, 3)])
-def test_unread_answers_use_little_memory(tmp_path, clients, requests):
-    """Large answers to clients that do not read stay in the buffers of the sockets."""
-    with Server(tmp_path) as server, ExitStack() as opened:
-        server.ask(request('GET', LARGE_FILE))
-        before = server.memory()
-        for _ in range(clients):
-            client = opened.enter_context(server.connect())
-            client.send(request('GET', LARGE_FILE) * requests)
-            assert client.is_readable(PATIENCE)
-        assert_quick(server, rounds=3)
-        assert server.memory() < before + 40  # the answers have 240 MiB or more
 
 
 def test_connections_above_the_file_limit_wait(tmp_path):

@@ -10,17 +10,9 @@ from datetime import UTC, datetime
 from urllib.parse import quote
 
 import pytest
-from exchange import child_pids, parse_json_log
-from server import (
-    PATIENCE,
-    TOKEN,
-    RawClient,
-    Server,
-    configured,
-    request,
-    socket_to,
-    wait_until,
-)
+from exchange import parse_json_log
+from machine import child_pids, socket_to
+from server import PATIENCE, TOKEN, RawClient, Server, configured, request, wait_until
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}

@@ -10,7 +10,8 @@ from pathlib import Path
 from pwd import getpwnam
 
 import pytest
-from exchange import SECRET, assert_error, child_pids, fern, parse_json_log, table
+from exchange import SECRET, assert_error, fern, parse_json_log, table
+from machine import child_pids
 from server import (
     GUNICORN,
     REPOSITORY,

@@ -11,7 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from exchange import LARGE_FILE, chunked, fern, only_worker, table
+from exchange import LARGE_FILE, chunked, fern, table
+from machine import only_worker
 from server import PATIENCE, Server, TLSServer, configured, request, wait_until
 
 # Coverage costs CPU and memory of its own.
@@ -131,12 +132,15 @@ def unread_bytes(server, side):
     return max(queues)
 
 
-def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path):
-    """At most 128 KiB of an answer that nobody reads are in the kernel."""
-    with Server(tmp_path) as server, ExitStack() as opened:
-        for _ in range(20):
+@pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (20, 4)])
+def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path, clients, requests):
+    """128 KiB of what nobody reads are in the kernel, and little in the worker."""
+    with Server(tmp_path, **UNMEASURED) as server, ExitStack() as opened:
+        assert server.ask(request('GET', LARGE_FILE)).status == 200
+        before = proportional_memory(only_worker(server))
+        for _ in range(clients):
             client = opened.enter_context(server.connect())
-            client.send(request('GET', LARGE_FILE) * 4)
+            client.send(request('GET', LARGE_FILE) * requests)
             assert client.is_readable(PATIENCE)
         # What it sends before the kernel would have let the buffer grow.
         wait_until(
@@ -145,6 +149,8 @@ def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path):
         for _ in range(5):
             assert server.ask(request(body=fern())).status == 200
         assert unread_bytes(server, 'answers') <= 128 * 1024
+        # The answers have more than 128 MiB.
+        assert proportional_memory(only_worker(server)) - before < 20 * 1024
 
 
 HALF_HEAD = request()[:40]

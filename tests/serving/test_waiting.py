@@ -13,7 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import gevent
-from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, locked, table
+from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, table
+from machine import locked
 from proxy import Proxy
 from server import REPOSITORY, Server, configured, request, wait_until
 

@@ -17,8 +17,8 @@ from exchange import (
     assert_error,
     fern,
     parse_json_log,
-    stop,
 )
+from machine import stop
 from server import (
     PATIENCE,
     RawClient,
