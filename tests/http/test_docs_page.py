@@ -193,11 +193,7 @@ return [...document.querySelectorAll('body, body *')].filter(element => {
 
 @pytest.mark.parametrize('base', ['/home/garden'], indirect=True)
 def test_page_adds_a_plant_in_a_narrow_window(browser, page, store):
-    """With a wrong token the page shows the error, with ours it adds a plant.
-
-    After the wrong one the browser asks for no password. Everything fits a window of
-    400 pixels, and no button covers an answer.
-    """
+    """The page shows a wrong token, adds with ours, and fits 400 pixels."""
     screen = {'width': 400, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
     browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', screen)
     plant = {'id': 7, 'name': 'A name without a space' * 20, 'tag': 'shade'}
@@ -258,10 +254,7 @@ COLOURS = {'dark': 'html.dark-mode', 'light': 'html:not(.dark-mode)'}
 
 @pytest.mark.parametrize('scheme', COLOURS)
 def test_page_is_readable(browser, base, scheme):
-    """Numbers and Cancel have contrast, code covers no line, scrollbars are dark.
-
-    The colours follow the choice of the user; the type of each schema is object.
-    """
+    """Texts have contrast, code covers no line, colours are those of the user."""
 
     def choose(scheme):
         media = [{'name': 'prefers-color-scheme', 'value': scheme}]

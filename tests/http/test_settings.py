@@ -178,10 +178,7 @@ assert 'prometheus_client' not in sys.modules
 
 
 def test_application_is_made_at_first_access(tmp_path):
-    """Importing has no side effect and reads no variable; the first access does.
-
-    Without metrics neither needs prometheus_client.
-    """
+    """An import has no side effect; metrics alone need prometheus_client."""
     environment = {'PYTHONPATH': str(REPOSITORY), 'PLANTS_STORE': 'bad'}
     done = finished([sys.executable, '-c', IMPORT], cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
