@@ -176,7 +176,7 @@ def receive(client):
 
 
 @given(streams())
-@settings(max_examples=600)
+@settings(max_examples=400)
 def test_server_finds_the_requests_that_h11_finds(echo, stream):
     """Each request is read as h11 reads it, or refused as the table says, twice."""
     data, cut = stream

@@ -147,15 +147,26 @@ Request.parse_request_line = parse
 
 def test_head_that_came_before_is_not_parsed_again(tmp_path):
     """Requests that differ in their id and body alone have their head parsed once."""
-    with Server(tmp_path, *configured(tmp_path, COUNTING)) as server:
+    more = configured(tmp_path, COUNTING, 'permit_obsolete_folding = True')
+    with Server(tmp_path, *more) as server, server.connect() as client:
         parsed = []
         for id in ('one', 'two', 'three'):
             plant = {'id': len(parsed), 'name': 'Fern'}
-            answer = server.ask(request(body=plant, x_request_id=id))
+            data = request(body=plant, x_request_id=id, expect='100-continue')
+            assert client.ask(data).status == 100
+            answer = client.receive()
             assert (answer.status, answer.headers['x-request-id']) == (200, id)
             parsed.append(server.log.count('a head is parsed'))
         assert parsed == parsed[:1] * 3
         assert len(server.plants()) == 3
+        for strange in (['one', 'two'], 'one\r\n two') * 2:
+            answer = client.ask(request('GET', x_request_id=strange))
+            assert (answer.status, answer.headers['x-request-id'][:3] == 'one') == (
+                405,
+                False,
+            )
+        old = request('GET', version='1.0', expect='100-continue')
+        assert client.ask(old).status == 405
 
 
 def test_settings_of_an_operator_limit_heads(tmp_path):

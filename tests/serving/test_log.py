@@ -169,10 +169,7 @@ def test_log_file_is_rotated(tmp_path, log):
 
 @pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
 def test_rotation_that_fails_costs_only_lines(tmp_path, place):
-    """With the disk of the log full, or its directory gone, the server goes on.
-
-    Below the level of the log nothing is written, no line of a request either.
-    """
+    """With a full disk, or no directory for the log, the server goes on."""
     (tmp_path / 'logs').mkdir()
     arguments = ('--error-logfile', place, '--bind', f'unix:{tmp_path}/s')
     arguments += ('--log-level', 'warning')

@@ -158,11 +158,7 @@ def test_memory_store_keeps_one_worker(tmp_path):
 
 
 def test_startup_message_is_logged_once(tmp_path):
-    """A start logs address, store, tokens and workers; new workers log nothing.
-
-    No file is made in the home directory, which a hardened unit cannot write, and the
-    heartbeat is in memory: a disk may hang.
-    """
+    """A start says what it serves, once; it writes nothing into the home directory."""
     home = tmp_path / 'home'
     home.mkdir()
     settings = {'HOME': str(home), 'TMPDIR': str(home), 'XDG_RUNTIME_DIR': None}
