@@ -46,6 +46,9 @@ def test_each_worker_reports_the_sum_of_all(tmp_path):
             assert read_metric(server, route='/plants', status='200', error='0') == 20
         assert read_metric(server, 'plants_store_sync_seconds_count') == 20
         assert read_metric(server, 'plants_store_batch_plants_sum') == 20
+        assert server.ask(b'GET / HTTP/9\r\n\r\n').status == 400  # by the server itself
+        assert read_metric(server, status='400', error='40000') == 1
+        assert read_metric(server, 'plants_requests_in_progress') == 1  # this one
         directory = counters_directory(next(iter(server.worker_pids())))
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not directory.exists()
