@@ -1,34 +1,18 @@
 """Requests to a real server, checks of its answers, and servers as fixtures."""
 
-import fcntl
 import itertools
 import json
-import os
 import random
-import re
-import shutil
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from server import (
-    PATIENCE,
-    REPOSITORY,
-    ROOMS,
-    TOKEN,
-    Server,
-    configured,
-    is_alive,
-    request,
-    wait_until,
-)
+from machine import copy_checkout
+from prometheus_client.parser import text_string_to_metric_families
+from server import PATIENCE, REPOSITORY, TOKEN, Server, configured, request, wait_until
 
-MAX_BODY = 65_536  # bytes
 SECRET = 'a-token-that-nobody-knows'
 STORED_PLANT = {'id': 0, 'name': 'Taken'}
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
@@ -130,77 +114,6 @@ def assert_quick(server, rounds=10, between=lambda: None):
         assert time.monotonic() - began < MAX_ANSWER_SECONDS
 
 
-def only_worker(server):
-    """Return the process id of the only worker."""
-    (pid,) = server.worker_pids()
-    return pid
-
-
-def child_pids(pid):
-    """Return the process ids of the children of a process."""
-    found = set()
-    for task in Path(f'/proc/{pid}/task').iterdir():  # threads have children, too
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            found |= set(map(int, (task / 'children').read_text().split()))
-    return found
-
-
-def count_sockets(server):
-    """Return how many sockets the only worker has open."""
-    time.sleep(0.02)  # callers poll this function
-    names = []
-    for entry in Path(f'/proc/{only_worker(server)}/fd').iterdir():
-        with suppress(FileNotFoundError):  # it was closed in between
-            names.append(os.readlink(entry))
-    return sum(name.startswith('socket:') for name in names)
-
-
-def stop(server):
-    """Stop a server, and return when its worker accepts no more connections."""
-    server.signal(signal.SIGTERM)
-
-    def refuses():
-        try:
-            server.connect().close()
-        except ConnectionError:
-            return True
-
-    wait_until(refuses, 'it accepts no more connections')
-
-
-@contextmanager
-def upgraded(server):
-    """Send SIGUSR2: a second master runs beside the first, with its own workers."""
-    old, masters = len(server.worker_pids()), server.log.count('Listening at')
-    server.signal(signal.SIGUSR2)
-    wait_until(lambda: server.log.count('Listening at') > masters, 'a new master runs')
-    new = int(re.findall(r'Listening at: \S+ \((\d+)\)', server.log)[-1])
-    try:
-        wait_until(lambda: len(server.worker_pids()) == 2 * old, 'both have workers')
-        yield new
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(new, signal.SIGTERM)
-        wait_until(lambda: not is_alive(new), 'the new one ends')
-        if is_alive(server.pid):  # it hears the next signal alone
-            wait_until(lambda: not Path(f'/proc/{new}').exists(), 'it is reaped')
-
-
-@contextmanager
-def locked(path, how=fcntl.LOCK_EX):
-    """Hold the lock of a plant file, as any process may that can read the file."""
-    with path.open('rb') as file:
-        fcntl.flock(file, how)
-        yield
-
-
-def edit(path, old, new):
-    """Replace the only occurrence of a text in a file."""
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
 CROWD = 8  # clients
 # The rare long name makes a write of many pages, which a kill can tear.
 NAMES = [*('Fern' for _ in range(40)), 'Färn🌿' * 2_000]
@@ -263,6 +176,14 @@ class Crowd:
         return answer and answer.status == 200
 
 
+def parse_samples(text):
+    """Return the samples of an answer of /metrics, in which each family is once."""
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    assert [family for family in families if family.documentation[-1:] != '.'] == []
+    return [sample for family in families for sample in family.samples]
+
+
 def parse_json_log(text):
     """Return the JSON objects of a log, one per line."""
     lines = [json.loads(line) for line in text.splitlines()]
@@ -295,17 +216,6 @@ def connection(service):
     """A connection to the service."""
     with service.connect() as connection:
         yield connection
-
-
-def copy_checkout(directory):
-    """Copy the files of a checkout into a directory."""
-    # With the bytecode, but without what another process just writes of it.
-    ignore = shutil.ignore_patterns('*.pyc.*')
-    for name in ROOMS:
-        if name.endswith('.py'):
-            shutil.copy(REPOSITORY / name, directory)
-        else:
-            shutil.copytree(REPOSITORY / name, directory / name, ignore=ignore)
 
 
 @pytest.fixture

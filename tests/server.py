@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from warm import WarmProcess
 
 from store.testing.waiting import PATIENCE, wait_until
 
@@ -95,18 +94,6 @@ def free_port():
         with socket.socket() as free, suppress(OSError):
             free.bind(('127.0.0.1', port))
             return port
-
-
-def socket_to(path):
-    """Return a socket that is connected to the unix socket at a path."""
-    connected = socket.socket(socket.AF_UNIX)
-    connected.settimeout(PATIENCE)
-    try:
-        connected.connect(str(path))
-    except OSError:
-        connected.close()
-        raise
-    return connected
 
 
 def is_alive(pid):
@@ -228,10 +215,8 @@ class Server:
     ):
         self.directory = directory
         self._command = [*command, *arguments]
-        # To measure the coverage of a process, Python must be started for it.
-        is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
-        self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not is_covered
         # Counters and measurements are files, which a server that is killed leaves.
+        is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
         self._is_killed = not (is_covered or environment.get('PLANTS_METRICS'))
         self._workers = workers
         self._log_path = directory / 'server.log'
@@ -267,11 +252,6 @@ class Server:
         """Start the server without waiting for it."""
         self._port = None
         with self._log_path.open('wb') as log:
-            if self._is_warm:
-                self._process = WarmProcess(
-                    self._command, self.directory, self._environment, self._log_path
-                )
-                return
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self.directory,
@@ -355,13 +335,6 @@ class Server:
         _, *ends = self._log_path.read_bytes().split(b'Booting worker with pid: ')
         pids = {int(re.match(rb'\d+', end)[0]) for end in ends}
         return {pid for pid in pids if is_alive(pid)}
-
-    def memory(self):
-        """Return the resident memory of all workers, in MiB."""
-        pages = 0
-        for pid in self.worker_pids():
-            pages += int(Path(f'/proc/{pid}/statm').read_text().split()[1])
-        return pages * os.sysconf('SC_PAGE_SIZE') / 2**20
 
     def worker_of(self, answer):
         """Return the process id of the worker that sent an answer, from the log."""

@@ -420,13 +420,26 @@ def test_host_may_have_modules_of_our_names(tmp_path):
     assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
 
 
-def test_store_waits_as_greenlets_do(tmp_path):
-    """With the scheduler of the page, greenlets add plants at the same time."""
-    code = block('docs/embedding.md', '## Under your server', 'python')
-    use = """import gevent; from store import Plant
+ADD_IN_GREENLETS = """
+import gevent
+from store import Plant
 adds = [gevent.spawn(store.add, Plant(n, 'Fern')) for n in range(20)]
-print(sum(add.get() for add in gevent.joinall(adds)))"""
-    assert python(f'{code}\n{use}', tmp_path) == '20\n'
+print(sum(add.get() for add in gevent.joinall(adds)))
+"""
+PROGRAMS = {
+    '## Under your server': (ADD_IN_GREENLETS, '20\n'),
+    '## In a program without HTTP': ('', "['Fern']\n"),
+}
+
+
+@pytest.mark.parametrize('heading', PROGRAMS)
+def test_program_of_the_page_adds_plants(tmp_path, heading):
+    """A store is used without HTTP; with the scheduler of the page greenlets wait."""
+    code, (more, printed) = (
+        block('docs/embedding.md', heading, 'python'),
+        PROGRAMS[heading],
+    )
+    assert python(f'{code}\n{more}', tmp_path) == printed
 
 
 def test_types_are_checked(tmp_path):
@@ -446,12 +459,6 @@ def test_types_are_checked(tmp_path):
         assert done.returncode == bool(wrong)
 
 
-def test_store_is_used_without_http(tmp_path):
-    """The program of the page stores a plant."""
-    code = block('docs/embedding.md', '## In a program without HTTP', 'python')
-    assert python(code, tmp_path) == "['Fern']\n"
-
-
 # ---- backup, restore, migration
 
 
@@ -463,34 +470,23 @@ DONE = (
 )
 
 
-def test_file_is_restored(shell, tmp_path):
-    """A restored file holds the plants of the backup, and new ones can be added."""
-    with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
-        store.add_many(MANY)
-        code, printed = shell(BACKUP)
-        assert code == 0
-        assert re.fullmatch(DONE, printed)
-        store.add(Plant(5001, 'Oak'))
-    restore = block('docs/operating.md', '### A file', 'bash')
-    assert shell(f'set -e\n{restore}') == (0, '5000 plants verified, no damage\n')
-    with open_store(f'jsonl:{tmp_path}/plants.jsonl', create='never') as store:
-        assert list(store) == [FERN, MOSS, *MANY]
-        assert store.add(Plant(5001, 'Yew'))
-
-
-def test_database_is_restored(shell, database):
-    """A backup of a database fills a new one, and new plants can be added."""
-    lost, url = database.new_url(), database.new_url()
+@pytest.mark.parametrize('kind', ['A file', 'A database'])
+def test_backup_is_restored(shell, tmp_path, database, kind):
+    """What is restored holds the plants of the backup, and new ones can be added."""
+    lost = url = f'jsonl:{tmp_path}/plants.jsonl'
+    restored = '5000 plants verified, no damage\n'
+    if kind == 'A database':
+        lost, url = database.new_url(), database.new_url()
+        copied = 'copied: 5000, already there: 0, conflicting: 0\n'
+        restored = f'.*: the table is .*\n{copied}'
     with open_store(lost) as store:
         store.add_many([FERN, MOSS, *MANY])
-    code, printed = shell(BACKUP.replace('jsonl:plants.jsonl', f"'{lost}'"))
-    assert code == 0
-    assert re.fullmatch(DONE, printed)
-    restore = block('docs/operating.md', '### A database', 'bash')
-    code, printed = shell(restore, PLANTS_STORE=url)
-    assert code == 0
-    copied = 'copied: 5000, already there: 0, conflicting: 0\n'
-    assert re.fullmatch(f'.*: the table is .*\n{copied}', printed)
+        code, printed = shell(BACKUP.replace('jsonl:plants.jsonl', f"'{lost}'"))
+        assert (code, bool(re.fullmatch(DONE, printed))) == (0, True), printed
+        store.add(Plant(5001, 'Oak'))
+    restore = block('docs/operating.md', f'### {kind}', 'bash')
+    code, printed = shell(f'set -e\n{restore}', PLANTS_STORE=url)
+    assert (code, bool(re.fullmatch(restored, printed))) == (0, True), printed
     with open_store(url, create='never') as store:
         assert sorted(store) == [FERN, MOSS, *MANY]
         assert store.add(Plant(5001, 'Yew'))
@@ -521,12 +517,9 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
 def test_each_row_about_an_attack_names_a_test():
     """Each attack and secret of SECURITY.md has a test that holds its limit."""
     code = ''.join(path.read_text() for path in REPOSITORY.glob('tests/*/*.py'))
+    heads = 'attack', 'what', 'version', 'older'
     rows = re.findall(r'^\| [a-z`].+ \|$', PAGES['SECURITY.md'], re.MULTILINE)
-    rows = [
-        row
-        for row in rows
-        if not row.startswith(('| attack', '| what', '| version', '| older'))
-    ]
+    rows = [row for row in rows if not row[2:].startswith(heads)]
     assert len(rows) > 20
     for row in rows:
         names = re.findall('`(test_[a-z0-9_]+)`', row.rpartition(' | ')[2])

@@ -55,10 +55,7 @@ def test_backup_has_what_a_running_server_acknowledged(backups):
 
 @pytest.mark.parametrize('keep', [1, 2])
 def test_newest_backups_are_kept(backups, keep):
-    """The oldest are removed, never the new one: it is the last also by its name.
-
-    The clock may be behind the names of older ones. Files of others are left.
-    """
+    """The oldest are removed, never the new one, nor files of others."""
     newer = OLD.replace('2026', '2097')
     other = 'plants-20250101T000000Z.jsonl.gz'
     for name in newer, other, 'plants-export.jsonl':

@@ -5,11 +5,11 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 
 import pytest
 import yaml
+from machine import socket_to
 from server import (
     REPOSITORY,
     ROOMS,
@@ -19,7 +19,6 @@ from server import (
     finished,
     installed,
     request,
-    socket_to,
 )
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
@@ -54,17 +53,6 @@ def image(checkout):
     """A directory with the files of the image, and a volume beside it."""
     (checkout / 'data').mkdir()
     return checkout
-
-
-def test_image_serves(image):
-    """The command of the image serves from its volume, is healthy, and stops."""
-    with Server(image, command=COMMAND, **variables(image / 'data')) as server:
-        assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
-        assert (image / 'data/plants.jsonl').read_bytes().count(b'\n') == 1
-        assert health(server.port) == 0
-        assert health(1) != 0
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
 
 
 def test_image_listens_where_its_health_is_checked(image):
@@ -166,6 +154,7 @@ def test_composition_serves(services, image):
             assert client.ask(data).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         assert health(server.port) == 0
+        assert health(1) != 0
 
 
 def test_composition_leads_nginx_to_its_files(services):

@@ -48,7 +48,9 @@ def wheels():
     ],
 )
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence):
-    """A wrong Python or system ends make at once with a reason; nothing is made."""
+    """A wrong or missing Python ends make at once with a reason; nothing is made."""
+    done = finished([*MAKE, 'run', 'PYTHON=python3.99'], cwd=checkout)
+    assert done.stderr.startswith('python3.99 is not there: install Python 3.11')
     python = checkout / 'python'
     python.write_text(
         f'#!{sys.executable}\n'
@@ -131,12 +133,6 @@ def test_make_without_network_says_how_to_install(own, variables, words):
     assert len(rest) == 1  # from make
     assert SECRET not in done.stderr
     assert not (own / '.venv/run').exists()
-
-
-def test_make_without_python_says_so(checkout):
-    """A missing Python ends make with a sentence."""
-    done = finished([*MAKE, 'run', 'PYTHON=python3.99'], cwd=checkout)
-    assert done.stderr.startswith('python3.99 is not there: install Python 3.11')
 
 
 @pytest.mark.parametrize('target', ['run', 'test', 'lint'])

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
-from exchange import edit
+from machine import edit
 from server import (
     PATIENCE,
     REPOSITORY,

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from exchange import copy_checkout
+from machine import copy_checkout, socket_to
 from server import (
     PATIENCE,
     REPOSITORY,
@@ -22,7 +22,6 @@ from server import (
     finished,
     installed,
     request,
-    socket_to,
     wait_until,
 )
 

@@ -75,10 +75,7 @@ def test_description_is_valid_with_metrics_and_without(store, serve, description
 
 @pytest.mark.parametrize('name', ['Plant', 'NewPlant', 'Error'])
 def test_shapes_are_the_files(description, name):
-    """Each component is its schema file, except for its $schema and $id.
-
-    The members of the file that NewPlant includes are in one object with its own.
-    """
+    """Each component is its file without $schema and $id, and NewPlant one object."""
     schema = json.loads((SCHEMAS / f'{name}.json').read_text())
     del schema['$schema'], schema['$id']
     if schema.pop('allOf', None) == [{'$ref': 'Plant.json'}]:

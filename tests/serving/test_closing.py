@@ -4,21 +4,18 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 from exchange import (
     MAX_ANSWER_SECONDS,
-    STORED_PLANT,
     assert_error,
     assert_quick,
     chunked,
-    count_sockets,
     fern,
-    locked,
-    stop,
     table,
 )
+from machine import locked, stop
 from server import PATIENCE, Server, configured, request, wait_until
 
 
@@ -104,24 +101,6 @@ def test_refused_body_is_read_away_while_it_comes_quickly(tmp_path):
                     return True
 
             wait_until(is_cut_off, 'it is cut off')
-
-
-LINGERING = [
-    request(body=STORED_PLANT, connection='close'),
-    b'\r\n\r\n\r\n',
-    request(body=b'a' * 70_000, authorization=None),
-]
-
-
-def test_connection_that_the_client_leaves_open_is_closed(impatient):
-    """After an announced close the server closes what the client leaves open."""
-    before = count_sockets(impatient)
-    with ExitStack() as opened:
-        for data in 8 * LINGERING:
-            client = opened.enter_context(impatient.connect())
-            assert client.ask(data).announces_close
-        assert_quick(impatient, rounds=1)
-        wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
 
 
 @pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])

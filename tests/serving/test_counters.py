@@ -5,8 +5,8 @@ import re
 import signal
 from pathlib import Path
 
-from exchange import upgraded
-from prometheus_client.parser import text_string_to_metric_families
+from exchange import parse_samples
+from machine import upgraded
 from server import Server, is_alive, request, wait_until
 
 
@@ -14,12 +14,9 @@ def read_samples(server, name, **labels):
     """Return the samples that have a name and labels."""
     answer = server.ask(request('GET', '/metrics'))
     assert answer.status == 200
-    families = list(text_string_to_metric_families(answer.body.decode()))
-    assert len({family.name for family in families}) == len(families)
     return [
         sample
-        for family in families
-        for sample in family.samples
+        for sample in parse_samples(answer.body.decode())
         if sample.name == name and labels.items() <= sample.labels.items()
     ]
 
@@ -49,6 +46,9 @@ def test_each_worker_reports_the_sum_of_all(tmp_path):
             assert read_metric(server, route='/plants', status='200', error='0') == 20
         assert read_metric(server, 'plants_store_sync_seconds_count') == 20
         assert read_metric(server, 'plants_store_batch_plants_sum') == 20
+        assert server.ask(b'GET / HTTP/9\r\n\r\n').status == 400  # by the server itself
+        assert read_metric(server, status='400', error='40000') == 1
+        assert read_metric(server, 'plants_requests_in_progress') == 1  # this one
         directory = counters_directory(next(iter(server.worker_pids())))
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not directory.exists()

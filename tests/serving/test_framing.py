@@ -1,8 +1,47 @@
 """Where a body ends: after it the connection answers the next request, or closes."""
 
+import json
+
 import pytest
-from exchange import STORED_PLANT, ask_in_step, assert_error, chunked, fern
-from server import request
+from exchange import STORED_PLANT, ask_in_step, assert_error, chunked, fern, table
+from server import TOKEN, request
+
+# What is read otherwise from a socket; tests/http has the many cases of the contract.
+REFUSED = {
+    'empty chunked body': (40001, chunked(content_type='application/json')),
+    'empty body': (40001, request()),
+    'no media type': (40002, request(body=fern(), content_type=None)),
+    'body too large': (40003, request(body=b' ' * 65_537)),
+    'deep JSON': (40004, request(body=b'[' * 30_000 + b']' * 30_000)),
+    'id is taken': (40006, request(body=STORED_PLANT | {'tag': 'other'})),
+    'two tokens': (40101, request(body=fern(), authorization=[f'Bearer {TOKEN}'] * 2)),
+    'no such path': (40400, request(target='/none', body=fern())),
+    'other method': (40500, request('PUT', body=fern())),
+}
+
+
+@table('value, data', REFUSED)
+def test_refused_request_stores_nothing(service, connection, value, data):
+    """A refused request gets its error value and an id, and stores nothing."""
+    before = service.lines()
+    answer = ask_in_step(connection, data)
+    assert_error(answer, value)
+    assert answer.headers.get('allow', 'POST') == 'POST'
+    assert answer.headers['x-request-id']
+    assert service.lines() == before
+
+
+def test_largest_body_is_stored_once_however_often_it_is_sent(service, connection):
+    """A NewPlant, and its repeat, is answered as a Plant; HEAD has a length alone."""
+    plant = fern(name='', tag='\U0001f33f')
+    body = json.dumps(plant | {'notes': {'on': ['Monday']}}).encode().ljust(65_536)
+    for _ in range(2):
+        answer = ask_in_step(connection, request(body=body))
+        assert (answer.status, answer.json) == (200, {'name': '', 'tag': plant['tag']})
+    assert service.plants().count(plant) == 1
+    head = ask_in_step(connection, request('HEAD', '/docs'), head=True)
+    assert (head.status, int(head.headers['content-length']) > 0) == (200, True)
+
 
 CUT_OFF = {
     'in a chunk': chunked(end=b'20\r\n{"id'),

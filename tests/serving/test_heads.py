@@ -1,9 +1,12 @@
 """Request heads that are invalid or ambiguous are refused, never guessed."""
 
 import json
+import re
 import time
 from email.utils import format_datetime, parsedate_to_datetime
+from importlib import metadata
 from itertools import product
+from pathlib import Path
 
 import pytest
 from exchange import (
@@ -16,7 +19,10 @@ from exchange import (
     raw_head,
     table,
 )
-from server import PATIENCE, RawClient, Server, request, socket_to, wait_until
+from machine import socket_to
+from server import PATIENCE, RawClient, Server, configured, request, wait_until
+
+import serving
 
 TOO_MUCH = {
     'line without an end': (41400, SECRET.encode() * 8_000),
@@ -126,6 +132,66 @@ def test_limit_is_where_the_page_says(connection, value, limit, make):
     """What is as long as a limit is served, and one byte or line more is refused."""
     assert ask_in_step(connection, make(limit)).status == 200
     assert_error(ask_in_step(connection, make(limit + 1)), value)
+
+
+COUNTING = """
+from gunicorn.http.message import Request
+
+def parse(request, line, parse=Request.parse_request_line):
+    print('a head is parsed', flush=True)
+    parse(request, line)
+
+Request.parse_request_line = parse
+"""
+
+
+def test_head_that_came_before_is_not_parsed_again(tmp_path):
+    """Requests that differ in their id and body alone have their head parsed once."""
+    more = configured(tmp_path, COUNTING, 'permit_obsolete_folding = True')
+    with Server(tmp_path, *more) as server, server.connect() as client:
+        parsed = []
+        for id in ('one', 'two', 'three'):
+            plant = {'id': len(parsed), 'name': 'Fern'}
+            data = request(body=plant, x_request_id=id, expect='100-continue')
+            assert client.ask(data).status == 100
+            answer = client.receive()
+            assert (answer.status, answer.headers['x-request-id']) == (200, id)
+            parsed.append(server.log.count('a head is parsed'))
+        assert parsed == parsed[:1] * 3
+        assert len(server.plants()) == 3
+        for strange in (['one', 'two'], 'one\r\n two') * 2:
+            answer = client.ask(request('GET', x_request_id=strange))
+            assert (answer.status, answer.headers['x-request-id'][:3] == 'one') == (
+                405,
+                False,
+            )
+        old = request('GET', version='1.0', expect='100-continue')
+        assert client.ask(old).status == 405
+
+
+def test_settings_of_an_operator_limit_heads(tmp_path):
+    """A limit for lines holds for ids; without limits there is that of 32 KiB."""
+    options = ('--limit-request-field_size', '60')
+    with Server(tmp_path, *options) as server, server.connect() as client:
+        for id in ('a', 'b' * 40, 'a'):
+            assert client.ask(request('GET', x_request_id=id)).status == 405
+        assert_error(client.ask(request('GET', x_request_id='a' * 50)), 43100)
+    options = ('--limit-request-field_size', '0', '--limit-request-line', '0')
+    with Server(tmp_path, *options, '--proxy-protocol') as server:
+        for begin in (b'GET /', b'GET / HTTP/1.1\r\nX: ', b'PROXY '):
+            with server.connect() as client:
+                assert_error(client.ask(begin + b'a' * 100_000), 43100)
+
+
+def test_gunicorn_is_the_version_whose_internals_were_checked():
+    """Another version needs a review; the list has each module that uses internals."""
+    assert metadata.version('gunicorn') == serving.CHECKED, (
+        'gunicorn has another version: read what serving/__init__.py lists, see '
+        'whether it is as it was, or a setting by now, and then change CHECKED'
+    )
+    listed = set(re.findall(r'^\* ``(\w+)``', serving.__doc__, re.M))
+    modules = Path(serving.__file__).parent.glob('*.py')
+    assert listed >= {x.stem for x in modules if 'from gunicorn' in x.read_text()}
 
 
 def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path):

@@ -12,17 +12,9 @@ from urllib.parse import quote
 
 import gevent
 import pytest
-from exchange import child_pids, parse_json_log
-from server import (
-    PATIENCE,
-    TOKEN,
-    RawClient,
-    Server,
-    configured,
-    request,
-    socket_to,
-    wait_until,
-)
+from exchange import parse_json_log
+from machine import child_pids, socket_to
+from server import PATIENCE, TOKEN, RawClient, Server, configured, request, wait_until
 
 from serving.log import BatchingHandler
 
@@ -182,10 +174,7 @@ def test_log_file_is_rotated(tmp_path, log):
 
 @pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
 def test_rotation_that_fails_costs_only_lines(tmp_path, place):
-    """With the disk of the log full, or its directory gone, the server goes on.
-
-    Below the level of the log nothing is written, no line of a request either.
-    """
+    """With a full disk, or no directory for the log, the server goes on."""
     (tmp_path / 'logs').mkdir()
     arguments = ('--error-logfile', place, '--bind', f'unix:{tmp_path}/s')
     arguments += ('--log-level', 'warning')

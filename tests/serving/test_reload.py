@@ -12,7 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
-from exchange import assert_error, child_pids, edit, fern, locked
+from exchange import assert_error, fern
+from machine import child_pids, edit, locked
 from server import GUNICORN, Server, configured, is_alive, request, wait_until
 
 from serving import master

@@ -3,15 +3,14 @@
 import os
 import re
 import signal
-import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from exchange import assert_error, fern, table, upgraded
+from exchange import Crowd, assert_error, fern, ids, table
+from machine import upgraded
 from server import (
     GUNICORN,
     PATIENCE,
@@ -50,58 +49,37 @@ def test_interrupt_ends_all_at_once(tmp_path, times):
         assert_clean_end(server, seconds=3)
 
 
-class Load:
+class Load(Crowd):
     """Clients that add plants: without a pause, each on a new connection, or seldom."""
 
-    CLIENTS = 2 * ((0, 'keep-alive'), (0, 'close'), (0.02, 'keep-alive'))
+    WAYS = (0, 'keep-alive'), (0, 'close'), (0.02, 'keep-alive')
 
     def __init__(self, server):
-        self._port = server.port
-        self._done = threading.Event()
         self.added = []
-        self.lost = []
-        self.refused = []
+        self.failed = []  # clients that were not answered, or not connected
+        super().__init__(server, self.added, ids, 0)
+        self._port = server.port  # also after its end
 
-    @contextmanager
-    def running(self):
-        with ThreadPoolExecutor(len(self.CLIENTS)) as pool:
-            clients = [pool.submit(self._add_all, *way) for way in self.CLIENTS]
+    def _post_many(self, number):
+        pause, connection = self.WAYS[number % 3]
+        while not self._enough.is_set():
             try:
-                self.wait_for_adds()
-                yield
-            finally:
-                self._done.set()
-            for client in clients:
-                client.result()
-
-    def wait_for_adds(self):
-        """Wait until 100 more plants are added."""
-        wanted = len(self.added) + 100
-        wait_until(lambda: len(self.added) >= wanted, 'the load goes on')
-
-    def _add_all(self, pause, connection):
-        while not self._done.is_set():
-            plant = fern()
-            try:
-                client = RawClient(self._port)
+                with RawClient(self._port) as client:
+                    while self._add(client, number, connection):
+                        if self._enough.wait(pause):
+                            break
             except ConnectionError:  # the listening socket may close meanwhile
-                self.refused.append(plant)
-                self._done.wait(0.01)
-                continue
-            with client:
-                while self._add(client, plant, connection) and not self._done.is_set():
-                    self._done.wait(pause)
-                    plant = fern()
+                self.failed.append(number)
+                self._enough.wait(0.01)
 
-    def _add(self, client, plant, connection):
-        answer = None
-        with suppress(ConnectionError):  # cut off in the middle of the answer
-            answer = client.ask(request(body=plant, connection=connection))
+    def _add(self, client, number, connection):
+        plant = fern()
+        answer = client.ask(request(body=plant, connection=connection))
         if answer is None:
-            self.lost.append(plant)
-            return False
+            raise ConnectionError
         assert answer.status == 200, answer
         self.added.append(plant)
+        self._counts[number] += 1
         return not answer.announces_close
 
 
@@ -117,7 +95,7 @@ def assert_all_stored(server, load):
 def reload(server, load):
     """Send SIGHUP."""
     server.reload()
-    load.wait_for_adds()
+    load.wait_for_all()
     assert len(server.worker_pids()) == 2
 
 
@@ -127,7 +105,7 @@ def scale(server, load):
     for number, workers in zip(signals, (3, 4, 3, 2, 1), strict=True):
         server.signal(number)
         wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
-        load.wait_for_adds()
+        load.wait_for_all()
 
 
 def recycle(server, load):
@@ -146,11 +124,10 @@ OPERATIONS = {
 def test_no_request_fails_while_workers_are_replaced(tmp_path, operate, arguments):
     """While workers start and end, every request on every connection is answered."""
     with Server(tmp_path, *arguments, workers=2) as server:
-        load = Load(server)
-        with load.running():
+        with Load(server) as load:
+            load.wait_for_all()
             operate(server, load)
-        assert not load.lost
-        assert not load.refused
+        assert not load.failed
         assert_all_stored(server, load)
         assert len(server.plants()) == len(load.added)
 
@@ -161,12 +138,12 @@ def test_upgrade_loses_no_request(tmp_path):
     with Server(tmp_path, command=command, workers=2) as server:
         load = Load(server)
         with upgraded(server):
-            with load.running():
+            with load:
+                load.wait_for_all()
                 server.signal(signal.SIGTERM)
                 assert server.wait() == 0
-                load.wait_for_adds()
-            assert not load.lost
-            assert not load.refused
+                load.wait_for_all()
+            assert not load.failed
             assert_all_stored(server, load)
             assert len(server.plants()) == len(load.added)
 
@@ -175,8 +152,8 @@ def test_upgrade_loses_no_request(tmp_path):
 def test_server_that_ends_under_load_has_each_plant(tmp_path, end):
     """A server ends in time under load, and every plant answered with 200 is stored."""
     with Server(tmp_path, workers=2) as server:
-        load = Load(server)
-        with load.running():
+        with Load(server) as load:
+            load.wait_for_all()
             if end == 'SIGTERM':
                 server.signal(signal.SIGTERM)
             else:

@@ -10,7 +10,8 @@ from pathlib import Path
 from pwd import getpwnam
 
 import pytest
-from exchange import SECRET, assert_error, child_pids, fern, parse_json_log, table
+from exchange import SECRET, assert_error, fern, parse_json_log, table
+from machine import child_pids
 from server import (
     GUNICORN,
     REPOSITORY,
@@ -157,11 +158,7 @@ def test_memory_store_keeps_one_worker(tmp_path):
 
 
 def test_startup_message_is_logged_once(tmp_path):
-    """A start logs address, store, tokens and workers; new workers log nothing.
-
-    No file is made in the home directory, which a hardened unit cannot write, and the
-    heartbeat is in memory: a disk may hang.
-    """
+    """A start says what it serves, once; it writes nothing into the home directory."""
     home = tmp_path / 'home'
     home.mkdir()
     settings = {'HOME': str(home), 'TMPDIR': str(home), 'XDG_RUNTIME_DIR': None}

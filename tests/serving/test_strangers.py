@@ -11,7 +11,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from exchange import LARGE_FILE, chunked, fern, only_worker, table
+from exchange import LARGE_FILE, chunked, fern, table
+from machine import only_worker
 from server import PATIENCE, Server, TLSServer, configured, request, wait_until
 
 # Coverage costs CPU and memory of its own.
@@ -111,6 +112,24 @@ def test_unfinished_request_takes_little_memory(tmp_path, data, most):
         assert grown < most, f'{grown:.1f} KiB'
 
 
+def test_heads_of_strangers_are_not_kept(tmp_path):
+    """A client that sends other heads all the time fills little memory with them."""
+    with Server(tmp_path, **UNMEASURED) as server, server.connect() as client:
+        pid = only_worker(server)
+        for _ in range(20):  # the first requests load code
+            assert client.ask(request('GET', '/livez')).status == 200
+        # Of the length of one read no head is kept, and of shorter ones few.
+        for number, size, most in ((250, 8_000, 2_000), (1_000, 3_800, 8_000)):
+            before = proportional_memory(pid)
+            for at in range(number):
+                lines = {
+                    f'x-{n}': f'{at} ' * (2_000 // len(f'{at} ')) for n in range(5)
+                }
+                head = request('GET', '/livez', **lines)[:size]
+                assert client.ask(head + b'\r\n\r\n').status == 200
+            assert proportional_memory(pid) - before < most
+
+
 def unread_bytes(server, side):
     """Return how many bytes the largest queue of the server's sockets holds."""
     column = {'answers': 0, 'server': 1}[side]
@@ -122,12 +141,15 @@ def unread_bytes(server, side):
     return max(queues)
 
 
-def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path):
-    """At most 128 KiB of an answer that nobody reads are in the kernel."""
-    with Server(tmp_path) as server, ExitStack() as opened:
-        for _ in range(20):
+@pytest.mark.parametrize(('clients', 'requests'), [(1, 150), (20, 4)])
+def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path, clients, requests):
+    """128 KiB of what nobody reads are in the kernel, and little in the worker."""
+    with Server(tmp_path, **UNMEASURED) as server, ExitStack() as opened:
+        assert server.ask(request('GET', LARGE_FILE)).status == 200
+        before = proportional_memory(only_worker(server))
+        for _ in range(clients):
             client = opened.enter_context(server.connect())
-            client.send(request('GET', LARGE_FILE) * 4)
+            client.send(request('GET', LARGE_FILE) * requests)
             assert client.is_readable(PATIENCE)
         # What it sends before the kernel would have let the buffer grow.
         wait_until(
@@ -136,6 +158,8 @@ def test_unread_answer_takes_little_memory_of_the_kernel(tmp_path):
         for _ in range(5):
             assert server.ask(request(body=fern())).status == 200
         assert unread_bytes(server, 'answers') <= 128 * 1024
+        # The answers have more than 128 MiB.
+        assert proportional_memory(only_worker(server)) - before < 20 * 1024
 
 
 HALF_HEAD = request()[:40]

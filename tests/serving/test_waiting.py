@@ -13,7 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import gevent
-from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, locked
+from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, table
+from machine import locked
 from proxy import Proxy
 from server import REPOSITORY, Server, configured, request, wait_until
 
@@ -149,11 +150,6 @@ call.get()
 """
 
 
-def test_call_blocks_no_greenlet_of_a_patched_program():
-    """The scheduler has threads also where gevent has patched the modules."""
-    subprocess.run([sys.executable, '-c', PATCHED], cwd=REPOSITORY, check=True)
-
-
 def test_crowd_of_calls_is_no_crowd_of_threads():
     """Calls that block wait for each other: only so many have a thread at a time."""
     scheduler, gate, begun = GeventScheduler(), threading.Event(), []
@@ -192,7 +188,34 @@ assert reached, leaving.exception
 """
 
 
-def test_turn_of_a_greenlet_that_left_wakes_nobody():
-    """Ctrl-C in a wait for its turn wakes the worker in no later wait."""
-    command = [sys.executable, '-c', LEAVES_ITS_TURN]
-    subprocess.run(command, cwd=REPOSITORY, check=True)
+ARRIVES_AT_THE_LIMIT = """
+import gevent, socket
+from serving.client import HEAD, Client
+from serving.scheduler import Turns
+
+listener = socket.create_server(('127.0.0.1', 0))
+peer = socket.create_connection(listener.getsockname())
+sock = listener.accept()[0]
+sock.setblocking(False)
+client = Client(sock, Turns())
+client.begin(HEAD)
+waiting = gevent.spawn(client.recv, 100)
+gevent.sleep(0.01)
+peer.sendall(b'first')
+client.expire()
+assert waiting.get() == b'first'
+assert client.has_ended
+peer.sendall(b'second')
+assert client.recv(100) == b''
+"""
+PROGRAMS = {
+    'a call blocks no greenlet of a patched program': PATCHED,
+    'a greenlet that left its turn is woken in no later wait': LEAVES_ITS_TURN,
+    'data that arrives at a time limit takes no limit back': ARRIVES_AT_THE_LIMIT,
+}
+
+
+@table('program', PROGRAMS)
+def test_greenlets_wait_for_what_they_should(program):
+    """A call, an interrupt or late data disturbs no wait but its own."""
+    subprocess.run([sys.executable, '-c', program], cwd=REPOSITORY, check=True)

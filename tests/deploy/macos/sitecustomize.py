@@ -2,8 +2,8 @@
 
 What is simulated, and where each fact is from:
 
-* the names that a module lacks: typeshed, for the platform ``darwin``. It is the source
-  of ``mypy --platform darwin``, and is tested by its authors against CPython on macOS;
+* the names that a module lacks: the stubs of Python (typeshed). These are those for
+  which a program has another way; ``mypy --platform darwin`` finds the use of any;
 * ``F_FULLFSYNC``: its number is from ``<sys/fcntl.h>``, and fsync(2) of macOS says that
   only this makes a disk write its cache. In ``MACOS_SYNCS``, a file, each is noted: the
   inode and the size of the file when it began. So is each ``fsync``, with size -1;
@@ -15,57 +15,35 @@ Only Python is simulated: libraries in C, such as gevent's event loop and SQLite
 the system as they do on Linux.
 """
 
-import ast
 import builtins
 import errno
 import fcntl
 import functools
-import importlib
-import importlib.util
 import json
 import os
 import re
 import resource
+import select
+import signal
+import socket
 import sys
 import types
-from pathlib import Path
 
-MODULES = 'errno', 'fcntl', 'mmap', 'os', 'resource', 'select', 'signal', 'socket'
-MODULES += 'termios', 'time', '_socket', 'posix'
+LACKING = {
+    os: 'copy_file_range fdatasync memfd_create pidfd_open pipe2 posix_fadvise '
+    'posix_fallocate sched_getaffinity sched_setaffinity splice '
+    'O_DIRECT O_LARGEFILE O_NOATIME O_PATH O_TMPFILE',
+    fcntl: 'F_ADD_SEALS F_GETPIPE_SZ F_NOTIFY F_SETPIPE_SZ',
+    resource: 'prlimit RUSAGE_THREAD',
+    select: 'epoll EPOLLIN EPOLLOUT EPOLLEXCLUSIVE POLLRDHUP',
+    signal: 'pidfd_send_signal sigtimedwait sigwaitinfo SIGRTMIN SIGRTMAX SIGPOLL',
+    socket: 'SOCK_CLOEXEC SOCK_NONBLOCK SO_PEERCRED SO_PASSCRED TCP_INFO '
+    'TCP_DEFER_ACCEPT TCP_USER_TIMEOUT TCP_QUICKACK AF_NETLINK',
+}
 ABSENT = re.compile('/proc(/|$)|/dev/shm/?$')  # tests have files in /dev/shm
 TAKES_A_PATH = 'access', 'chdir', 'listdir', 'lstat', 'open', 'readlink', 'scandir'
 TAKES_A_PATH += 'stat', 'statvfs'
 F_FULLFSYNC, OPEN_MAX = 51, 10_240
-
-
-def names(body, platform):
-    """Return the names that the statements of a stub define on a platform."""
-    found = set()
-    for node in body:
-        if isinstance(node, ast.If):
-            test = compile(ast.Expression(node.test), 'stub', 'eval')
-            system = types.SimpleNamespace(
-                platform=platform, version_info=sys.version_info
-            )
-            part = node.body if eval(test, {'sys': system}) else node.orelse
-            found |= names(part, platform)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.AnnAssign):
-            found.add(node.target.id)
-        elif isinstance(node, ast.ImportFrom):
-            found |= {each.asname or each.name for each in node.names}
-    return found
-
-
-def missing(module):
-    """Return the names of a module that CPython has on Linux and not on macOS."""
-    package = Path(importlib.util.find_spec('mypy').origin).parent
-    stubs = package / 'typeshed/stdlib'
-    stub = stubs / f'{module}.pyi'
-    stub = stub if stub.exists() else stubs / module / '__init__.pyi'
-    body = ast.parse(stub.read_bytes()).body
-    return names(body, 'linux') - names(body, 'darwin')
 
 
 def without_files_of_linux(function):
@@ -123,12 +101,11 @@ def setrlimit(which, new):
 sync, fcntl_on_linux = os.fsync, fcntl.fcntl
 getrlimit_on_linux, setrlimit_on_linux = resource.getrlimit, resource.setrlimit
 limits = {resource.RLIMIT_NOFILE: (256, resource.RLIM_INFINITY)}
-gone = {importlib.import_module(name): missing(name) for name in MODULES}
-for module, absent in gone.items():
-    for name in absent & vars(module).keys():
+for module, absent in LACKING.items():
+    for name in vars(module).keys() & set(absent.split()):
         delattr(module, name)
     if hasattr(module, '__all__'):
-        module.__all__ = [name for name in module.__all__ if name not in absent]
+        module.__all__ = [name for name in module.__all__ if hasattr(module, name)]
 for name in TAKES_A_PATH:
     setattr(os, name, without_files_of_linux(getattr(os, name)))
 builtins.open = without_files_of_linux(builtins.open)
