@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Generic, TypeVar
 
 from store.errors import StoreClosed, StoreUnavailable
@@ -30,9 +30,7 @@ from store.scheduler import Scheduler, Wake
 Item = TypeVar('Item')
 Sync = Callable[[], object]
 
-# Seconds from the call of ``submit``. A batch that cannot be written gives up first, so
-# that its callers hear the reason.
-GIVE_UP_WITHIN = 4.5
+# Seconds. What a batch waits for gives up first, so that its callers hear the reason.
 WAIT_WITHIN = 5.0
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
@@ -47,7 +45,6 @@ class Entry(Generic[Item]):
 
     item: Item
     size: int  # in bytes
-    deadline: float  # when its batch gives up, in seconds (monotonic)
     # Set by the append or the sync: what submit() returns, or raises.
     new: bool = False
     error: BaseException | None = None
@@ -95,7 +92,7 @@ class GroupCommit(Generic[Item]):
 
     def submit(self, item: Item, size: int) -> bool:
         """Return the ``new`` of a record when it is durable, or raise its ``error``."""
-        entry = Entry(item, size, monotonic() + GIVE_UP_WITHIN)
+        entry = Entry(item, size)
         wait, entry.wake = self._scheduler.waiter()
         try:
             if not self._committers:

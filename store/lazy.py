@@ -5,12 +5,11 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from store.base import Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
-from store.group_commit import GIVE_UP_WITHIN, Entry, GroupCommit
+from store.group_commit import Entry, GroupCommit
 from store.scheduler import THREADS, Scheduler
 
 OPENING_WITHIN = 2.0  # seconds that close() waits for an opening
@@ -143,8 +142,7 @@ class _Process(Generic[BackendT]):
 
     def add_batch(self, records: Sequence[tuple[Any, int]]) -> list[Any]:
         """Add plants as one batch that waits for no others."""
-        deadline = monotonic() + GIVE_UP_WITHIN
-        batch = [Entry[Any](item, size, deadline) for item, size in records]
+        batch = [Entry[Any](item, size) for item, size in records]
         backend = self.open()
         if batch and (sync := backend.append(batch)):
             sync()
