@@ -39,8 +39,7 @@ class LazyStore(PlantStore, Generic[BackendT]):
     Nothing opened before a fork is used after it: an ``flock`` that parent and child
     share excludes neither, and on one connection they mix their messages. A lock that
     is held at the fork stays held, and threads do not exist in the child. So all of it
-    belongs to one process id. Callbacks of ``os.register_at_fork`` would keep the code
-    from before a reload in memory.
+    belongs to one process id. Hooks of ``os.register_at_fork`` cannot be removed again.
 
     Args:
         shown: The name of the store in errors.
@@ -70,9 +69,7 @@ class LazyStore(PlantStore, Generic[BackendT]):
             check_plant(plant)
         added: list[bool | IdTaken] = []
         for batch in [*batches(plants)] or [[]]:  # without plants it only opens
-            records = [self._record(plant) for plant in batch]
-            add_batch = partial(self._process().add_batch, records)
-            added += self._scheduler.call(add_batch)
+            added += self._scheduler.call(partial(self._process().add_batch, batch))
         return added
 
     def ping(self) -> None:
@@ -140,9 +137,9 @@ class _Process(Generic[BackendT]):
             raise StoreClosed
         return backend
 
-    def add_batch(self, records: Sequence[tuple[Any, int]]) -> list[Any]:
+    def add_batch(self, plants: Sequence[Plant]) -> list[Any]:
         """Add plants as one batch that waits for no others."""
-        batch = [Entry[Any](item, size) for item, size in records]
+        batch = [Entry[Any](*self._store._record(plant)) for plant in plants]
         backend = self.open()
         if batch and (sync := backend.append(batch)):
             sync()
