@@ -48,7 +48,6 @@ class StoreContract:
         pytest.skip('nothing can make this store unavailable')
 
     def shared_url(self, store: PlantStore) -> str:
-        """Return the URL of the store, or skip the test if it has none."""
         return self.url(store) or pytest.skip('the plants of this store die with it')
 
     def assert_holds(self, store: PlantStore, *plants: Plant) -> None:
@@ -60,9 +59,15 @@ class StoreContract:
         """When ``add`` returns, the plant is durable: any id, any text, a megabyte.
 
         It outlives the store object. When it is added again, ``add`` returns ``False``.
+        When ``add`` raises ``IdTaken`` for a different plant, the store is unchanged.
         """
-        plants = samples()
+        similar = [plant._replace(id=id) for id, plant in enumerate(SIMILAR, 9000)]
+        plants = [*samples(), *similar]
         assert all(map(store.add, plants))
+        for plant, other in itertools.permutations(similar, 2):
+            with pytest.raises(IdTaken) as caught:
+                store.add(other._replace(id=plant.id))
+            assert caught.value.id == plant.id
         assert not any(map(store.add, plants))
         self.assert_holds(store, *plants)
         if url := self.url(store):
@@ -82,17 +87,6 @@ class StoreContract:
         assert shown == [True] * len(new) + refused + [False, False] + refused
         assert store.add_many([]) == []
         self.assert_holds(store, Plant(5, 'Fern'), *new)
-
-    def test_taken_id_is_refused(self, store: PlantStore) -> None:
-        """When ``add`` raises ``IdTaken``, the store is unchanged."""
-        stored = [plant._replace(id=id) for id, plant in enumerate(SIMILAR)]
-        assert all(map(store.add, stored))
-        for plant, other in itertools.permutations(stored, 2):
-            with pytest.raises(IdTaken) as caught:
-                store.add(other._replace(id=plant.id))
-            assert caught.value.id == plant.id
-        self.assert_holds(store, *stored)
-        assert not any(map(store.add, stored))
 
     def test_unavailable_store_recovers(self, store: PlantStore) -> None:
         """When ``add`` raises ``StoreUnavailable``: repeat the call."""
@@ -161,12 +155,12 @@ class StoreContract:
             }
             for step, take in steps.items():
                 take()
+                fault = f"{step} must make no store, and create='never' none"
                 for use in uses(missing):
                     with suppress(StoreUnavailable):
                         use()
-                        fault = f"{step} must make no store, and create='never' none"
                         pytest.fail(f'{fault}: {use} does not raise StoreUnavailable')
-                assert set(tmp_path.rglob('*')) == files, f'{step} must make no file'
+                assert set(tmp_path.rglob('*')) == files, fault
 
     def test_wrong_url_is_not_repeated(self, store: PlantStore) -> None:
         """A ``ValueError`` for a URL does not repeat it: it may hold a password."""
@@ -211,18 +205,17 @@ class StoreContract:
         """After ``close`` an ``add`` raises ``StoreClosed``; none hangs."""
         added: list[Plant] = []
 
-        def add_until_closed(name: str) -> None:
+        def add_until_closed(first: int) -> None:
             with suppress(StoreClosed):
-                for number in range(10**6):
-                    with suppress(IdTaken):
-                        store.add(Plant(number, name))
-                        added.append(Plant(number, name))
+                for id in itertools.count(first, 4):
+                    store.add(Plant(id, 'Fern'))
+                    added.append(Plant(id, 'Fern'))
 
         def close() -> None:
             wait_until(lambda: len(added) > 50, '50 plants are added')
             store.close()
 
-        in_threads(close, *(partial(add_until_closed, name) for name in 'abcd'))
+        in_threads(close, *(partial(add_until_closed, first) for first in range(4)))
         assert set(added) <= set(self.raw_plants(store))
 
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
