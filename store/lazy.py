@@ -69,7 +69,9 @@ class LazyStore(PlantStore, Generic[BackendT]):
             check_plant(plant)
         added: list[bool | IdTaken] = []
         for batch in [*batches(plants)] or [[]]:  # without plants it only opens
-            added += self._scheduler.call(partial(self._process().add_batch, batch))
+            # Not in the thread: the allocator would keep their memory for each thread.
+            records = [self._record(plant) for plant in batch]
+            added += self._scheduler.call(partial(self._process().add_batch, records))
         return added
 
     def ping(self) -> None:
@@ -137,9 +139,9 @@ class _Process(Generic[BackendT]):
             raise StoreClosed
         return backend
 
-    def add_batch(self, plants: Sequence[Plant]) -> list[Any]:
+    def add_batch(self, records: Sequence[tuple[Any, int]]) -> list[Any]:
         """Add plants as one batch that waits for no others."""
-        batch = [Entry[Any](*self._store._record(plant)) for plant in plants]
+        batch = [Entry[Any](item, size) for item, size in records]
         backend = self.open()
         if batch and (sync := backend.append(batch)):
             sync()
