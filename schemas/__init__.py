@@ -28,10 +28,10 @@ DIRECTORY = Path(__file__).parent
 
 # Bytes of a file that is configured: schemas, tokens, certificates.
 MAX_FILE_LENGTH = 1024 * 1024
-# Characters of a number literal. A conversion takes time with the square of the length.
+# Characters of a number literal, whose conversion takes time with their square.
 MAX_NUMBER_LENGTH = 1_000
-# Levels of arrays and objects. The decoder takes what the interpreter's stack permits,
-# which differs from Python to Python, and jsonschema-rs 255.
+# Levels of arrays and objects. jsonschema-rs takes 255, and the decoder what the stack
+# of the interpreter permits, which differs from Python to Python.
 MAX_LEVELS = 200
 _NO_BRACKETS = re.compile(r'(?s)"(?:[^"\\]|\\.)*+"?|[^][{}"]+')
 # Characters of the client's input that a message repeats.
@@ -57,8 +57,7 @@ class Invalid(Exception):
     """A value breaks rules of a schema; the message names every fault."""
 
 
-# NOTE: encoder and decoder are built once: json.dumps() and json.loads() with arguments
-# build one at every call.
+# NOTE: json.dumps() and json.loads() with arguments would build one at every call.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 

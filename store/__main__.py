@@ -20,7 +20,7 @@ from store.base import Create, Plant, PlantStore, batches
 from store.errors import IdTaken, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
-from store.masking import escaped
+from store.masking import escaped, is_path
 from store.url import DEFAULT_URL, open_store
 
 PIPE = '-'  # the URL of the standard input
@@ -48,12 +48,8 @@ examples:
   python -m store list postgresql://db.example/plants | gzip > plants.gz
   zcat plants.gz | python -m store copy - restored.jsonl
 
-exit codes:
-  0    done; check found no damage, copy no conflict
-  1    a store is missing, damaged or unavailable, or different plants have the
-       same id
-  2    the command or a URL is wrong
-  130  interrupted by Ctrl-C
+exit codes: 0 done, 1 a store is missing, damaged or unavailable, or plants
+conflict, 2 the command or a URL is wrong, 130 interrupted by Ctrl-C
 """
 
 
@@ -66,8 +62,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default that of this process; return its exit code."""
-    # Which table of a database it is.
+    for name in 'stdout', 'stderr':
+        if getattr(sys, name) is None:  # it is closed, and print() would take the other
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), 'w'))
     logging.basicConfig(format='%(message)s')
+    # Which table of a database it is.
     logging.getLogger('store.postgresql').setLevel(logging.INFO)
     try:
         try:
@@ -116,9 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 def _url(text: str) -> str:
     """Return the URL that an argument means, which may also be a plain path."""
     has_scheme = re.match('[A-Za-z][A-Za-z0-9+.-]*:', text)
-    # Text that may hold a password is no path: messages show paths as they are.
-    is_plain = os.path.exists(text) or not re.search('//.*:|[@?#=]', text)
-    is_file = text not in ('', PIPE) and not has_scheme and is_plain
+    is_file = text not in ('', PIPE) and not has_scheme and is_path(text)
     return f'jsonl:{text}' if is_file else text
 
 
@@ -163,13 +160,13 @@ def _check(options: argparse.Namespace) -> int:
         _print_line(damage)
     if found.unnamed:
         _print_line(f'... and {found.unnamed} more')
-    outcome = 'no damage'
-    if found.damaged:
+    outcome = found.repaired or 'no damage'
+    if is_damaged := bool(found.damaged and not found.repaired):
         faults = len(found.damaged) + found.unnamed
         moves = '--repair moves damaged lines to a side file, and accepts a loss'
-        outcome = found.repaired or f'damaged: {faults}; {moves}'
+        outcome = f'damaged: {faults}; {moves}'
     _print_line(f'{found.plants} plants verified, {outcome}')
-    return int(bool(found.damaged) and not found.repaired)
+    return int(is_damaged)
 
 
 def _copy(options: argparse.Namespace) -> int:
@@ -190,8 +187,8 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
     bar = _progress(source)(source)
     bar_hidden = getattr(bar, 'external_write_mode', nullcontext)
     parts, batch = batches(bar), list[Plant]()
-    copied = present = conflicting = furthest = 0
-    lost_at = 0.0
+    counts = dict.fromkeys(('copied', 'already there', 'conflicting'), 0)
+    furthest, lost_at = 0, 0.0
     try:
         while True:
             try:
@@ -206,19 +203,18 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
                     print(f'Waiting: {escaped(str(ex))}', file=sys.stderr)
                 time.sleep(RETRY_AFTER)
                 if not batch:
-                    parts = batches(source)
-                    copied = present = conflicting = 0
+                    parts, counts = batches(source), dict.fromkeys(counts, 0)
                 continue
-            copied += outcomes.count(True)
-            present += outcomes.count(False)
             for plant, outcome in zip(batch, outcomes, strict=True):
                 if isinstance(outcome, IdTaken):
-                    conflicting += 1
+                    counts['conflicting'] += 1
                     with bar_hidden():
                         _write(b'conflicting: ' + _record(plant))
+                else:
+                    counts['copied' if outcome else 'already there'] += 1
             batch = []
             # A source that fails at the same place each time is not read for ever.
-            if (done := copied + present + conflicting) > furthest:
+            if (done := sum(counts.values())) > furthest:
                 furthest, lost_at = done, 0.0
         if not furthest:  # a store is made at its first use, and there was none
             target.add_many([])  # opens it, however long that takes
@@ -226,9 +222,8 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
     finally:
         parts.close()
         # Also after an error: the copied plants stay, and a repeat goes on.
-        line = f'copied: {copied}, already there: {present}, conflicting: {conflicting}'
-        _print_line(line)
-    return int(conflicting > 0)
+        _print_line(', '.join(f'{name}: {count}' for name, count in counts.items()))
+    return int(counts['conflicting'] > 0)
 
 
 def _progress(source: object) -> Progress:
@@ -238,12 +233,11 @@ def _progress(source: object) -> Progress:
     from tqdm import tqdm
 
     total = None
-    if isinstance(source, JSONLinesStore) and os.path.isfile(source.path):
+    if isinstance(source, JSONLinesStore) and source.path.is_file():
         # About as many plants as if all lines were like the first ones.
         with suppress(OSError), source.path.open('rb') as file:
-            sample = file.read(2**16)
-            size = os.fstat(file.fileno()).st_size
-            total = size * sample.count(b'\n') // max(1, len(sample)) or None
+            lines, size = file.read(2**16), source.path.stat().st_size
+            total = size * lines.count(b'\n') // max(1, len(lines)) or None
     return partial(tqdm, total=total, unit=' plants', leave=False)
 
 
@@ -252,14 +246,15 @@ def _read_plants() -> Iterator[Plant]:
 
     Not ``StoreUnavailable``: a copy would wait, find no more, and report success.
     """
-    name = 'the standard input'
+    name, number = 'the standard input', 0
+    if sys.stdin is None:
+        raise StoreError(f'{name} is closed')
     try:
-        lines = iter(lambda: sys.stdin.buffer.readline(record.LONGEST + 2), b'')
-        for number, line in enumerate(lines, 1):
-            try:
-                yield record.decode(line)
-            except record.DamagedRecord as ex:
-                raise StoreError(f'{name}: line {number} is no plant: {ex}') from ex
+        while line := sys.stdin.buffer.readline(record.LONGEST + 2):
+            number += 1
+            yield record.decode(line)
+    except record.DamagedRecord as ex:
+        raise StoreError(f'{name}: line {number} is no plant: {ex}') from ex
     except OSError as ex:
         raise StoreError(f'{name}: {ex.strerror}') from ex
 
@@ -284,8 +279,7 @@ def _write(data: bytes = b'', *, flush: bool = True) -> bool:
         if flush:
             sys.stdout.flush()
     except OSError as ex:
-        # What is written from now on is lost. Otherwise the interpreter would flush the
-        # output again at its exit, and fail.
+        # The rest is lost, or the interpreter would fail at its exit in a last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(ex, BrokenPipeError):
             raise StoreUnavailable.refused(ex, 'the output') from ex

@@ -5,23 +5,21 @@ takes all records that wait as one *batch*, appends and syncs it, and wakes the 
 No caller does any of this itself, since it may be interrupted between any two
 instructions. One that leaves takes its record with it, unless a batch has it already.
 
-One committer has the *turn*: it takes batches and appends them. Syncs need not exclude
-each other, since a sync covers every byte that was written before it began. What
-happens to the turn during a sync follows the measured time of the one before:
+One committer has the *turn*: it takes batches and appends them. A sync covers all that
+was written before it began, so syncs may overlap. Who has the turn during one depends
+on how long the sync before it took:
 
-* Where syncs are quick (tens of microseconds, a disk with a battery), the system calls
-  and thread switches around them are the cost. So the committer keeps the turn, and the
-  next batch grows.
-* Where syncs are slow (milliseconds, an ordinary disk), a caller that just misses a
-  batch would wait for two of them. So another committer gets the turn. Several syncs
-  overlap, and the disk groups them.
+* Where syncs are quick (tens of microseconds), the system calls and thread switches
+  around them are the cost. So the committer keeps the turn, and the next batch grows.
+* Where they are slow (milliseconds), whoever just misses a batch would wait for two. So
+  another committer gets the turn: several syncs overlap, and the disk groups them.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Generic, TypeVar
 
 from store.errors import StoreClosed, StoreUnavailable
@@ -30,9 +28,7 @@ from store.scheduler import Scheduler, Wake
 Item = TypeVar('Item')
 Sync = Callable[[], object]
 
-# Seconds from the call of ``submit``. A batch that cannot be written gives up first, so
-# that its callers hear the reason.
-GIVE_UP_WITHIN = 4.5
+# Seconds. What a batch waits for gives up first, so that its callers hear the reason.
 WAIT_WITHIN = 5.0
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
@@ -47,7 +43,6 @@ class Entry(Generic[Item]):
 
     item: Item
     size: int  # in bytes
-    deadline: float  # when its batch gives up, in seconds (monotonic)
     # Set by the append or the sync: what submit() returns, or raises.
     new: bool = False
     error: BaseException | None = None
@@ -60,12 +55,12 @@ class GroupCommit(Generic[Item]):
     Args:
         scheduler: How the callers wait.
         append: Called with a batch, one call at a time, in a thread; it writes the
-            records and returns a function that syncs them. When that returns, the batch
-            is durable. It returns ``None`` if there is nothing to sync. What either
-            raises reaches every caller of the batch, as ``StoreUnavailable`` if it is
-            no ``Exception``. Both may set an entry's ``error`` instead.
+            records and returns a function that makes them durable, or ``None`` if there
+            is nothing to sync. What either raises reaches every caller of the batch, as
+            ``StoreUnavailable`` if it is no ``Exception``. Both may set the ``error``
+            of an entry instead.
         observe: Called before the callers return, as ``PlantStore.on_sync``.
-        late: The reason of a caller that has waited too long, if no batch has failed.
+        late: What a caller raises that has waited too long, if no batch has failed.
     """
 
     def __init__(
@@ -87,18 +82,18 @@ class GroupCommit(Generic[Item]):
         self._bell.acquire()
         self._ring_soon = scheduler.gathered(self._ring)
         self._turn = scheduler.lock()
-        self._counting = scheduler.lock()
-        self._committers = 0
-        self._is_slow = False
+        self._is_slow = False  # the latest sync
+        # One for each committer that may still start; a pop is atomic.
+        self._places = [None] * SLOW_SYNCS_IN_FLIGHT
 
     # Methods of the callers. REQUIRES: each may be interrupted anywhere.
 
     def submit(self, item: Item, size: int) -> bool:
         """Return the ``new`` of a record when it is durable, or raise its ``error``."""
-        entry = Entry(item, size, monotonic() + GIVE_UP_WITHIN)
+        entry = Entry(item, size)
         wait, entry.wake = self._scheduler.waiter()
         try:
-            if not self._committers:
+            if len(self._places) == SLOW_SYNCS_IN_FLIGHT:
                 self._start_committer()
             self._waiting.append(entry)
             self._ring_soon()
@@ -115,8 +110,6 @@ class GroupCommit(Generic[Item]):
         return entry.new
 
     def _start_committer(self) -> None:
-        if self._committers == SLOW_SYNCS_IN_FLIGHT:
-            return
         try:
             self._scheduler.start(self._commit_batches)
         except RuntimeError as ex:
@@ -140,10 +133,10 @@ class GroupCommit(Generic[Item]):
 
     def _commit_batches(self) -> None:
         """Be a committer until ``close``, unless there are enough."""
-        with self._counting:
-            if self._committers == SLOW_SYNCS_IN_FLIGHT:
-                return
-            self._committers += 1
+        try:
+            self._places.pop()
+        except IndexError:
+            return
         self._turn.acquire()
         while batch := self._take_batch():
             sync = None
@@ -152,8 +145,9 @@ class GroupCommit(Generic[Item]):
             except BaseException as ex:
                 self._fail(batch, ex)
             if shares_turn := sync is not None and self._is_slow:
-                with suppress(StoreUnavailable):  # the other committers do then
-                    self._start_committer()
+                if self._places:
+                    with suppress(StoreUnavailable):  # the other committers do then
+                        self._start_committer()
                 self._turn.release()
             if sync is not None:
                 self._sync(batch, sync)

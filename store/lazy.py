@@ -5,12 +5,11 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from store.base import Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
-from store.group_commit import GIVE_UP_WITHIN, Entry, GroupCommit
+from store.group_commit import Entry, GroupCommit
 from store.scheduler import THREADS, Scheduler
 
 OPENING_WITHIN = 2.0  # seconds that close() waits for an opening
@@ -40,8 +39,7 @@ class LazyStore(PlantStore, Generic[BackendT]):
     Nothing opened before a fork is used after it: an ``flock`` that parent and child
     share excludes neither, and on one connection they mix their messages. A lock that
     is held at the fork stays held, and threads do not exist in the child. So all of it
-    belongs to one process id. Callbacks of ``os.register_at_fork`` would keep the code
-    from before a reload in memory.
+    belongs to one process id. Hooks of ``os.register_at_fork`` cannot be removed again.
 
     Args:
         shown: The name of the store in errors.
@@ -71,9 +69,9 @@ class LazyStore(PlantStore, Generic[BackendT]):
             check_plant(plant)
         added: list[bool | IdTaken] = []
         for batch in [*batches(plants)] or [[]]:  # without plants it only opens
+            # Not in the thread: the allocator would keep their memory for each thread.
             records = [self._record(plant) for plant in batch]
-            add_batch = partial(self._process().add_batch, records)
-            added += self._scheduler.call(add_batch)
+            added += self._scheduler.call(partial(self._process().add_batch, records))
         return added
 
     def ping(self) -> None:
@@ -143,8 +141,7 @@ class _Process(Generic[BackendT]):
 
     def add_batch(self, records: Sequence[tuple[Any, int]]) -> list[Any]:
         """Add plants as one batch that waits for no others."""
-        deadline = monotonic() + GIVE_UP_WITHIN
-        batch = [Entry[Any](item, size, deadline) for item, size in records]
+        batch = [Entry[Any](item, size) for item, size in records]
         backend = self.open()
         if batch and (sync := backend.append(batch)):
             sync()

@@ -46,8 +46,7 @@ class Scheduler:
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
         """Return a function that calls a function, perhaps once for many calls.
 
-        A scheduler may let all callers call it first that are ready to: they share a
-        batch then.
+        So all callers that are ready to may go first, and share a batch.
         """
         return function
 

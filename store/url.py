@@ -1,8 +1,6 @@
-"""Opens the store that a URL names.
+"""Opens the store that a URL names, also one of a package: see ``docs/stores.md``."""
 
-A package offers a store through an entry point, which names a function or a class with
-the parameters of ``open_store``: see ``docs/stores.md``.
-"""
+from collections.abc import Callable
 
 from store.base import Create, PlantStore
 from store.errors import StoreError
@@ -21,8 +19,7 @@ def open_store(
         url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
             installed package offers.
         create: Whether a missing store is made: ``always``, ``never``, or ``first``,
-            which means only if nothing shows that it existed before. A new store
-            knows no earlier id.
+            only if nothing shows that it existed before. A new store knows no old id.
         scheduler: How the callers of the store wait.
 
     Raises:
@@ -47,8 +44,8 @@ def open_store(
 
             return PostgreSQLStore(url, create=create, scheduler=scheduler)
         except ImportError as ex:
-            reason = f'it needs the package psycopg[binary] ({ex})'
-            raise ValueError(f'{scheme}: {reason}') from ex
+            need = f'{scheme}: it needs the package psycopg[binary] ({ex})'
+            raise ValueError(need) from ex
         except ValueError as ex:
             raise ValueError(f'{scheme}: {ex}') from ex
     return _open_plugin(url, create, scheduler)
@@ -70,21 +67,15 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
     where = f'{found[0].name}: {" and ".join(packages)}'
     if len(found) > 1:
         raise ValueError(f'{where} offer this scheme: remove one')
-    name = found[0].value
     try:
-        make = found[0].load()
-    except Exception as ex:  # importing a package may raise anything
-        reason = f'{type(ex).__name__}: {ex}'
-        raise ValueError(f'{where}: {name} does not load: {reason}') from ex
-    try:
-        store: PlantStore = make(url, create=create, scheduler=scheduler)
+        make: Callable[..., PlantStore] = found[0].load()
+        return make(url, create=create, scheduler=scheduler)
     except StoreError:
         raise
     except Exception as ex:
         # NOTE: "from None", and no text: both may hold a password. A ValueError has the
         # sentence of the author, unless it repeats a part of the URL that is masked.
         reason = clean(str(ex), url)
-        if not isinstance(ex, ValueError) or '***' in reason:
-            reason = f'{name} raised {type(ex).__name__}'
+        if not isinstance(ex, (ValueError, ImportError)) or '***' in reason:
+            reason = f'{found[0].value} raised {type(ex).__name__}'
         raise ValueError(f'{where}: {reason}') from None
-    return store

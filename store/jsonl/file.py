@@ -45,7 +45,6 @@ import logging
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -168,8 +167,7 @@ class PlantFile:
     ) -> Callable[[], None] | None:
         """Write the new plants of a batch; return the function that syncs them."""
         ids = {entry.item[0].id for entry in batch}
-        deadline = max(entry.deadline for entry in batch)
-        with disk.unavailable(self._path), self._locked(deadline - time.monotonic()):
+        with disk.unavailable(self._path), self._locked():
             stored, latest = self._catch_up(ids)
             end = self._index.end
             # Buffered.

@@ -3,11 +3,9 @@
 To test a store of your own, write a subclass of ``StoreContract``: see
 ``docs/example_store/test_plants_in_sqlite.py``. Its fixture ``store`` makes an empty
 store that was not used yet. A store that has a ``url`` is opened again by
-``open_store``, in this process and in others. So its package must be installed, with
-the entry point that names its scheme (see ``store/url.py``).
+``open_store``, also in other processes: so its package must be installed.
 
-The docstring of each test is the promise that it checks; pytest shows it when the test
-fails.
+The docstring of a test is the promise that it checks; pytest shows it with a failure.
 """
 
 import pytest

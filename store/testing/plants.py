@@ -40,16 +40,13 @@ NO_PLANTS: list[Plant] = [
 ]
 
 
-def plane(number: int) -> str:
-    """Return every character of a plane of Unicode that a plant may hold."""
-    points = range(max(1, number << 16), (number + 1) << 16)
-    return ''.join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
-
-
 def samples() -> list[Plant]:
     """Return plants that have every kind of id and text, also a megabyte."""
     long = [character * 2**20 for character in 'x"\x01\U0001f331']
-    texts = [*HOSTILE, *long, *map(plane, range(17))]
+    points = [*range(1, 0xD800), *range(0xE000, 0x110000)]  # without the surrogates
+    characters = ''.join(map(chr, points))
+    parts = [characters[at : at + 2**16] for at in range(0, len(characters), 2**16)]
+    texts = [*HOSTILE, *long, *parts]
     plants = [Plant(id, 'Fern', 'shade') for id in IDS]
     for id, text in enumerate(texts, 7000):
         plants += Plant(id, text), Plant(-id, 'Fern', text)

@@ -50,11 +50,8 @@ def test_every_add_has_one_deadline(path, monkeypatch, opened):
 
     The queue, the opening and the lock have no time limits of their own on top.
     """
-    limits = {'store.lazy.GIVE_UP_WITHIN': 0.5, 'store.jsonl.lock.LOCK_WITHIN': 0.5}
-    monkeypatch.setattr('store.group_commit.GIVE_UP_WITHIN', 0.5)
+    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.5)
     monkeypatch.setattr('store.group_commit.WAIT_WITHIN', 1)
-    for name, seconds in limits.items():
-        monkeypatch.setattr(name, seconds)
     waited = []
 
     def add(place):

@@ -200,8 +200,8 @@ class TestRefused:
     @pytest.mark.parametrize(
         ('entry', 'source', 'message'),
         [
-            ('gone:Store', '', "ModuleNotFoundError: No module named 'gone'"),
-            ('trees:Store', '1 / 0', 'ZeroDivisionError: division by zero'),
+            ('gone:Store', '', "No module named 'gone'"),
+            ('trees:Store', '1 / 0', 'trees:Store raised ZeroDivisionError'),
         ],
         ids=['no-module', 'raises'],
     )
@@ -210,8 +210,7 @@ class TestRefused:
         install(site, 'trees', {'trees': entry}, source)
         code, output, errors = run('count', 'trees:x')
         assert (code, output) == (2, b'')
-        sentence = f'trees: package trees: {entry} does not load: {message}'
-        assert sentence in errors[-1]
+        assert f'trees: package trees: {message}' in errors[-1]
 
     @pytest.mark.parametrize(
         ('source', 'message'),

@@ -4,13 +4,14 @@ import errno
 import fcntl
 import gzip
 import os
+import sys
 import threading
 
 import pytest
 from disk import Disk, Fault, failing, files, fill, installed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server import REPOSITORY, command
+from server import REPOSITORY, command, finished
 
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
@@ -381,7 +382,8 @@ USAGE = {
     'copy-nothing': (['copy'], 'SRC, DST'),
     'three-urls': (['copy', 'memory:', 'memory:', 'jsonl:hush'], UNKNOWN),
     'password': (['copy', 'x', 'password=hush'], 'it is not a store'),
-    'path': (['list', '1:hush/x'], 'jsonl: it is not a path'),
+    'path': (['list', 'jsonl:hush:/x'], 'jsonl: it is not a path'),
+    'no-path': (['list', '1:hush/x'], 'it is not a store'),
     'more': (['list', 'x', 'hush'], UNKNOWN),
     'value': (
         ['check', '--repair=hush'],
@@ -480,6 +482,21 @@ class TestOutput:
             file.write(b'{"id":-1,"name":"Ivy"}\n')
         assert run_into(unread, 'copy', path, target) == (1, '')
         assert target.read_bytes().endswith(b'{"id":-1,"name":"Ivy"}\n')
+
+    @pytest.mark.parametrize(
+        ('command', 'errors'),
+        [
+            ('copy - memory: <&-', 'Error: the standard input is closed\n'),
+            ('list missing 2>&-', ''),
+            ('list memory: >&-', ''),
+        ],
+    )
+    def test_closed_stream(self, command, errors):
+        """A closed stream is no traceback, and no error is in the other output."""
+        script = f'{sys.executable} -m store {command}'
+        done = finished(['sh', '-c', script], cwd=REPOSITORY)
+        assert done.stderr == errors
+        assert 'Error' not in done.stdout
 
     @pytest.mark.parametrize('name', ['list', '--help'])
     def test_output_on_a_full_disk(self, path, name):
