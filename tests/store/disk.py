@@ -285,52 +285,48 @@ def failing(number):
     return effect
 
 
-class SyncGate:
-    """Blocks every fdatasync of a disk, and fails those that the test selects."""
+class Gate:
+    """Blocks its callers until it is open, or one is released; may fail some."""
 
-    def __init__(self, disk):
-        self.held = []  # the descriptors of the blocked syncs, in order of arrival
-        self.failing = set()  # the descriptors whose sync fails
-        self._disk = disk
+    def __init__(self):
+        self.held = []  # the keys of the callers, in order of arrival
+        self.failing = set()  # the keys of those that fail
         self._change = threading.Condition()
+        self._passes = lambda key: key in self._released
         self._released = set()
-        self._open = False
 
-    def __enter__(self):
-        self._disk.before = self._hold
-        return self
-
-    def __exit__(self, *exc_info):
-        self._disk.before = no_fault
+    def __call__(self, key=None):
         with self._change:
-            self._open = True
+            self.held.append(key)
+            assert self._change.wait_for(lambda: self._passes(key), PATIENCE)
+        if key in self.failing:
+            raise failure(errno.EIO)
+
+    def open(self):
+        with self._change:
+            self._passes = lambda key: True
             self._change.notify_all()
 
-    def release(self, fd):
+    def release(self, key):
         with self._change:
-            self._released.add(fd)
+            self._released.add(key)
             self._change.notify_all()
 
-    def add_each(self, pool, store, *plants):
-        """Add plants, each in its own thread and with its own blocked sync."""
-        adds = []
-        for plant in plants:
-            adds.append(pool.submit(store.add, plant))
-            self.wait_for(len(adds))
-        return adds
-
-    def wait_for(self, count):
-        """Wait until so many syncs are blocked."""
+    def wait_for(self, count=1):
+        """Wait until so many callers have come."""
         wait_until(lambda: len(self.held) >= count)
 
-    def _hold(self, name, fd, *arguments):
-        if name == 'fdatasync':
-            with self._change:
-                self.held.append(fd)
-                passes = lambda: self._open or fd in self._released  # noqa: E731
-                assert self._change.wait_for(passes, PATIENCE)
-            if fd in self.failing:
-                raise failure(errno.EIO)
+
+@contextlib.contextmanager
+def blocked_syncs(disk):
+    """Block each fdatasync of a disk; yield the gate, whose keys are descriptors."""
+    gate = Gate()
+    disk.before = lambda name, fd, *_: gate(fd) if name == 'fdatasync' else None
+    try:
+        yield gate
+    finally:
+        disk.before = no_fault
+        gate.open()
 
 
 # ---- what tests of the file store read and write without it

@@ -10,7 +10,7 @@ import pytest
 from disk import (
     Disk,
     Fault,
-    SyncGate,
+    blocked_syncs,
     failing,
     failure,
     index_of,
@@ -45,6 +45,15 @@ def pool():
     """Return an executor of threads."""
     with ThreadPoolExecutor(32) as pool:
         yield pool
+
+
+def add_each(pool, gate, store, *plants):
+    """Add plants, each in its own thread and with its own blocked sync."""
+    adds = []
+    for plant in plants:
+        adds.append(pool.submit(store.add, plant))
+        gate.wait_for(len(adds))
+    return adds
 
 
 def short(fd, data, offset):
@@ -277,11 +286,11 @@ class TestFailedSync:
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
             other.add(FERN)
             store.add(FERN)
-            with SyncGate(disk) as gate:
+            with blocked_syncs(disk) as gate:
                 first = pool.submit(store.add, MOSS)
-                wait_until(lambda: len(gate.held) == 1)
+                gate.wait_for(1)
                 again = pool.submit(other.add, plant)
-                wait_until(lambda: len(gate.held) == 2)
+                gate.wait_for(2)
             assert first.result(PATIENCE)
             assert (again.exception(PATIENCE) is None) is (plant == MOSS)
             assert disk.durable == lines(FERN, MOSS)
@@ -313,7 +322,7 @@ class TestFailedSync:
         """A sync that fails during a close leaves its line in doubt, too."""
         store = JSONLinesStore(path)
         store.add(FERN)
-        with SyncGate(disk) as gate:
+        with blocked_syncs(disk) as gate:
             add = pool.submit(store.add, MOSS)
             gate.wait_for(1)
             close = pool.submit(store.close)
@@ -333,8 +342,8 @@ class TestFailedSync:
         most = group_commit.SLOW_SYNCS_IN_FLIGHT
         with JSONLinesStore(path) as store:
             store.add(FERN)
-            with SyncGate(disk) as gate:
-                adds = gate.add_each(pool, store, *plants[:most])
+            with blocked_syncs(disk) as gate:
+                adds = add_each(pool, gate, store, *plants[:most])
                 adds += [pool.submit(store.add, plant) for plant in plants[most:]]
                 assert len(set(gate.held)) == len(gate.held) == most
             assert all(add.result(PATIENCE) for add in adds)
@@ -346,8 +355,8 @@ class TestFailedSync:
         """After a failed sync another one in flight counts as failed, too."""
         with JSONLinesStore(path) as store:
             store.add(FERN)
-            with SyncGate(disk) as gate:
-                adds = gate.add_each(pool, store, MOSS, IVY)
+            with blocked_syncs(disk) as gate:
+                adds = add_each(pool, gate, store, MOSS, IVY)
                 first, second = gate.held
                 gate.failing.add(first)
                 gate.release(first)
@@ -369,7 +378,7 @@ class TestRepeat:
         with store, store if shared else JSONLinesStore(path) as other:
             store.add(FERN)
             other.add(FERN)
-            with SyncGate(disk) as gate:
+            with blocked_syncs(disk) as gate:
                 first = pool.submit(store.add, MOSS)
                 gate.wait_for(1)
                 repeat = pool.submit(other.add, MOSS)
