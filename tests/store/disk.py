@@ -19,6 +19,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from unittest import mock
 
+import pytest
+
 import store
 from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
@@ -38,15 +40,13 @@ def installed(system):
 
 
 def another_process(system):
-    """Return the class of the file store of a process with its own system calls.
-
-    It flushes only when it is closed: a thread cannot be killed.
-    """
+    """Return the class of the file store of a process with its own system calls."""
     package = store.jsonl
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if PACKAGE in name}
     try:
         for module in modules():
             module.os = system
+        # It flushes only when it is closed: a thread cannot be killed.
         importlib.import_module(f'{PACKAGE}.file').FLUSH_WITHIN = None
         return store.jsonl.JSONLinesStore
     finally:
@@ -71,14 +71,12 @@ class Killed(BaseException):
 class Disk:
     """System calls on a disk that can fail, and that loses unsynced writes.
 
-    It models one plant file. A write is durable when a sync that began after it has
-    succeeded. The writes that a failed sync covers are lost, though they can still be
-    read: a later sync succeeds without writing them. As on Linux, the failure is
-    reported once on each descriptor that was open.
+    A write to the plant file is durable when a sync that began after it has succeeded.
+    What a failed sync covers is lost, though it can still be read: a later sync does
+    not write it. As on Linux, each descriptor that was open reports the failure once.
 
-    ``before`` is called before each call, with its name, its descriptor or path, and
-    its further arguments. It may block or raise; after a ``Killed`` every call only
-    raises it again. If it returns a number, a pwrite writes no more bytes than that.
+    ``before`` is called before each call, with its name and its arguments. It may block
+    or raise; after a ``Killed`` every call raises it. A number limits a pwrite.
     """
 
     def __init__(self, path):
@@ -145,11 +143,7 @@ class Disk:
         return sum(len(data or b'') for _, data in self._changes[self._settled :])
 
     def image(self, keep=0, zeroed=False):
-        """Return what a power cut would leave of the file.
-
-        As many unsynced bytes as ``keep`` reached the disk nevertheless; the others are
-        missing, or ``zeroed``.
-        """
+        """Return what a power cut leaves: of unsynced bytes as many as ``keep``."""
         content = self.durable
         for offset, data in self._changes[self._settled :]:
             if data is not None:
@@ -381,6 +375,13 @@ def try_add(store, plant, times=1):
             store.add(plant)
             return True
     return False
+
+
+def assert_raise(error, *uses, match=None):
+    """Check that each of some calls raises an error."""
+    for use in uses:
+        with pytest.raises(error, match=match):
+            use()
 
 
 def assert_stored(store, plants, free=()):
