@@ -20,7 +20,7 @@ from server import free_port
 
 from store import IdTaken, Plant, StoreUnavailable, masked, open_store, postgresql
 from store.base import BATCH_CHARACTERS
-from store.postgresql.connection import LOCK_WITHIN, STATEMENT_WITHIN
+from store.postgresql import connection
 from store.postgresql.pool import RETRY_AFTER
 from store.testing.waiting import PATIENCE, in_threads, wait_until
 
@@ -141,18 +141,16 @@ def test_missing_right_to_make_the_table(url, role):
         assert_refused(DENIED, store.ping)
 
 
-def test_create_never_makes_no_table(database, url):
-    """With ``create='never'`` a missing table is an error; readers never make one."""
-    with open_store(url) as store:
+def test_table_is_made_by_no_reader(database, url):
+    """A reader makes no table, nor an add with ``create='never'``."""
+    with open_store(url) as store, open_store(url, create='never') as other:
         assert list(store) == []
         store.check_opening()
-    with open_store(url, create='never') as store:
-        assert_refused('there is no table plants', *uses(store), partial(list, store))
+        assert_refused('there is no table plants', *uses(other), partial(list, other))
         assert not has_table(database, url)
-        with open_store(url) as maker:
-            maker.ping()
+        store.ping()
         time.sleep(RETRY_AFTER)
-        assert store.add(FERN) is True
+        assert other.add(FERN) is True
 
 
 def test_dropped_table_is_not_made_again(database, made):
@@ -500,8 +498,8 @@ def test_few_statements_are_prepared(made):
             for first in (0, 10**5, 10**10):
                 for _ in range(6):
                     store.add_many([Plant(first + n, 'Fern') for n in range(size)])
-        with store._backend().pool.lend(math.inf) as connection:
-            prepared = connection.execute('SELECT 1 FROM pg_prepared_statements')
+        with store._backend().pool.lend(math.inf) as session:
+            prepared = session.execute('SELECT 1 FROM pg_prepared_statements')
             assert len(prepared.fetchall()) <= 3
 
 
@@ -532,14 +530,14 @@ SETTINGS = {  # of a role: given, used
     'exit_on_error': ('on', 'off'),
     'idle_in_transaction_session_timeout': ('100ms', '0'),
     'idle_session_timeout': ('100ms', '0'),
-    'lock_timeout': ('0', f'{1000 * LOCK_WITHIN:.0f}ms'),
-    'statement_timeout': ('100ms', f'{STATEMENT_WITHIN}s'),
+    'lock_timeout': ('0', f'{1000 * connection.LOCK_WITHIN:.0f}ms'),
+    'statement_timeout': ('100ms', f'{connection.STATEMENT_WITHIN}s'),
     'synchronous_commit': ('local', 'on'),
     'transaction_timeout': ('100ms', '0'),
 }
 
 
-def test_settings_of_the_role_are_corrected(database, made, role):
+def test_settings_of_the_role_are_corrected(database, made, role, monkeypatch):
     """What an acknowledgement or a list needs holds, whatever the role's settings."""
     given = {setting: value for setting, (value, _) in SETTINGS.items()}
     plants = [Plant(id, 'Fern' * 100) for id in range(20_000)]
@@ -555,14 +553,18 @@ def test_settings_of_the_role_are_corrected(database, made, role):
             )
         )
         assert sorted([first, *reader]) == [Plant(-1, 'Moss'), *plants]
-        with store._backend().pool.lend(math.inf) as connection:
+        with store._backend().pool.lend(math.inf) as session:
             assert {
-                setting: connection.execute(f'SHOW {setting}').fetchall()[0][0]
+                setting: session.execute(f'SHOW {setting}').fetchall()[0][0]
                 for setting in SETTINGS
             } == {setting: value for setting, (_, value) in SETTINGS.items()}
+    with open_store(made) as store:  # reading takes as long as the reader likes
+        monkeypatch.setitem(connection.SETTINGS, 'statement_timeout', '1ms')
+        assert len(list(store)) == 20_001
+    monkeypatch.undo()
     safer = role(made, *RIGHTS, synchronous_commit='remote_apply')
-    with open_store(safer) as store, store._backend().pool.lend(math.inf) as connection:
-        kept = connection.execute('SHOW synchronous_commit').fetchall()
+    with open_store(safer) as store, store._backend().pool.lend(math.inf) as session:
+        kept = session.execute('SHOW synchronous_commit').fetchall()
         assert kept == [('remote_apply',)]
 
 
@@ -620,7 +622,7 @@ def test_refused_login_is_told(database, lonely, role, change, reason):
             time.sleep(RETRY_AFTER)
 
 
-def test_full_server_is_told(made, role):
+def test_full_server_is_named(made, role):
     """If only reserved connections are left, the reason is that there is no room."""
     url = role(made, *RIGHTS)
     with ExitStack() as opened, open_store(url) as store:
@@ -656,7 +658,7 @@ NO_HOST = 'no host takes plants'
 WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
     'database': (
-        *('/postgres?', '/nowhere?', 'there is no such database'),
+        *('/postgres[?]', '/nowhere?', 'there is no such database'),
         'database "nowhere" does not exist',
     ),
     'name': ('127.0.0.1', 'host.invalid', AWAY, 'not resolve'),
@@ -722,7 +724,7 @@ def test_name_that_does_not_resolve_delays_no_add(database, lonely, monkeypatch,
         ended.set()
 
 
-def test_unix_socket(database, lonely):
+def test_unix_socket_is_a_host(database, lonely):
     """A server on the same machine may be reached by a Unix socket."""
     directory = quote(str(database.directory), safe='')
     for url in (
