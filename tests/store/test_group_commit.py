@@ -132,17 +132,6 @@ def test_records_that_wait_share_a_batch(quick, monkeypatch, where, sizes, batch
     assert [plants for plants, _ in commits.observed] == [1, *map(len, batches)]
 
 
-def test_batch_without_need_gets_no_sync(quick):
-    """When the append says that a batch needs no sync, there is none."""
-    commits = Commits()
-    commits.choose = lambda batch: False
-    commits.before_append = gate = Gate()
-    commits.submit_behind(gate, *(partial(commits.submit, at) for at in range(3)))
-    assert commits.batches == [[0], [1, 2]]
-    assert not commits.syncs
-    assert not commits.observed
-
-
 def test_quick_syncs_do_not_overlap(slow, monkeypatch):
     """While syncs are quick, only one is in flight, also after slow ones."""
     commits = Commits()
@@ -265,24 +254,27 @@ def test_interrupted_waiter_stops_no_other(quick):
     assert commits.batches == [[0], [2]]
 
 
-@pytest.mark.parametrize('failed', [True, False], ids=['after a failure', 'first'])
-def test_waiter_leaves_in_time(quick, monkeypatch, failed):
-    """Who waits too long gets the reason of the latest failure, and is not stored."""
-    monkeypatch.setattr(group_commit, 'WAIT_WITHIN', 0.05)
-    commits = Commits()
+@pytest.mark.parametrize(
+    ('before', 'reason'), [('', 'late'), ('full', 'full'), ('full, sound', 'late')]
+)
+def test_waiter_leaves_in_time(quick, monkeypatch, before, reason):
+    """Who waits too long hears of the latest batch if it failed, and is not stored."""
+    commits, full = Commits(), StoreUnavailable('full')
     with contextlib.closing(commits):
-        if failed:
-            commits.before_append = raising(StoreUnavailable('full'))
-        with contextlib.suppress(StoreUnavailable):
-            commits.submit(0)
+        for outcome in before.split(', '):
+            commits.before_append = raising(full) if outcome == 'full' else bool
+            with contextlib.suppress(StoreUnavailable):
+                commits.submit(outcome)
+        commits.batches.clear()
+        monkeypatch.setattr(group_commit, 'WAIT_WITHIN', 0.05)
         commits.before_append = gate = Gate()
         for record in 1, 2:
-            with pytest.raises(StoreUnavailable, match='full' if failed else 'late'):
+            with pytest.raises(StoreUnavailable, match=reason):
                 commits.submit(record)
         gate.open()
         monkeypatch.undo()
         commits.submit(3)
-    assert commits.batches == [[0], [1], [3]]
+    assert commits.batches == [[1], [3]]
 
 
 def test_closed_queue_refuses(quick):

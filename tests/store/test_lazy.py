@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from disk import Gate
+from disk import Gate, assert_raise
 
 from store import Plant, StoreClosed, StoreUnavailable
 from store.lazy import LazyStore
@@ -122,7 +122,7 @@ def test_pings_are_shared(store, error):
     store.ping()
 
 
-def test_close_during_an_opening(store, monkeypatch):
+def test_close_waits_for_no_opening_that_hangs(store, monkeypatch):
     """A close waits for no opening that hangs; what it opens is closed then."""
     monkeypatch.setattr('store.lazy.OPENING_WITHIN', 0.05)
     store.before_open = gate = Gate()
@@ -141,3 +141,21 @@ def test_close_during_an_opening(store, monkeypatch):
     wait_until(lambda: store.opened and store.opened[0].closed)
     store.close()
     assert (store.opened[0].closed, store.opened[0].added) == (1, [])
+
+
+def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
+    """It leaves in time, with the reason: the opening, or the open store."""
+    monkeypatch.setattr('store.group_commit.WAIT_WITHIN', 0.05)
+    store.before_open = gate = Gate()
+    assert_raise(StoreUnavailable, store.ping, match='is being opened')
+    gate.open()
+    wait_until(lambda: store.opened and store.opened[0].pings)
+    store.opened[0].before_ping = gate = Gate()
+    assert_raise(StoreUnavailable, store.ping, match='did not answer in time')
+    gate.open()
+
+
+def test_bulk_of_no_plants_opens_the_store(store):
+    """A command opens a store by it, however long that takes."""
+    store.add_many([])
+    assert len(store.opened) == 1

@@ -167,16 +167,6 @@ class TestExample:
         with open_store(url, create='never') as store:
             assert list(store) == [Plant(1, 'Fern')]
 
-    def test_command_line_copies_to_and_from_it(self, tmp_path, run):
-        """The command line copies plants to the store of another package, and back."""
-        there, back = tmp_path / 'there.jsonl', tmp_path / 'back.jsonl'
-        there.write_text(''.join(f'{{"id":{id},"name":"Fern"}}\n' for id in range(250)))
-        url = f'sqlite:{tmp_path}/plants.db'
-        for source, target in (there, url), (url, back):
-            assert run('copy', source, target)[0] == 0
-        assert run('check', url) == (0, b'250 plants verified, no damage\n', [])
-        assert back.read_bytes() == there.read_bytes()
-
 
 # Of packages that offer trees: the entry point, the source, and what is told.
 LOADS, RAISES = 'trees:Store does not load: ', 'trees:Store raised '
@@ -202,7 +192,7 @@ WRONG = {
 
 
 class TestRefused:
-    def test_unknown_scheme(self, site):
+    def test_unknown_scheme_is_refused(self, site):
         """An unknown scheme is refused; the message lists the known schemes."""
         with pytest.raises(ValueError, match=f'^it {KNOWN}packages offer no oth'):
             open_store('trees:x')
@@ -220,7 +210,7 @@ class TestRefused:
             assert list(store) == []
 
     @table('entry, source, message', WRONG)
-    def test_broken_package(self, site, entry, source, message):
+    def test_broken_package_is_named(self, site, entry, source, message):
         """The error names the package and the reason, and shows no password."""
         install(site, 'trees', {'trees': entry or 'trees:Store'}, source)
         url = 'trees://me:secret@host'
@@ -236,7 +226,7 @@ class TestRefused:
         assert (code, output) == (2, b'')
         assert 'oaks: package oaks: x:Y does not load: Module' in errors[-1]
 
-    def test_scheme_of_two_packages(self, site):
+    def test_scheme_of_two_packages_is_refused(self, site):
         """A scheme that two packages offer is refused; the message names both."""
         for name in ('birches', 'oaks'):
             install(site, name, {'trees': f'{name}:Store'}, 'Store = 3')
