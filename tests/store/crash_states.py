@@ -355,11 +355,9 @@ class State(NamedTuple):
 
     def __str__(self) -> str:
         recorder, moment = self.crash.recorder, self.crash.moment
-        calls = (f'  {at} {call}' for at, call in enumerate(recorder.calls))
-        lost = [f'  {self.crash.describe(*item)}' for item in self.choices.items()]
-        begin = f'After moment {moment} of these:', *itertools.islice(calls, moment + 1)
-        blocks = f'the disk (blocks of {self.crash.block} bytes) holds all but:'
-        return '\n'.join([*begin, blocks, *(lost or ['  nothing'])])
+        calls = ''.join(f'  {call}\n' for call in recorder.calls[: moment + 1])
+        lost = [f'  {self.crash.describe(*item)}\n' for item in self.choices.items()]
+        return f'After\n{calls}the disk has the newest of all but\n{"".join(lost)}'
 
 
 class Crash:
@@ -449,16 +447,11 @@ class Crash:
         return self.state(index | self._mixture(self._of_plants, chance))
 
     def describe(self, question: Question, choice: int) -> str:
-        """Say in words what a choice means."""
+        """Say which choice was taken for which part of which file."""
         kind, *number = question
-        if kind == 'table':
-            return f'the table is as it was {choice} commits ago'
-        if kind == 'directory':
-            return f'not in the directory: {self._changes[number[0]].names}'
-        which = f'version {choice} before the last'
-        if kind == 'size':
-            which = f'{self._sizes[number[0]][choice]} bytes'
-        return f'{kind} {number[1:]} of {sorted(self._names[number[0]])}: {which}'
+        what = self._changes[number[0]] if kind == 'directory' else number
+        names = self._names.get(number[0]) if kind in ('size', 'block', 'mtime') else ''
+        return f'{kind} {what} {names}: {choice} (blocks of {self.block} bytes)'
 
     def _is_about_index(self, question: Question) -> bool:
         kind, *number = question

@@ -276,7 +276,7 @@ class TestFailedSync:
             assert disk.durable == lines(FERN, MOSS)
 
     @pytest.mark.parametrize('first', [2, 3], ids=['lock', 'sync'])
-    def test_file_exchanged_during_open(self, path, disk, first):
+    def test_exchanged_file_is_not_synced_for_another(self, path, disk, first):
         """A store locks and syncs the file it writes, also if it was exchanged."""
         path.touch()
         other = path.with_name('other')
@@ -298,7 +298,7 @@ class TestFailedSync:
             store.add(FERN)
         assert disk.durable == lines(FERN)
 
-    def test_failed_sync_during_close(self, path, disk, pool):
+    def test_failed_sync_during_a_close_leaves_doubt(self, path, disk, pool):
         """A sync that fails during a close leaves its line in doubt, too."""
         store = JSONLinesStore(path)
         store.add(FERN)

@@ -12,7 +12,7 @@ import pytest
 from disk import assert_raise, assert_stored, fill, lines, open_paths
 from exchange import locked
 
-from store import Plant, StoreUnavailable
+from store import Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
@@ -83,7 +83,16 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
             assert clock[0] <= held_for + max(0.000_05, held_for / 8)
 
 
-def test_unlock_that_fails_once(path, monkeypatch):
+def test_nobody_takes_the_lock_of_a_closed_file(path):
+    """Whoever waited for the lock while a store was closed gets ``StoreClosed``."""
+    with JSONLinesStore(path) as store:
+        store.add(FERN)
+        lock = store._backend()._lock
+    with pytest.raises(StoreClosed), lock.held():
+        pytest.fail('the lock was taken')
+
+
+def test_unlock_that_fails_keeps_nobody_out(path, monkeypatch):
     """An unlock that fails keeps nobody else out, and the store goes on."""
 
     def flock(fd, operation):
@@ -107,7 +116,7 @@ def test_unlock_that_fails_once(path, monkeypatch):
 
 
 @pytest.mark.parametrize('who', ['opened', 'not yet', 'repair'])
-def test_file_replaced_while_waiting(path, who):
+def test_file_replaced_meanwhile_is_left_alone(path, who):
     """Whoever waited for the lock of a replaced file leaves the new one alone."""
     fill(path, FERN)
     others = [Plant(id, 'Moss') for id in range(9)]

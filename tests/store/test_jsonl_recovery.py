@@ -85,7 +85,9 @@ def shared(tmp_path_factory):
 
 class TestCut:
     @RUNNING
-    def test_truncation_at_every_byte(self, path, caplog, running):
+    def test_append_that_ends_anywhere_loses_no_whole_record(
+        self, path, caplog, running
+    ):
         """Wherever an append ends, whole records survive and the torn tail is kept."""
         text = lines(*PLANTS)
         sound = lines(*PLANTS[:2])
