@@ -56,11 +56,17 @@ def run(program, *arguments):
     )
 
 
+def spawn(command, directory, **options):
+    """Start a server, with a log in a directory, as the user that runs servers."""
+    options |= {'stdin': subprocess.DEVNULL, 'cwd': '/', **USER}
+    with (directory / 'log').open('ab') as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, **options)
+
+
 @contextmanager
 def refused(reason=None, within=10):
     """Check that the block raises ``StoreUnavailable`` within seconds."""
-    # The default is longer than the time limits for a response, its cancellation and a
-    # new connection together.
+    # By default longer than all limits of a response, a cancellation and a connection.
     began = time.monotonic()
     with pytest.raises(StoreUnavailable) as caught:
         yield caught
@@ -99,10 +105,8 @@ def template():
     """Return the data directory of a server never started; servers copy it."""
     directory = new_directory()
     atexit.register(shutil.rmtree, directory)
-    run(
-        *(programs() / 'initdb', '-D', directory / 'data', '-U', 'gardener'),
-        *('-A', 'trust', '-N', '-E', 'UTF8'),
-    )
+    options = '-U', 'gardener', '-A', 'trust', '-N', '-E', 'UTF8'
+    run(programs() / 'initdb', '-D', directory / 'data', *options)
     return directory / 'data'
 
 
@@ -127,10 +131,8 @@ class PostgreSQL:
             self.configure(SETTINGS)
         else:
             source = f'{primary.url()}?application_name=standby'
-            run(
-                *(programs() / 'pg_basebackup', '-D', self.data, '-d', source),
-                *('-R', '-c', 'fast', '-N'),
-            )
+            backup = programs() / 'pg_basebackup'
+            run(backup, '-D', self.data, '-d', source, '-R', '-c', 'fast', '-N')
             # Once promoted it has no standby, so commits must not wait for one. The
             # default retry interval delays a promotion by up to five seconds.
             self.configure(
@@ -159,19 +161,9 @@ class PostgreSQL:
 
     def start(self):
         """Start the server, and wait until it accepts connections."""
-        with (self.directory / 'log').open('ab') as log:
-            self._process = subprocess.Popen(
-                [
-                    *(programs() / 'postgres', '-D', self.data),
-                    *('-p', str(self.port), '-k', self.directory),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd='/',
-                start_new_session=True,
-                **USER,
-            )
+        command = [programs() / 'postgres', '-D', self.data, '-k', self.directory]
+        command += ['-p', str(self.port)]
+        self._process = spawn(command, self.directory, start_new_session=True)
         wait_until(self._accepts_connections)
 
     def stop(self):
@@ -224,10 +216,8 @@ class PostgreSQL:
 
     def sessions(self):
         """Return the process ids of the sessions that stores have opened."""
-        rows = self.execute(
-            "SELECT pid FROM pg_stat_activity WHERE application_name = 'plants'"
-        )
-        return {pid for (pid,) in rows}
+        ours = "application_name = 'plants'"
+        return {*self.execute(f'SELECT pid FROM pg_stat_activity WHERE {ours}')}
 
     def terminate_sessions(self, share=1):
         """Terminate a share of the sessions that stores have opened."""
@@ -263,11 +253,8 @@ class PgBouncer:
         )
 
     def __enter__(self):
-        with (self._directory / 'log').open('wb') as log:
-            self._process = subprocess.Popen(
-                [self._program, self._directory / 'ini'],
-                **{'stdout': log, 'stderr': log, 'cwd': '/', **USER},
-            )
+        command = [self._program, self._directory / 'ini']
+        self._process = spawn(command, self._directory)
         return self
 
     def __exit__(self, *exc_info):

@@ -85,10 +85,7 @@ class History:
 
 
 class File(History):
-    """The history of a file, perhaps with a second name: a ``link``.
-
-    With it the file of a state has the same inode, which its index names.
-    """
+    """The history of a file; with a ``link``, each state has its inode, too."""
 
     def __init__(self, path: Path, link: Path | None) -> None:
         super().__init__(Version(0, b''))
@@ -110,10 +107,7 @@ class File(History):
 
 
 class Recorder:
-    """Records the changes to the files of a directory, and which plants are promised.
-
-    Another directory, of ``links``, is for a second name of each file.
-    """
+    """Records the changes to the files of a directory, and the promised plants."""
 
     def __init__(self, directory: Path, links: Path) -> None:
         self.directory = directory
@@ -132,7 +126,7 @@ class Recorder:
         self.table = History(Version(0, None))
         # Called when a sync has begun, before the real call.
         self.before_sync: Callable[[], object] | None = None
-        self._links = links
+        self._links = links  # the directory of a second name of each file
         self._begun = 0
         self._table_names = [f'{self.index.name}{suffix}' for suffix in TABLE]
         self._table_inode: int | None = None
@@ -201,7 +195,7 @@ class Recorder:
             history.synced.append((self.now, history.last))
         self.directory_syncs.append((self.now, set(range(len(self.changes)))))
 
-    def is_index(self, *names: str) -> bool:
+    def is_index(self, names: Iterable[str]) -> bool:
         """Return whether all these names are of index files."""
         return all(name.startswith(self.path.name + INDEX) for name in names)
 
@@ -311,7 +305,7 @@ class Recorder:
         number = self._numbers.get(entry.inode())
         if number is None:
             number = self._numbers[entry.inode()] = len(self.files)
-            link = None if self.is_index(entry.name) else self._links / f'{number}'
+            link = None if self.is_index([entry.name]) else self._links / f'{number}'
             self.files.append(File(Path(entry.path), link))
         return number
 
@@ -360,17 +354,10 @@ class State(NamedTuple):
         return self
 
     def __str__(self) -> str:
-        moment = self.crash.moment
-        calls = self.crash.recorder.calls[: moment + 1]
-        lost = [f'  {self.crash.describe(*item)}' for item in self.choices.items()]
-        return '\n'.join(
-            [
-                f'After moment {moment} of these:',
-                *(f'  {at} {call}' for at, call in enumerate(calls)),
-                f'the disk (blocks of {self.crash.block} bytes) holds all but:',
-                *(lost or ['  nothing']),
-            ]
-        )
+        recorder, moment = self.crash.recorder, self.crash.moment
+        calls = ''.join(f'  {call}\n' for call in recorder.calls[: moment + 1])
+        lost = [f'  {self.crash.describe(*item)}\n' for item in self.choices.items()]
+        return f'After\n{calls}the disk has the newest of all but\n{"".join(lost)}'
 
 
 class Crash:
@@ -442,11 +429,7 @@ class Crash:
         return State(self, choices, files)
 
     def all_states(self, chance: Random, mixtures: int) -> Iterator[State]:
-        """Yield every state of the plant file, each with several states of the index.
-
-        These are: as the processes saw the index, as it was last synced, and at least
-        ``mixtures`` random mixtures.
-        """
+        """Yield every state of the plant file, each with some states of the index."""
         counts = [self.questions[key] for key in self._of_plants]
         oldest = {key: self.questions[key] - 1 for key in self._of_index}
         mixtures = max(mixtures, 20 // math.prod(counts))
@@ -464,29 +447,19 @@ class Crash:
         return self.state(index | self._mixture(self._of_plants, chance))
 
     def describe(self, question: Question, choice: int) -> str:
-        """Say in words what a choice means."""
-        if question == ('table',):
-            return f'the table is as it was {choice} commits ago'
-        kind, number, *at = question
-        if kind == 'directory':
-            return f'not in the directory: {self._changes[number].names}'
-        names = ' or '.join(sorted(self._names[number]))
-        if kind == 'size':
-            return f'{names} has {self._sizes[number][choice]} bytes'
-        if kind == 'mtime':
-            return f'{names} has its mtime of {choice} versions ago'
-        content = self._blocks[number][at[0]][choice]
-        which = f'as it was {choice} versions ago' if any(content) else 'zeros'
-        return f'block {at[0]} of {names} is {which}'
+        """Say which choice was taken for which part of which file."""
+        kind, *number = question
+        what = self._changes[number[0]] if kind == 'directory' else number
+        names = self._names.get(number[0]) if kind in ('size', 'block', 'mtime') else ''
+        return f'{kind} {what} {names}: {choice} (blocks of {self.block} bytes)'
 
     def _is_about_index(self, question: Question) -> bool:
         kind, *number = question
         if kind == 'directory':
-            return self.recorder.is_index(*self._changes[number[0]].names)
+            return self.recorder.is_index(self._changes[number[0]].names)
         # Only the index depends on times, also on those of the plant file.
-        return kind in ('table', 'mtime') or self.recorder.is_index(
-            *self._names[number[0]]
-        )
+        is_time = kind in ('table', 'mtime')
+        return is_time or self.recorder.is_index(self._names[number[0]])
 
     def _mixture(self, questions: Iterable[Question], chance: Random) -> Choices:
         # All new, mostly new, half old, mostly old, all old: with equal chance.

@@ -19,6 +19,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from unittest import mock
 
+import pytest
+
 import store
 from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
@@ -38,15 +40,13 @@ def installed(system):
 
 
 def another_process(system):
-    """Return the class of the file store of a process with its own system calls.
-
-    It flushes only when it is closed: a thread cannot be killed.
-    """
+    """Return the class of the file store of a process with its own system calls."""
     package = store.jsonl
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if PACKAGE in name}
     try:
         for module in modules():
             module.os = system
+        # It flushes only when it is closed: a thread cannot be killed.
         importlib.import_module(f'{PACKAGE}.file').FLUSH_WITHIN = None
         return store.jsonl.JSONLinesStore
     finally:
@@ -71,14 +71,12 @@ class Killed(BaseException):
 class Disk:
     """System calls on a disk that can fail, and that loses unsynced writes.
 
-    It models one plant file. A write is durable when a sync that began after it has
-    succeeded. The writes that a failed sync covers are lost, though they can still be
-    read: a later sync succeeds without writing them. As on Linux, the failure is
-    reported once on each descriptor that was open.
+    A write to the plant file is durable when a sync that began after it has succeeded.
+    What a failed sync covers is lost, though it can still be read: a later sync does
+    not write it. As on Linux, each descriptor that was open reports the failure once.
 
-    ``before`` is called before each call, with its name, its descriptor or path, and
-    its further arguments. It may block or raise; after a ``Killed`` every call only
-    raises it again. If it returns a number, a pwrite writes no more bytes than that.
+    ``before`` is called before each call, with its name and its arguments. It may block
+    or raise; after a ``Killed`` every call raises it. A number limits a pwrite.
     """
 
     def __init__(self, path):
@@ -145,11 +143,7 @@ class Disk:
         return sum(len(data or b'') for _, data in self._changes[self._settled :])
 
     def image(self, keep=0, zeroed=False):
-        """Return what a power cut would leave of the file.
-
-        As many unsynced bytes as ``keep`` reached the disk nevertheless; the others are
-        missing, or ``zeroed``.
-        """
+        """Return what a power cut leaves: of unsynced bytes as many as ``keep``."""
         content = self.durable
         for offset, data in self._changes[self._settled :]:
             if data is not None:
@@ -285,52 +279,48 @@ def failing(number):
     return effect
 
 
-class SyncGate:
-    """Blocks every fdatasync of a disk, and fails those that the test selects."""
+class Gate:
+    """Blocks its callers until it is open, or one is released; may fail some."""
 
-    def __init__(self, disk):
-        self.held = []  # the descriptors of the blocked syncs, in order of arrival
-        self.failing = set()  # the descriptors whose sync fails
-        self._disk = disk
+    def __init__(self):
+        self.held = []  # the keys of the callers, in order of arrival
+        self.failing = set()  # the keys of those that fail
         self._change = threading.Condition()
+        self._passes = lambda key: key in self._released
         self._released = set()
-        self._open = False
 
-    def __enter__(self):
-        self._disk.before = self._hold
-        return self
-
-    def __exit__(self, *exc_info):
-        self._disk.before = no_fault
+    def __call__(self, key=None):
         with self._change:
-            self._open = True
+            self.held.append(key)
+            assert self._change.wait_for(lambda: self._passes(key), PATIENCE)
+        if key in self.failing:
+            raise failure(errno.EIO)
+
+    def open(self):
+        with self._change:
+            self._passes = lambda key: True
             self._change.notify_all()
 
-    def release(self, fd):
+    def release(self, key):
         with self._change:
-            self._released.add(fd)
+            self._released.add(key)
             self._change.notify_all()
 
-    def add_each(self, pool, store, *plants):
-        """Add plants, each in its own thread and with its own blocked sync."""
-        adds = []
-        for plant in plants:
-            adds.append(pool.submit(store.add, plant))
-            self.wait_for(len(adds))
-        return adds
-
-    def wait_for(self, count):
-        """Wait until so many syncs are blocked."""
+    def wait_for(self, count=1):
+        """Wait until so many callers have come."""
         wait_until(lambda: len(self.held) >= count)
 
-    def _hold(self, name, fd, *arguments):
-        if name == 'fdatasync':
-            with self._change:
-                self.held.append(fd)
-                passes = lambda: self._open or fd in self._released  # noqa: E731
-                assert self._change.wait_for(passes, PATIENCE)
-            if fd in self.failing:
-                raise failure(errno.EIO)
+
+@contextlib.contextmanager
+def blocked_syncs(disk):
+    """Block each fdatasync of a disk; yield the gate, whose keys are descriptors."""
+    gate = Gate()
+    disk.before = lambda name, fd, *_: gate(fd) if name == 'fdatasync' else None
+    try:
+        yield gate
+    finally:
+        disk.before = no_fault
+        gate.open()
 
 
 # ---- what tests of the file store read and write without it
@@ -385,6 +375,13 @@ def try_add(store, plant, times=1):
             store.add(plant)
             return True
     return False
+
+
+def assert_raise(error, *uses, match=None):
+    """Check that each of some calls raises an error."""
+    for use in uses:
+        with pytest.raises(error, match=match):
+            use()
 
 
 def assert_stored(store, plants, free=()):

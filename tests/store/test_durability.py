@@ -52,9 +52,7 @@ def post(client, plant):
 
 def assert_added(client, *plants):
     """Check that plants are acknowledged."""
-    for plant in plants:
-        answer = post(client, plant)
-        assert answer.status == 200, answer
+    assert [post(client, plant).status for plant in plants] == [200] * len(plants)
 
 
 def assert_remembered(client, plants):
@@ -86,15 +84,8 @@ def assert_stored(path, plants):
     assert [id for id in stored if stored[id] != expected.get(id)] == [], 'not as sent'
 
 
-# ---- killed processes
-
-
 def test_killed_processes_lose_no_acknowledged_plant(tmp_path, path):
-    """Whenever processes are killed, acknowledged plants are stored exactly once.
-
-    After the kill of one worker the service resumes by itself; after the kill of all
-    processes it resumes with the next start.
-    """
+    """Whenever processes are killed, acknowledged plants are stored exactly once."""
     chance = random.Random(0)
     acknowledged = []
     ids = itertools.count(1)
@@ -111,9 +102,6 @@ def test_killed_processes_lose_no_acknowledged_plant(tmp_path, path):
                     os.kill(chance.choice(sorted(server.worker_pids())), signal.SIGKILL)
                 crowd.wait_for_all()
             assert_stored(path, acknowledged)
-
-
-# ---- a file that is replaced, and restored
 
 
 @contextmanager
@@ -160,10 +148,7 @@ def kill_workers(server, *pids):
 # Longer than the original, so that the size alone does not reveal it.
 @pytest.mark.parametrize('others', [[], [plant_of(id) for id in range(50, 100)]])
 def test_replaced_file_is_refused_until_a_reload(tmp_path, path, others):
-    """Old and new workers refuse a missing or another file until it is back.
-
-    A reload accepts it: its plants are those that count.
-    """
+    """Old and new workers refuse a missing or another file, which a reload accepts."""
     plants = [*PLANTS]
     with Server(tmp_path, workers=WORKERS) as server:
         with client_of_each_worker(server) as clients:
@@ -217,9 +202,6 @@ def test_file_cut_short_under_a_server_is_refused(tmp_path, path, run):
             assert_added(clients[0], plant_of(100, 'Moss'))
             assert_error(post(clients[1], plant_of(100)), 40006)
             assert_remembered(clients[1], [plant_of(1)])
-
-
-# ---- a full disk
 
 
 def limit_files(server, size):

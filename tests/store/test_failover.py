@@ -31,11 +31,7 @@ def standby(primary):
 
 @pytest.mark.parametrize('fault', ['killed', 'silent'])
 def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault):
-    """After a promotion the service adds to the new primary, by itself.
-
-    The connections to a killed process are closed by its kernel. A machine without
-    power is silent: its connections just stop answering.
-    """
+    """After a promotion the service adds to the new primary, by itself."""
     with Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
@@ -44,7 +40,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
             added = []
             with Crowd(server, added, itertools.count(1), fault) as crowd:
                 wait_until(lambda: len(added) > 40, 'all add')
-                if fault == 'silent':
+                if fault == 'silent':  # as a machine without power
                     proxy.stop()
                 primary.kill()
                 standby.execute('SELECT pg_promote()')  # returns when it is done

@@ -35,10 +35,8 @@ class Interrupted(BaseException):
 
 
 def ends_before(point, function):
-    """Call a function and interrupt it at a point; return whether it ended before.
-
-    The points are the returns of C functions and the calls of Python functions.
-    """
+    """Call a function and interrupt it at a point; return whether it ended before."""
+    # The points are the returns of C functions and the calls of Python functions.
     caller, points = getcurrent(), itertools.count()
 
     def interrupt(frame, event, argument):
@@ -178,7 +176,7 @@ SEEDS = range(40 if EVERY else 2)
 # An interrupt in a weak reference's callback is reported, and goes no further.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('seed', SEEDS)
-def test_threads_are_interrupted_at_random(path, seed):
+def test_interrupted_threads_lose_nothing(path, seed):
     """Adds in threads that a library interrupts lose nothing, and end."""
     chance, before = random.Random(seed), in_use()
     with open_store(f'jsonl:{path}') as store:
@@ -209,7 +207,7 @@ def test_threads_are_interrupted_at_random(path, seed):
 
 
 @pytest.mark.parametrize('seed', SEEDS)
-def test_greenlets_are_killed_at_random(path, seed):
+def test_killed_greenlets_lose_nothing(path, seed):
     """Adds in greenlets that are killed lose nothing, and end."""
     chance, scheduler = random.Random(seed), GeventScheduler()
     with open_store(f'jsonl:{path}', scheduler=scheduler) as store:

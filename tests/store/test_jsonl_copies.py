@@ -62,10 +62,8 @@ def kill(writer):
 
 @pytest.fixture(scope='module')
 def load(tmp_path_factory):
-    """Return the path of a plant file, and copies of all files at moments of a load.
-
-    Each copy maps what follows the name of the plant file to the content.
-    """
+    """Return the path of a plant file, and copies of all files at moments of a load."""
+    # Each copy maps what follows the name of the plant file to the content.
     path = tmp_path_factory.mktemp('load') / 'plants.jsonl'
     chance = Random(SEED)
     moments = []
@@ -124,7 +122,7 @@ def assert_taken(store, plants):
 
 
 @pytest.mark.parametrize('age', ['older', 'last', 'newer'])
-def test_main_file_and_wal_of_two_moments(load, age):
+def test_files_of_two_moments_free_no_id(load, age):
     """Whatever copies of both are put back beside a plant file, no id is free twice."""
     path, moments = load
     newest = len(moments) // 2 if age == 'older' else len(moments) - 1
@@ -153,7 +151,7 @@ def test_main_file_and_wal_of_two_moments(load, age):
             assert newest < max(of_main, of_wal)
 
 
-def test_main_file_that_is_copied_during_a_checkpoint(load):
+def test_copy_of_half_a_checkpoint_frees_no_id(load):
     """A tool reads pages before and after a checkpoint, and then the -wal, if any."""
     path, moments = load
     taken = taken_at(moments)
@@ -169,7 +167,7 @@ def test_main_file_that_is_copied_during_a_checkpoint(load):
                     assert_taken(store, taken)
 
 
-def test_checkpoint_that_is_cut_off_by_a_kill(path, rebuilt, monkeypatch):
+def test_checkpoint_cut_off_by_a_kill_needs_no_new_index(path, rebuilt, monkeypatch):
     """The files that a killed process leaves belong together: no index is built."""
     monkeypatch.setattr(file, 'FLUSH_WITHIN', 1e6)
     monkeypatch.setattr(table, 'CHECKPOINT_PAGES', 1)

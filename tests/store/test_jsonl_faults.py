@@ -5,12 +5,14 @@ import errno
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from disk import (
     Disk,
     Fault,
-    SyncGate,
+    assert_raise,
+    blocked_syncs,
     failing,
     failure,
     index_of,
@@ -45,6 +47,15 @@ def pool():
     """Return an executor of threads."""
     with ThreadPoolExecutor(32) as pool:
         yield pool
+
+
+def add_each(pool, gate, store, *plants):
+    """Add plants, each in its own thread and with its own blocked sync."""
+    adds = []
+    for plant in plants:
+        adds.append(pool.submit(store.add, plant))
+        gate.wait_for(len(adds))
+    return adds
 
 
 def short(fd, data, offset):
@@ -164,7 +175,7 @@ class TestFullDisk:
     def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
         """A write that returns 0 is an error, not an endless loop."""
         disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailable, match='nothing could be written'):
             store.add(MOSS)
         assert path.read_bytes() == lines(FERN)
 
@@ -180,9 +191,8 @@ class TestFullDisk:
             return None
 
         disk.before = before
-        for plant in (MOSS, MOSS, IVY, FERN):
-            with pytest.raises(StoreUnavailable):
-                store.add(plant)
+        adds = (partial(store.add, plant) for plant in (MOSS, MOSS, IVY, FERN))
+        assert_raise(StoreUnavailable, *adds)
         assert path.read_bytes() == lines(FERN) + lines(MOSS)[:5]
         disk.resume()
         store.add(IVY)
@@ -195,9 +205,7 @@ class TestFullDisk:
         with path.open('ab') as file:
             file.write(TORN)
         disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
-        for _ in range(5):
-            with pytest.raises(StoreUnavailable):
-                store.add(MOSS)
+        assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 5)
         assert path.read_bytes() == lines(FERN) + TORN
         assert len(take_side_files(path)) <= 1
         disk.resume()
@@ -219,12 +227,8 @@ class TestFailedSync:
 
     def test_store_refuses_after_a_failed_sync(self, path, disk, doubtful):
         """After a failed sync a store refuses every add, even a repeat."""
-        for _ in range(2):
-            for plant in (MOSS, IVY, FERN):
-                with pytest.raises(StoreUnavailable):
-                    doubtful.add(plant)
-            with pytest.raises(StoreUnavailable):
-                doubtful.ping()
+        adds = [partial(doubtful.add, plant) for plant in (MOSS, IVY, FERN)]
+        assert_raise(StoreUnavailable, *2 * [*adds, doubtful.ping])
         assert path.read_bytes() == lines(FERN, MOSS)
         assert disk.durable == lines(FERN)
 
@@ -271,23 +275,8 @@ class TestFailedSync:
             third.add(MOSS)
             assert disk.durable == lines(FERN, MOSS)
 
-    @pytest.mark.parametrize('plant', [MOSS, MOSS._replace(name='Fern')], ids=repr)
-    def test_answer_rests_on_a_durable_line(self, path, disk, pool, plant):
-        """A repeat or a refusal waits until the line that it rests on is durable."""
-        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
-            other.add(FERN)
-            store.add(FERN)
-            with SyncGate(disk) as gate:
-                first = pool.submit(store.add, MOSS)
-                wait_until(lambda: len(gate.held) == 1)
-                again = pool.submit(other.add, plant)
-                wait_until(lambda: len(gate.held) == 2)
-            assert first.result(PATIENCE)
-            assert (again.exception(PATIENCE) is None) is (plant == MOSS)
-            assert disk.durable == lines(FERN, MOSS)
-
     @pytest.mark.parametrize('first', [2, 3], ids=['lock', 'sync'])
-    def test_file_exchanged_during_open(self, path, disk, first):
+    def test_exchanged_file_is_not_synced_for_another(self, path, disk, first):
         """A store locks and syncs the file it writes, also if it was exchanged."""
         path.touch()
         other = path.with_name('other')
@@ -309,11 +298,11 @@ class TestFailedSync:
             store.add(FERN)
         assert disk.durable == lines(FERN)
 
-    def test_failed_sync_during_close(self, path, disk, pool):
+    def test_failed_sync_during_a_close_leaves_doubt(self, path, disk, pool):
         """A sync that fails during a close leaves its line in doubt, too."""
         store = JSONLinesStore(path)
         store.add(FERN)
-        with SyncGate(disk) as gate:
+        with blocked_syncs(disk) as gate:
             add = pool.submit(store.add, MOSS)
             gate.wait_for(1)
             close = pool.submit(store.close)
@@ -333,8 +322,8 @@ class TestFailedSync:
         most = group_commit.SLOW_SYNCS_IN_FLIGHT
         with JSONLinesStore(path) as store:
             store.add(FERN)
-            with SyncGate(disk) as gate:
-                adds = gate.add_each(pool, store, *plants[:most])
+            with blocked_syncs(disk) as gate:
+                adds = add_each(pool, gate, store, *plants[:most])
                 adds += [pool.submit(store.add, plant) for plant in plants[most:]]
                 assert len(set(gate.held)) == len(gate.held) == most
             assert all(add.result(PATIENCE) for add in adds)
@@ -346,8 +335,8 @@ class TestFailedSync:
         """After a failed sync another one in flight counts as failed, too."""
         with JSONLinesStore(path) as store:
             store.add(FERN)
-            with SyncGate(disk) as gate:
-                adds = gate.add_each(pool, store, MOSS, IVY)
+            with blocked_syncs(disk) as gate:
+                adds = add_each(pool, gate, store, MOSS, IVY)
                 first, second = gate.held
                 gate.failing.add(first)
                 gate.release(first)
@@ -358,31 +347,31 @@ class TestFailedSync:
                     add.result(PATIENCE)
 
 
-class TestRepeat:
-    @pytest.mark.parametrize('slow', [True, False], ids=['slow-disk', 'quick-disk'])
-    @pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
-    def test_repeat_waits_for_a_sync(self, path, disk, pool, request, slow, shared):
-        """A repeat of a plant that is not durable yet waits for a sync."""
-        if slow:
-            request.getfixturevalue('slow_syncs')
-        store = JSONLinesStore(path)
-        with store, store if shared else JSONLinesStore(path) as other:
-            store.add(FERN)
-            other.add(FERN)
-            with SyncGate(disk) as gate:
-                first = pool.submit(store.add, MOSS)
-                gate.wait_for(1)
-                repeat = pool.submit(other.add, MOSS)
-                if slow or not shared:
-                    gate.wait_for(2)
-                with pytest.raises(TimeoutError):
-                    repeat.result(0.05)
-                assert disk.durable == lines(FERN)
-                if len(gate.held) > 1:
-                    # Any one sync that began after the write is enough.
-                    gate.release(gate.held[1])
-                    repeat.result(PATIENCE)
-                    assert disk.durable == lines(FERN, MOSS)
-            repeat.result(PATIENCE)
-            first.result(PATIENCE)
-        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+@pytest.mark.parametrize('slow', [True, False], ids=['slow-disk', 'quick-disk'])
+@pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
+@pytest.mark.parametrize('plant', [MOSS, MOSS._replace(name='Fern')], ids=repr)
+def test_answer_rests_on_a_durable_line(path, disk, pool, request, slow, shared, plant):
+    """A repeat or a refusal waits until the line that it rests on is durable."""
+    if slow:
+        request.getfixturevalue('slow_syncs')
+    store = JSONLinesStore(path)
+    with store, store if shared else JSONLinesStore(path) as other:
+        store.add(FERN)
+        other.add(FERN)
+        with blocked_syncs(disk) as gate:
+            first = pool.submit(store.add, MOSS)
+            gate.wait_for(1)
+            answer = pool.submit(other.add, plant)
+            if slow or not shared:
+                gate.wait_for(2)
+            with pytest.raises(TimeoutError):
+                answer.result(0.05)
+            assert disk.durable == lines(FERN)
+            if len(gate.held) > 1:
+                # Any one sync that began after the write is enough.
+                gate.release(gate.held[1])
+                answer.exception(PATIENCE)
+                assert disk.durable == lines(FERN, MOSS)
+        assert (answer.exception(PATIENCE) is None) is (plant == MOSS)
+        assert first.result(PATIENCE)
+    assert path.read_bytes() == disk.durable == lines(FERN, MOSS)

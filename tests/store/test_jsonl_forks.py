@@ -7,7 +7,7 @@ import sqlite3
 import threading
 
 import pytest
-from disk import Disk, append, assert_stored, installed, lines, open_paths
+from disk import Disk, Gate, append, assert_stored, installed, lines, open_paths
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file, table
@@ -58,12 +58,18 @@ def test_killed_parent_leaves_no_lock(path):
     """A parent that is killed in the lock leaves none to a child that does nothing."""
     JSONLinesStore(path, create='always').close()
     reader, writer = os.pipe()
-    parent = os.fork()
-    if not parent:
-        try:
-            fork_in_the_lock(path, writer)
-        finally:
-            os._exit(1)
+
+    def fork(name, *arguments):
+        if name == 'pwrite' and lines(PLANTS[0]) in arguments:
+            if idle := os.fork():
+                os.write(writer, b'%d\n' % idle)
+            signal.pause()
+
+    if not (parent := os.fork()):
+        with installed(Disk(path)) as disk:
+            disk.before = fork
+            JSONLinesStore(path).add(PLANTS[0])
+        os._exit(1)
     os.close(writer)
     with open(reader) as pipe:
         idle = int(pipe.readline())
@@ -74,21 +80,6 @@ def test_killed_parent_leaves_no_lock(path):
             assert store.add(PLANTS[1])
     finally:
         os.kill(idle, signal.SIGKILL)
-
-
-def fork_in_the_lock(path, writer):
-    """Begin to write a plant; then fork a child, tell its pid, and do no more."""
-
-    def fork(name, *arguments):
-        if name == 'pwrite' and lines(PLANTS[0]) in arguments:
-            idle = os.fork()
-            if idle:
-                os.write(writer, b'%d\n' % idle)
-            signal.pause()
-
-    with installed(Disk(path)) as disk:
-        disk.before = fork
-        JSONLinesStore(path).add(PLANTS[0])
 
 
 def test_fork_while_threads_add_and_flush(path, monkeypatch):
@@ -114,7 +105,7 @@ def test_fork_while_threads_add_and_flush(path, monkeypatch):
         assert_stored(store, [Plant(number, 'Moss') for number in range(25)])
 
 
-def test_fork_while_an_index_is_built(path, monkeypatch):
+def test_child_leaves_a_table_that_its_parent_builds(path, monkeypatch):
     """A child leaves the table alone that its parent is building."""
     insert = table.insert
 
@@ -133,21 +124,16 @@ def test_fork_while_an_index_is_built(path, monkeypatch):
 
 def test_log_that_blocks_holds_no_lock(path):
     """While a log blocks in a thread of the parent, parent and child can add plants."""
-    blocked, go = threading.Event(), threading.Event()
-
-    class SlowHandler(logging.Handler):
-        def emit(self, record):
-            blocked.set()
-            assert go.wait(PATIENCE)
+    gate, handler = Gate(), logging.Handler()
+    handler.emit = gate
 
     def add():
-        assert blocked.wait(PATIENCE)
+        gate.wait_for()
         in_child(lambda: store.add(PLANTS[2]))
         with JSONLinesStore(path) as other:
             other.add(PLANTS[3])
-        go.set()
+        gate.open()
 
-    handler = SlowHandler()
     with JSONLinesStore(path) as store:
         store.add(PLANTS[0])
         append(path, b'torn')

@@ -11,6 +11,7 @@ import sqlite3
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import pytest
 from disk import (
@@ -48,16 +49,13 @@ def frequent(monkeypatch):
 
 @contextmanager
 def stopped(path, plants, state):
-    """Yield a store that has plants, or has had them before it stopped or was killed.
-
-    Their ids are in the table, but for the last two.
-    """
+    """Yield a store that has plants, or had them before it stopped or was killed."""
 
     def add():
         store.add_many(plants[:-2])
         wait_for_flush(path)
         for plant in plants[-2:]:
-            store.add(plant)
+            store.add(plant)  # its id is not in the table
 
     with JSONLinesStore(path) as store:
         if state == 'killed':
@@ -69,13 +67,31 @@ def stopped(path, plants, state):
         yield JSONLinesStore(path) if state == 'stopped' else store
 
 
+@contextmanager
+def killed_child():
+    """Run the block in a forked child, which must kill itself, and in this process."""
+    child = os.fork()
+    try:
+        yield not child
+    finally:
+        if not child:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
 def table_files(path):
     """Return the files of the table of an index that exist."""
     paths = (index_of(path, suffix) for suffix in TABLE)
     return [path for path in paths if path.exists()]
 
 
-def removed(path, chance):
+def rewrite(path, change):
+    """Change the content of the files of the table."""
+    for part in table_files(path):
+        part.write_bytes(change(part.read_bytes()))
+
+
+def removed(path, chance=None):
     """Remove the table."""
     for part in table_files(path):
         part.unlink()
@@ -89,48 +105,40 @@ def some_removed(path, chance):
 
 def of_another_file(path, chance):
     """Replace the index by that of another plant file."""
-    removed(path, chance)
+    removed(path)
     fill(path.with_name('other'), Plant(5, 'Other'))
     index_of(path.with_name('other')).replace(index_of(path))
 
 
 def random_bytes(path, chance):
     """Replace the index by random bytes."""
-    removed(path, chance)
+    removed(path)
     index_of(path).write_bytes(chance.randbytes(9000))
 
 
 def emptied(path, chance):
     """Make the files of the table empty."""
-    for part in table_files(path):
-        part.write_bytes(b'')
+    rewrite(path, lambda content: b'')
 
 
 def zeroed_pages(path, chance):
     """Zero each page of the table but the first."""
-    for part in table_files(path):
-        content = part.read_bytes()
-        part.write_bytes(content[:4096] + bytes(len(content[4096:])))
+    rewrite(path, lambda content: content[:4096].ljust(len(content), b'\0'))
 
 
 def cut(path, chance):
     """Cut the files of the table in the middle of a page."""
-    for part in table_files(path):
-        os.truncate(part, part.stat().st_size // 2 + 100)
+    rewrite(path, lambda content: content[: len(content) // 2 + 100])
 
 
 LOSSES = removed, some_removed, of_another_file, random_bytes
 DAMAGES = emptied, zeroed_pages, cut
+STATES = 'stopped', 'killed', 'running'
+SPOILED = *itertools.product(LOSSES, STATES), *itertools.product(DAMAGES, STATES[:2])
 
 
 class TestSpoiled:
-    @pytest.mark.parametrize(
-        ('spoil', 'state'),
-        [
-            *itertools.product(LOSSES, ['running', 'stopped', 'killed']),
-            *itertools.product(DAMAGES, ['stopped', 'killed']),
-        ],
-    )
+    @pytest.mark.parametrize(('spoil', 'state'), SPOILED)
     def test_spoiled_index_gives_no_id_twice(self, path, frequent, state, spoil):
         """An index may be lost at any time, and be damaged while nobody uses it."""
         plants = ferns(400)
@@ -138,18 +146,19 @@ class TestSpoiled:
             with stopped(path, plants, state) as store, store:
                 spoil(path, Random(seed))
                 assert_stored(store, plants, free=[seed])
+            assert index_of(path).exists()
             with JSONLinesStore(path) as store:
                 plants.append(Plant(seed, 'Free'))
                 assert_stored(store, plants)
 
-    @pytest.mark.parametrize('state', ['running', 'stopped', 'killed'])
+    @pytest.mark.parametrize('state', STATES)
     def test_older_index_is_not_believed(self, path, frequent, state):
         """An older index that is put back, whole, gives no id twice."""
         plants = ferns(500)
         with stopped(path, plants[:300], state) as store, store:
             old = [shutil.copy2(part, f'{part}.old') for part in table_files(path)]
         with stopped(path, plants, state) as store, store:
-            removed(path, None)
+            removed(path)
             for part in old:
                 os.rename(part, part.removesuffix('.old'))
             assert_stored(store, plants, free=[1])
@@ -161,47 +170,31 @@ class TestSpoiled:
         path.write_bytes(lines(*plants))
         index_of(path).write_text('plants.jsonl index 3\n')
         old = [index_of(path, f'-{number:016x}') for number in (1, 2**60)]
-        other = path.with_name('a.jsonl.index-0000000000000001')
-        for part in *old, other:
+        others = [path.with_name('a.jsonl.index-0000000000000001')]
+        others.append(index_of(path, '-0123456789abcdef.notes'))
+        for part in *old, *others:
             part.touch()
         with JSONLinesStore(path) as store:
             assert_stored(store, plants, free=[1])
         assert rebuilt()
-        assert [part.exists() for part in (*old, other)] == [False, False, True]
-
-    def test_build_that_fails_is_tried_again(self, path, disk):
-        """After a failed build of the index the next add tries again."""
-
-        def refuse(name, target, *arguments):
-            if name == 'open' and str(target).endswith('.index-new'):
-                raise failure(24)
-
-        with JSONLinesStore(path) as store:
-            store.add_many(ferns(50))
-            removed(path, None)
-            disk.before = refuse
-            with pytest.raises(StoreUnavailable, match='Too many open files'):
-                store.ping()
-            disk.resume()
-            assert_stored(store, ferns(50), free=[1])
+        assert not any(part.exists() for part in old)
+        assert all(part.exists() for part in others)
 
     def test_reason_shows_no_path(self, path, monkeypatch):
         """A client learns that the index cannot be read, and not where it is."""
-        stat = os.stat
 
         def refuse(name, **options):
             if str(name).endswith('.index'):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), name)
-            return stat(name, **options)
+            return mock.DEFAULT
 
         monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
+        failing = mock.patch.object(os, 'stat', wraps=os.stat, side_effect=refuse)
+        there = mock.patch.object(Path, 'exists', return_value=True)
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
-            with monkeypatch.context() as patch:
-                patch.setattr(os, 'stat', refuse)
-                patch.setattr(Path, 'exists', lambda path: True)
-                with pytest.raises(StoreUnavailable) as caught:
-                    store.add(Plant(2, 'Moss'))
+            with failing, there, pytest.raises(StoreUnavailable) as caught:
+                store.add(Plant(2, 'Moss'))
         assert caught.value.reason == 'the index: Input/output error'
 
 
@@ -212,6 +205,10 @@ EDITED = UNEDITED[0]._replace(id=999)
 def edit(path):
     """Edit the first line of UNEDITED in place."""
     path.write_bytes(path.read_bytes().replace(b'"id":100,', b'"id":999,', 1))
+
+
+WILD = [f'plants SET offset = {wild}' for wild in (-1, 2**63 - 1, 0.5, "'x'")]
+WILD.append('state SET mark = -9')
 
 
 class TestBuilt:
@@ -237,36 +234,35 @@ class TestBuilt:
             text = path.read_bytes()
             append(path, lines(plants[first]._replace(tag='another')))
             for store in running, not_open, JSONLinesStore(path):
-                with pytest.raises(
-                    StoreCorrupt, match='of a different plant'
-                ) as caught:
+                with pytest.raises(StoreCorrupt, match='different plant') as caught:
                     store.ping()
-                found = caught.value
-                assert (found.path, found.line) == (str(path), 302)
-                assert found.offset == len(text)
+                place = caught.value.path, caught.value.line, caught.value.offset
+                assert place == (str(path), 302, len(text))
                 if store is not_open:
-                    removed(path, None)  # the next one builds it
+                    removed(path)  # the next one builds it
 
-    @pytest.mark.parametrize('more', [[], [Plant(7, 'Moss')]])
-    def test_edited_file_is_indexed_again(self, path, more):
-        """An old line that was edited while stopped is found, also if others follow."""
+    @pytest.mark.parametrize('how', ['in place', 'and added to', 'a copy'])
+    def test_edited_file_is_indexed_again(self, path, tmp_path, how):
+        """A line that was edited while stopped is found, also in an older copy."""
         fill(path, *UNEDITED)
-        edit(path)
-        append(path, lines(*more))
-        os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
+        more = [Plant(7, 'Moss')] * (how == 'and added to')
+        copy = shutil.copy2(path, tmp_path / 'copy')
+        edit(copy if how == 'a copy' else path)
+        if how == 'a copy':
+            shutil.copystat(path, copy)
+            os.replace(copy, path)
+        else:
+            append(path, lines(*more))
+            os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
         with JSONLinesStore(path) as store:
             assert_stored(store, [EDITED, *UNEDITED[1:], *more], free=[100])
 
-    def test_edited_copy_is_indexed_again(self, path, tmp_path):
-        """An edited copy, with size and times as before, took the place of the file."""
-        fill(path, *UNEDITED)
-        copy = shutil.copy2(path, tmp_path / 'copy')
-        edit(copy)
-        shutil.copystat(path, copy)
-        os.replace(copy, path)
-        with JSONLinesStore(path) as store:
-            assert store.add(EDITED) is False
-            assert_stored(store, [EDITED, *UNEDITED[1:]], free=[100])
+    @pytest.mark.xfail(reason='the new index lacks what is before the mark')
+    def test_line_edited_before_the_mark_is_found(self, path, frequent):
+        """A last line before the mark that was edited after a kill is found."""
+        with stopped(path, UNEDITED, 'killed') as store, store:
+            path.write_bytes(path.read_bytes().replace(b'"id":197,', b'"id":999,'))
+            assert_stored(store, [EDITED, *UNEDITED[:-3], *UNEDITED[-2:]], free=[197])
 
     @pytest.mark.parametrize('repair', [True, False], ids=['repaired', 'unnoticed'])
     def test_index_with_a_wrong_entry_is_built_again(self, path, frequent, repair):
@@ -280,11 +276,7 @@ class TestBuilt:
             assert store.add(Plant(100, 'Moss'))
             assert_stored(store, [EDITED, *UNEDITED[1:], Plant(100, 'Moss')])
 
-    @pytest.mark.parametrize(
-        'update',
-        [f'plants SET offset = {wild}' for wild in (-1, 2**63 - 1, 0.5, "'x'")]
-        + ['state SET mark = -9'],
-    )
+    @pytest.mark.parametrize('update', WILD)
     def test_value_that_no_file_can_have(self, path, frequent, update):
         """An index with a wild value is built again, also for a repeated line."""
         for id, repeat in (3, b''), (4, lines(Plant(4, 'Fern'))):
@@ -297,7 +289,7 @@ class TestBuilt:
                 with pytest.raises(IdTaken):
                     store.add(Plant(id, 'Moss'))
 
-    def test_check_beside_a_flush(self, path, frequent, monkeypatch):
+    def test_check_beside_a_flush_finds_no_damage(self, path, frequent, monkeypatch):
         """No check, no list calls a file too short that grows beside it."""
         whole_size = recovery.whole_size
 
@@ -356,16 +348,13 @@ class TestFlush:
     def test_later_flush_takes_no_mark_back(self, path, caplog):
         """A process that knows fewer lines flushes last; no index is opened again."""
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
-            stores = store, other
             store.add(Plant(0, 'Fern'))
             other.add_many(ferns(50))
-            marks = []
             for each in other, store, other:
                 wait_until(each._backend()._index.flush)
-                marks.append(mark_of(path))
-                for opened in stores:
-                    opened.ping()
-            assert marks == [path.stat().st_size] * 3
+                assert mark_of(path) == path.stat().st_size
+                store.ping()
+                other.ping()
             assert_stored(store, [Plant(0, 'Fern'), *ferns(50)])
         assert 'opened again' not in caplog.text
 
@@ -389,7 +378,7 @@ class TestFlush:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
 
-    def test_flush_while_an_index_is_opened_again(self, path, monkeypatch):
+    def test_flush_of_an_index_that_opens_hides_no_id(self, path, monkeypatch):
         """A sync that ends then moves the mark over no line that was not read."""
         monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
         read_on = recovery.read_on
@@ -409,7 +398,7 @@ class TestFlush:
             with JSONLinesStore(path) as other:
                 assert_stored(other, ferns(20))
 
-    def test_kill_after_a_flush_during_a_build(self, path, monkeypatch):
+    def test_flush_makes_no_wrong_table_credible(self, path, monkeypatch):
         """No flush makes a table credible that is not believed and built again."""
         fill(path, *UNEDITED)
         closed = index_of(path).read_bytes()
@@ -419,17 +408,15 @@ class TestFlush:
             backend._index.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        child = os.fork()
-        if not child:
-            store = JSONLinesStore(path)
-            backend = store._backend()
-            edit(path)
-            removed(path, Random())
-            index_of(path).write_bytes(closed)
-            monkeypatch.setattr(table, 'insert', flush_and_die)
-            store.ping()
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        with killed_child() as is_child:
+            if is_child:
+                store = JSONLinesStore(path)
+                backend = store._backend()
+                edit(path)
+                removed(path)
+                index_of(path).write_bytes(closed)
+                monkeypatch.setattr(table, 'insert', flush_and_die)
+                store.ping()
         with JSONLinesStore(path) as store:
             assert_stored(store, [EDITED], free=[100])
 
@@ -452,19 +439,7 @@ class TestFlush:
                 with pytest.raises(IdTaken):
                     other.add(Plant(id, 'Moss'))
 
-    def test_id_that_another_process_has_flushed(self, path):
-        """An id that was recent, and that another process has flushed, stays taken."""
-        with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
-            store.add(Plant(5_000, 'Fern'))
-            other.add(Plant(1, 'Fern'))
-            store.add_many([Plant(number, 'Moss') for number in range(2, 4_000, 7)])
-            other.ping()  # it knows them as recent ids
-            wait_until(store._backend()._index.flush)
-            other.ping()  # and drops them
-            with pytest.raises(IdTaken):
-                other.add(Plant(2 + 7 * 100, 'Reed'))
-
-    def test_kill_while_the_index_is_left(self, path, monkeypatch):
+    def test_journal_of_a_killed_process_spoils_no_index(self, path, monkeypatch):
         """A journal that a killed process has left spoils no later index."""
         commit = table.commit
 
@@ -474,12 +449,11 @@ class TestFlush:
                 os.kill(os.getpid(), signal.SIGKILL)
             commit(connection, state)
 
-        child = os.fork()
-        if not child:
-            with JSONLinesStore(path) as store:
-                store.add_many(ferns(50))
-                monkeypatch.setattr(table, 'commit', die)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        with killed_child() as is_child:
+            if is_child:
+                with JSONLinesStore(path) as store:
+                    store.add_many(ferns(50))
+                    monkeypatch.setattr(table, 'commit', die)
         assert index_of(path, '-journal').exists()
         with JSONLinesStore(path) as store:
             assert_stored(store, ferns(50))
@@ -522,6 +496,7 @@ class TestFlush:
                 store.add_many(ferns(200))
                 wait_until(lambda: 'the index is not flushed' in caplog.text)
                 assert_stored(store, ferns(200))
+                assert caplog.text.count('the index is not flushed') == 1
             wait_for_flush(path)
 
     def test_commits_need_the_flush_lock(self, path, frequent, monkeypatch):

@@ -9,7 +9,8 @@ from contextlib import closing
 from functools import partial
 
 import pytest
-from disk import assert_stored, fill, lines, open_paths
+from disk import assert_raise, assert_stored, fill, lines, open_paths
+from machine import locked
 
 from store import Plant, StoreClosed, StoreUnavailable
 from store.jsonl import JSONLinesStore
@@ -25,17 +26,10 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch):
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
     with JSONLinesStore(path) as store, JSONLinesStore(path) as not_open:
         store.add(FERN)
-        with path.open('rb') as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            for attempt in (
-                lambda: store.add(MOSS),
-                store.ping,
-                not_open.ping,
-                lambda: list(store),
-                lambda: verify(path, repair=True),
-            ):
-                with pytest.raises(StoreUnavailable, match='holds the lock'):
-                    attempt()
+        with locked(path):
+            uses = partial(store.add, MOSS), store.ping, not_open.ping
+            reads = partial(list, store), partial(verify, path, repair=True)
+            assert_raise(StoreUnavailable, *uses, *reads, match='holds the lock')
         refused = pytest.raises(StoreUnavailable, match='holds the lock')
         with store._backend()._lock.held(), refused:
             store.add(MOSS)
@@ -46,10 +40,7 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch):
 
 @pytest.mark.parametrize('opened', [True, False], ids=['open', 'not yet'])
 def test_every_add_has_one_deadline(path, monkeypatch, opened):
-    """An add waits 5 seconds in all, and says what was in its way.
-
-    The queue, the opening and the lock have no time limits of their own on top.
-    """
+    """An add waits in all for as long as in the queue, and says what was in its way."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.5)
     monkeypatch.setattr('store.group_commit.WAIT_WITHIN', 1)
     waited = []
@@ -65,8 +56,7 @@ def test_every_add_has_one_deadline(path, monkeypatch, opened):
         other.add(FERN)
         if opened:
             store.add(FERN)
-        with path.open('rb') as holder:
-            fcntl.flock(holder, fcntl.LOCK_EX)
+        with locked(path):
             in_threads(*(partial(add, place) for place in range(12)))
         assert max(waited) < 5
         assert store.add(MOSS)
@@ -74,10 +64,7 @@ def test_every_add_has_one_deadline(path, monkeypatch, opened):
 
 @pytest.mark.parametrize('held_for', [0.000_3, 0.002, 0.03, 1])
 def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
-    """A caller sleeps only for a share of the time that it has waited.
-
-    With longer sleeps it would miss the lock again and again while others append.
-    """
+    """A caller sleeps only for a share of its wait, or it would miss the lock often."""
     clock = [0.0]
     monkeypatch.setattr(plant_lock.time, 'monotonic', lambda: clock[0])
     path.touch()
@@ -95,17 +82,16 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
             assert clock[0] <= held_for + max(0.000_05, held_for / 8)
 
 
-def test_lock_of_a_closed_file_raises(path):
-    """After a close, taking the lock raises ``StoreClosed``."""
-    store = JSONLinesStore(path)
-    store.add(FERN)
-    lock = store._backend()._lock
-    store.close()
+def test_nobody_takes_the_lock_of_a_closed_file(path):
+    """Whoever waited for the lock while a store was closed gets ``StoreClosed``."""
+    with JSONLinesStore(path) as store:
+        store.add(FERN)
+        lock = store._backend()._lock
     with pytest.raises(StoreClosed), lock.held():
         pytest.fail('the lock was taken')
 
 
-def test_unlock_that_fails_once(path, monkeypatch):
+def test_unlock_that_fails_keeps_nobody_out(path, monkeypatch):
     """An unlock that fails keeps nobody else out, and the store goes on."""
 
     def flock(fd, operation):
@@ -129,7 +115,7 @@ def test_unlock_that_fails_once(path, monkeypatch):
 
 
 @pytest.mark.parametrize('who', ['opened', 'not yet', 'repair'])
-def test_file_replaced_while_waiting(path, who):
+def test_file_replaced_meanwhile_is_left_alone(path, who):
     """Whoever waited for the lock of a replaced file leaves the new one alone."""
     fill(path, FERN)
     others = [Plant(id, 'Moss') for id in range(9)]

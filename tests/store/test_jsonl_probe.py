@@ -12,9 +12,9 @@ from server import Server, installed, request, wait_until
 
 def run(*command):
     """Run a command; return whether it has succeeded."""
-    return (
-        subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
-    )
+    return not subprocess.run(
+        command, stderr=subprocess.DEVNULL, check=False
+    ).returncode
 
 
 def mount(disk):

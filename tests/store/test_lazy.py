@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from disk import Gate, assert_raise
 
 from store import Plant, StoreClosed, StoreUnavailable
 from store.lazy import LazyStore
@@ -68,41 +69,22 @@ def store():
 
 def test_concurrent_first_uses_open_it_once(store):
     """Several first callers open one backend, and all of them use it."""
-    opening, held = threading.Event(), threading.Event()
-
-    def open_late():
-        opening.set()
-        assert held.wait(PATIENCE)
-
-    def release():
-        wait_until(opening.is_set)
-        held.set()
-
-    store.before_open = open_late
+    store.before_open = gate = Gate()
     adds = [lambda: store.add(FERN)] * 4
-    in_threads(*adds, store.ping, lambda: store.add_many([FERN]), release)
+    others = store.ping, lambda: store.add_many([FERN])
+    in_threads(*adds, *others, lambda: gate.wait_for() or gate.open())
     [backend] = store.opened
     assert (backend.added, backend.pings) == ([FERN] * 5, 1)
 
 
 def test_child_forked_while_another_thread_opens(store):
     """An opening that goes on at a fork does not block the child."""
-    opening, held = threading.Event(), threading.Event()
-
-    def open_late():
-        opening.set()
-        assert held.wait(PATIENCE)
-
-    def use():
-        held.set()
-        store.add(FERN)
-
-    store.before_open = open_late
+    store.before_open = gate = Gate()
     thread = threading.Thread(target=store.add, args=[FERN])
     thread.start()
-    wait_until(opening.is_set)
-    in_child(use)
-    held.set()
+    gate.wait_for()
+    in_child(lambda: gate.open() or store.add(FERN))
+    gate.open()
     thread.join(PATIENCE)
 
 
@@ -113,11 +95,10 @@ def test_pings_are_shared(store, error):
     """One ping runs at a time; its failure, too, is that of all who called before."""
     store.add(FERN)
     [backend] = store.opened
-    held = threading.Event()
-    raised = []
+    gate, raised = Gate(), []
 
     def end():
-        held.wait(PATIENCE)
+        gate()
         if backend.pings and error:
             raise error
 
@@ -127,16 +108,12 @@ def test_pings_are_shared(store, error):
         except StoreUnavailable as ex:
             raised.append(ex)
 
-    def ask_later():
-        wait_until(lambda: backend.now)
-        ask()
-
     def release():
         wait_until(lambda: len(store._process().pings._waiting) == 7)
-        held.set()
+        gate.open()
 
     backend.before_ping = end
-    in_threads(ask, *[ask_later] * 7, release)
+    in_threads(ask, *[lambda: gate.wait_for() or ask()] * 7, release)
     assert (backend.most, backend.pings) == (1, 2)
     assert len(raised) == (7 if error else 0)
     if isinstance(error, StoreUnavailable):
@@ -145,27 +122,40 @@ def test_pings_are_shared(store, error):
     store.ping()
 
 
-def test_close_during_an_opening(store, monkeypatch):
+def test_close_waits_for_no_opening_that_hangs(store, monkeypatch):
     """A close waits for no opening that hangs; what it opens is closed then."""
     monkeypatch.setattr('store.lazy.OPENING_WITHIN', 0.05)
-    opening, held = threading.Event(), threading.Event()
-
-    def open_late():
-        opening.set()
-        assert held.wait(PATIENCE)
+    store.before_open = gate = Gate()
 
     def add():
         with pytest.raises(StoreClosed):
             store.add(FERN)
 
     def close():
-        wait_until(opening.is_set)
+        gate.wait_for()
         store.close()
         assert not store.opened
-        held.set()
+        gate.open()
 
-    store.before_open = open_late
     in_threads(add, close)
     wait_until(lambda: store.opened and store.opened[0].closed)
     store.close()
     assert (store.opened[0].closed, store.opened[0].added) == (1, [])
+
+
+def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
+    """It leaves in time, with the reason: the opening, or the open store."""
+    monkeypatch.setattr('store.group_commit.WAIT_WITHIN', 0.05)
+    store.before_open = gate = Gate()
+    assert_raise(StoreUnavailable, store.ping, match='is being opened')
+    gate.open()
+    wait_until(lambda: store.opened and store.opened[0].pings)
+    store.opened[0].before_ping = gate = Gate()
+    assert_raise(StoreUnavailable, store.ping, match='did not answer in time')
+    gate.open()
+
+
+def test_bulk_of_no_plants_opens_the_store(store):
+    """A command opens a store by it, however long that takes."""
+    store.add_many([])
+    assert len(store.opened) == 1

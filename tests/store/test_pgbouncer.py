@@ -1,6 +1,7 @@
 """The PostgreSQL store behind PgBouncer, whose clients share sessions."""
 
 import pytest
+from disk import assert_raise
 from postgresql import PgBouncer, refused
 from test_postgresql_faults import (  # noqa: F401
     can_add,
@@ -114,9 +115,13 @@ def test_pooler_that_cannot_do_is_refused(database, mode, options, reason):
         PgBouncer(database, mode) as pooler,
         open_store(pooler.new_url() + options) as opened,
     ):
-        for use in opened.ping, opened.check_opening, lambda: opened.add(FERN):
-            with pytest.raises(StoreUnavailable, match=reason):
-                use()
+        assert_raise(
+            StoreUnavailable,
+            opened.ping,
+            opened.check_opening,
+            lambda: opened.add(FERN),
+            match=reason,
+        )
 
 
 def test_pool_is_not_full_because_it_was(database, url, far, proxy, short_limits):  # noqa: F811

@@ -188,7 +188,7 @@ def test_ended_idle_sessions_fail_no_add(database, store):
 # ---- the server or the network hangs
 
 
-def test_first_use_of_a_server_that_hangs(url, proxy):
+def test_first_uses_of_a_server_that_hangs_wait_at_once(url, proxy):
     """If the server hangs at the first use, callers do not wait one after another."""
     proxy.stop()
 
@@ -202,7 +202,7 @@ def test_first_use_of_a_server_that_hangs(url, proxy):
         wait_until(lambda: can_add(store))
 
 
-def test_name_with_many_addresses_that_hang(url, proxy, monkeypatch):
+def test_addresses_of_a_name_share_the_time_of_a_call(url, proxy, monkeypatch):
     """All addresses of a name share the time of one call."""
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 4
     monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: addresses)
@@ -290,6 +290,7 @@ def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
 def test_failed_connections_wait_for_no_other(url, monkeypatch):
     """Callers that connect at once in vain fail at once, not after a time limit."""
     monkeypatch.setattr(pool, 'WAIT_WITHIN', PATIENCE)
+    monkeypatch.setattr(connection, 'ANSWER_WITHIN', PATIENCE)
     together = threading.Barrier(4)
 
     def connect(*arguments):
@@ -304,24 +305,6 @@ def test_failed_connections_wait_for_no_other(url, monkeypatch):
                 store._backend().ping()
 
         in_threads(*[use] * 4)
-
-
-def test_refused_connection_waits_for_one_that_is_made(url, monkeypatch):
-    """Where one connection is allowed, callers that start at once share it."""
-    make = connection.Connection.open
-    turns = itertools.count()
-    full = threading.Event()
-
-    def connect(*arguments):
-        if next(turns):
-            full.set()
-            raise psycopg.OperationalError('too many connections')
-        full.wait(PATIENCE)
-        return make(*arguments)
-
-    monkeypatch.setattr(connection.Connection, 'open', connect)
-    with open_store(url) as store:
-        in_threads(*[store._backend().ping] * 2)
 
 
 @pytest.mark.parametrize('stored', [False, True])
@@ -341,21 +324,22 @@ def test_lost_response_is_asked_for_once_more(database, url, far, proxy, stored)
     assert rows(database, url) == [FERN]
 
 
-@pytest.mark.parametrize(
-    'words',
-    [
-        'consuming input failed: SSL SYSCALL error: EOF detected',
-        'consuming input failed: SSL connection has been closed unexpectedly',
-        'consuming input failed: SSL error: unexpected eof while reading',
-    ],
-)
+# As libpq says it.
+LOST = [
+    'consuming input failed: SSL SYSCALL error: EOF detected',
+    'consuming input failed: SSL connection has been closed unexpectedly',
+    'consuming input failed: SSL error: unexpected eof while reading',
+]
+
+
+@pytest.mark.parametrize('words', LOST)
 def test_lost_encrypted_connection_is_replaced(store, monkeypatch, words):
     """An encrypted connection that is lost is no refused login: an add goes on."""
     insert, turns = Table.insert, itertools.count()
 
     def lose_first(*arguments):
         if not next(turns):
-            raise psycopg.OperationalError(words)  # as libpq says it
+            raise psycopg.OperationalError(words)
         return insert(*arguments)
 
     monkeypatch.setattr(Table, 'insert', lose_first)
@@ -407,13 +391,17 @@ def test_locked_row_delays_no_other_add(database, url, store, stored):
 
             def repeat():
                 while len(load.stored) < 100:
+                    began = time.monotonic()
                     with refused(LOCKED):
                         store.add(FERN)
+                    took.append(time.monotonic() - began)
                     time.sleep(0.01)
                     assert store.add(MOSS) is False
 
+            took = []
             in_threads(*[repeat] * 4)
         assert load.longest < connection.ANSWER_WITHIN
+        assert min(took) < connection.LOCK_WITHIN  # a repeat is refused at once
         assert not load.failures
     wait_until(lambda: can_add(store))
     assert store.add(FERN) is False
@@ -457,11 +445,10 @@ TRIGGER = (
 )
 
 
-@pytest.mark.parametrize(
-    'act',
-    ["RAISE 'conflict' USING ERRCODE = '40001'", 'RETURN NULL'],
-    ids=['conflict', 'hidden'],
-)
+ACTS = {'conflict': "RAISE 'conflict' USING ERRCODE = '40001'", 'hidden': 'RETURN NULL'}
+
+
+@pytest.mark.parametrize('act', ACTS.values(), ids=ACTS)
 def test_short_conflicts_are_waited_for(database, url, store, act):
     """A conflict that ends soon only delays an add; one that stays is an error."""
     database.execute(TRIGGER.format(act), url=url)
@@ -648,19 +635,20 @@ def test_each_id_has_one_winner_while_sessions_end(database, url, store):
     lost = defaultdict(set)
     ended = threading.Event()
 
+    def add(plant):
+        try:
+            return store.add(plant)
+        except IdTaken as ex:
+            return ex
+
     def add_all(name):
         chance = random.Random(name)
         while not ended.is_set():
             plants = [Plant(chance.randrange(300), name) for _ in range(5)]
             with suppress(StoreUnavailable):
-                for plant, new in zip(plants, store.add_many(plants), strict=True):
-                    (lost if isinstance(new, IdTaken) else won)[plant.id].add(name)
-                for plant in plants:
-                    try:
-                        store.add(plant)
-                        won[plant.id].add(name)
-                    except IdTaken:
-                        lost[plant.id].add(name)
+                for outcomes in store.add_many(plants), map(add, plants):
+                    for plant, new in zip(plants, outcomes, strict=True):
+                        (lost if isinstance(new, IdTaken) else won)[plant.id].add(name)
 
     def kill():
         until = time.monotonic() + PATIENCE / 2

@@ -13,6 +13,8 @@ from disk import (
     Disk,
     another_process,
     append,
+    assert_raise,
+    blocked_syncs,
     failure,
     files,
     fill,
@@ -21,6 +23,7 @@ from disk import (
     path_of,
     raw_plants,
 )
+from machine import locked
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, lazy, open_store
 from store.jsonl import JSONLinesStore
@@ -105,10 +108,7 @@ class TestFile:
         assert list(path.iterdir()) == []
 
     def test_observer_learns_of_each_sync(self, path):
-        """An observer of the store is called for each sync of its adds.
-
-        A repeat or a refusal needs none, if what it found is known to be synced.
-        """
+        """It is called for each sync; a repeat of a synced plant needs none."""
         seen = []
         with JSONLinesStore(path) as store:
             store.on_sync = lambda *sync: seen.append((sync[0], sync[1] > 0))
@@ -116,7 +116,9 @@ class TestFile:
             store.add(Plant(1, 'Fern'))
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
-        assert seen == [(1, True)]
+            assert seen == [(1, True)]
+            store.on_sync = lambda *sync: 1 / 0  # as it must not
+            assert store.add(Plant(2, 'Moss'))
 
 
 class TestMissingFile:
@@ -125,9 +127,12 @@ class TestMissingFile:
         fill(path, PLANTS[0])
         path.unlink()
         with JSONLinesStore(path) as store:
-            for attempt in (store.ping, lambda: store.add(Plant(1, 'Moss'))):
-                with pytest.raises(StoreUnavailable, match=r'remove .*\.index'):
-                    attempt()
+            assert_raise(
+                StoreUnavailable,
+                store.ping,
+                lambda: store.add(Plant(1, 'Moss')),
+                match=r'remove .*\.index',
+            )
             assert not path.exists()
             path.write_bytes(FERN)
             with pytest.raises(IdTaken):
@@ -157,12 +162,12 @@ class TestMissingFile:
         assert done[0] == 'open'  # there is no file
         assert done[4:7] == [index_of(path).name, 'fsync', 'open']
 
-    @pytest.mark.parametrize('create', ['always', 'first', 'never'])
-    def test_existing_file_is_kept(self, path, create):
+    def test_existing_file_is_kept(self, path):
         """A file that exists is kept, whatever ``create`` says."""
         path.write_bytes(FERN)
-        with JSONLinesStore(path, create=create) as store, pytest.raises(IdTaken):
-            store.add(Plant(1, 'Moss'))
+        for create in 'always', 'first', 'never':
+            with JSONLinesStore(path, create=create) as store, pytest.raises(IdTaken):
+                store.add(Plant(1, 'Moss'))
         assert path.read_bytes() == FERN
 
     def test_file_that_two_processes_make(self, path):
@@ -238,22 +243,6 @@ class TestThreads:
                 syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
                 assert disk.calls_on(path) == ['pwrite', *syncs]
 
-    def test_file_is_replaced_while_an_open_waits(self, path, monkeypatch):
-        """An open that waits for the lock makes no index for the file that follows."""
-        path.write_bytes(FERN)
-        locked = plant_file.PlantFile._locked
-
-        def replace_first(opening, *arguments, **options):
-            path.rename(path.with_name('moved'))
-            path.touch()
-            return locked(opening, *arguments, **options)
-
-        monkeypatch.setattr(plant_file.PlantFile, '_locked', replace_first)
-        with JSONLinesStore(path) as store:
-            with pytest.raises(StoreUnavailable, match='replaced'):
-                store.ping()
-            assert not path.with_name('plants.jsonl.index').exists()
-
     def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
@@ -271,11 +260,11 @@ class TestThreads:
 def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
     """A close waits only for a limited time for a process that keeps the lock."""
     monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
+    for name in 'jsonl.lock.LOCK', 'lazy.CLOSE':
+        monkeypatch.setattr(f'store.{name}_WITHIN', 10 * PATIENCE)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
-    # To the kernel, a lock through another open() is that of another process.
-    with path.open('rb') as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with locked(path):
         in_threads(store.close)
     with JSONLinesStore(path) as again:
         assert again.add(Plant(1, 'Fern')) is False
@@ -306,20 +295,20 @@ def test_close_that_fails_releases_everything(path, monkeypatch, failing):
 def test_close_waits_for_a_sync(path, disk, monkeypatch, stuck):
     """A close waits for a sync in flight, but only for a limited time."""
     monkeypatch.setattr(lazy, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
-    syncing, closed = threading.Event(), threading.Event()
-
-    def sync(name, *arguments):
-        if name == 'fdatasync':
-            syncing.set()
-            # A close that did not wait would end long before the short timeout.
-            assert closed.wait(PATIENCE if stuck else 0.2) == stuck
+    closed = threading.Event()
 
     def close():
-        assert syncing.wait(PATIENCE)
+        gate.wait_for()
         store.close()
         closed.set()
 
+    def release():
+        gate.wait_for()
+        # A close that did not wait would end long before the short timeout.
+        assert closed.wait(PATIENCE if stuck else 0.2) == stuck
+        gate.open()
+
     store = JSONLinesStore(path)
-    disk.before = sync
-    in_threads(lambda: store.add(PLANTS[0]), close)
+    with blocked_syncs(disk) as gate:
+        in_threads(lambda: store.add(PLANTS[0]), close, release)
     assert path.read_bytes() == FERN
