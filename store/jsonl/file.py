@@ -42,12 +42,11 @@ descriptor that was open then, and a later open writes the bytes again first.
 """
 
 import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -75,8 +74,6 @@ REPLACED = (
 class PlantFile:
     """A plant file that is open in this process: the ``pinned`` one, if any."""
 
-    _index: Index  # set by _open_index()
-
     def __init__(
         self,
         path: Path,
@@ -87,7 +84,6 @@ class PlantFile:
         self._path = path
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._messages: list[tuple[int, str]] = []  # logged without the lock
         with disk.unavailable(path), ExitStack() as opened:
             self._fd = disk.open_or_make(path, create)
             opened.callback(os.close, self._fd)
@@ -107,10 +103,10 @@ class PlantFile:
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
-            with self._locked():
-                self._open_index(crashed=True)
-                opened.callback(lambda: self._index.close())
-                self._catch_up()
+            self._index = Index(path, self._fd, new=True)  # closed: _catch_up opens it
+            opened.callback(lambda: self._index.close())
+            with self._lock.held():
+                self._catch_up(crashed=True)
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
             self._closing = threading.Event()
@@ -127,7 +123,7 @@ class PlantFile:
         return fd
 
     def ping(self) -> None:
-        with disk.unavailable(self._path), self._locked():
+        with disk.unavailable(self._path), self._lock.held():
             self._catch_up()
             # After a failed append the trial is as long, at the same place: there may
             # be a limit of this process.
@@ -141,7 +137,7 @@ class PlantFile:
         with disk.unavailable(self._path), ExitStack() as release:
             release.push(self._opened)
             # On timeout another process is stuck. The index is as after a kill then.
-            with suppress(StoreUnavailable), self._locked(CLOSE_WITHIN):
+            with suppress(StoreUnavailable), self._lock.held(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
                 with suppress(OSError, StoreCorrupt, IndexDamaged):
                     self._catch_up()
@@ -169,7 +165,7 @@ class PlantFile:
         """Write the new plants of a batch; return the function that syncs them."""
         ids = {entry.item[0].id for entry in batch}
         deadline = max(entry.deadline for entry in batch)
-        with disk.unavailable(self._path), self._locked(deadline - time.monotonic()):
+        with disk.unavailable(self._path), self._lock.held(deadline - time.monotonic()):
             stored, latest = self._catch_up(ids)
             end = self._index.end
             # Buffered.
@@ -246,17 +242,6 @@ class PlantFile:
     def _refusal(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
 
-    @contextmanager
-    def _locked(self, within: float = math.inf) -> Iterator[None]:
-        """Hold the lock, and log only after it: a log may block."""
-        try:
-            with self._lock.held(within):
-                yield
-        finally:
-            messages, self._messages = self._messages, []
-            for level, text in messages:
-                log.log(level, text)
-
     # What follows REQUIRES the lock.
 
     def _check_file(self) -> os.stat_result:
@@ -268,21 +253,30 @@ class PlantFile:
             raise self._refusal(REPLACED)
         return status
 
-    def _catch_up(self, ids: Collection[int] = ()) -> tuple[dict[int, Plant], int]:
+    def _catch_up(
+        self, ids: Collection[int] = (), *, crashed: bool = False
+    ) -> tuple[dict[int, Plant], int]:
         """Find the plants that have these ids, up to the end of the file.
 
         Return them by id, and the last of their offsets, or ``UNKNOWN``.
 
         Other processes may have appended, or died in the middle of a line. If the index
         cannot be believed it is opened again: another process may have replaced it. If
-        that does not help it is built.
+        that does not help it is built. With ``crashed`` the store opens: the machine
+        may have crashed before.
         """
-        for is_new in False, True:
+        reopen, new = crashed, False
+        while True:
             try:
+                if reopen:
+                    self._open_index(new=new, crashed=crashed)
                 return self._find(ids)
             except IndexDamaged as ex:
-                self._open_index(ex, is_new=is_new)
-        return self._find(ids)
+                self._index.close()
+                if new:
+                    raise
+                reopen, new = True, reopen
+                log.warning('%s: the index is opened again: %s', self._path, ex)
 
     def _find(self, ids: Collection[int]) -> tuple[dict[int, Plant], int]:
         """Look ids up, and read the lines that the index does not know."""
@@ -313,42 +307,30 @@ class PlantFile:
         )
         if torn is not None:
             side = recovery.cut_tail(self._path, self._fd, torn.offset)
-            text = (
-                f'{self._path}: removed {size - torn.offset} bytes of an unfinished '
-                f'write at byte {torn.offset} ({torn.reason}); a copy is in {side.name}'
+            log.warning(
+                '%s: removed %d bytes of an unfinished write at byte %d (%s); '
+                'a copy is in %s',
+                *(self._path, size - torn.offset, torn.offset, torn.reason, side.name),
             )
-            self._messages.append((logging.WARNING, text))
         elif size and os.pread(self._fd, 1, size - 1) != b'\n':
             self._write(b'\n', size)  # the last line is a record without its line feed
         self._index.know(os.fstat(self._fd).st_size)
         return found
 
-    def _open_index(
-        self,
-        why: IndexDamaged | None = None,
-        *,
-        is_new: bool = False,
-        crashed: bool = False,
-    ) -> None:
+    def _open_index(self, *, new: bool, crashed: bool) -> None:
         """Open the index; then it knows all lines, which are synced.
 
-        It is built if it shows a fault, or ``is_new``. ``why`` is the fault of the one
-        that is open; there is none at first, when the machine may have ``crashed``.
+        It is built if it is ``new``, or shows a fault.
         """
         self._check_file()  # its index would be that of another file
-        if why is not None:
-            text = f'{self._path}: the index is opened again: {why}'
-            self._messages.append((logging.WARNING, text))
-            self._index.close()
-        index = self._index = Index(self._path, self._fd, new=is_new)
+        index = self._index = Index(self._path, self._fd, new=new)
         try:
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, self._fd, size, index.synced)
             if index.reason:
                 index.build()
                 if size:
-                    text = f'{self._path}: building the index: {index.reason}'
-                    self._messages.append((logging.INFO, text))
+                    log.info('%s: building the index: %s', self._path, index.reason)
             self._read_on(crashed=crashed)
             if index.synced < index.end:
                 # Plants of others may not be on the disk, and a repeat is acknowledged.
@@ -356,8 +338,6 @@ class PlantFile:
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)
-        except BaseException as ex:
+        except BaseException:
             index.close()
-            if is_new or not isinstance(ex, IndexDamaged):
-                raise
-            self._open_index(ex, is_new=True, crashed=crashed)
+            raise
