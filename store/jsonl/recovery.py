@@ -6,9 +6,9 @@ things, both after the end that the latest sync covered:
 
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
-* a *lost block*: zeros up to the end of a block of the disk, where a later block of the
-  same unsynced batch did reach the disk, so that records follow. It is believed only
-  when a store opens, and only above an end that is known to have been synced.
+* a *lost block*: zeros, which no record has, where a later block of the disk, of the
+  same unsynced batch, did reach it, so that records follow. It is believed only when a
+  store opens, and only above an end that is known to have been synced.
 
 Both are cut off, and kept in a side file. A last record that lacks only its line feed,
 as editors leave it, is kept: the beginning of a record is never a JSON object.
@@ -35,7 +35,14 @@ from typing import NamedTuple
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces, sync
+from store.jsonl.disk import (
+    CHUNK,
+    copy_aside,
+    open_file,
+    pieces,
+    sync,
+    unavailable,
+)
 from store.jsonl.index import UNKNOWN, Index
 from store.jsonl.lock import take_flock
 from store.jsonl.record import LONGEST
@@ -43,7 +50,6 @@ from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
 
-BLOCK = 512  # bytes; the smallest that a disk loses
 # Bytes of a torn tail: a batch has 1 MiB, four may wait for a sync, in each process.
 MOST_TORN = 64 * 1024 * 1024
 # Lines after the mark, whose ids stay in memory; a new table takes less.
@@ -64,9 +70,9 @@ class Line(NamedTuple):
     reason: str  # why it is damaged
 
 
-def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
+def read_lines(fd: int, start: int, end: int, piece: int = CHUNK) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
-    for offset, chunk, stop in _chunks(fd, start, end):
+    for offset, chunk, stop in _chunks(fd, start, end, piece):
         for text in BytesIO(chunk):
             after = stop if len(text) == len(chunk) else offset + len(text)
             yield _line(offset, after, text)
@@ -74,14 +80,9 @@ def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
 
 
 def line_at(fd: int, offset: int) -> Line:
-    """Return the line that begins at an offset."""
-    text = piece = os.pread(fd, 512, offset)
-    while piece and b'\n' not in piece and len(text) <= LONGEST:
-        size = min(15 * len(text), LONGEST + 1 - len(text))
-        piece = os.pread(fd, size, offset + len(text))
-        text += piece
-    text = text[: text.find(b'\n') + 1] or text
-    return _line(offset, offset + len(text), text)
+    """Return the line that begins at an offset; the ``end`` only of a record."""
+    lines = read_lines(fd, offset, offset + LONGEST + 1, piece=512)
+    return next(lines, Line(offset, offset, b'', None, record.NOT_JSON))
 
 
 def plant_at(fd: int, offset: int, id: int) -> Plant:
@@ -123,16 +124,12 @@ def read_plants(path: Path) -> Iterator[Plant]:
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """Open a plant file for a command; yield a descriptor, and the synced end.
 
-    The caller asks for the size after that: others append and sync meanwhile. An
-    ``OSError`` becomes a ``StoreUnavailable``.
+    The caller asks for the size after that: others append and sync meanwhile.
     """
-    try:
-        with open(open_file(path, flags), 'rb') as file:
-            index = Index(path, file.fileno())
-            index.close()
-            yield file.fileno(), index.synced
-    except OSError as ex:
-        raise StoreUnavailable.refused(ex, path) from ex
+    with unavailable(path), open(open_file(path, flags), 'rb') as file:
+        with closing(Index(path, file.fileno())) as index:
+            synced = index.synced
+        yield file.fileno(), synced
 
 
 def read_on(
@@ -228,16 +225,9 @@ def write_again(fd: int, start: int) -> None:
 
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that."""
-    with between_appends(path, fd):
-        return os.fstat(fd).st_size
-
-
-@contextmanager
-def between_appends(path: Path, fd: int) -> Iterator[None]:
-    """Hold the lock of a plant file, as a reader: nobody writes meanwhile."""
     take_flock(path, fd, fcntl.LOCK_SH)
     try:
-        yield
+        return os.fstat(fd).st_size
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -260,13 +250,15 @@ def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
     return StoreCorrupt(str(path), number, offset, reason)
 
 
-def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+def _chunks(
+    fd: int, start: int, end: int, piece: int = CHUNK
+) -> Iterator[tuple[int, bytes, int]]:
     """Yield chunks of whole lines, each between two offsets.
 
     The last may lack its feed. A line that is too long to be a record is a chunk by
     itself, of which only the beginning is read: it may be as long as the file.
     """
-    while start < end and (chunk := os.pread(fd, min(CHUNK, end - start), start)):
+    while start < end and (chunk := os.pread(fd, min(piece, end - start), start)):
         if cut := chunk.rfind(b'\n') + 1:
             chunk = chunk[:cut]
             stop = start + cut
@@ -298,7 +290,7 @@ def _torn_tail(
     reason = line.reason
     if line.offset < synced:
         reason = f'{reason}, and it was acknowledged'
-    elif (crashed and synced != UNKNOWN and _is_lost_block(fd, line)) or not any(
+    elif (crashed and synced != UNKNOWN and b'\0' in line.text) or not any(
         _may_be_plant(fd, other) for other in chain([line], lines)
     ):
         if end - line.offset <= MOST_TORN:
@@ -337,15 +329,3 @@ def _may_be_plant(fd: int, line: Line) -> bool:
     return line.plant is not None or (
         is_long and os.pread(fd, 2, line.end - 2) == b'}\n'
     )
-
-
-def _is_lost_block(fd: int, line: Line) -> bool:
-    """Whether a line has zeros up to the end of a block."""
-    if (zeros := line.text.find(b'\0')) < 0:
-        return False
-    zeros_end = line.offset + zeros
-    for data in pieces(fd, zeros_end, line.end):  # of a long line, too
-        zeros_end += len(data) - len(rest := data.lstrip(b'\0'))
-        if rest:
-            break
-    return zeros_end % BLOCK == 0

@@ -123,7 +123,7 @@ def _find_damage(
     """Yield the damaged lines with their numbers; count sound lines and wrong ids.
 
     Without the lock another process may cut off a torn tail, and append. So damage
-    counts if it is still there under the lock. What follows a cut is new: it is left.
+    counts if it is still there after that. What follows a cut is new: it is left.
     """
     number = 0
     with closing(Index(path, fd)) as present, closing(Index(path, fd, new=True)) as new:
@@ -137,7 +137,8 @@ def _find_damage(
                     for id, offset in ids
                 )
             firsts = new.learn(ids)
-            confirmed = locked
+            if not locked:
+                recovery.whole_size(path, fd)  # waits for a cut that has begun
             for line in batch:
                 number += 1
                 first = firsts[line.plant.id] if line.plant else line.offset
@@ -149,8 +150,7 @@ def _find_damage(
                 if line.plant:
                     counts['sound'] += 1
                     continue
-                confirmed = confirmed or _is_there(path, fd, batch)
-                if not confirmed:
+                if not locked and recovery.line_at(fd, line.offset).text != line.text:
                     return
                 yield number, line
             batch.clear()
@@ -167,12 +167,3 @@ def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
             yield batch
             batch, size = [], 0
     yield batch
-
-
-def _is_there(path: Path, fd: int, batch: list[Line]) -> bool:
-    """Whether lines are those of the file, between two appends."""
-    text = b''.join(line.text for line in batch)
-    start = batch[0].offset
-    with recovery.between_appends(path, fd):
-        before = os.pread(fd, 1, start - 1) if start else b'\n'
-        return before + os.pread(fd, len(text), start) == b'\n' + text
