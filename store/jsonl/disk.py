@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -167,15 +166,11 @@ def remove(path: Path) -> None:
 
 
 def remove_index(path: Path) -> None:
-    """Remove the table of a plant file, durably, and what versions 1.1 and 1.2 had."""
-    suffix = '(-[0-9a-f]{16})?(-wal|-journal|-shm)?|-synced'
-    ours = re.compile(f'{re.escape(index_path(path).name)}({suffix})')
+    """Remove the table of a plant file, durably."""
     # NOTE: the table last. SQLite would give a -wal or -journal to the next table.
-    names = sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True)
-    for name in names:
-        remove(path.with_name(name))
-    if names:
-        sync_directory(path)
+    for suffix in '-wal', '-journal', '-shm', '':
+        remove(index_path(path, suffix))
+    sync_directory(path)
 
 
 @contextmanager
@@ -185,21 +180,7 @@ def unavailable(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as ex:
         raise StoreUnavailable('the file is gone', store=str(path)) from ex
-    except PermissionError as ex:
-        raise StoreUnavailable.refused(ex, path, _owner(path)) from ex
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
     except IndexDamaged as ex:  # also when it was built again
         raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
-
-
-def _owner(path: Path) -> str:
-    """Describe the owner of a file, or of its directory, and our own user."""
-    for place in path, path.parent:
-        with suppress(OSError):
-            status = place.stat()
-            return (
-                f'{place} has mode {status.st_mode & 0o777:o} and belongs to user '
-                f'{status.st_uid}; this process is of user {os.geteuid()}'
-            )
-    return ''

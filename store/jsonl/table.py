@@ -37,7 +37,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -129,14 +129,10 @@ def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator
             yield
     except NotOurs:
         raise
-    except FileNotFoundError as ex:  # not the plant file
-        raise error('a file of the index was removed') from ex
     except OSError as ex:
         raise error(ex.strerror or str(ex)) from ex  # a client sees it: no path
     except (sqlite3.Error, TypeError, ValueError) as ex:
-        is_no_table = getattr(ex, 'sqlite_errorcode', None) == sqlite3.SQLITE_NOTADB
-        reason = 'it is of an earlier version, or no index' if is_no_table else str(ex)
-        raise error(reason) from ex
+        raise error(str(ex)) from ex
 
 
 reading = partial(_using, _reading, IndexDamaged)
@@ -178,10 +174,9 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
     """Whether main file and WAL are of one moment. REQUIRES: ``reading``.
 
     The numbers are read one after another, and another process may flush meanwhile.
-    They only grow: those that are the same again are of one moment.
+    So they are read again if they do not fit.
     """
-    before = None
-    while True:
+    for _ in range(10):
         header = _read_header(path)
         number, header_length = _integer(header, 60), _integer(header, 28)
         [page_size] = connection.execute('PRAGMA page_size').fetchone()
@@ -196,11 +191,9 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
             fits = header_length <= length <= last_length
         else:
             fits = first <= number <= last and length <= last_length
-        lengths = header_length, length, last_length
-        found = number, first, last, has_wal, is_closed, lengths
-        if fits or found == before:
-            return fits
-        before = found
+        if fits:
+            return True
+    return False
 
 
 def _read_header(path: Path) -> bytes:
@@ -245,20 +238,13 @@ def disconnect(connection: sqlite3.Connection) -> None:
 @contextmanager
 def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
     """Yield a connection that commits. REQUIRES: the flush lock."""
-    uri = path.as_uri()
-    with ExitStack() as after, closing(_connect(f'{uri}?mode=rw')) as connection:
+    with closing(_connect(f'{path.as_uri()}?mode=rw')) as connection:
         connection.executescript(
             'PRAGMA synchronous = NORMAL; PRAGMA fullfsync = ON;'  # as disk.sync()
             'PRAGMA journal_mode = WAL; PRAGMA journal_size_limit = 0;'
             f'PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}'
         )
-        try:
-            yield connection
-        finally:
-            # NOTE: the last connection that is closed removes the WAL. One that only
-            # reads cannot, so one is closed after this.
-            last = after.enter_context(closing(_connect(f'{uri}?mode=ro')))
-            last.execute(STATE)
+        yield connection
 
 
 def new_table(path: Path | None = None) -> sqlite3.Connection:
