@@ -334,7 +334,11 @@ class PlantFile:
             self._read_on(crashed=crashed)
             if index.synced < index.end:
                 # Plants of others may not be on the disk, and a repeat is acknowledged.
-                recovery.write_again(self._fd, max(0, index.synced))
+                start = max(0, index.synced)
+                for data in disk.pieces(self._fd, start, index.end):
+                    disk.write(self._fd, data, start)
+                    start += len(data)
+                disk.sync(self._fd, times=True)  # the index has the mtime
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)

@@ -14,7 +14,6 @@ at the end.)
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,15 +43,11 @@ class DamagedRecord(ValueError):
     """A line is not a record; the message says why."""
 
 
-def _int(literal: str) -> float:
-    # int() refuses longer ones: its time grows with the square of the length. They may
-    # be in a member that means nothing here; elsewhere inf is no integer.
-    is_short = len(literal) <= sys.int_info.default_max_str_digits
-    return int(literal) if is_short else float(literal)
-
-
-# NOTE: int() refuses NaN and Infinity, which are not JSON.
-_decode = json.JSONDecoder(parse_int=_int, parse_constant=int).decode
+# NOTE: int() refuses NaN and Infinity, which are not JSON; and very long integers, which
+# may be in a member that means nothing here. Cut short they are too long for an id, too.
+_decode = json.JSONDecoder(
+    parse_int=lambda literal: int(literal[:99]), parse_constant=int
+).decode
 
 
 def encode(plant: Plant) -> bytes:

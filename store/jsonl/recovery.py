@@ -216,13 +216,6 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     return side
 
 
-def write_again(fd: int, start: int) -> None:
-    """Write the bytes from an offset on again, and sync them. REQUIRES: the lock."""
-    while data := os.pread(fd, CHUNK, start):
-        start += os.pwrite(fd, data, start)
-    sync(fd, times=True)  # the index has the mtime
-
-
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that."""
     take_flock(path, fd, fcntl.LOCK_SH)

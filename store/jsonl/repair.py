@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from itertools import chain, groupby
 from pathlib import Path
 from struct import Struct
 from tempfile import SpooledTemporaryFile
@@ -17,8 +18,7 @@ from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
 from store.jsonl.table import IndexDamaged
 
-# Lines that are compared at a time: as many as one piece of the file has, or fewer.
-COMPARED = 50_000
+COMPARED = 128 * 1024  # bytes of the lines that are compared at a time
 NAMED = 1_000  # faults that are named; the others are counted
 SPAN = Struct('qq')  # where a damaged line begins and ends
 
@@ -91,7 +91,8 @@ def _replace(path: Path, fd: int, end: int, spans: IO[bytes]) -> Path | None:
     try:
         if spans.tell():
             copies.append(copy_aside(path, fd, _read(spans), 'damaged'))
-        copies.append(copy_aside(path, fd, _between(_read(spans), end), 'repaired'))
+        edges = chain([0], chain.from_iterable(_read(spans)), [end])
+        copies.append(copy_aside(path, fd, zip(edges, edges, strict=True), 'repaired'))
         # The point of no return: all copies are durable, and so is every line.
         os.rename(copies[-1], path)
     except BaseException:
@@ -109,14 +110,6 @@ def _read(spans: IO[bytes]) -> Iterator[tuple[int, int]]:
         yield from SPAN.iter_unpack(data)
 
 
-def _between(spans: Iterable[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    for first, last in spans:
-        yield start, first
-        start = last
-    yield start, end
-
-
 def _find_damage(
     path: Path, fd: int, lines: Iterable[Line], counts: Counter[str], *, locked: bool
 ) -> Iterator[tuple[int, Line]]:
@@ -128,7 +121,8 @@ def _find_damage(
     number = 0
     with closing(Index(path, fd)) as present, closing(Index(path, fd, new=True)) as new:
         new.build(temporary=True)
-        for batch in _batches(lines):
+        for _, group in groupby(lines, lambda line: line.offset // COMPARED):
+            batch = [*group]
             ids = [(line.plant.id, line.offset) for line in batch if line.plant]
             with suppress(IndexDamaged):  # an open will build it again
                 found = present.find([id for id, _ in ids])
@@ -154,16 +148,3 @@ def _find_damage(
                     return
                 yield number, line
             batch.clear()
-
-
-def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    batch: list[Line] = []
-    size = 0
-    for line in lines:
-        batch.append(line)
-        size += len(line.text)
-        del line  # a long one takes much memory
-        if size >= CHUNK or len(batch) == COMPARED:
-            yield batch
-            batch, size = [], 0
-    yield batch
