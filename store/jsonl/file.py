@@ -4,10 +4,9 @@
 a crash leaves, and ``store/group_commit.py`` how plants that wait together share one
 write and one sync. Three facts carry the store:
 
-* The *lock* is an ``flock`` on the plant file itself. The kernel releases it when its
-  owner dies. Only its holder writes the file. It belongs to an inode, so its holder
-  first checks that the path still names that inode.
-* Its holder then *catches up*: it reads what other processes have written, and mends
+* The *lock* is an ``flock`` on the plant file itself, which the kernel releases when
+  its owner dies. Only its holder writes the file, if the path still names this inode.
+* Its holder first *catches up*: it reads what other processes have written, and mends
   what a killed one has left.
 * A plant is *acknowledged* after a sync that began after the plant was written.
 
@@ -29,16 +28,16 @@ size     the lines are written, the    whoever writes              nobody: catch
 
 **An old mark loses nothing.** After a power cut the mark may be as of the last
 checkpoint. But a sync covers all lines before it, so a crash damages only what comes
-after every acknowledged line, and recovery cuts nothing before the first damage. The
-mark only lets it refuse to cut: damage before the mark, or a shorter file, was not
-caused by a crash. What was added in the last second has no mark yet.
+after every acknowledged line. The mark only lets recovery refuse to cut: damage before
+it, or a shorter file, was not caused by a crash. After it, damage by a person may look
+like what a crash leaves.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
 refuses plants until it is opened again. An open writes all bytes again that are not
 known to have been synced: a written page is dirty, so the next sync tells the truth.
-Other processes need not be told: the kernel reports a failed write-back once to each
-descriptor that was open then, and a later open writes the bytes again first.
+Other processes see it, too: the kernel reports a failed write-back once to each
+descriptor that was open then.
 """
 
 import logging
@@ -61,7 +60,6 @@ from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
 
-# After the mark, damage by a person may look like what a crash leaves.
 FLUSH_WITHIN = 1.0  # seconds from an add to the flush of its id
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock
 FEW_BYTES = 128 * 1024  # of other processes; reading them costs less than a look
@@ -125,8 +123,7 @@ class PlantFile:
     def ping(self) -> None:
         with disk.unavailable(self._path), self._lock.held():
             self._catch_up()
-            # After a failed append the trial is as long, at the same place: there may
-            # be a limit of this process.
+            # As long as a failed append, at its place: this process may have a limit.
             offset = self._index.end if self._failed_write else 0
             disk.try_write(self._path, self._fd, self._failed_write or 1, offset)
 
@@ -184,8 +181,8 @@ class PlantFile:
                 self._write(data, end)
                 # Written: the next holder of the lock reads it, also if this one dies.
                 self._index.enter(offsets, data)
-            # A repeat is an acknowledgement, and so is a refusal: of the plant that was
-            # written first, perhaps by another process. Both wait until it is synced.
+            # A repeat acknowledges the plant that was written first, perhaps by another
+            # process, and so does a refusal. Both wait until it is synced.
             elif latest < max(self._index.synced, self._index.mark):
                 return None
         return partial(self._sync, end + len(buffer))

@@ -43,8 +43,8 @@ class DamagedRecord(ValueError):
     """A line is not a record; the message says why."""
 
 
-# NOTE: int() refuses NaN and Infinity, which are not JSON; and very long integers, which
-# may be in a member that means nothing here. Cut short they are too long for an id, too.
+# NOTE: int() refuses NaN and Infinity, which are not JSON. It also refuses very long
+# integers, which are, and mean nothing here: cut short they are still too long for ids.
 _decode = json.JSONDecoder(
     parse_int=lambda literal: int(literal[:99]), parse_constant=int
 ).decode

@@ -13,10 +13,9 @@ things, both after the end that the latest sync covered:
 Both are cut off, and kept in a side file. A last record that lacks only its line feed,
 as editors leave it, is kept: the beginning of a record is never a JSON object.
 
-Any other line that is not a record was acknowledged, or may have been. So nothing is
-changed until an operator asks for a repair. A file that no crash of ours can have left
-is not changed either: no line of it is a record, or the damage is longer than all that
-can be written between two syncs.
+Any other damage may be of acknowledged lines: nothing is changed until an operator asks
+for a repair. Nor is a file that no crash of ours can have left: no line of it is a
+record, or the damage is longer than all that can be written between two syncs.
 """
 
 import fcntl
@@ -35,14 +34,7 @@ from typing import NamedTuple
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.disk import (
-    CHUNK,
-    copy_aside,
-    open_file,
-    pieces,
-    sync,
-    unavailable,
-)
+from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces, sync, unavailable
 from store.jsonl.index import UNKNOWN, Index
 from store.jsonl.lock import take_flock
 from store.jsonl.record import LONGEST
@@ -202,9 +194,8 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     end = os.fstat(fd).st_size
     side = copy_aside(path, fd, [(offset, end)], 'torn')
     try:
-        # The point of no return: the bytes are durable in both files; the cut leaves
-        # one. A crash before the sync may bring them back, to be cut again. The sync
-        # must come before the next append: a crash could leave blocks of both, and the
+        # The point of no return: the bytes are durable in the side file. The sync must
+        # come before the next append: a crash could leave blocks of both, and the
         # beginning of a new record with the end of an old one may be a third record.
         os.ftruncate(fd, offset)
         sync(fd)

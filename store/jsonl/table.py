@@ -5,28 +5,26 @@ another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"). So both 
 under the flush lock, and every other connection only reads. This may go when no system
 has such a version any more; most have.
 
-**Main file and WAL must be of one moment.** The WAL has the pages of all commits since
-a checkpoint has ended, and SQLite lays them over the main file. If one of the two was
-put back from another moment, ids are missing, and SQLite does not notice. So each
-commit counts up a number in page 1 (``user_version``). With the commits ``first`` to
-``last`` in the WAL, the main file fits if it is not longer than the last commit says,
-and its number is
+**Main file and WAL must be of one moment.** SQLite lays the pages of the WAL, of all
+commits since a checkpoint has ended, over the main file. If one of the two was put back
+from another moment, ids are missing, and SQLite does not notice. So each commit counts
+up a number in page 1 (``user_version``). With the commits ``first`` to ``last`` in the
+WAL, the main file fits if it is not longer than the last commit says, and its number is
 
 * ``first - 1``, and it is not shorter than its page 1 says; or
 * from ``first`` to ``last``: a checkpoint of this WAL was cut off. It writes page 1
   first, and whatever page it writes is in the WAL, too.
 
-After a checkpoint the next commit begins the WAL again. Until it ends, the WAL has no
-commit, and the main file alone counts. Without a WAL the index must have been closed: a
-main file that was in use may be a copy from the middle of a checkpoint. The lengths
-tell of a copy that took longer than a checkpoint which added pages, not of one that
-paused in the middle of a checkpoint, or beside one that added none.
+After a checkpoint, until a commit begins the WAL again, the main file alone counts.
+Without a WAL the index must have been closed: a main file that was in use may be a copy
+from the middle of a checkpoint. The lengths tell of a copy that took longer than a
+checkpoint which added pages, not of one beside a checkpoint that added none.
 
-**Forks.** SQLite has locks in memory, for all connections of a process. A child that is
-forked while another thread holds one would wait forever. So every use of a connection
-holds a lock of this module, and a fork waits for both: two, because a look must not
-wait for a flush. SQLite's locks on files belong to a process: connections of a child
-take none while it has one of its parent open. So ``connect`` closes inherited ones.
+**Forks.** A child that is forked while another thread holds a lock that SQLite has in
+memory would wait for ever. So every use of a connection holds a lock of this module,
+and a fork waits for both: two, because a look must not wait for a flush. SQLite's locks
+on files belong to a process: connections of a child take none while it has one of its
+parent open. So ``connect`` closes inherited ones.
 """
 
 import errno
@@ -37,7 +35,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -238,13 +236,20 @@ def disconnect(connection: sqlite3.Connection) -> None:
 @contextmanager
 def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
     """Yield a connection that commits. REQUIRES: the flush lock."""
-    with closing(_connect(f'{path.as_uri()}?mode=rw')) as connection:
+    uri = path.as_uri()
+    with ExitStack() as after, closing(_connect(f'{uri}?mode=rw')) as connection:
         connection.executescript(
             'PRAGMA synchronous = NORMAL; PRAGMA fullfsync = ON;'  # as disk.sync()
             'PRAGMA journal_mode = WAL; PRAGMA journal_size_limit = 0;'
             f'PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}'
         )
-        yield connection
+        try:
+            yield connection
+        finally:
+            # NOTE: the last connection that has read the WAL removes it when it is
+            # closed. One that only reads cannot, so one is closed after this.
+            last = after.enter_context(closing(_connect(f'{uri}?mode=ro')))
+            last.execute(STATE)
 
 
 def new_table(path: Path | None = None) -> sqlite3.Connection:

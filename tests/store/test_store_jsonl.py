@@ -241,14 +241,14 @@ class TestThreads:
     def test_file_is_replaced_while_an_open_waits(self, path, monkeypatch):
         """An open that waits for the lock makes no index for the file that follows."""
         path.write_bytes(FERN)
-        locked = plant_file.PlantFile._locked
+        held = plant_file.FileLock.held
 
-        def replace_first(opening, *arguments, **options):
+        def replace_first(lock, *arguments):
             path.rename(path.with_name('moved'))
             path.touch()
-            return locked(opening, *arguments, **options)
+            return held(lock, *arguments)
 
-        monkeypatch.setattr(plant_file.PlantFile, '_locked', replace_first)
+        monkeypatch.setattr(plant_file.FileLock, 'held', replace_first)
         with JSONLinesStore(path) as store:
             with pytest.raises(StoreUnavailable, match='replaced'):
                 store.ping()
