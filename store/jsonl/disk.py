@@ -70,9 +70,8 @@ def open_lock_file(path: Path, plants: int) -> IO[bytes]:
 def try_write(path: Path, plants: int, length: int, offset: int) -> None:
     """Write to the file of the flush lock, as an append would, and take it back.
 
-    Only a write tells, and no reader of the plant file must see it. The kernel reserves
-    the room at once, a new block for an empty file, and knows of quotas, limits, and of
-    a disk that became read-only: no sync is needed.
+    No reader of the plant file must see it. The kernel reserves the room at once, and
+    knows of quotas, limits, and of a disk that became read-only: no sync is needed.
     """
     with open_lock_file(path, plants) as file:
         fd = file.fileno()

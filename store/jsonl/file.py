@@ -93,9 +93,9 @@ class PlantFile:
             recovery.check_ours(path, self._fd)  # before a file is made beside it
             self._lock = FileLock(path, self._open_again)
             opened.callback(self._lock.close)
-            # NOTE: syncs that overlap on one descriptor would share the one report of a
-            # failed write-back: the first would fail, and the second lie. So each has
-            # its own, opened now: a later one learns nothing of an earlier failure.
+            # NOTE: syncs on one descriptor would share the one report of a failed
+            # write-back: the first would fail, and the second lie. So each has its own,
+            # opened now: a later one learns nothing of an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._open_again()
@@ -257,9 +257,8 @@ class PlantFile:
 
         Return them by id, and the last of their offsets, or ``UNKNOWN``.
 
-        Other processes may have appended, or died in the middle of a line. If the index
-        cannot be believed it is opened again: another process may have replaced it. If
-        that does not help it is built. With ``crashed`` the store opens: the machine
+        If the index cannot be believed it is opened again, since another process may
+        have replaced it, and then built. With ``crashed`` the store opens: the machine
         may have crashed before.
         """
         reopen, new = crashed, False

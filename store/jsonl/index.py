@@ -252,9 +252,8 @@ class Index:
                 state = table.read_state(connection)
                 if state.inode != self._inode or state.mark < self.mark:
                     raise OSError(errno.ESTALE, 'it is of another file')
-                # NOTE: before the copy: ids that are entered meanwhile are after it.
-                # While an index is opened again, a sync may cover lines that it has not
-                # read yet.
+                # NOTE: before the copy: ids that are entered meanwhile are after it. A
+                # sync may cover lines that an index has not read yet.
                 end = max(state.mark, min(self.synced, self.end))
                 if (state.mark, state.mtime) != (end, mtime):
                     connection.execute('BEGIN IMMEDIATE')

@@ -131,9 +131,8 @@ def read_on(
 
     A plant may be there twice, and, if the machine may have ``crashed``, lost blocks.
 
-    Returns:
-        The offsets of those ids that are known then, unless the index is being built;
-        and the first line of a torn tail, or ``None``.
+    Return the offsets of those ids that are known then, unless the index is being
+    built; and the first line of a torn tail, or ``None``.
     """
     start, size = index.end, end - index.end
     began = reported = time.monotonic()
@@ -166,8 +165,7 @@ def read_on(
             percent = 100 * (stop - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
-    # The table may know lines of other processes after the end of the file; not of the
-    # file as it was: a command has no lock, and others append and flush meanwhile.
+    # Of the file as it is now: a command has no lock, and others append meanwhile.
     check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
@@ -194,9 +192,9 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     end = os.fstat(fd).st_size
     side = copy_aside(path, fd, [(offset, end)], 'torn')
     try:
-        # The point of no return: the bytes are durable in the side file. The sync must
-        # come before the next append: a crash could leave blocks of both, and the
-        # beginning of a new record with the end of an old one may be a third record.
+        # The bytes are durable in the side file. The sync must come before the next
+        # append: the beginning of a new record may make a third one with the end of
+        # an old one, if a crash leaves blocks of both.
         os.ftruncate(fd, offset)
         sync(fd)
     except BaseException:

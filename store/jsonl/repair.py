@@ -30,8 +30,7 @@ class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
     plants: int  # the number of sound lines
-    # A sentence for each of the first damaged lines or repeated ids, for what is
-    # missing at the end, and for an index that is not that of the file.
+    # Sentences: the first damaged lines, missing bytes, an index that differs.
     damaged: tuple[str, ...] = ()
     unnamed: int = 0  # faults that have no sentence
     repaired: str = ''  # what was done about them, and what is left to do
@@ -41,10 +40,9 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     """Find all damage of a plant file.
 
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
-    accepted: the plant file is replaced in one step by another file, with all sound
-    lines, which gets a new index. A server that has the old one open refuses plants
-    until it is reloaded. After an error the file is either unchanged, or repaired; a
-    power cut may still undo that repair.
+    accepted: another file with all sound lines replaces the plant file in one step. A
+    server refuses plants then until it is reloaded. After an error the file is either
+    unchanged or repaired; a power cut may still undo that repair.
     """
     sentences: list[str] = []
     unnamed = 0

@@ -2,8 +2,7 @@
 
 **A bug of SQLite before 3.51.3.** It may lose a commit that one connection makes while
 another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"). So both happen
-under the flush lock, and every other connection only reads. This may go when no system
-has such a version any more; most have.
+under the flush lock, and every other connection only reads.
 
 **Main file and WAL must be of one moment.** SQLite lays the pages of the WAL, of all
 commits since a checkpoint has ended, over the main file. If one of the two was put back
@@ -255,8 +254,8 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
 def new_table(path: Path | None = None) -> sqlite3.Connection:
     """Return a connection to a new table, in a transaction.
 
-    It is in an empty file, or, without a path, in one that SQLite removes. If it is not
-    finished it is removed, never rolled back. So it needs no journal.
+    It is in an empty file, or, without a path, in one that SQLite removes. It needs no
+    journal: one that is not finished is removed.
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
@@ -313,8 +312,7 @@ def leave_wal(connection: sqlite3.Connection) -> bool:
     """Leave the WAL mode; return whether no other connection is open, as it needs."""
     connection.execute('PRAGMA busy_timeout = 0')
     connection.execute('PRAGMA synchronous = FULL')
-    try:
-        mode = connection.execute('PRAGMA journal_mode = DELETE').fetchone()
-    except sqlite3.OperationalError:
-        return False
-    return bool(mode == ('delete',))
+    with suppress(sqlite3.OperationalError):
+        [mode] = connection.execute('PRAGMA journal_mode = DELETE').fetchone()
+        return bool(mode == 'delete')
+    return False
