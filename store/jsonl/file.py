@@ -268,7 +268,6 @@ class PlantFile:
                     self._open_index(new=new, crashed=crashed)
                 return self._find(ids)
             except IndexDamaged as ex:
-                self._index.close()
                 if new:
                     raise
                 reopen, new = True, reopen
@@ -319,6 +318,7 @@ class PlantFile:
         It is built if it is ``new``, or shows a fault.
         """
         self._check_file()  # its index would be that of another file
+        self._index.close()
         index = self._index = Index(self._path, self._fd, new=new)
         try:
             size = os.fstat(self._fd).st_size

@@ -219,7 +219,7 @@ def test_side_files_are_new_files(path):
 def test_removal_of_an_index_leaves_other_files(path):
     """A new plant file removes what is left of an index, and nothing else."""
     notes = path.with_name('plants.jsonl.index-0123456789abcdef.notes')
-    left = path.with_name('plants.jsonl.index-0123456789abcdef')
+    left = path.with_name('plants.jsonl.index-journal')
     for file in notes, left:
         file.write_bytes(b'text')
     with open_store(f'jsonl:{path}') as store:
