@@ -62,7 +62,7 @@ class Line(NamedTuple):
     reason: str  # why it is damaged
 
 
-def read_lines(fd: int, start: int, end: int, piece: int = CHUNK) -> Iterator[Line]:
+def read_lines(fd: int, start: int, end: int, piece: int = 0) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
     for offset, chunk, stop in _chunks(fd, start, end, piece):
         for text in BytesIO(chunk):
@@ -233,14 +233,15 @@ def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
 
 
 def _chunks(
-    fd: int, start: int, end: int, piece: int = CHUNK
+    fd: int, start: int, end: int, piece: int = 0
 ) -> Iterator[tuple[int, bytes, int]]:
     """Yield chunks of whole lines, each between two offsets.
 
     The last may lack its feed. A line that is too long to be a record is a chunk by
     itself, of which only the beginning is read: it may be as long as the file.
     """
-    while start < end and (chunk := os.pread(fd, min(piece, end - start), start)):
+    size = piece or CHUNK
+    while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
         if cut := chunk.rfind(b'\n') + 1:
             chunk = chunk[:cut]
             stop = start + cut
