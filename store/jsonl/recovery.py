@@ -34,7 +34,7 @@ from typing import NamedTuple
 from store.base import Plant
 from store.errors import StoreCorrupt, StoreUnavailable
 from store.jsonl import record
-from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces, sync, unavailable
+from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces, sync
 from store.jsonl.index import UNKNOWN, Index
 from store.jsonl.lock import take_flock
 from store.jsonl.record import LONGEST
@@ -116,12 +116,16 @@ def read_plants(path: Path) -> Iterator[Plant]:
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """Open a plant file for a command; yield a descriptor, and the synced end.
 
-    The caller asks for the size after that: others append and sync meanwhile.
+    The caller asks for the size after that: others append and sync meanwhile. An
+    ``OSError`` becomes a ``StoreUnavailable``.
     """
-    with unavailable(path), open(open_file(path, flags), 'rb') as file:
-        with closing(Index(path, file.fileno())) as index:
-            synced = index.synced
-        yield file.fileno(), synced
+    try:
+        with open(open_file(path, flags), 'rb') as file:
+            with closing(Index(path, file.fileno())) as index:
+                synced = index.synced
+            yield file.fileno(), synced
+    except OSError as ex:
+        raise StoreUnavailable.refused(ex, path) from ex
 
 
 def read_on(
