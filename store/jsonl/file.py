@@ -41,11 +41,12 @@ descriptor that was open then.
 """
 
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -82,6 +83,7 @@ class PlantFile:
         self._path = path
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
+        self._messages: list[tuple[object, ...]] = []  # logged without the lock
         with disk.unavailable(path), ExitStack() as opened:
             self._fd = disk.open_or_make(path, create)
             opened.callback(os.close, self._fd)
@@ -103,7 +105,7 @@ class PlantFile:
                 self._sync_fds.put(fd)
             self._index = Index(path, self._fd, new=True)  # closed: _catch_up opens it
             opened.callback(lambda: self._index.close())
-            with self._lock.held():
+            with self._locked():
                 self._catch_up(crashed=True)
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
@@ -121,7 +123,7 @@ class PlantFile:
         return fd
 
     def ping(self) -> None:
-        with disk.unavailable(self._path), self._lock.held():
+        with disk.unavailable(self._path), self._locked():
             self._catch_up()
             # As long as a failed append, at its place: this process may have a limit.
             offset = self._index.end if self._failed_write else 0
@@ -134,7 +136,7 @@ class PlantFile:
         with disk.unavailable(self._path), ExitStack() as release:
             release.push(self._opened)
             # On timeout another process is stuck. The index is as after a kill then.
-            with suppress(StoreUnavailable), self._lock.held(CLOSE_WITHIN):
+            with suppress(StoreUnavailable), self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
                 with suppress(OSError, StoreCorrupt, IndexDamaged):
                     self._catch_up()
@@ -162,7 +164,7 @@ class PlantFile:
         """Write the new plants of a batch; return the function that syncs them."""
         ids = {entry.item[0].id for entry in batch}
         deadline = max(entry.deadline for entry in batch)
-        with disk.unavailable(self._path), self._lock.held(deadline - time.monotonic()):
+        with disk.unavailable(self._path), self._locked(deadline - time.monotonic()):
             stored, latest = self._catch_up(ids)
             end = self._index.end
             # Buffered.
@@ -239,6 +241,17 @@ class PlantFile:
     def _refusal(self, reason: str) -> StoreUnavailable:
         return StoreUnavailable(reason, store=str(self._path))
 
+    @contextmanager
+    def _locked(self, within: float = math.inf) -> Iterator[None]:
+        """Hold the lock, and log only after it: a log may block."""
+        try:
+            with self._lock.held(within):
+                yield
+        finally:
+            messages, self._messages = self._messages, []
+            for text, *values in messages:
+                log.warning(text, *values)
+
     # What follows REQUIRES the lock.
 
     def _check_file(self) -> os.stat_result:
@@ -271,7 +284,8 @@ class PlantFile:
                 if new:
                     raise
                 reopen, new = True, reopen
-                log.warning('%s: the index is opened again: %s', self._path, ex)
+                text = '%s: the index is opened again: %s'
+                self._messages.append((text, self._path, ex))
 
     def _find(self, ids: Collection[int]) -> tuple[dict[int, Plant], int]:
         """Look ids up, and read the lines that the index does not know."""
@@ -302,11 +316,11 @@ class PlantFile:
         )
         if torn is not None:
             side = recovery.cut_tail(self._path, self._fd, torn.offset)
-            log.warning(
-                '%s: removed %d bytes of an unfinished write at byte %d (%s); '
-                'a copy is in %s',
-                *(self._path, size - torn.offset, torn.offset, torn.reason, side.name),
+            text = (
+                f'%s: removed {size - torn.offset} bytes of an unfinished write at '
+                f'byte {torn.offset} (%s); a copy is in %s'
             )
+            self._messages.append((text, self._path, torn.reason, side.name))
         elif size and os.pread(self._fd, 1, size - 1) != b'\n':
             self._write(b'\n', size)  # the last line is a record without its line feed
         self._index.know(os.fstat(self._fd).st_size)
