@@ -23,9 +23,8 @@ class JSONLinesStore(LazyStore[PlantFile]):
     Args:
         path: The plant file. The index is beside it, with ``.index`` added.
         create: Whether a missing file is made: ``always``, now; ``never``; or
-            ``first``, at the first use and only if its index is missing too: a new file
-            knows no earlier id. Except with ``first``, the store remembers which file
-            is there now, and refuses another one, also in processes forked later.
+            ``first``, at the first use and only if its index is missing too. With the
+            others the store refuses another file than the one that is there now.
         scheduler: How the callers wait.
     """
 

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,9 +70,8 @@ def open_lock_file(path: Path, plants: int) -> IO[bytes]:
 def try_write(path: Path, plants: int, length: int, offset: int) -> None:
     """Write to the file of the flush lock, as an append would, and take it back.
 
-    Only a write tells, and no reader of the plant file must see it. The kernel reserves
-    the room at once, a new block for an empty file, and knows of quotas, limits, and of
-    a disk that became read-only: no sync is needed.
+    No reader of the plant file must see it. The kernel reserves the room at once, and
+    knows of quotas, limits, and of a disk that became read-only: no sync is needed.
     """
     with open_lock_file(path, plants) as file:
         fd = file.fileno()
@@ -167,15 +165,11 @@ def remove(path: Path) -> None:
 
 
 def remove_index(path: Path) -> None:
-    """Remove the table of a plant file, durably, and what versions 1.1 and 1.2 had."""
-    suffix = '(-[0-9a-f]{16})?(-wal|-journal|-shm)?|-synced'
-    ours = re.compile(f'{re.escape(index_path(path).name)}({suffix})')
+    """Remove the table of a plant file, durably."""
     # NOTE: the table last. SQLite would give a -wal or -journal to the next table.
-    names = sorted(filter(ours.fullmatch, os.listdir(path.parent)), reverse=True)
-    for name in names:
-        remove(path.with_name(name))
-    if names:
-        sync_directory(path)
+    for suffix in '-wal', '-journal', '-shm', '':
+        remove(index_path(path, suffix))
+    sync_directory(path)
 
 
 @contextmanager

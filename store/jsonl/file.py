@@ -4,10 +4,9 @@
 a crash leaves, and ``store/group_commit.py`` how plants that wait together share one
 write and one sync. Three facts carry the store:
 
-* The *lock* is an ``flock`` on the plant file itself. The kernel releases it when its
-  owner dies. Only its holder writes the file. It belongs to an inode, so its holder
-  first checks that the path still names that inode.
-* Its holder then *catches up*: it reads what other processes have written, and mends
+* The *lock* is an ``flock`` on the plant file itself, which the kernel releases when
+  its owner dies. Only its holder writes the file, if the path still names this inode.
+* Its holder first *catches up*: it reads what other processes have written, and mends
   what a killed one has left.
 * A plant is *acknowledged* after a sync that began after the plant was written.
 
@@ -29,16 +28,16 @@ size     the lines are written, the    whoever writes              nobody: catch
 
 **An old mark loses nothing.** After a power cut the mark may be as of the last
 checkpoint. But a sync covers all lines before it, so a crash damages only what comes
-after every acknowledged line, and recovery cuts nothing before the first damage. The
-mark only lets it refuse to cut: damage before the mark, or a shorter file, was not
-caused by a crash. What was added in the last second has no mark yet.
+after every acknowledged line. The mark only lets recovery refuse to cut: damage before
+it, or a shorter file, was not caused by a crash. After it, damage by a person may look
+like what a crash leaves.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
 refuses plants until it is opened again. An open writes all bytes again that are not
 known to have been synced: a written page is dirty, so the next sync tells the truth.
-Other processes need not be told: the kernel reports a failed write-back once to each
-descriptor that was open then, and a later open writes the bytes again first.
+Other processes see it, too: the kernel reports a failed write-back once to each
+descriptor that was open then.
 """
 
 import logging
@@ -61,7 +60,6 @@ from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
 
-# After the mark, damage by a person may look like what a crash leaves.
 FLUSH_WITHIN = 1.0  # seconds from an add to the flush of its id
 CLOSE_WITHIN = 2.0  # seconds that close() waits for the lock
 FEW_BYTES = 128 * 1024  # of other processes; reading them costs less than a look
@@ -74,8 +72,6 @@ REPLACED = (
 class PlantFile:
     """A plant file that is open in this process: the ``pinned`` one, if any."""
 
-    _index: Index  # set by _open_index()
-
     def __init__(
         self,
         path: Path,
@@ -86,7 +82,7 @@ class PlantFile:
         self._path = path
         self._failed_sync: OSError | None = None
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._messages: list[tuple[int, str]] = []  # logged without the lock
+        self._messages: list[tuple[object, ...]] = []  # logged without the lock
         with disk.unavailable(path), ExitStack() as opened:
             self._fd = disk.open_or_make(path, create)
             opened.callback(os.close, self._fd)
@@ -98,18 +94,18 @@ class PlantFile:
             recovery.check_ours(path, self._fd)  # before a file is made beside it
             self._lock = FileLock(path, self._open_again)
             opened.callback(self._lock.close)
-            # NOTE: syncs that overlap on one descriptor would share the one report of a
-            # failed write-back: the first would fail, and the second lie. So each has
-            # its own, opened now: a later one learns nothing of an earlier failure.
+            # NOTE: syncs on one descriptor would share the one report of a failed
+            # write-back: the first would fail, and the second lie. So each has its own,
+            # opened now: a later one learns nothing of an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
+            self._index = Index(path, self._fd, new=True)  # closed: _catch_up opens it
+            opened.callback(lambda: self._index.close())
             with self._locked():
-                self._open_index(crashed=True)
-                opened.callback(lambda: self._index.close())
-                self._catch_up()
+                self._catch_up(crashed=True)
             with suppress(OSError):
                 self._index.flush()  # it says that the index is in use
             self._closing = threading.Event()
@@ -128,8 +124,7 @@ class PlantFile:
     def ping(self) -> None:
         with disk.unavailable(self._path), self._locked():
             self._catch_up()
-            # After a failed append the trial is as long, at the same place: there may
-            # be a limit of this process.
+            # As long as a failed append, at its place: this process may have a limit.
             offset = self._index.end if self._failed_write else 0
             disk.try_write(self._path, self._fd, self._failed_write or 1, offset)
 
@@ -186,8 +181,8 @@ class PlantFile:
                 self._write(data, end)
                 # Written: the next holder of the lock reads it, also if this one dies.
                 self._index.enter(offsets, data)
-            # A repeat is an acknowledgement, and so is a refusal: of the plant that was
-            # written first, perhaps by another process. Both wait until it is synced.
+            # A repeat acknowledges the plant that was written first, perhaps by another
+            # process, and so does a refusal. Both wait until it is synced.
             elif latest < max(self._index.synced, self._index.mark):
                 return None
         return partial(self._sync, end + len(buffer))
@@ -252,8 +247,8 @@ class PlantFile:
                 yield
         finally:
             messages, self._messages = self._messages, []
-            for level, text in messages:
-                log.log(level, text)
+            for text, *values in messages:
+                log.warning(text, *values)
 
     # What follows REQUIRES the lock.
 
@@ -266,21 +261,29 @@ class PlantFile:
             raise self._refusal(REPLACED)
         return status
 
-    def _catch_up(self, ids: Collection[int] = ()) -> tuple[dict[int, Plant], int]:
+    def _catch_up(
+        self, ids: Collection[int] = (), *, crashed: bool = False
+    ) -> tuple[dict[int, Plant], int]:
         """Find the plants that have these ids, up to the end of the file.
 
         Return them by id, and the last of their offsets, or ``UNKNOWN``.
 
-        Other processes may have appended, or died in the middle of a line. If the index
-        cannot be believed it is opened again: another process may have replaced it. If
-        that does not help it is built.
+        If the index cannot be believed it is opened again, since another process may
+        have replaced it, and then built. With ``crashed`` the store opens: the machine
+        may have crashed before.
         """
-        for is_new in False, True:
+        reopen, new = crashed, False
+        while True:
             try:
+                if reopen:
+                    self._open_index(new=new, crashed=crashed)
                 return self._find(ids)
             except IndexDamaged as ex:
-                self._open_index(ex, is_new=is_new)
-        return self._find(ids)
+                if new:
+                    raise
+                reopen, new = True, reopen
+                text = '%s: the index is opened again: %s'
+                self._messages.append((text, self._path, ex))
 
     def _find(self, ids: Collection[int]) -> tuple[dict[int, Plant], int]:
         """Look ids up, and read the lines that the index does not know."""
@@ -312,50 +315,41 @@ class PlantFile:
         if torn is not None:
             side = recovery.cut_tail(self._path, self._fd, torn.offset)
             text = (
-                f'{self._path}: removed {size - torn.offset} bytes of an unfinished '
-                f'write at byte {torn.offset} ({torn.reason}); a copy is in {side.name}'
+                f'%s: removed {size - torn.offset} bytes of an unfinished write at '
+                f'byte {torn.offset} (%s); a copy is in %s'
             )
-            self._messages.append((logging.WARNING, text))
+            self._messages.append((text, self._path, torn.reason, side.name))
         elif size and os.pread(self._fd, 1, size - 1) != b'\n':
             self._write(b'\n', size)  # the last line is a record without its line feed
         self._index.know(os.fstat(self._fd).st_size)
         return found
 
-    def _open_index(
-        self,
-        why: IndexDamaged | None = None,
-        *,
-        is_new: bool = False,
-        crashed: bool = False,
-    ) -> None:
+    def _open_index(self, *, new: bool, crashed: bool) -> None:
         """Open the index; then it knows all lines, which are synced.
 
-        It is built if it shows a fault, or ``is_new``. ``why`` is the fault of the one
-        that is open; there is none at first, when the machine may have ``crashed``.
+        It is built if it is ``new``, or shows a fault.
         """
         self._check_file()  # its index would be that of another file
-        if why is not None:
-            text = f'{self._path}: the index is opened again: {why}'
-            self._messages.append((logging.WARNING, text))
-            self._index.close()
-        index = self._index = Index(self._path, self._fd, new=is_new)
+        self._index.close()
+        index = self._index = Index(self._path, self._fd, new=new)
         try:
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, self._fd, size, index.synced)
             if index.reason:
                 index.build()
                 if size:
-                    text = f'{self._path}: building the index: {index.reason}'
-                    self._messages.append((logging.INFO, text))
+                    log.info('%s: building the index: %s', self._path, index.reason)
             self._read_on(crashed=crashed)
             if index.synced < index.end:
                 # Plants of others may not be on the disk, and a repeat is acknowledged.
-                recovery.write_again(self._fd, max(0, index.synced))
+                start = max(0, index.synced)
+                for data in disk.pieces(self._fd, start, index.end):
+                    disk.write(self._fd, data, start)
+                    start += len(data)
+                disk.sync(self._fd, times=True)  # the index has the mtime
                 index.synced = index.end
             if index.reason:
                 index.install(index.end)
-        except BaseException as ex:
+        except BaseException:
             index.close()
-            if is_new or not isinstance(ex, IndexDamaged):
-                raise
-            self._open_index(ex, is_new=True, crashed=crashed)
+            raise

@@ -15,27 +15,22 @@ knows is before the mark and in the table, or after it and recent. A *flush* ent
 recent ids that are synced into the table, a second after an add. One process at a time
 flushes, in a thread and without the lock of the plant file, and a look waits for none:
 
-* A flush leaves the recent ids as they are. The first look that finds them before its
-  mark drops them: until then they are known twice, never not at all.
+* A flush leaves the recent ids as they are. The next look drops those before its mark:
+  until then they are known twice, never not at all.
 * A flush takes an end, copies the recent ids, and enters those before that end. They
   begin at the mark of the latest look or before it, and the mark of the table is never
   lower than that: so no id is missing.
 
-So what a look has found stays true, whatever becomes of the table: all ids before its
-mark are in it, and all later ones are recent. So an id above the highest of the table
-needs no look for a second: clients count up. (Each batch looks otherwise: 0.95 of the
-adds at 16 connections.) A worker that was idle looks: the mark tells it what others
-have acknowledged, also if the plant file was cut short meanwhile.
+So what a look has found stays true, whatever becomes of the table, and an id above the
+highest of the table needs no look for a second: clients count up. (Each batch looks
+otherwise: 0.95 of the adds at 16 connections.) A worker that was idle looks: the mark
+tells it what others have acknowledged, also if the plant file was cut short meanwhile.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
 A miss is believed if SQLite has read it from files that still have their names, that
-are of one moment (``table.py``), and that belong to the plant file:
-
-* the inode is that of the plant file (not the device: its number changes with a mount);
-* the last 256 bytes before the mark are the same;
-* the last process that closes the index leaves the mark at the end, and the mtime. If
-  the plant file has another size or mtime at the next open, it was edited.
-
+are of one moment (``table.py``), and that belong to the plant file: its inode (not the
+device: its number changes with a mount), the last 256 bytes before the mark, and, after
+the last process has closed the index, its size and mtime are those that were noted.
 Otherwise the index is built again. One that somebody changes in place while it is in
 use may end a process (SIGBUS).
 
@@ -70,10 +65,10 @@ class Index:
 
     It is in one of four states:
 
-    * *believed*, if no fault was found: ``reason`` is None, and a table is open;
-    * *refused*: ``reason`` says why, and no file is open; always with ``new``;
+    * *believed*: ``reason`` is None, and a table is open;
+    * *refused*: ``reason`` says why, and no file is open; always if ``new``;
     * *being built*, after ``build``: it learns all ids; ``install`` makes it believed;
-    * *closed*, after ``close``, which each of them allows.
+    * *closed*, after ``close``, which may come at any time.
     """
 
     def __init__(self, path: Path, plants: int, *, new: bool = False) -> None:
@@ -257,9 +252,8 @@ class Index:
                 state = table.read_state(connection)
                 if state.inode != self._inode or state.mark < self.mark:
                     raise OSError(errno.ESTALE, 'it is of another file')
-                # NOTE: before the copy: ids that are entered meanwhile are after it.
-                # While an index is opened again, a sync may cover lines that it has not
-                # read yet.
+                # NOTE: before the copy: ids that are entered meanwhile are after it. A
+                # sync may cover lines that an index has not read yet.
                 end = max(state.mark, min(self.synced, self.end))
                 if (state.mark, state.mtime) != (end, mtime):
                     connection.execute('BEGIN IMMEDIATE')

@@ -13,9 +13,8 @@ from pathlib import Path
 from store.errors import StoreClosed, StoreUnavailable
 
 LOCK_WITHIN = 4.5  # seconds; an add, which may wait for more, has 5
-# NOTE: flock() has no timeout, and a thread cannot be interrupted in it. So a waiter
-# polls. It pauses for a share of the time that it has waited: an append takes 200 us,
-# and whoever pauses for longer than the others finds the lock taken again and again.
+# NOTE: flock() has no timeout, so a waiter polls. It pauses for a share of the time it
+# has waited: whoever pauses for longer finds the lock taken again and again.
 PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01  # seconds
@@ -29,8 +28,8 @@ class _Descriptor:
         self._close()
 
 
-# Descriptors that are closed when they leave this dictionary. A forked child closes all
-# at once: the lock belongs to both, and would outlive a parent that is killed in it.
+# Descriptors that are closed when they leave this dictionary, in a forked child all at
+# once: the lock belongs to both, and would outlive a parent that is killed in it.
 # NOTE: a callback is never removed. This one keeps no module in memory after a reload.
 _open: dict[object, _Descriptor] = {}
 os.register_at_fork(after_in_child=_open.clear)

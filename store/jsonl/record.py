@@ -7,14 +7,12 @@ requires::
 
     {"id":1,"name":"Fern","tag":"shade"}\n
 
-The line feed is the commit mark. It is the last byte of a record and nowhere else in
-it: a string can only hold it escaped. (An open adds the one that an editor has left out
-at the end.)
+The line feed is the commit mark: a string can only hold it escaped. (An open adds the
+one that an editor has left out at the end.)
 """
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,15 +22,14 @@ from store.errors import StoreError
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
-# Bytes of a record without its line feed. No body may be longer (PLANTS_MAX_BODY), and
-# a record is never longer than the body it came in. As many as a name of 2**20
-# characters has that are escaped; reading may take 16 times as many.
+# Bytes of a record without its line feed, and of a body (PLANTS_MAX_BODY): as many as a
+# name of 2**20 escaped characters has. Reading may take 16 times as many.
 LONGEST = 13 * 512 * 1024
 NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
 TOO_LONG = f'it is longer than {LONGEST} bytes'
 
-# A line. Nearly all, our own without an escape, have their id as the group: such a line
-# is a record if it is UTF-8 and its id has 64 bits. decode() takes six times as long.
+# A line. One of ours without an escape has its id as the group: it is a record if it is
+# UTF-8 and its id has 64 bits. decode() takes six times as long.
 _LINE = re.compile(
     rb'\{"id":(0|-?[1-9][0-9]{0,18}),"name":"[^"\\\x00-\x1f]*"'
     rb'(?:,"tag":"[^"\\\x00-\x1f]*")?\}\n'
@@ -44,15 +41,11 @@ class DamagedRecord(ValueError):
     """A line is not a record; the message says why."""
 
 
-def _int(literal: str) -> float:
-    # int() refuses longer ones: its time grows with the square of the length. They may
-    # be in a member that means nothing here; elsewhere inf is no integer.
-    is_short = len(literal) <= sys.int_info.default_max_str_digits
-    return int(literal) if is_short else float(literal)
-
-
-# NOTE: int() refuses NaN and Infinity, which are not JSON.
-_decode = json.JSONDecoder(parse_int=_int, parse_constant=int).decode
+# NOTE: int() refuses NaN and Infinity, which are not JSON. It also refuses very long
+# integers, which are, and mean nothing here: cut short they are still too long for ids.
+_decode = json.JSONDecoder(
+    parse_int=lambda literal: int(literal[:99]), parse_constant=int
+).decode
 
 
 def encode(plant: Plant) -> bytes:

@@ -13,10 +13,9 @@ things, both after the end that the latest sync covered:
 Both are cut off, and kept in a side file. A last record that lacks only its line feed,
 as editors leave it, is kept: the beginning of a record is never a JSON object.
 
-Any other line that is not a record was acknowledged, or may have been. So nothing is
-changed until an operator asks for a repair. A file that no crash of ours can have left
-is not changed either: no line of it is a record, or the damage is longer than all that
-can be written between two syncs.
+Any other damage may be of acknowledged lines: nothing is changed until an operator asks
+for a repair. Nor is a file that no crash of ours can have left: no line of it is a
+record, or the damage is longer than all that can be written between two syncs.
 """
 
 import fcntl
@@ -64,9 +63,9 @@ class Line(NamedTuple):
     reason: str  # why it is damaged
 
 
-def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
+def read_lines(fd: int, start: int, end: int, piece: int = 0) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
-    for offset, chunk, stop in _chunks(fd, start, end):
+    for offset, chunk, stop in _chunks(fd, start, end, piece):
         for text in BytesIO(chunk):
             after = stop if len(text) == len(chunk) else offset + len(text)
             yield _line(offset, after, text)
@@ -74,14 +73,9 @@ def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
 
 
 def line_at(fd: int, offset: int) -> Line:
-    """Return the line that begins at an offset."""
-    text = piece = os.pread(fd, 512, offset)
-    while piece and b'\n' not in piece and len(text) <= LONGEST:
-        size = min(15 * len(text), LONGEST + 1 - len(text))
-        piece = os.pread(fd, size, offset + len(text))
-        text += piece
-    text = text[: text.find(b'\n') + 1] or text
-    return _line(offset, offset + len(text), text)
+    """Return the line that begins at an offset; the ``end`` only of a record."""
+    lines = read_lines(fd, offset, offset + LONGEST + 1, piece=512)
+    return next(lines, Line(offset, offset, b'', None, record.NOT_JSON))
 
 
 def plant_at(fd: int, offset: int, id: int) -> Plant:
@@ -128,9 +122,9 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """
     try:
         with open(open_file(path, flags), 'rb') as file:
-            index = Index(path, file.fileno())
-            index.close()
-            yield file.fileno(), index.synced
+            with closing(Index(path, file.fileno())) as index:
+                synced = index.synced
+            yield file.fileno(), synced
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
 
@@ -142,9 +136,8 @@ def read_on(
 
     A plant may be there twice, and, if the machine may have ``crashed``, lost blocks.
 
-    Returns:
-        The offsets of those ids that are known then, unless the index is being built;
-        and the first line of a torn tail, or ``None``.
+    Return the offsets of those ids that are known then, unless the index is being
+    built; and the first line of a torn tail, or ``None``.
     """
     start, size = index.end, end - index.end
     began = reported = time.monotonic()
@@ -177,8 +170,7 @@ def read_on(
             percent = 100 * (stop - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
-    # The table may know lines of other processes after the end of the file; not of the
-    # file as it was: a command has no lock, and others append and flush meanwhile.
+    # Of the file as it is now: a command has no lock, and others append meanwhile.
     check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
@@ -205,10 +197,9 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     end = os.fstat(fd).st_size
     side = copy_aside(path, fd, [(offset, end)], 'torn')
     try:
-        # The point of no return: the bytes are durable in both files; the cut leaves
-        # one. A crash before the sync may bring them back, to be cut again. The sync
-        # must come before the next append: a crash could leave blocks of both, and the
-        # beginning of a new record with the end of an old one may be a third record.
+        # The bytes are durable in the side file. The sync must come before the next
+        # append: the beginning of a new record may make a third one with the end of
+        # an old one, if a crash leaves blocks of both.
         os.ftruncate(fd, offset)
         sync(fd)
     except BaseException:
@@ -219,25 +210,11 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     return side
 
 
-def write_again(fd: int, start: int) -> None:
-    """Write the bytes from an offset on again, and sync them. REQUIRES: the lock."""
-    while data := os.pread(fd, CHUNK, start):
-        start += os.pwrite(fd, data, start)
-    sync(fd, times=True)  # the index has the mtime
-
-
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that."""
-    with between_appends(path, fd):
-        return os.fstat(fd).st_size
-
-
-@contextmanager
-def between_appends(path: Path, fd: int) -> Iterator[None]:
-    """Hold the lock of a plant file, as a reader: nobody writes meanwhile."""
     take_flock(path, fd, fcntl.LOCK_SH)
     try:
-        yield
+        return os.fstat(fd).st_size
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -260,13 +237,16 @@ def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
     return StoreCorrupt(str(path), number, offset, reason)
 
 
-def _chunks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+def _chunks(
+    fd: int, start: int, end: int, piece: int = 0
+) -> Iterator[tuple[int, bytes, int]]:
     """Yield chunks of whole lines, each between two offsets.
 
     The last may lack its feed. A line that is too long to be a record is a chunk by
     itself, of which only the beginning is read: it may be as long as the file.
     """
-    while start < end and (chunk := os.pread(fd, min(CHUNK, end - start), start)):
+    size = piece or CHUNK
+    while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
         if cut := chunk.rfind(b'\n') + 1:
             chunk = chunk[:cut]
             stop = start + cut

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from itertools import chain, groupby
 from pathlib import Path
 from struct import Struct
 from tempfile import SpooledTemporaryFile
@@ -17,8 +18,7 @@ from store.jsonl.lock import take_flock
 from store.jsonl.recovery import Line
 from store.jsonl.table import IndexDamaged
 
-# Lines that are compared at a time: as many as one piece of the file has, or fewer.
-COMPARED = 50_000
+COMPARED = 128 * 1024  # bytes of the lines that are compared at a time
 NAMED = 1_000  # faults that are named; the others are counted
 SPAN = Struct('qq')  # where a damaged line begins and ends
 
@@ -30,8 +30,7 @@ class Verified(NamedTuple):
     """The result of reading every plant of a store."""
 
     plants: int  # the number of sound lines
-    # A sentence for each of the first damaged lines or repeated ids, for what is
-    # missing at the end, and for an index that is not that of the file.
+    # Sentences: the first damaged lines, missing bytes, an index that differs.
     damaged: tuple[str, ...] = ()
     unnamed: int = 0  # faults that have no sentence
     repaired: str = ''  # what was done about them, and what is left to do
@@ -41,10 +40,9 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     """Find all damage of a plant file.
 
     With ``repair`` damaged lines are moved to a side file, and missing bytes are
-    accepted: the plant file is replaced in one step by another file, with all sound
-    lines, which gets a new index. A server that has the old one open refuses plants
-    until it is reloaded. After an error the file is either unchanged, or repaired; a
-    power cut may still undo that repair.
+    accepted: another file with all sound lines replaces the plant file in one step. A
+    server refuses plants then until it is reloaded. After an error the file is either
+    unchanged or repaired; a power cut may still undo that repair.
     """
     sentences: list[str] = []
     unnamed = 0
@@ -91,7 +89,8 @@ def _replace(path: Path, fd: int, end: int, spans: IO[bytes]) -> Path | None:
     try:
         if spans.tell():
             copies.append(copy_aside(path, fd, _read(spans), 'damaged'))
-        copies.append(copy_aside(path, fd, _between(_read(spans), end), 'repaired'))
+        edges = chain([0], chain.from_iterable(_read(spans)), [end])
+        copies.append(copy_aside(path, fd, zip(edges, edges, strict=True), 'repaired'))
         # The point of no return: all copies are durable, and so is every line.
         os.rename(copies[-1], path)
     except BaseException:
@@ -109,26 +108,19 @@ def _read(spans: IO[bytes]) -> Iterator[tuple[int, int]]:
         yield from SPAN.iter_unpack(data)
 
 
-def _between(spans: Iterable[tuple[int, int]], end: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    for first, last in spans:
-        yield start, first
-        start = last
-    yield start, end
-
-
 def _find_damage(
     path: Path, fd: int, lines: Iterable[Line], counts: Counter[str], *, locked: bool
 ) -> Iterator[tuple[int, Line]]:
     """Yield the damaged lines with their numbers; count sound lines and wrong ids.
 
     Without the lock another process may cut off a torn tail, and append. So damage
-    counts if it is still there under the lock. What follows a cut is new: it is left.
+    counts if it is still there after that. What follows a cut is new: it is left.
     """
     number = 0
     with closing(Index(path, fd)) as present, closing(Index(path, fd, new=True)) as new:
         new.build(temporary=True)
-        for batch in _batches(lines):
+        for _, group in groupby(lines, lambda line: line.offset // COMPARED):
+            batch = [*group]
             ids = [(line.plant.id, line.offset) for line in batch if line.plant]
             with suppress(IndexDamaged):  # an open will build it again
                 found = present.find([id for id, _ in ids])
@@ -137,7 +129,8 @@ def _find_damage(
                     for id, offset in ids
                 )
             firsts = new.learn(ids)
-            confirmed = locked
+            if not locked:
+                recovery.whole_size(path, fd)  # waits for a cut that has begun
             for line in batch:
                 number += 1
                 first = firsts[line.plant.id] if line.plant else line.offset
@@ -149,30 +142,7 @@ def _find_damage(
                 if line.plant:
                     counts['sound'] += 1
                     continue
-                confirmed = confirmed or _is_there(path, fd, batch)
-                if not confirmed:
+                if not locked and recovery.line_at(fd, line.offset).text != line.text:
                     return
                 yield number, line
             batch.clear()
-
-
-def _batches(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    batch: list[Line] = []
-    size = 0
-    for line in lines:
-        batch.append(line)
-        size += len(line.text)
-        del line  # a long one takes much memory
-        if size >= CHUNK or len(batch) == COMPARED:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _is_there(path: Path, fd: int, batch: list[Line]) -> bool:
-    """Whether lines are those of the file, between two appends."""
-    text = b''.join(line.text for line in batch)
-    start = batch[0].offset
-    with recovery.between_appends(path, fd):
-        before = os.pread(fd, 1, start - 1) if start else b'\n'
-        return before + os.pread(fd, len(text), start) == b'\n' + text

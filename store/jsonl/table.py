@@ -2,31 +2,28 @@
 
 **A bug of SQLite before 3.51.3.** It may lose a commit that one connection makes while
 another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"). So both happen
-under the flush lock, and every other connection only reads. This may go when no system
-has such a version any more; most have.
+under the flush lock, and every other connection only reads.
 
-**Main file and WAL must be of one moment.** The WAL has the pages of all commits since
-a checkpoint has ended, and SQLite lays them over the main file. If one of the two was
-put back from another moment, ids are missing, and SQLite does not notice. So each
-commit counts up a number in page 1 (``user_version``). With the commits ``first`` to
-``last`` in the WAL, the main file fits if it is not longer than the last commit says,
-and its number is
+**Main file and WAL must be of one moment.** SQLite lays the pages of the WAL, of all
+commits since a checkpoint has ended, over the main file. If one of the two was put back
+from another moment, ids are missing, and SQLite does not notice. So each commit counts
+up a number in page 1 (``user_version``). With the commits ``first`` to ``last`` in the
+WAL, the main file fits if it is not longer than the last commit says, and its number is
 
 * ``first - 1``, and it is not shorter than its page 1 says; or
 * from ``first`` to ``last``: a checkpoint of this WAL was cut off. It writes page 1
   first, and whatever page it writes is in the WAL, too.
 
-After a checkpoint the next commit begins the WAL again. Until it ends, the WAL has no
-commit, and the main file alone counts. Without a WAL the index must have been closed: a
-main file that was in use may be a copy from the middle of a checkpoint. The lengths
-tell of a copy that took longer than a checkpoint which added pages, not of one that
-paused in the middle of a checkpoint, or beside one that added none.
+After a checkpoint, until a commit begins the WAL again, the main file alone counts.
+Without a WAL the index must have been closed: a main file that was in use may be a copy
+from the middle of a checkpoint. The lengths tell of a copy that took longer than a
+checkpoint which added pages, not of one beside a checkpoint that added none.
 
-**Forks.** SQLite has locks in memory, for all connections of a process. A child that is
-forked while another thread holds one would wait forever. So every use of a connection
-holds a lock of this module, and a fork waits for both: two, because a look must not
-wait for a flush. SQLite's locks on files belong to a process: connections of a child
-take none while it has one of its parent open. So ``connect`` closes inherited ones.
+**Forks.** A child that is forked while another thread holds a lock that SQLite has in
+memory would wait for ever. So every use of a connection holds a lock of this module,
+and a fork waits for both: two, because a look must not wait for a flush. SQLite's locks
+on files belong to a process: connections of a child take none while it has one of its
+parent open. So ``connect`` closes inherited ones.
 """
 
 import errno
@@ -129,14 +126,10 @@ def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator
             yield
     except NotOurs:
         raise
-    except FileNotFoundError as ex:  # not the plant file
-        raise error('a file of the index was removed') from ex
     except OSError as ex:
         raise error(ex.strerror or str(ex)) from ex  # a client sees it: no path
     except (sqlite3.Error, TypeError, ValueError) as ex:
-        is_no_table = getattr(ex, 'sqlite_errorcode', None) == sqlite3.SQLITE_NOTADB
-        reason = 'it is of an earlier version, or no index' if is_no_table else str(ex)
-        raise error(reason) from ex
+        raise error(str(ex)) from ex
 
 
 reading = partial(_using, _reading, IndexDamaged)
@@ -178,10 +171,9 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
     """Whether main file and WAL are of one moment. REQUIRES: ``reading``.
 
     The numbers are read one after another, and another process may flush meanwhile.
-    They only grow: those that are the same again are of one moment.
+    So they are read again if they do not fit.
     """
-    before = None
-    while True:
+    for _ in range(10):
         header = _read_header(path)
         number, header_length = _integer(header, 60), _integer(header, 28)
         [page_size] = connection.execute('PRAGMA page_size').fetchone()
@@ -196,11 +188,9 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
             fits = header_length <= length <= last_length
         else:
             fits = first <= number <= last and length <= last_length
-        lengths = header_length, length, last_length
-        found = number, first, last, has_wal, is_closed, lengths
-        if fits or found == before:
-            return fits
-        before = found
+        if fits:
+            return True
+    return False
 
 
 def _read_header(path: Path) -> bytes:
@@ -255,8 +245,8 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
         try:
             yield connection
         finally:
-            # NOTE: the last connection that is closed removes the WAL. One that only
-            # reads cannot, so one is closed after this.
+            # NOTE: the last connection that has read the WAL removes it when it is
+            # closed. One that only reads cannot, so one is closed after this.
             last = after.enter_context(closing(_connect(f'{uri}?mode=ro')))
             last.execute(STATE)
 
@@ -264,8 +254,8 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
 def new_table(path: Path | None = None) -> sqlite3.Connection:
     """Return a connection to a new table, in a transaction.
 
-    It is in an empty file, or, without a path, in one that SQLite removes. If it is not
-    finished it is removed, never rolled back. So it needs no journal.
+    It is in an empty file, or, without a path, in one that SQLite removes. It needs no
+    journal: one that is not finished is removed.
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
@@ -322,8 +312,7 @@ def leave_wal(connection: sqlite3.Connection) -> bool:
     """Leave the WAL mode; return whether no other connection is open, as it needs."""
     connection.execute('PRAGMA busy_timeout = 0')
     connection.execute('PRAGMA synchronous = FULL')
-    try:
-        mode = connection.execute('PRAGMA journal_mode = DELETE').fetchone()
-    except sqlite3.OperationalError:
-        return False
-    return bool(mode == ('delete',))
+    with suppress(sqlite3.OperationalError):
+        [mode] = connection.execute('PRAGMA journal_mode = DELETE').fetchone()
+        return bool(mode == 'delete')
+    return False
