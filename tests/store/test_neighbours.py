@@ -183,6 +183,21 @@ def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
         store.add(Plant(4, 'Oak'))
 
 
+def test_link_to_the_lock_is_refused_while_a_server_runs(path):
+    """A probe would empty the file that a neighbour has linked to meanwhile."""
+    target = path.with_name('of somebody else')
+    target.write_bytes(b'precious')
+    lock = path.with_name('plants.jsonl.index-lock')
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(1, 'Fern'))
+        lock.unlink(missing_ok=True)
+        lock.symlink_to(target)
+        with pytest.raises(StoreUnavailable, match='index-lock beside it is not'):
+            store.ping()
+        store.add(Plant(2, 'Moss'))
+    assert target.read_bytes() == b'precious'
+
+
 def test_side_files_are_new_files(path):
     """A link with the name of the next side file is left, and not written through."""
     path.write_bytes(FERN + b'{"id":')
