@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import WarmProcess
 
 from store.testing.waiting import PATIENCE, wait_until
 
@@ -215,8 +216,10 @@ class Server:
     ):
         self.directory = directory
         self._command = [*command, *arguments]
-        # Counters and measurements are files, which a server that is killed leaves.
+        # To measure the coverage of a process, Python must be started for it.
         is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
+        self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not is_covered
+        # Counters and measurements are files, which a server that is killed leaves.
         self._is_killed = not (is_covered or environment.get('PLANTS_METRICS'))
         self._workers = workers
         self._log_path = directory / 'server.log'
@@ -252,6 +255,11 @@ class Server:
         """Start the server without waiting for it."""
         self._port = None
         with self._log_path.open('wb') as log:
+            if self._is_warm:
+                self._process = WarmProcess(
+                    self._command, self.directory, self._environment, self._log_path
+                )
+                return
             self._process = subprocess.Popen(
                 self._command,
                 cwd=self.directory,

@@ -16,7 +16,8 @@ from server import Server, finished, is_alive, request, wait_until
 from store import StoreUnavailable, open_store
 
 IS_MAC = sys.platform == 'darwin'
-PYTHON = sys.executable, '-m'
+# With an option, or the server would be forked from a process that is not simulated.
+PYTHON = sys.executable, '-s', '-m'
 
 
 @pytest.fixture

@@ -198,6 +198,8 @@ def check(echo, data, cut):
                 answer = receive(client)
                 assert answer is None or answer.status in (400, 414, 417, 431)
                 break
+            if '\n' in read[3]:
+                return  # it is like a bare line feed of a chunk
             answer = receive(client)
             raw = data[: len(data) - len(rest)].removeprefix(b'\r\n')
             head = re.match(rb'(?s:.*?)\n\r?\n', raw)[0]

@@ -1,0 +1,72 @@
+"""Start gunicorn by a fork of a process that has imported its libraries.
+
+These imports take two thirds of the CPU of a start, and the tests start hundreds of
+servers: all tests take 259 s of CPU, and 383 without this module. After the fork
+gunicorn is removed again, and imported as in a new process; its libraries stay. The
+service is never imported before the fork. The commands that people type are started as
+they are: see ``tests/serving/test_start.py``.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+
+FORKSERVER = multiprocessing.get_context('forkserver')
+# In the order in which gunicorn and our configuration import them.
+FORKSERVER.set_forkserver_preload(
+    [
+        *('gunicorn.app.wsgiapp', 'gunicorn.arbiter', 'gunicorn.workers.ggevent'),
+        *('falcon', 'jsonschema', 'jsonschema_rs'),
+        *('difflib', 'hmac', 'logging.config', 'secrets', 'sqlite3', 'uuid'),
+    ]
+)
+
+
+class WarmProcess:
+    """``python -m gunicorn``, with the part of ``subprocess.Popen`` that tests use."""
+
+    def __init__(self, command, cwd, env, log):
+        command = [str(word) for word in command]
+        self._process = FORKSERVER.Process(target=_serve, args=(command, cwd, env, log))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        """Return the exit code, as ``Popen`` does, or ``None`` while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        """Wait until the server has ended; return its exit code."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired('gunicorn', timeout)
+        return self.poll()
+
+    def send_signal(self, number):
+        """Send a signal to the server, if it has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _serve(command, directory, environment, log):
+    """Become the server."""
+    os.setsid()
+    with open(log, 'ab') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # gunicorn reads the environment when it is imported, so it is imported again. What
+    # it has imported itself stays.
+    for name in list(sys.modules):
+        if name.partition('.')[0] == 'gunicorn':
+            del sys.modules[name]
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.orig_argv[:] = command
+    sys.argv[:] = command[2:]
+    # Without the directories of the tests.
+    libraries = (f'{sys.base_prefix}/lib', sys.prefix)
+    sys.path[:] = [str(directory), *(p for p in sys.path if p.startswith(libraries))]
+    runpy.run_module('gunicorn', run_name='__main__', alter_sys=True)
