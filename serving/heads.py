@@ -6,18 +6,20 @@ Kept heads save 27 and 32 % of the CPU of an add (16 and 64 connections, side by
 
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from email.utils import formatdate
+from functools import lru_cache, partial
 from io import BytesIO
 from ipaddress import IPv6Address
 from typing import Any
 from urllib.parse import unquote
 
 from gunicorn.config import Config
-from gunicorn.http import errors
+from gunicorn.http import errors, wsgi
 from gunicorn.http.body import Body, ChunkedReader, LengthReader
 from gunicorn.http.message import Request
 from gunicorn.http.unreader import SocketUnreader
-from gunicorn.http.wsgi import Response, create
 
 from serving.client import MAX_WASTED, PIECE, Client
 
@@ -238,6 +240,24 @@ class StrictRequest(Request):  # type: ignore[misc]
         return self.body.failed or reader.parser is not None
 
 
+# RFC 9110, section 5.6.7. Given in seconds, so it is formatted once a second.
+_http_date = lru_cache(maxsize=1)(partial(formatdate, usegmt=True))
+
+
+class Response(wsgi.Response):  # type: ignore[misc]
+    """gunicorn's response, with 4 % less CPU an add (16 and 64 connections, paired)."""
+
+    def default_headers(self) -> list[str]:
+        major, minor = self.req.version
+        connection = 'close' if self.should_close() else 'keep-alive'
+        return [
+            f'HTTP/{major}.{minor} {self.status}\r\nServer: {self.version}\r\n'
+            f'Date: {_http_date(int(time.time()))}\r\n'
+            f'Connection: {"upgrade" if self.upgrade else connection}\r\n',
+            *(['Transfer-Encoding: chunked\r\n'] if self.chunked else []),
+        ]
+
+
 class Exchanges:
     """The requests of all connections of a worker, and their WSGI environments.
 
@@ -298,7 +318,7 @@ class Exchanges:
         client, address = request.unreader.sock, request.peer_addr
         if request.environ is None:
             head, _, listener = request.key
-            _, environ = create(request, client, address, listener, self._cfg)
+            _, environ = wsgi.create(request, client, address, listener, self._cfg)
             # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
             if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
                 raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
