@@ -41,7 +41,7 @@ from pathlib import Path
 from random import getrandbits
 from typing import NamedTuple
 
-from store.base import ID_MIN
+from store.base import ID_MAX
 
 ROWS = 1_024  # ids of one INSERT; json.dumps() holds the GIL, 0.2 ms for so many
 CHECKPOINT_PAGES = 1_000  # in the WAL; then a commit begins a checkpoint: two syncs
@@ -59,8 +59,8 @@ SCHEMA = (
 STATE = 'SELECT inode, mark, tail, mtime FROM state LIMIT 2'  # there is one
 # One statement, so that all is of one moment.
 LOOK = (
-    'SELECT mark, (SELECT max(id) FROM plants), id, offset FROM state '
-    'LEFT JOIN plants ON id IN (SELECT value FROM json_each(?))'
+    'SELECT mark, value, offset, (SELECT min(id) FROM plants WHERE id > value) '
+    'FROM state LEFT JOIN json_each(?) LEFT JOIN plants ON plants.id = value'
 )
 # NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
 # for each row, and waits up to seconds for it.
@@ -282,12 +282,20 @@ def read_state(connection: sqlite3.Connection) -> State:
 
 def look(
     connection: sqlite3.Connection, ids: Iterable[int]
-) -> tuple[int, int, dict[int, int]]:
-    """Return the mark, the highest id, and the offsets of those ids that are there."""
+) -> tuple[int, dict[int, int], dict[int, int]]:
+    """Return the mark, the offsets of the ids that are there, and what follows others.
+
+    An id that is not there has the next higher one that is, or one that is none.
+    """
+    found: dict[int, int] = {}
+    followers: dict[int, int] = {}
     rows = connection.execute(LOOK, [str(list(ids))]).fetchall()
-    mark, highest, *_ = rows[0]
-    found = {id: int(at) for *_, id, at in rows if id is not None}
-    return int(mark), ID_MIN - 1 if highest is None else int(highest), found
+    for _, id, offset, follower in rows:
+        if offset is not None:
+            found[id] = int(offset)
+        elif id is not None:  # without ids there is one row
+            followers[id] = ID_MAX + 1 if follower is None else int(follower)
+    return int(rows[0][0]), found, followers
 
 
 def insert(

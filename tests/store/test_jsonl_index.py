@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import logging
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -411,12 +412,13 @@ class TestFlush:
         with JSONLinesStore(path) as store:
             assert_stored(store, [EDITED], free=[100])
 
-    def test_ascending_ids_need_no_look(self, path, monkeypatch):
-        """Ids above all in the table need no look; those that are taken are found."""
+    def test_clients_that_count_need_no_look(self, path, monkeypatch):
+        """Ids before the next in the table need no look; those taken are found."""
         monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
             stores = store, other
-            store.add(Plant(0, 'Fern'))
+            for id in 0, 1000:
+                store.add(Plant(id, 'Fern'))
             wait_until(store._backend()._index.flush)
             monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
             look, looked = table.look, []
@@ -424,11 +426,32 @@ class TestFlush:
                 table, 'look', lambda *args: looked.extend(args[1]) or look(*args)
             )
             for id in range(1, 100):
-                stores[id % 2].add(Plant(id, 'Fern'))
+                batch = [Plant(id, 'Fern'), Plant(1000 + id, 'Fern')]
+                assert stores[id % 2].add_many(batch) == [True, True]
             assert len(looked) < 20
-            for id in range(100):
+            for id in *range(100), *range(1000, 1100):
                 with pytest.raises(IdTaken):
                     other.add(Plant(id, 'Moss'))
+
+    @pytest.mark.parametrize('seed', range(3))
+    def test_no_flush_makes_an_id_free(self, path, monkeypatch, seed):
+        """Whoever adds and flushes in whatever order, no id is given twice."""
+        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
+        monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
+        chance, stored = random.Random(seed), {}
+        with JSONLinesStore(path) as one, JSONLinesStore(path) as other:
+            for _ in range(300):
+                store = chance.choice([one, other])
+                ids = chance.sample(range(200), chance.randint(1, 3))
+                plants = [Plant(id, chance.choice('ab')) for id in ids]
+                new = [id not in stored for id in ids]
+                for plant, result in zip(plants, store.add_many(plants), strict=True):
+                    is_same = stored.setdefault(plant.id, plant) == plant
+                    assert isinstance(result, bool) == is_same
+                    assert result is new.pop(0) or not is_same
+                if chance.random() < 0.1:
+                    wait_until(store._backend()._index.flush)
+        assert sorted(JSONLinesStore(path)) == sorted(stored.values())
 
     def test_journal_of_a_killed_process_spoils_no_index(self, path, monkeypatch):
         """A journal that a killed process has left spoils no later index."""
