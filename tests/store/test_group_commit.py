@@ -237,6 +237,7 @@ def test_interrupted_waiter_stops_no_other(quick):
     main = threading.get_ident()
 
     def interrupt():
+        gate.wait_for()  # before that the first record waits, too
         wait_until(commits.waiting)
         signal.pthread_kill(main, signal.SIGINT)
         wait_until(lambda: not commits.waiting())
