@@ -106,7 +106,7 @@ class Turns:
         self._pipelined = deque[Any]()
         self._idle = hub.loop.idle()
         self._check = hub.loop.check()
-        self._check.priority = hub.loop.MINPRI + 1  # before a Gathering counts
+        self._check.priority = hub.loop.MINPRI + 1  # before a Gathering looks
         self._check.start(self._next)
 
     def wait_for_data(self, readable: Any) -> None:

@@ -219,7 +219,6 @@ class Database:
                 log.info('%s: the table is %s', self._names[0], self._table.name)
             if not to_read:
                 self._table.check(connection)
-                self.may_create = False
         except BaseException:
             connection.close()
             raise
