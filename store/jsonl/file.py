@@ -297,7 +297,7 @@ class PlantFile:
         if size == index.end or size - index.end > FEW_BYTES:
             offsets = index.find(ids)
         if size != index.end:
-            offsets |= self._read_on(ids)
+            offsets |= self._read_on(size, ids)
         plants = {
             id: recovery.plant_at(self._fd, offset, id)
             for id, offset in offsets.items()
@@ -305,10 +305,12 @@ class PlantFile:
         return plants, max(offsets.values(), default=UNKNOWN)
 
     def _read_on(
-        self, ids: Collection[int] = (), *, crashed: bool = False
+        self, size: int, ids: Collection[int] = (), *, crashed: bool = False
     ) -> dict[int, int]:
-        """Read the lines that the index does not know, and mend the end of the file."""
-        size = os.fstat(self._fd).st_size
+        """Read the lines that the index does not know, and mend the end of the file.
+
+        NOTE: with few system calls: after each this thread waits for the GIL.
+        """
         found, torn = recovery.read_on(
             self._path, self._fd, self._index, size, ids, crashed=crashed
         )
@@ -319,9 +321,11 @@ class PlantFile:
                 f'byte {torn.offset} (%s); a copy is in %s'
             )
             self._messages.append((text, self._path, torn.reason, side.name))
-        elif size and os.pread(self._fd, 1, size - 1) != b'\n':
+            size = torn.offset
+        self._index.know(size)
+        if size and not self._index.tail.endswith(b'\n'):
             self._write(b'\n', size)  # the last line is a record without its line feed
-        self._index.know(os.fstat(self._fd).st_size)
+            self._index.enter({}, b'\n')
         return found
 
     def _open_index(self, *, new: bool, crashed: bool) -> None:
@@ -339,7 +343,7 @@ class PlantFile:
                 index.build()
                 if size:
                     log.info('%s: building the index: %s', self._path, index.reason)
-            self._read_on(crashed=crashed)
+            self._read_on(size, crashed=crashed)
             if index.synced < index.end:
                 # Plants of others may not be on the disk, and a repeat is acknowledged.
                 start = max(0, index.synced)

@@ -86,7 +86,7 @@ class Index:
         self._pid = os.getpid()
         self._recent: dict[int, int] = {}
         self._flushed = UNKNOWN  # the mark after the latest flush by this process
-        self._tail = b''  # the last bytes before the end
+        self.tail = b''  # the last bytes before the end
         self.mark = 0  # of the table, at the latest look
         # Ranges without an id in the table, at the latest look: lines that were added
         # since are recent.
@@ -170,11 +170,11 @@ class Index:
     def know(self, end: int) -> None:
         """Note that all ids up to an end are known."""
         self.end = end
-        self._tail = self._read_tail(end)
+        self.tail = self._read_tail(end)
 
     def is_at_end(self) -> bool:
         """Whether the bytes before ``end`` are still those that were there."""
-        return self._tail == self._read_tail(self.end)
+        return self.tail == self._read_tail(self.end)
 
     def _read_tail(self, end: int) -> bytes:
         start = max(0, end - TAIL)
@@ -184,7 +184,7 @@ class Index:
         """Enter the ids of lines that have just been appended."""
         self._recent.update(offsets)
         self.end += len(lines)
-        self._tail = (self._tail + lines)[-TAIL:]
+        self.tail = (self.tail + lines)[-TAIL:]
 
     def learn(
         self, lines: list[tuple[int, int]], ids: Iterable[int] = ()

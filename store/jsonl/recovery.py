@@ -170,8 +170,8 @@ def read_on(
             percent = 100 * (stop - start) // size
             text = '%s: %d %% of %d MiB read, %d s'
             log.info(text, path, percent, size >> 20, now - began)
-    # Of the file as it is now: a command has no lock, and others append meanwhile.
-    check_length(path, fd, os.fstat(fd).st_size, index.end)
+    if index.end > end:  # without the lock: others append, and flush, meanwhile
+        check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
 
