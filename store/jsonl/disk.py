@@ -22,7 +22,7 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     if path.is_dir():
         raise StoreUnavailable('it is a directory, not a file', store=str(path))
     # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise StoreUnavailable('it is not a regular file', store=str(path))
@@ -50,7 +50,7 @@ def open_or_make(path: Path, create: Create) -> int:
 def new_file(path: Path, plants: int) -> int:
     """Make a file with the mode and the owner of the plant file, a descriptor."""
     like = os.fstat(plants)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with suppress(PermissionError):  # only root may give a file away
         os.fchown(fd, like.st_uid, like.st_gid)
     os.fchmod(fd, like.st_mode & 0o666)
@@ -63,8 +63,8 @@ def open_lock_file(path: Path, plants: int) -> IO[bytes]:
     with suppress(FileExistsError):
         os.close(new_file(lock_path, plants))
     check_made_by_us(lock_path)
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return open(os.open(lock_path, flags), 'r+b', buffering=0)
+    fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return open(fd, 'r+b', buffering=0)
 
 
 def try_write(path: Path, plants: int, length: int, offset: int) -> None:
@@ -119,7 +119,7 @@ def pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
 
 def sync_directory(path: Path) -> None:
     """Make a new name in a directory durable: a sync of the file does not cover it."""
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path.parent, os.O_RDONLY)
     try:
         sync(fd, times=True)
     finally:

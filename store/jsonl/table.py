@@ -200,7 +200,7 @@ def _read_header(path: Path) -> bytes:
     if fd is None or not os.path.samestat(os.fstat(fd), os.stat(path)):
         if fd is not None:
             os.close(_mains.pop(path))
-        fd = _mains[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _mains[path] = os.open(path, os.O_RDONLY)
     return os.pread(fd, 100, 0)
 
 
