@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 def _url(text: str) -> str:
     """Return the URL that an argument means, which may also be a plain path."""
     has_scheme = re.match('[A-Za-z][A-Za-z0-9+.-]*:', text)
-    is_file = text not in ('', PIPE) and not has_scheme and is_path(text)
+    is_file = text != PIPE and not has_scheme and is_path(text)
     return f'jsonl:{text}' if is_file else text
 
 
