@@ -157,7 +157,6 @@ def connect(path: Path) -> sqlite3.Connection:
 
 def _check_schema(connection: sqlite3.Connection) -> None:
     """Raise ``IndexDamaged`` unless the tables are ours: a view may have no end."""
-    connection.execute('PRAGMA trusted_schema = OFF')
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
     steps = iter(range(100))
     connection.set_progress_handler(lambda: next(steps, None) is None, 1_000)
