@@ -21,7 +21,7 @@ FIND = """SELECT quote_ident(nspname) || '.plants',
 array_position(current_schemas(false), nspname), row_security_active(it.oid) AND EXISTS
 (SELECT 1 FROM pg_policy WHERE polrelid = it.oid
 AND pg_get_expr(polqual, polrelid) <> 'true'), 3 = (SELECT count(*) FROM pg_attribute
-WHERE attrelid = it.oid AND attname IN ('id', 'name', 'tag') AND NOT attisdropped)
+WHERE attrelid = it.oid AND attname IN ('id', 'name', 'tag'))
 FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace
 WHERE relname = 'plants' AND relkind IN ('r', 'p', 'v', 'f') AND nspname !~ '^pg_'
 UNION ALL SELECT quote_ident(current_schema()) || '.plants', NULL, NULL, NULL
