@@ -127,7 +127,6 @@ class _Process(Generic[BackendT]):
             return backend
         processes = self._store._processes
         with self._opening:
-            self._store._check_open()
             for pid in processes.keys() - {os.getpid()}:  # from before a fork
                 if (inherited := processes.pop(pid)._backend) is not None:
                     inherited.abandon()
