@@ -237,7 +237,7 @@ def _progress(source: object) -> Progress:
         # About as many plants as if all lines were like the first ones.
         with suppress(OSError), source.path.open('rb') as file:
             lines, size = file.read(2**16), source.path.stat().st_size
-            total = size * lines.count(b'\n') // max(1, len(lines)) or None
+            total = size * lines.count(b'\n') // max(1, len(lines))
     return partial(tqdm, total=total, unit=' plants', leave=False)
 
 
