@@ -44,6 +44,7 @@ class Commits:
             late=lambda: StoreUnavailable('late'),
         )
         self.close = self._queue.close
+        self.start_committer = self._queue._start_committer
 
     def _append(self, batch):
         assert self._appending.acquire(blocking=False), 'two appends at once'
@@ -90,7 +91,7 @@ class Commits:
 def raising(error):
     """Return a function that raises an error."""
 
-    def fail():
+    def fail(*_):
         raise error
 
     return fail
@@ -147,6 +148,8 @@ def test_quick_syncs_do_not_overlap(slow, monkeypatch):
 def test_slow_syncs_overlap_up_to_a_limit(slow):
     """While syncs are slow, several are in flight, up to a limit."""
     commits = Commits()
+    for _ in range(9):  # as first callers that come at once
+        commits.start_committer()
     commits.submit('its sync is measured as slow')
     commits.before_sync = gate = Gate()
     places = range(SLOW_SYNCS_IN_FLIGHT + 3)
@@ -160,6 +163,16 @@ def test_slow_syncs_overlap_up_to_a_limit(slow):
     in_threads(*(partial(run, place) for place in [*places, len(places)]))
     assert commits.most_syncs == SLOW_SYNCS_IN_FLIGHT
     assert commits.batches[-1] == list(places)[SLOW_SYNCS_IN_FLIGHT:]
+
+
+def test_slow_syncs_need_no_second_thread(slow, monkeypatch):
+    """Where no other thread can be started, one commits all."""
+    commits = Commits()
+    commits.submit(0)
+    monkeypatch.setattr(THREADS, 'start', raising(RuntimeError('no more')))
+    for record in 1, 2:
+        commits.submit(record)
+    assert commits.batches == [[0], [1], [2]]
 
 
 def test_quick_failures_wait_for_no_slow_sync(quick):

@@ -1,11 +1,12 @@
 """A lazy store opens at its first use, once per process, and shares pings."""
 
+import sys
 import threading
 
 import pytest
 from disk import Gate, assert_raise
 
-from store import Plant, StoreClosed, StoreUnavailable
+from store import THREADS, Plant, StoreClosed, StoreUnavailable, lazy
 from store.lazy import LazyStore
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
@@ -67,8 +68,15 @@ def store():
         yield store
 
 
-def test_concurrent_first_uses_open_it_once(store):
+def test_concurrent_first_uses_open_it_once(store, monkeypatch):
     """Several first callers open one backend, and all of them use it."""
+    together, process = threading.Barrier(6, timeout=PATIENCE), lazy._Process
+
+    def at_once(store):
+        together.wait()
+        return process(store)
+
+    monkeypatch.setattr(lazy, '_Process', at_once)
     store.before_open = gate = Gate()
     adds = [lambda: store.add(FERN)] * 4
     others = store.ping, lambda: store.add_many([FERN])
@@ -147,7 +155,7 @@ def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
     """It leaves in time, with the reason: the opening, or the open store."""
     monkeypatch.setattr('store.group_commit.WAIT_WITHIN', 0.05)
     store.before_open = gate = Gate()
-    assert_raise(StoreUnavailable, store.ping, match='is being opened')
+    assert_raise(StoreUnavailable, store.ping, match='^test: .* is being opened')
     gate.open()
     wait_until(lambda: store.opened and store.opened[0].pings)
     store.opened[0].before_ping = gate = Gate()
@@ -156,6 +164,31 @@ def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
 
 
 def test_bulk_of_no_plants_opens_the_store(store):
-    """A command opens a store by it, however long that takes."""
+    """A command opens a store by it, however long that takes; Ctrl-C is told."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    store.before_open = interrupt
+    assert_raise(KeyboardInterrupt, lambda: store.add_many([]))
+    store.before_open = lambda: None
     store.add_many([])
     assert len(store.opened) == 1
+
+
+def test_without_threads_it_refuses_and_closes(store, monkeypatch):
+    """Where no thread can be started an add is refused; a close needs none."""
+
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(THREADS, 'start', refuse)
+    uses = store.ping, lambda: store.add(FERN)
+    assert_raise(StoreUnavailable, *uses, match='^no thread can be started: can')
+    store.add_many([FERN])
+    store.close()
+    assert store.opened[0].closed == 1
+    monkeypatch.undo()
+    threads = len(sys._current_frames())
+    assert_raise(StoreClosed, *uses)
+    assert len(sys._current_frames()) <= threads
