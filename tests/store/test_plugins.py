@@ -11,7 +11,7 @@ import pytest
 from exchange import table
 from server import GUNICORN, PATIENCE, REPOSITORY, SCRIPTS, Server, finished, request
 
-from store import Plant, open_store
+from store import Plant, StoreUnavailable, open_store
 
 EXAMPLE = REPOSITORY / 'docs/example_store'
 GROUP = 'plant_store.stores'
@@ -217,6 +217,15 @@ class TestRefused:
             open_store(url)
         shown = ''.join(traceback.format_exception(it.value))
         assert 'secret' not in shown.replace(url, '')
+
+    def test_store_that_cannot_be_made_says_so(self, site):
+        """An error of the store itself is none of the package."""
+        source = (
+            'from store import *\ndef Store(*_, **__): raise StoreUnavailable("full")'
+        )
+        install(site, 'trees', {'trees': 'trees:Store'}, source)
+        with pytest.raises(StoreUnavailable, match='full'):
+            open_store('trees:x', create='always')
 
     def test_broken_package_ends_a_command(self, site, run):
         """A command that names a broken package ends with its reason."""

@@ -91,6 +91,21 @@ def test_no_message_shows_a_password(scheme, place, password, is_quoted):
         assert text not in ''.join(shown)
 
 
+# The password, a text, and what is shown of it.
+CLEANED = [
+    ('S3cret-w0rd', 'near S3cret', 'near ***'),
+    ('S3cret-q', 'near S3cret-q', 'near ***'),
+    ('a\\b', r"near 'a\\b'", "near '***'"),
+    ('so', 'some\nalso', 'some also'),
+]
+
+
+@pytest.mark.parametrize(('password', 'text', 'shown'), CLEANED)
+def test_part_of_a_password_is_hidden(password, text, shown):
+    """A part of a password, and as repr() writes it; not in another word."""
+    assert clean(text, f'x://me:{password}@host') == shown
+
+
 MALFORMED = [
     *(f'postgresql://me:top{sign}secret@host/db' for sign in '@/?#%'),
     *('postgresql:gardener:secret@host/plants', 'postgresql://gardener:secret/plants'),
