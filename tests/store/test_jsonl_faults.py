@@ -18,6 +18,7 @@ from disk import (
     index_of,
     installed,
     lines,
+    open_paths,
     path_of,
     raw_plants,
     take_side_files,
@@ -171,6 +172,9 @@ class TestFullDisk:
         assert path.read_bytes() == lines(FERN)
         store.add(MOSS)
         assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+        disk.calls.clear()
+        store.ping()  # which is as short again as at first
+        assert [call[2:] for call in disk.calls if 'pwrite' in call] == [(b'\0', 0)]
 
     def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
         """A write that returns 0 is an error, not an endless loop."""
@@ -187,12 +191,12 @@ class TestFullDisk:
             if name in ('pwrite', 'ftruncate'):
                 for limit in limits:
                     return limit
-                raise failure(errno.EIO)
+                raise failure(errno.EIO if name == 'pwrite' else errno.EROFS)
             return None
 
         disk.before = before
         adds = (partial(store.add, plant) for plant in (MOSS, MOSS, IVY, FERN))
-        assert_raise(StoreUnavailable, *adds)
+        assert_raise(StoreUnavailable, *adds, match=os.strerror(errno.EIO))
         assert path.read_bytes() == lines(FERN) + lines(MOSS)[:5]
         disk.resume()
         store.add(IVY)
@@ -295,6 +299,7 @@ class TestFailedSync:
         with JSONLinesStore(path) as store:
             assert not try_add(store, FERN)
             assert next(opens) > first
+            assert not {str(path), str(other)} & {*open_paths()}
             store.add(FERN)
         assert disk.durable == lines(FERN)
 
@@ -328,6 +333,17 @@ class TestFailedSync:
                 assert len(set(gate.held)) == len(gate.held) == most
             assert all(add.result(PATIENCE) for add in adds)
         assert sorted(raw_plants(disk.durable)) == [FERN, *plants]
+
+    def test_sync_covers_what_was_written_before_it(self, path, disk, pool, slow_syncs):
+        """A repeat of a later line waits for a sync of its own."""
+        with JSONLinesStore(path) as store:
+            store.add(FERN)
+            with blocked_syncs(disk) as gate:
+                first, _ = add_each(pool, gate, store, MOSS, IVY)
+                gate.release(gate.held[0])
+                assert first.result(PATIENCE)
+                pool.submit(store.add, IVY)
+                gate.wait_for(3)
 
     def test_success_after_a_failed_sync_is_not_believed(
         self, path, disk, pool, slow_syncs

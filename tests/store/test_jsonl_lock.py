@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 
 import pytest
-from disk import assert_raise, assert_stored, fill, lines, open_paths
+from disk import assert_raise, assert_stored, fill, index_of, lines, open_paths
 from machine import locked
 
 from store import Plant, StoreClosed, StoreUnavailable
@@ -29,12 +29,15 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch):
         with locked(path):
             uses = partial(store.add, MOSS), store.ping, not_open.ping
             reads = partial(list, store), partial(verify, path, repair=True)
-            assert_raise(StoreUnavailable, *uses, *reads, match='holds the lock')
+            words = f'^{path}: .* holds the lock'
+            assert_raise(StoreUnavailable, *uses, *reads, match=words)
         refused = pytest.raises(StoreUnavailable, match='holds the lock')
         with store._backend()._lock.held(), refused:
             store.add(MOSS)
+        with pytest.raises(ZeroDivisionError), store._backend()._lock.held():
+            raise ZeroDivisionError
+        assert not_open.add(MOSS)  # an error releases it
         store.ping()
-        assert not_open.add(MOSS)
     assert path.read_bytes() == lines(FERN, MOSS)
 
 
@@ -83,12 +86,13 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
 
 
 def test_nobody_takes_the_lock_of_a_closed_file(path):
-    """Whoever waited for the lock while a store was closed gets ``StoreClosed``."""
+    """Whoever waited for it, or to sync, during a close gets ``StoreClosed``."""
     with JSONLinesStore(path) as store:
         store.add(FERN)
-        lock = store._backend()._lock
-    with pytest.raises(StoreClosed), lock.held():
+        backend = store._backend()
+    with pytest.raises(StoreClosed), backend._lock.held():
         pytest.fail('the lock was taken')
+    in_threads(lambda: assert_raise(StoreClosed, lambda: backend._sync(0)))
 
 
 def test_unlock_that_fails_keeps_nobody_out(path, monkeypatch):
@@ -134,8 +138,10 @@ def test_file_replaced_meanwhile_is_left_alone(path, who):
             path.with_name('new').replace(path)
             with JSONLinesStore(path) as current:
                 current.ping()
+                table = index_of(path).stat().st_ino
                 fcntl.flock(other, fcntl.LOCK_UN)
                 wait_until(refused.is_set)
+                assert index_of(path).stat().st_ino == table
                 assert_stored(current, others, free=[100])
 
         refused = threading.Event()
