@@ -213,7 +213,23 @@ class TestBuilt:
         assert table_files(path) == [index_of(path)]
         with JSONLinesStore(path) as store:
             assert_stored(store, ferns(300), free=[1])
+            append(path, lines(Plant(2, 'Moss')))  # by a process that is killed then
+        with JSONLinesStore(path) as store:
+            assert_stored(store, [*ferns(300), Plant(2, 'Moss')])
         assert not rebuilt()
+
+    def test_index_far_behind_is_built_again(self, path, rebuilt, monkeypatch):
+        """So many lines behind the mark would take memory; a check builds it, too."""
+        monkeypatch.setattr(recovery, 'MOST_BEHIND', 100)
+        with JSONLinesStore(path) as store:
+            store.ping()
+            append(path, lines(*ferns(101)))
+            assert_stored(store, ferns(101))
+            assert rebuilt()
+            other = ferns(1)[0]._replace(tag='another')
+            append(path, lines(*ferns(101, 202), other))
+            with pytest.raises(StoreCorrupt):
+                JSONLinesStore(path).check_opening()
 
     @pytest.mark.parametrize('first', [0, 30, 250, 299])
     def test_two_plants_with_one_id_are_refused(self, path, monkeypatch, first):
@@ -512,6 +528,10 @@ class TestFlush:
                 assert_stored(store, ferns(200))
                 assert caplog.text.count('the index is not flushed') == 1
             wait_for_flush(path)
+            monkeypatch.setattr(table, 'insert', refuse)
+            store.add(Plant(1, 'Fern'))
+            wait_until(lambda: caplog.text.count('the index is not flushed') == 2)
+            monkeypatch.undo()
 
     def test_commits_need_the_flush_lock(self, path, frequent, monkeypatch):
         """The mark follows each add, and is written only under the flush lock."""

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
-from store.jsonl import JSONLinesStore, recovery
+from store.jsonl import JSONLinesStore, record, recovery
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import wait_until
 
@@ -282,7 +282,10 @@ class TestShortened:
         fill(path, *PLANTS)
         os.truncate(path, path.stat().st_size - 1)
         with JSONLinesStore(path) as store:
-            assert_stored(store, PLANTS, free=[100])
+            assert_stored(store, PLANTS)
+        path.write_bytes(path.read_bytes().replace(b'Fern', b'Fer'))
+        with JSONLinesStore(path) as store:
+            assert_raise(StoreUnavailable, *uses(store), match='cut short: 1 bytes')
 
 
 WRONG = {
@@ -425,13 +428,20 @@ def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
 
 @pytest.mark.parametrize(
     ('synced', 'end', 'running'),
-    [(True, 1024, False), (False, 1000, False), (False, 1024, True)],
-    ids=['synced', 'within-a-block', 'running'],
+    [
+        (True, 1024, False),
+        (False, 1000, False),
+        (False, 1024, True),
+        (None, 512, False),
+    ],
+    ids=['synced', 'within-a-block', 'running', 'no-index'],
 )
 def test_zeros_that_are_no_lost_block_are_damage(path, synced, end, running):
     """Zeros that no crash can have left are damage: nothing is touched."""
     text = bytes(end) + lines(*BATCH)[end:]
-    fill(path, *BATCH * synced)
+    fill(path, *BATCH * bool(synced))
+    if synced is None:
+        index_of(path).unlink()
     with JSONLinesStore(path) as store:
         if running:
             store.ping()
@@ -439,6 +449,19 @@ def test_zeros_that_are_no_lost_block_are_damage(path, synced, end, running):
         with pytest.raises(StoreCorrupt):
             store.add(OAK)
     assert path.read_bytes() == text
+
+
+def test_damage_that_is_gone_is_told(path, monkeypatch):
+    """Where a program that ignores the lock changes the file, no line is skipped."""
+
+    def find_damage(chunk, start):
+        yield 1, start
+        raise record.DamagedRecord(record.NOT_JSON)
+
+    path.write_bytes(lines(*PLANTS))
+    monkeypatch.setattr(record, 'scan_ids', find_damage)
+    store = JSONLinesStore(path)
+    assert_raise(StoreUnavailable, store.ping, match='another program changes the file')
 
 
 @pytest.mark.parametrize('ending', [b'', b'\n'], ids=['torn', 'damaged'])
