@@ -59,14 +59,16 @@ sys.exit(code)
 """
 
 
-def run(*arguments, **environ):
+def run(*arguments, stdin=None, **environ):
     """Run a command; return its exit code, its output, and its memory in bytes."""
-    done = finished(
-        [sys.executable, '-c', MEASURE, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **environ},
-        stderr=subprocess.STDOUT,
-    )
+    with open(stdin or os.devnull) as source:
+        done = finished(
+            [sys.executable, '-c', MEASURE, *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, **environ},
+            stdin=source,
+            stderr=subprocess.STDOUT,
+        )
     output, _, memory = done.stdout.rstrip().rpartition('\n')
     return done.returncode, output, int(memory) * 1024
 
@@ -77,9 +79,10 @@ def test_memory_is_bounded_whatever_a_file_has_in_it(path, name):
     parts, is_damaged = CONTENTS[name]
     write(path, parts)
     commands = [['store', 'check', str(path)], ['store', 'list', str(path)]]
+    commands.append(['store', 'count', '-'])
     environ = {'PLANTS_STORE': f'jsonl:{path}', 'PLANTS_TOKENS': TOKEN}
     for command in [*commands, ['gunicorn', '--check-config']]:
-        code, output, memory = run(*command, **environ)
+        code, output, memory = run(*command, stdin=path, **environ)
         assert 'Traceback' not in output
         assert (code, memory < MEMORY) == (int(is_damaged), True), (command, memory)
 
@@ -105,7 +108,7 @@ def test_longest_body_is_the_longest_record(path):
     plant = Plant(1, 'a' * (LONGEST - len('{"id":1,"name":""}')))
     with open_store(f'jsonl:{path}') as store:
         store.add(plant)
-        with pytest.raises(StoreError, match=f'longer than {LONGEST} bytes'):
+        with pytest.raises(StoreError, match=f'id 2: .*longer than {LONGEST} byt'):
             store.add(Plant(2, plant.name + 'a'))
         assert list(store) == [plant]
     assert Settings.from_environ({'PLANTS_MAX_BODY': str(LONGEST)})

@@ -274,20 +274,22 @@ def test_each_loss_of_a_store_has_its_own_wait(make, run, monkeypatch):
 
     def add_many(store, plants):
         if away and clock[0] < away[0]:
-            raise StoreUnavailable('it is away')
+            raise StoreUnavailable('it is \x1baway')
         batches.append(clock[0])
         away[:] = [clock[0] + seconds[len(batches) - 1]]
         return [True] * len(plants)
 
     monkeypatch.setattr('store.__main__.time.sleep', sleep)
     monkeypatch.setattr('store.memory.MemoryStore.add_many', add_many)
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)  # beside a progress bar
     seconds = [7, 7, 11]  # that the store is away after each batch
     arguments = ('copy', '--wait', 10, make('jsonl', *many(4000)), 'memory:')
     code, output, errors = run(*arguments)
     assert (code, counts(output)) == (1, (3000, 0, 0))
     assert batches == [0, 7, 14]
     assert clock == [24]
-    assert len(errors) == 7 + 7 + 10 + 1
+    waits = [line for line in errors if line == r'Waiting: it is \u001baway']
+    assert len(waits) == 7 + 7 + 10
 
 
 def test_damaged_source_ends_the_copy(make, run):
@@ -337,7 +339,8 @@ class TestUsage:
 
 
 class TestOutput:
-    def test_progress_bar_on_a_terminal(self, make):
+    @pytest.mark.parametrize('is_file', [True, False], ids=['file', 'directory'])
+    def test_progress_bar_on_a_terminal(self, make, tmp_path, is_file):
         """A progress bar on a terminal does not mix with the other output."""
         source = make('jsonl', REED, *many(3000, 2))
         path = Path(source.partition(':')[2])
@@ -346,7 +349,8 @@ class TestOutput:
         termios.tcsetwinsize(terminal, (24, 80))
         ends = {'stdout': terminal, 'stderr': terminal}
         shown = b''
-        with command('copy', source, make('jsonl', FERN), **ends) as process:
+        target = make('jsonl', FERN) if is_file else tmp_path
+        with command('copy', source, target, **ends) as process:
             os.close(terminal)
             with suppress(OSError):  # read() fails at the end of a terminal
                 while data := os.read(master, 4096):
@@ -356,8 +360,9 @@ class TestOutput:
         assert re.search(rb'\d+%\|.*\| \d+/3\d\d\d \[', shown)
         assert b' plants/s' in shown
         printed = re.split(rb'[\r\n]+', shown)
-        assert b'conflicting: {"id":1,"name":"Reed"}' in printed
-        assert b'copied: 2999, already there: 0, conflicting: 1' in printed
+        assert (b'conflicting: {"id":1,"name":"Reed"}' in printed) is is_file
+        copied = b'copied: %d, already there: 0, conflicting: %d'
+        assert copied % ((2999, 1) if is_file else (0, 0)) in printed
         assert any(line.startswith(b'Error: ') for line in printed)
 
     @pytest.mark.parametrize(
@@ -371,6 +376,7 @@ class TestOutput:
         code, output, errors = run(name, url)
         assert (code, output) == (0, printed)
         assert any(re.search(r'\d+ plants \[', line) for line in errors)
+        assert not errors[-1].strip()  # it is gone
         monkeypatch.setitem(sys.modules, 'tqdm', None)
         assert run(name, url) == (0, output, [])
 
