@@ -5,6 +5,8 @@ import errno
 import fcntl
 import itertools
 import os
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -24,13 +26,22 @@ from disk import (
     raw_plants,
 )
 from machine import locked
+from server import REPOSITORY, finished
 
-from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, lazy, open_store
-from store.jsonl import JSONLinesStore
+from store import (
+    IdTaken,
+    Plant,
+    StoreClosed,
+    StoreCorrupt,
+    StoreUnavailable,
+    lazy,
+    open_store,
+)
+from store.jsonl import JSONLinesStore, index
 from store.jsonl import disk as disk_calls
 from store.jsonl import file as plant_file
 from store.testing import StoreContract
-from store.testing.waiting import PATIENCE, in_threads, wait_until
+from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
@@ -107,15 +118,44 @@ class TestFile:
                     assert str(path) not in caught.value.reason
         assert list(path.iterdir()) == []
 
-    def test_observer_learns_of_each_sync(self, path):
+    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+    def test_missing_right_is_told(self):
+        """What may not be opened or made is refused with its mode and its owner."""
+
+        def use():
+            if not os.getuid():
+                os.seteuid(65534)
+            ours = f'belongs to user {os.getuid()}; this process is of user '
+            for path, what in (there, f'{there} has mode 0'), (missing, f'{at} has m'):
+                store = JSONLinesStore(path)
+                with pytest.raises(StoreUnavailable, match='cannot be written to'):
+                    store.check_opening()
+                with pytest.raises(StoreUnavailable, match='Permission den') as caught:
+                    store.ping()
+                assert what in caught.value.detail
+                assert f'{ours}{os.geteuid()}' in caught.value.detail
+
+        with tempfile.TemporaryDirectory() as name:
+            at = Path(name).resolve()
+            there, missing = at / 'there', at / 'missing'
+            there.touch(0)
+            at.chmod(0o555)
+            in_child(use)
+            at.chmod(0o755)
+
+    def test_observer_learns_of_each_sync(self, path, monkeypatch):
         """It is called for each sync; a repeat of a synced plant needs none."""
         seen = []
+        monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
         with JSONLinesStore(path) as store:
             store.on_sync = lambda *sync: seen.append((sync[0], sync[1] > 0))
             store.add(Plant(1, 'Fern'))
             store.add(Plant(1, 'Fern'))
             with pytest.raises(IdTaken):
                 store.add(Plant(1, 'Moss'))
+            with JSONLinesStore(path) as other:  # another process, which flushes
+                other.add(Plant(3, 'Ivy'))
+            assert store.add(Plant(3, 'Ivy')) is False
             assert seen == [(1, True)]
             store.on_sync = lambda *sync: 1 / 0  # as it must not
             assert store.add(Plant(2, 'Moss'))
@@ -141,6 +181,12 @@ class TestMissingFile:
         with open_store(f'jsonl:{path}', create='always') as store:
             store.add(Plant(1, 'Moss'))
             assert list(store) == [Plant(1, 'Moss')]
+        for file in path.parent.iterdir():
+            file.unlink()
+        with open_store(f'jsonl:{path}', create='always') as store:
+            path.unlink()
+            assert_raise(StoreUnavailable, store.ping, match='the file is gone')
+            assert not path.exists()
 
     def test_old_index_is_removed_before_a_file_is_made(self, path, disk, monkeypatch):
         """Its table goes last: SQLite would give a WAL to the next table."""
@@ -212,6 +258,7 @@ class TestThreads:
             disk.calls.clear()
             store.add_many(PLANTS)
             assert disk.calls_on(path) == ['pwrite', 'fdatasync']
+            assert store._record(PLANTS[0])[1] == len(FERN)  # batches are limited by it
         assert path.read_bytes() == FERN + MOSS
 
     @pytest.mark.parametrize('error', [0, *disk_calls.NO_FULL_SYNC, errno.EIO])
@@ -257,34 +304,51 @@ class TestThreads:
         assert set(os.listdir('/proc/self/fd')) == before
 
 
+def test_program_may_end_without_a_close(path):
+    """No thread of a store keeps a program from its end."""
+    script = 'import sys, store; store.open_store(sys.argv[1]).add(store.Plant(1, "F"))'
+    command = sys.executable, '-c', script, f'jsonl:{path}'
+    assert finished(command, cwd=REPOSITORY).returncode == 0
+
+
 def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
     """A close waits only for a limited time for a process that keeps the lock."""
+    assert plant_file.CLOSE_WITHIN < lazy.CLOSE_WITHIN <= 5
+    assert lazy.OPENING_WITHIN < lazy.CLOSE_WITHIN
     monkeypatch.setattr(plant_file, 'CLOSE_WITHIN', 0.05)
     for name in 'jsonl.lock.LOCK', 'lazy.CLOSE':
         monkeypatch.setattr(f'store.{name}_WITHIN', 10 * PATIENCE)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
+    lock = store._backend()._lock
     with locked(path):
         in_threads(store.close)
+        with pytest.raises(StoreClosed), lock.held(0.1):
+            pytest.fail('the lock was taken')
     with JSONLinesStore(path) as again:
         assert again.add(Plant(1, 'Fern')) is False
 
 
+# An error in __del__ is reported, and goes no further.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 @pytest.mark.parametrize('failing', range(9))
 def test_close_that_fails_releases_everything(path, monkeypatch, failing):
     """A descriptor that does not close leaves no other open, and no lock."""
 
     def close(fd):
         real(fd)
-        if next(closes) == failing:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if closing and next(closes) == failing:
+            raise failure(errno.EIO)
 
     real, closes, before = os.close, itertools.count(), len(open_paths())
+    closing = []
+    monkeypatch.setattr(os, 'close', close)  # first: the store keeps it for its end
     store = JSONLinesStore(path)
     store.add(PLANTS[0])
-    with monkeypatch.context() as patched, contextlib.suppress(StoreUnavailable):
-        patched.setattr(os, 'close', close)
+    closing.append(True)
+    with contextlib.suppress(StoreUnavailable):
         store.close()
+    monkeypatch.undo()
     store.close()
     wait_until(lambda: len(open_paths()) == before)
     with JSONLinesStore(path) as other:
