@@ -268,9 +268,7 @@ def new_table(path: Path | None = None) -> sqlite3.Connection:
 
 
 def _connect(uri: str) -> sqlite3.Connection:
-    return sqlite3.connect(
-        uri, uri=True, timeout=BUSY, isolation_level=None, check_same_thread=False
-    )
+    return sqlite3.connect(uri, uri=True, timeout=BUSY, check_same_thread=False)
 
 
 def read_state(connection: sqlite3.Connection) -> State:
