@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -164,6 +165,7 @@ class TestFullDisk:
                 use()
             assert caught.value.reason == os.strerror(errno.EDQUOT)
             assert path.read_bytes() == lines(FERN)
+        assert index_of(path, '-lock').read_bytes() == b''
         store.add(FERN)
         with pytest.raises(IdTaken):
             store.add(FERN._replace(name='Moss'))
@@ -335,11 +337,14 @@ class TestFailedSync:
         assert sorted(raw_plants(disk.durable)) == [FERN, *plants]
 
     def test_sync_covers_what_was_written_before_it(self, path, disk, pool, slow_syncs):
-        """A repeat of a later line waits for a sync of its own."""
+        """A repeat of a later line waits for a sync of its own, and so does a flush."""
         with JSONLinesStore(path) as store:
             store.add(FERN)
             with blocked_syncs(disk) as gate:
                 first, _ = add_each(pool, gate, store, MOSS, IVY)
+                assert store._backend()._index.flush()
+                with contextlib.closing(sqlite3.connect(index_of(path))) as table:
+                    assert [*table.execute('SELECT id FROM plants')] == [(FERN.id,)]
                 gate.release(gate.held[0])
                 assert first.result(PATIENCE)
                 pool.submit(store.add, IVY)

@@ -33,6 +33,7 @@ def test_child_closes_inherited_descriptors(path):
         def look():
             store.ping()
             assert opened() == before
+            assert {pid for pid, _ in table._readers.values()} == {os.getpid()}
 
         in_child(look)
         assert_stored(store, PLANTS[:1])

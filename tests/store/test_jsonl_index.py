@@ -236,7 +236,7 @@ class TestBuilt:
         """A repeated line is accepted; another plant with its id is damage to all."""
         monkeypatch.setattr(recovery, 'CHUNK', 5000)  # bytes of about 100 lines
         plants = ferns(300)
-        path.write_bytes(lines(*plants[:-1], plants[first % 299]))
+        path.write_bytes(lines(plants[first % 299], *plants[:-1]))
         with JSONLinesStore(path) as running, JSONLinesStore(path) as not_open:
             assert_stored(running, plants[:-1])
             append(path, lines(plants[-1]))
@@ -249,6 +249,7 @@ class TestBuilt:
                 assert place == (str(path), 302, len(text))
                 if store is not_open:
                     removed(path)  # the next one builds it
+        assert not index_of(path, '-new').exists()
 
     @pytest.mark.parametrize('how', ['in place', 'and added to', 'a copy'])
     def test_edited_file_is_indexed_again(self, path, tmp_path, how):
@@ -364,7 +365,52 @@ class TestFlush:
                 store.ping()
                 other.ping()
             assert_stored(store, [Plant(0, 'Fern'), *ferns(50)])
+            other.add(Plant(1, 'Fern'))
+            other.close()  # beside another process
+            assert mark_of(path) == path.stat().st_size
         assert 'opened again' not in caplog.text
+
+    @pytest.mark.parametrize('change', ['-wal', 'mark'])
+    def test_flush_into_another_table_is_left_out(self, path, monkeypatch, change):
+        """A table that took the place of the one that was read gets no ids."""
+        monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            wait_until(store._backend()._index.flush)
+            store.add(Plant(2, 'Moss'))
+            if change == '-wal':
+                copy = shutil.copy(index_of(path, '-wal'), path.with_name('copy'))
+                os.replace(copy, index_of(path, '-wal'))
+            else:
+                with closing(sqlite3.connect(index_of(path))) as other, other:
+                    other.execute('UPDATE state SET mark = 0')
+            with pytest.raises(OSError, match=r'replaced|of another file'):
+                store._backend()._index.flush()
+            assert_stored(store, [Plant(1, 'Fern'), Plant(2, 'Moss')])
+
+    def test_older_mark_is_not_believed(self, path, monkeypatch):
+        """A look at an older table does not make its ids free."""
+        monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
+        look, older = table.look, iter([(0, {}, {})])
+        with JSONLinesStore(path) as store:
+            store.add(Plant(1, 'Fern'))
+            wait_for_flush(path)
+            store.ping()
+            assert store.add(Plant(2, 'Moss'))  # it looks
+            monkeypatch.setattr(table, 'look', lambda *it: next(older, 0) or look(*it))
+            with pytest.raises(IdTaken):
+                store.add(Plant(1, 'Moss'))
+
+    def test_table_is_installed_under_the_flush_lock(self, path, monkeypatch):
+        """A new table waits for a process that flushes into the old one."""
+        monkeypatch.setattr('store.jsonl.lock.LOCK_WITHIN', 0.05)
+        path.write_bytes(lines(*ferns(5)))
+        with JSONLinesStore(path) as store:
+            with index_of(path, '-lock').open('w') as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                with pytest.raises(StoreUnavailable, match='holds the lock'):
+                    store.ping()
+            assert_stored(store, ferns(5))
 
     def test_flush_after_any_look_at_the_table_hides_no_id(self, path, monkeypatch):
         """An id is found although another process flushes in the middle of an add."""
@@ -534,8 +580,21 @@ class TestFlush:
             monkeypatch.undo()
 
     def test_commits_need_the_flush_lock(self, path, frequent, monkeypatch):
-        """The mark follows each add, and is written only under the flush lock."""
-        made = []
+        """The mark follows each add, and is written only under the flush lock.
+
+        Each commit is synced, on macOS to the platter. No two tables have one number.
+        """
+        made, synced, numbers = [], set(), set()
+        commit = table.commit
+
+        def note(connection, state):
+            pragmas = 'synchronous', 'fullfsync', 'user_version'
+            values = [connection.execute(f'PRAGMA {it}').fetchone() for it in pragmas]
+            synced.add((values[0] > (0,), *values[1]))
+            numbers.add(values[2])
+            commit(connection, state)
+
+        monkeypatch.setattr(table, 'commit', note)
 
         def connect(name, **options):
             if name.endswith('?mode=rw'):
@@ -552,4 +611,9 @@ class TestFlush:
             for number in range(10):
                 (store if number % 2 else other).add_many(ferns(number, number + 1))
                 wait_for_flush(path)
+        removed(path)
+        with JSONLinesStore(path) as store:
+            store.ping()
         assert set(made) == {'-new', '?mode=ro', '?mode=rw'}
+        assert synced == {(True, 1)}
+        assert max(numbers)[0] - min(numbers)[0] > 100
