@@ -27,6 +27,8 @@ from hypothesis import strategies as st
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record, recovery
+from store.jsonl.file import FLUSH_WITHIN
+from store.jsonl.index import LOOK_WITHIN
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import wait_until
 
@@ -249,6 +251,7 @@ class TestShortened:
     @pytest.mark.parametrize('end', [1, 2, 3, 4])
     def test_file_cut_short_is_noticed_by_an_idle_process(self, path, monkeypatch, end):
         """A process refuses a file without lines that it or the index knows."""
+        assert FLUSH_WITHIN == LOOK_WITHIN == 1  # the mark is young
         monkeypatch.setattr('store.jsonl.file.FLUSH_WITHIN', 100)
         monkeypatch.setattr('store.jsonl.index.LOOK_WITHIN', 0)
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
@@ -333,7 +336,10 @@ class TestSwap:
                 path.mkdir()
             before = everything(tmp_path)
             for plant in PLANTS[0], PLANTS[3], PLANTS[0]._replace(name='Reed'):
-                assert_raise(StoreUnavailable, partial(store.add, plant), store.ping)
+                adds = partial(store.add, plant), store.ping
+                assert_raise(
+                    StoreUnavailable, *adds, match='the file (is gone|was rep)'
+                )
             assert everything(tmp_path) == before
             if other == 'directory':
                 path.rmdir()
@@ -391,6 +397,7 @@ def test_long_build_logs_its_progress(path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     with JSONLinesStore(path) as store:
         store.ping()
+    assert f'{path}: building the index: there is none' in caplog.messages
     assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages
 
 
@@ -402,10 +409,13 @@ def test_probe_does_what_an_add_does(path, disk):
         with pytest.raises(StoreUnavailable, match='Read-only file system'):
             store.ping()
         disk.resume()
-        disk.calls.clear()
         index_of(path, '-lock').unlink()  # as an operator may
         store.ping()
-        assert 'pwrite' in [name for name, *_ in disk.calls]
+        disk.calls.clear()
+        index_of(path, '-lock').write_bytes(b'left')  # no room that is there counts
+        store.ping()
+        done = [name for name, *_ in disk.calls if name in ('ftruncate', 'pwrite')]
+        assert done == ['ftruncate', 'pwrite', 'ftruncate']
         assert not disk.calls_on(path)
     assert index_of(path, '-lock').read_bytes() == b''
     assert path.read_bytes() == lines(PLANTS[0])

@@ -170,6 +170,7 @@ def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
         store.add(Plant(2, 'Moss'))
     target = path.with_name('of somebody else')
     target.write_bytes(b'precious')
+    target.chmod(0o600)
     if suffix == '-new':  # opened when an index is built
         path.with_name('plants.jsonl.index').unlink()
     place = path.with_name(f'plants.jsonl.index{suffix}')
@@ -180,13 +181,15 @@ def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
         adds = [lambda: store.add(Plant(3, 'Ivy'))] * (suffix != '-lock')
         assert_raise(StoreUnavailable, store.ping, *adds, match=reason)
     assert target.read_bytes() == b'precious'
+    assert target.stat().st_mode & 0o777 == 0o600
     assert place.lstat().st_ino
     place.unlink()
     with open_store(f'jsonl:{path}') as store:
         store.add(Plant(4, 'Oak'))
 
 
-def test_link_to_the_lock_is_refused_while_a_server_runs(path):
+@pytest.mark.parametrize('late', [False, True], ids=['', 'after the check'])
+def test_link_to_the_lock_is_refused_while_a_server_runs(path, monkeypatch, late):
     """A probe would empty the file that a neighbour has linked to meanwhile."""
     target = path.with_name('of somebody else')
     target.write_bytes(b'precious')
@@ -195,8 +198,12 @@ def test_link_to_the_lock_is_refused_while_a_server_runs(path):
         store.add(Plant(1, 'Fern'))
         lock.unlink(missing_ok=True)
         lock.symlink_to(target)
-        with pytest.raises(StoreUnavailable, match='index-lock beside it is not'):
+        if late:
+            monkeypatch.setattr('store.jsonl.disk.check_made_by_us', lambda _: None)
+        reason = 'symbolic link' if late else 'index-lock beside it is not'
+        with pytest.raises(StoreUnavailable, match=reason):
             store.ping()
+        monkeypatch.undo()
         store.add(Plant(2, 'Moss'))
     assert target.read_bytes() == b'precious'
 

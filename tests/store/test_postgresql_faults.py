@@ -573,6 +573,7 @@ def test_ping_waits_for_the_standby(
 ):
     """A ping waits for what an add waits for; of many pings few do, and none writes."""
     store.add_many(plants)
+    assert postgresql.PROBE_EVERY == 1
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     store.ping()
     with standby_away(database):

@@ -544,6 +544,7 @@ def test_database_must_be_utf8(database, encoding):
 
 SETTINGS = {  # of a role: given, used
     'array_nulls': ('off', 'on'),
+    'client_encoding': ('latin1', 'UTF8'),
     'client_min_messages': ('error', 'warning'),
     'default_transaction_isolation': ('serializable', 'read committed'),
     'exit_on_error': ('on', 'off'),

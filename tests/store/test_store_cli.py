@@ -8,7 +8,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from disk import Disk, Fault, append, assert_raise, failing, files, fill, installed
+from disk import (
+    Disk,
+    Fault,
+    append,
+    assert_raise,
+    failing,
+    files,
+    fill,
+    installed,
+    open_paths,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import locked
@@ -429,6 +439,7 @@ class TestUsage:
         for wrong, reason in zip((path, path.parent), reasons, strict=True):
             error = f'Error: {wrong}: {reason}'
             assert run(*command.split(), wrong) == (1, b'', [error])
+            assert str(wrong) not in open_paths()
 
     def test_examples_of_the_help_work(self, path, run, monkeypatch):
         """The examples in --help are valid commands."""

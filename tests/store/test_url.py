@@ -113,7 +113,7 @@ MALFORMED = [
     *('postgresql://host/plants?pasword=secret', '//gardener:secret@host', 'jsonl:'),
     *('postgres://gardener:top@\nsecret@host/plants', 'memory:plants', ''),
     *('postgres://gardener:top/\nsecret@host/plants', 'mysql://me:secret@host/plants'),
-    'postgresql://host:secret@port/plants?x=y',
+    *('postgresql://host:secret@port/plants?x=y', 'postgresql://me@host/db?secret'),
 ]
 
 
