@@ -146,7 +146,6 @@ class Connection(psycopg.Connection[Any]):
         if found.rowcount:
             self.is_pooled = False
         else:
-            self.prepare_threshold = None
             # A pooler in statement mode refuses a transaction.
             self.execute('BEGIN')
             self.execute('COMMIT')
