@@ -25,6 +25,7 @@ from store.url import DEFAULT_URL, open_store
 
 PIPE = '-'  # the URL of the standard input
 RETRY_AFTER = 1.0  # seconds, while a copy waits for a store
+WAIT = 60  # seconds that it waits at most, by default
 
 DESCRIPTION = """\
 Look at stores of plants, verify them, and copy plants between them.
@@ -102,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         if run is _copy:
             add_url('url', metavar='SRC')
             add_url('target', metavar='DST')
-            text = 'seconds to wait for a store that goes away (default: 60)'
-            command.add_argument('--wait', type=int, default=60, help=text)
+            text = f'seconds to wait for a store that goes away (default: {WAIT})'
+            command.add_argument('--wait', type=int, default=WAIT, help=text)
         else:
             add_url('url', metavar='URL', nargs='?', default=default)
         if run is _check:

@@ -224,6 +224,12 @@ PROMISED = {
     'schemas.MAX_NUMBER_LENGTH': ('api', 'A number may have at most {} characters', 1),
     'web.settings.DEFAULT_MAX_BODY_BYTES': ('api', '`PLANTS_MAX_BODY`, {} bytes', 1),
     'store.group_commit.WAIT_WITHIN': ('stores', 'An add waits for {} sec', 1),
+    'store.group_commit.BATCH_BYTES': ('developing', 'has at most {} MiB', 2**20),
+    # Each of the syncs has one connection, and a probe another one.
+    'store.group_commit.SLOW_SYNCS_IN_FLIGHT': ('stores', 'at most {} conn', 0.8),
+    'store.__main__.WAIT': ('migrating', 'for up to {} seconds (`--wait`)', 1),
+    'store.jsonl.record.LONGEST': ('stores', 'A record has at most {} MiB', 2**20),
+    'store.postgresql.LOCKED_FOR': ('stores', 'for the next {} seconds its rep', 1),
     'store.jsonl.lock.LOCK_WITHIN': ('stores', 'waits for it longer than {} sec', 1),
     'store.jsonl.recovery.MOST_TORN': ('stores', 'more than {} MiB would be', 2**20),
     'store.jsonl.index.TAIL': ('stores', 'in the last {} bytes before the mark', 1),

@@ -189,6 +189,8 @@ def test_without_threads_it_refuses_and_closes(store, monkeypatch):
     store.close()
     assert store.opened[0].closed == 1
     monkeypatch.undo()
-    threads = len(sys._current_frames())
-    assert_raise(StoreClosed, *uses)
+    fresh, threads = Store(), len(sys._current_frames())
+    fresh.close()
+    assert_raise(StoreClosed, fresh.ping, lambda: fresh.add(FERN))
     assert len(sys._current_frames()) <= threads
+    assert not fresh.opened
