@@ -1,5 +1,6 @@
 """The PostgreSQL store behind PgBouncer, whose clients share sessions."""
 
+import psycopg
 import pytest
 from disk import assert_raise
 from postgresql import PgBouncer, refused
@@ -100,6 +101,9 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     in_threads(*(lambda at=at: add_all(100 * at) for at in range(8)))
     seen = 'SELECT settings, count(*) FROM seen GROUP BY 1'
     assert database.execute(seen, url=url) == [('on 300ms 3s read committed', 8 * 40)]
+    with psycopg.connect(url, autocommit=True) as other:
+        left = other.execute('SHOW lock_timeout').fetchone()
+        assert left == (WRONG['lock_timeout'],)
 
 
 @pytest.mark.parametrize(

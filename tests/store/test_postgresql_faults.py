@@ -190,6 +190,7 @@ def test_ended_idle_sessions_fail_no_add(database, store):
 
 def test_first_uses_of_a_server_that_hangs_wait_at_once(url, proxy):
     """If the server hangs at the first use, callers do not wait one after another."""
+    assert connection.ANSWER_WITHIN + connection.CANCEL_WITHIN < 5
     proxy.stop()
 
     def add():
@@ -200,6 +201,14 @@ def test_first_uses_of_a_server_that_hangs_wait_at_once(url, proxy):
         in_threads(*[add] * 20)
         proxy.go_on()
         wait_until(lambda: can_add(store))
+
+
+def test_statement_ends_with_the_time_of_its_call(store):
+    """A statement has what earlier ones of the same call have left."""
+    with refused('the database did not answer in time'):
+        store._backend().pool.run(
+            time.monotonic() + 0.5, connection.Connection.transact, 'SELECT pg_sleep(2)'
+        )
 
 
 def test_addresses_of_a_name_share_the_time_of_a_call(url, proxy, monkeypatch):

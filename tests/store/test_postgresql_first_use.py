@@ -20,8 +20,10 @@ from server import free_port
 
 from store import IdTaken, Plant, StoreUnavailable, masked, open_store, postgresql
 from store.base import BATCH_CHARACTERS
+from store.group_commit import Entry
 from store.postgresql import connection
 from store.postgresql.pool import RETRY_AFTER
+from store.postgresql.reasons import Unavailable
 from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -188,7 +190,7 @@ def paths(database, lonely):
     return set_path, lonely.replace('gardener', name)
 
 
-def test_second_table_is_not_made(database, paths):
+def test_second_table_is_not_made(database, paths, monkeypatch):
     """If the search_path no longer leads to the table, no other one is made."""
     set_path, url = paths
     database.execute('CREATE SCHEMA other; CREATE SCHEMA "a %sB"', url=url)
@@ -213,6 +215,11 @@ def test_second_table_is_not_made(database, paths):
     # The URL may name the schema, and so may an operator who makes the table.
     with open_store(f'{url}?options=-csearch_path%3Dother') as store:
         assert store.add(FERN._replace(name='Moss')) is True
+    monkeypatch.setenv('PGOPTIONS', '-csearch_path=third')
+    database.execute('CREATE SCHEMA third', url=url)
+    with open_store(url) as store:
+        assert store.add(FERN._replace(name='Ivy')) is True
+    monkeypatch.undo()
     set_path('other, public')
     with open_store(url) as store:
         for use in store.ping, lambda: list(store):
@@ -365,6 +372,9 @@ def test_ping_tells_what_every_add_is_answered(database, made, role, case, monke
             store.ping()
         database.execute(change, url=made)
         assert_refused(reason, *reversed(uses(store)))
+        monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
+        assert_refused(reason, store.ping)  # also between two probes
+        monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
         database.execute(undo, url=made)
         for _ in range(10):
             store.ping()
@@ -456,6 +466,23 @@ def test_slow_refusal_refuses_no_other_plant(database, made):
         with refused(BUSY):
             store.add_many([Plant(-1, 'bad'), *good])
         assert store.add_many(good) == [False] * 8
+
+
+def test_batch_has_one_deadline(made, monkeypatch):
+    """Plants for which no time is left are refused, too: nothing is known of them."""
+
+    def refuse(*_):
+        time.sleep(0.3)
+        raise Unavailable('P0001', '')
+
+    batch = [Entry(Plant(id, 'bad'), 1) for id in range(9)]
+    with open_store(made) as store:
+        database = store._backend()
+        monkeypatch.setattr(database, '_insert_or_compare', refuse)
+        monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.9)
+        database._store(batch)
+    assert all(entry.error for entry in batch)
+    assert batch[-1].error.reason == 'the database did not answer in time'
 
 
 def test_warning_refuses_no_plant(database, made):
@@ -591,7 +618,7 @@ def test_settings_of_the_role_are_corrected(database, made, role, monkeypatch):
 def test_read_only_role_is_refused(made, role):
     """A role whose transactions are read-only by default is refused for that reason."""
     url = role(made, *RIGHTS, default_transaction_read_only='on')
-    for more in ('', '&target_session_attrs=any'):
+    for more in ('', '&target_session_attrs=read-write'):
         with open_store(url + more) as store:
             assert_refused('the primary is read-only', *uses(store))
             assert list(store) == []
@@ -687,6 +714,8 @@ WRONG_URLS = {
         *('@[^/]*(.*)', r'@\1&hostaddr=127.0.0.1,127.0.0.1&port={port}'),
         *(NO_HOST, '127.0.0.1:'),
     ),
+    'label': ('127.0.0.1', 'a..b', AWAY, 'the name does not resolve'),
+    'socket': ('$', '&host=%40missing', AWAY, 'Is the server running locally'),
     'number': ('$', '&connect_timeout=soon', AWAY, 'connect_timeout'),
     'ssl': ('$', '&sslmode=require', LOGIN, 'SSL'),
 }
@@ -750,6 +779,7 @@ def test_unix_socket_is_a_host(database, lonely):
     for url in (
         f'postgresql://gardener@{directory}:{database.port}/lonely',
         f'postgresql:///lonely?user=gardener&host={directory}&port={database.port}',
+        f'{lonely.replace("127.0.0.1", "missing.invalid")}?hostaddr=127.0.0.1',
     ):
         with open_store(url) as store:
             store.ping()
