@@ -5,7 +5,6 @@ import errno
 import fcntl
 import itertools
 import os
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -26,7 +25,6 @@ from disk import (
     raw_plants,
 )
 from machine import locked
-from server import REPOSITORY, finished
 
 from store import (
     IdTaken,
@@ -312,13 +310,6 @@ class TestThreads:
         with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable):
             store.ping()
         assert set(os.listdir('/proc/self/fd')) == before
-
-
-def test_program_may_end_without_a_close(path):
-    """No thread of a store keeps a program from its end."""
-    script = 'import sys, store; store.open_store(sys.argv[1]).add(store.Plant(1, "F"))'
-    command = sys.executable, '-c', script, f'jsonl:{path}'
-    assert finished(command, cwd=REPOSITORY).returncode == 0
 
 
 def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
