@@ -1,6 +1,8 @@
 """What a neighbour on the machine, or a mistake of an operator, leaves in our files."""
 
+import fcntl
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -206,6 +208,21 @@ def test_link_to_the_lock_is_refused_while_a_server_runs(path, monkeypatch, late
         monkeypatch.undo()
         store.add(Plant(2, 'Moss'))
     assert target.read_bytes() == b'precious'
+
+
+@pytest.mark.skipif(not hasattr(fcntl, 'F_SETLEASE'), reason='Linux has leases')
+def test_lease_on_the_lock_delays_no_probe(path, monkeypatch):
+    """An open would wait 45 s for a process that has a lease on the file."""
+    monkeypatch.setattr('store.jsonl.file.FLUSH_WITHIN', 100)  # it opens the file, too
+    handler = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it tells of the open
+    with open_store(f'jsonl:{path}') as store:
+        store.add(Plant(1, 'Fern'))
+        with path.with_name('plants.jsonl.index-lock').open('r+b') as held:
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            with pytest.raises(StoreUnavailable, match='temporarily unavailable'):
+                store.ping()
+        store.ping()
+    signal.signal(signal.SIGIO, handler)
 
 
 def test_side_files_are_new_files(path):
