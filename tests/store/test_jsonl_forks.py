@@ -26,7 +26,8 @@ def test_child_closes_inherited_descriptors(path):
         ours = (name for name in open_paths() if name.startswith(str(path)))
         return sorted(name for name in ours if not name.endswith('.index'))
 
-    with JSONLinesStore(path) as store:
+    with JSONLinesStore(path) as store, JSONLinesStore(f'{path.parent}/2') as unused:
+        unused.ping()
         store.add(PLANTS[0])
         before = opened()
 

@@ -471,16 +471,18 @@ def test_slow_refusal_refuses_no_other_plant(database, made):
 def test_batch_has_one_deadline(made, monkeypatch):
     """Plants for which no time is left are refused, too: nothing is known of them."""
 
-    def refuse(*_):
+    def refuse(batch, deadline):
+        deadlines.add(deadline)
         time.sleep(0.3)
         raise Unavailable('P0001', '')
 
-    batch = [Entry(Plant(id, 'bad'), 1) for id in range(9)]
+    batch, deadlines = [Entry(Plant(id, 'bad'), 1) for id in range(9)], set()
     with open_store(made) as store:
         database = store._backend()
         monkeypatch.setattr(database, '_insert_or_compare', refuse)
         monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.9)
         database._store(batch)
+    assert len(deadlines) == 1
     assert all(entry.error for entry in batch)
     assert batch[-1].error.reason == 'the database did not answer in time'
 
