@@ -38,6 +38,7 @@ from store import (
 from store.jsonl import JSONLinesStore, index
 from store.jsonl import disk as disk_calls
 from store.jsonl import file as plant_file
+from store.jsonl.repair import Verified, verify
 from store.testing import StoreContract
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
@@ -134,11 +135,16 @@ class TestFile:
                 assert f'{ours}{os.geteuid()}' in caught.value.detail
             with JSONLinesStore(shared) as store:
                 assert store.add(PLANTS[0])
+            assert verify(read_only) == Verified(1)
+            with pytest.raises(StoreUnavailable, match='Permission denied'):
+                verify(read_only, repair=True)
 
         with tempfile.TemporaryDirectory() as name:
             at = Path(name).resolve()
             there, missing = at / 'there', at / 'missing'
             there.touch(0)
+            (read_only := at / 'read only').write_bytes(FERN)
+            read_only.chmod(0o444)
             (shared := at / 'shared' / 'plants').parent.mkdir()
             shared.touch()
             for free in shared.parent, shared:
