@@ -23,7 +23,7 @@ from store.base import BATCH_CHARACTERS
 from store.group_commit import Entry
 from store.postgresql import connection
 from store.postgresql.pool import RETRY_AFTER
-from store.postgresql.reasons import Unavailable
+from store.postgresql.reasons import Unavailable, explain
 from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -455,6 +455,34 @@ def test_what_a_client_sent_is_in_no_error(database, made):
     assert SENT not in ''.join(traceback.format_exception(caught.value))
     assert 'SQLSTATE 23514' in caught.value.detail
     assert 'table plants, constraint dry' in caught.value.detail
+    database.execute(TRIGGER.format(r"RAISE E'a\nb\x1b[2J'"), url=made)
+    with open_store(made) as store, refused(RULE) as caught:
+        store.add(Plant(5, 'bad'))
+    assert caught.value.detail.startswith(r'a b\u001b[2J (SQLSTATE P0001')
+
+
+# What no server of these tests says: SQLSTATE, words, meaning, what is tried again.
+SAID = [
+    ('26000', 'it is gone', 'a connection pooler has mixed up sessions', '-'),
+    ('42P05', 'it is there', 'a connection pooler has mixed up sessions', '-'),
+    ('3F000', 'no schema', 'the search_path leads to no schema', '-'),
+    ('40003', 'who knows', 'the database does not say whether the plant is safe', '-'),
+    ('0A000', 'no locks', 'the table plants is not as the store needs it', 'each'),
+    ('', 'query_wait_timeout', 'the connection pool of the database is full', '-'),
+    ('', 'no more connections allowed', 'the connection pooler allows no more', '-'),
+    ('', 'the database system is in recovery', 'the database is shutting d', 'connect'),
+    ('', 'SSL SYSCALL error: EOF', 'there is no connection to the data', 'connect'),
+]
+
+
+@pytest.mark.parametrize(('sqlstate', 'words', 'reason', 'retry'), SAID)
+def test_meaning_of_an_error(sqlstate, words, reason, retry):
+    """An error has the reason that an operator acts on, and is tried again or not."""
+    kind = psycopg.errors.lookup(sqlstate) if sqlstate else psycopg.OperationalError
+    found = explain(kind(f'{words} S3cret'), url='postgresql://me:S3cret@host')
+    assert found.detail == f'{words} ***'
+    assert found.reason.startswith(reason)
+    assert found.retry == retry
 
 
 def test_slow_refusal_refuses_no_other_plant(database, made):
