@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from exchange import (
@@ -103,25 +103,27 @@ def test_refused_body_is_read_away_while_it_comes_quickly(tmp_path):
             wait_until(is_cut_off, 'it is cut off')
 
 
-@pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
-def test_body_that_is_read_as_the_server_stops_is_answered(tmp_path, frame):
-    """A stop while a body is read: the answer announces the end."""
-    plant = fern()
-    body = json.dumps(plant).encode()
+def test_body_that_is_read_as_the_server_stops_is_answered(tmp_path):
+    """A stop while bodies are read: each answer announces the end."""
+    plants = [fern(), fern()]
+    bodies = [json.dumps(plant).encode() for plant in plants]
     how = {'expect': '100-continue', 'content_type': 'application/json'}
-    data = chunked(body, **how) if frame is chunked else request(body=body, **how)
-    head, _, rest = data.partition(b'\r\n\r\n')
-    with Server(tmp_path) as server, server.connect() as client:
-        assert client.ask(head + b'\r\n\r\n').status == 100
-        client.send(rest[:10])
+    requests = [request(body=bodies[0], **how), chunked(bodies[1], **how)]
+    with Server(tmp_path) as server, ExitStack() as opened:
+        clients = [opened.enter_context(server.connect()) for _ in requests]
+        for client, data in zip(clients, requests, strict=True):
+            head, _, rest = data.partition(b'\r\n\r\n')
+            assert client.ask(head + b'\r\n\r\n').status == 100
+            client.send(rest[:10])
         stop(server)
-        client.send(rest[10:])
-        answer = client.receive()
-        assert answer.status == 200
-        assert answer.announces_close
-        assert client.receive() is None
+        for client, data in zip(clients, requests, strict=True):
+            client.send(data.partition(b'\r\n\r\n')[2][10:])
+            answer = client.receive()
+            assert answer.status == 200
+            assert answer.announces_close
+            assert client.receive() is None
         assert server.wait() == 0
-        assert server.plants() == [plant]
+        assert server.plants() == plants
 
 
 def test_pipeline_ends_with_an_announcement_as_the_server_stops(tmp_path):

@@ -18,7 +18,6 @@ from exchange import (
     assert_quick,
     chunked,
     fern,
-    table,
 )
 from machine import count_sockets, locked, only_worker
 from server import PATIENCE, Server, configured, request, wait_until
@@ -37,27 +36,33 @@ INCOMPLETE = {
 }
 
 
-@table('before, data, value', INCOMPLETE)
-def test_incomplete_request_is_ended_at_its_time_limit(impatient, before, data, value):
+def test_incomplete_request_is_ended_at_its_time_limit(impatient, subtests):
     """An incomplete request is ended at its time limit, also behind another request."""
-    with impatient.connect() as client:
-        client.send(before + data)
-        if before:
-            assert client.receive().status == 200
+    with ExitStack() as opened:
+        clients = {}
+        for name, (before, data, _) in INCOMPLETE.items():
+            clients[name] = opened.enter_context(impatient.connect())
+            clients[name].send(before + data)
+            if before:
+                assert clients[name].receive().status == 200
 
         def ended():
-            if not before:  # behind another request the time runs without more bytes
-                client.send(b' ')
-            return client.is_readable(0.02)
+            waiting = [name for name in clients if not clients[name].is_readable(0.01)]
+            for name in waiting:
+                if not INCOMPLETE[name][0]:  # the time runs also without more bytes
+                    clients[name].send(b' ')
+            return not waiting
 
-        wait_until(ended, 'the request is ended')
-        answer = client.receive()
-        if value is None:
-            assert answer is None
-        else:
-            assert_error(answer, value)
-            assert answer.announces_close
-            assert client.receive() is None
+        wait_until(ended, 'the requests are ended')
+        for name, (_, _, value) in INCOMPLETE.items():
+            with subtests.test(name):
+                answer = clients[name].receive()
+                if value is None:
+                    assert answer is None
+                else:
+                    assert_error(answer, value)
+                    assert answer.announces_close
+                    assert clients[name].receive() is None
 
 
 def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
@@ -233,21 +238,21 @@ ABANDONED = {
 }
 
 
-@table('number, data, leaves', ABANDONED)
-def test_abandoned_connection_is_closed(impatient, number, data, leaves):
+def test_abandoned_connection_is_closed(impatient):
     """No socket is left of clients that leave, read no more, or ignore a close."""
     before = count_sockets(impatient)
     with ExitStack() as opened:
-        for _ in range(number):
-            client = opened.enter_context(impatient.connect())
-            client.send(data)
-            if leaves:
-                assert client.is_readable(PATIENCE)
-                client.close()
-            else:
-                assert client.receive().announces_close == (
-                    LARGE_FILE.encode() not in data
-                )
+        for number, data, leaves in ABANDONED.values():
+            for _ in range(number):
+                client = opened.enter_context(impatient.connect())
+                client.send(data)
+                if leaves:
+                    assert client.is_readable(PATIENCE)
+                    client.close()
+                else:
+                    assert client.receive().announces_close == (
+                        LARGE_FILE.encode() not in data
+                    )
         assert_quick(impatient, rounds=1)
         wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
     assert 'ERROR' not in impatient.log
