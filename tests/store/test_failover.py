@@ -1,7 +1,7 @@
 """A failover to a PostgreSQL standby, while clients add plants."""
 
 import itertools
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from exchange import SHORT_DATABASE_LIMITS, Crowd
@@ -12,27 +12,27 @@ from server import Server, configured, request, wait_until
 from store import Plant, StoreUnavailable, open_store
 
 
-@pytest.fixture
-def primary():
-    """The primary server."""
-    with PostgreSQL() as primary:
-        yield primary
-
-
-@pytest.fixture
-def standby(primary):
-    """A synchronous standby of the primary: every commit waits for it."""
-    with PostgreSQL(primary) as standby:
+@contextmanager
+def running():
+    """Run a primary, and a synchronous standby: every commit waits for it."""
+    with PostgreSQL() as primary, PostgreSQL(primary) as standby:
         primary.configure("synchronous_standby_names = 'standby'\n")
         state = 'SELECT sync_state FROM pg_stat_replication'
         wait_until(lambda: primary.execute(state) == [('sync',)], 'it is synchronous')
-        yield standby
+        yield primary, standby
+
+
+@pytest.fixture(scope='module')
+def pair():
+    """A primary and its standby, which each test leaves as they are."""
+    with running() as pair:
+        yield pair
 
 
 @pytest.mark.parametrize('fault', ['killed', 'silent'])
-def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault):
+def test_failover_loses_no_acknowledged_plant(tmp_path, fault):
     """After a promotion the service adds to the new primary, by itself."""
-    with Proxy(primary.port) as proxy:
+    with running() as (primary, standby), Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
         limits = configured(tmp_path, *SHORT_DATABASE_LIMITS)
@@ -60,8 +60,9 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, primary, standby, fault)
     assert 'Traceback' not in server.log
 
 
-def test_each_host_is_named_once(tmp_path, primary, standby):
+def test_each_host_is_named_once(tmp_path, pair):
     """While no primary answers the log names each host, once for each change."""
+    primary, standby = pair
     with Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
@@ -113,8 +114,9 @@ def test_resolver_that_hangs_stops_no_worker(tmp_path, url):
         assert server.worker_pids() == workers
 
 
-def test_standby_is_read(primary, standby):
+def test_standby_is_read(pair):
     """A standby is read, and takes no plant."""
+    primary, standby = pair
     fern = Plant(1, 'Fern')
     with open_store(primary.url()) as store:
         store.add(fern)
