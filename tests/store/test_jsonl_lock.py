@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -41,28 +42,27 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch):
     assert path.read_bytes() == lines(FERN, MOSS)
 
 
-@pytest.mark.parametrize('opened', [True, False], ids=['open', 'not yet'])
-def test_every_add_has_one_deadline(path, monkeypatch, opened):
+def test_every_add_has_one_deadline(path, monkeypatch):
     """An add waits in all for as long as in the queue, and says what was in its way."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.5)
     monkeypatch.setattr('store.group_commit.WAIT_WITHIN', 1)
     waited = []
 
-    def add(place):
+    def add(store, place):
         time.sleep(0.1 * place)  # so that they are in different batches
         began = time.monotonic()
         with pytest.raises(StoreUnavailable, match='holds the lock'):
             store.add(Plant(place, 'Fern'))
         waited.append(time.monotonic() - began)
 
-    with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
-        other.add(FERN)
-        if opened:
-            store.add(FERN)
+    with JSONLinesStore(path) as opened, JSONLinesStore(path) as not_open:
+        opened.add(FERN)
+        adds = itertools.product([opened, not_open], range(12))
         with locked(path):
-            in_threads(*(partial(add, place) for place in range(12)))
+            in_threads(*(partial(add, *each) for each in adds))
         assert max(waited) < 5
-        assert store.add(MOSS)
+        assert opened.add(MOSS)
+        assert not_open.add(MOSS) is False
 
 
 @pytest.mark.parametrize('held_for', [0.000_3, 0.002, 0.03, 1])
