@@ -213,7 +213,9 @@ def test_statement_ends_with_the_time_of_its_call(store):
 
 def test_addresses_of_a_name_share_the_time_of_a_call(url, proxy, monkeypatch):
     """All addresses of a name share the time of one call."""
-    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 4
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 50
+    monkeypatch.setattr(connection, 'ANSWER_WITHIN', 1)
+    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.5)
     monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: addresses)
     proxy.stop()
     with open_store(proxy.url(url).replace('127.0.0.1', 'many.invalid')) as store:
