@@ -60,13 +60,26 @@ atexit.register(lambda: print(open('/proc/self/status').read()))
 sys.argv.pop(0)
 runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 """
+# All that reads a whole file; a start does what check_opening does.
+READ = """
+import sys
+from store import StoreCorrupt, open_store
+from store.__main__ import main
+
+codes = [main(['check', sys.argv[1]]), main(['list', sys.argv[1]])]
+try:
+    open_store(f'jsonl:{sys.argv[1]}').check_opening()
+except StoreCorrupt:
+    codes.append(1)
+print(codes, open('/proc/self/status').read())
+"""
 
 
-def run(*arguments, stdin=None, **environ):
+def run(*arguments, program=MEASURE, stdin=os.devnull, **environ):
     """Run a command; return its exit code, its output, and its memory in bytes."""
-    with open(stdin or os.devnull) as source:
+    with open(stdin) as source:
         done = finished(
-            [sys.executable, '-c', MEASURE, *arguments],
+            [sys.executable, '-c', program, *arguments],
             cwd=REPOSITORY,
             env={**os.environ, **environ},
             stdin=source,
@@ -82,13 +95,16 @@ def test_memory_is_bounded_whatever_a_file_has_in_it(path, name):
     """Each command and a start read it with little memory, and tell damage."""
     parts, is_damaged = CONTENTS[name]
     write(path, parts)
-    commands = [['store', 'check', str(path)], ['store', 'list', str(path)]]
-    commands.append(['store', 'count', '-'])
-    environ = {'PLANTS_STORE': f'jsonl:{path}', 'PLANTS_TOKENS': TOKEN}
-    for command in [*commands, ['gunicorn', '--check-config']]:
-        code, output, memory = run(*command, stdin=path, **environ)
-        assert 'Traceback' not in output
-        assert (code, memory < MEMORY) == (int(is_damaged), True), (command, memory)
+    code, output, memory = run(str(path), program=READ)
+    assert (code, memory < MEMORY) == (0, True), memory
+    assert output.endswith('[1, 1, 1]' if is_damaged else '[0, 0]')
+    assert 'Traceback' not in output
+    code, _, memory = run('store', 'count', '-', stdin=path)
+    assert (code, memory < MEMORY) == (int(is_damaged), True), memory
+    if name == 'zeros':
+        environ = {'PLANTS_STORE': f'jsonl:{path}', 'PLANTS_TOKENS': TOKEN}
+        code, _, memory = run('gunicorn', '--check-config', **environ)
+        assert (code, memory < MEMORY) == (1, True), memory
 
 
 def test_faults_are_named_up_to_a_number(path):
