@@ -225,22 +225,8 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     commits.submit(4)
     assert commits.batches[2:] == [[4]]
     assert len(commits.syncs) == 2
-
-
-def test_failed_sync_replaces_the_error_of_a_record(slow):
-    """A failed sync replaces the refusal of a record, and is observed as any other."""
-    failed, commits = Failure('sync'), Commits()
-    commits.submit(0)
-
-    def refuse(batch):
-        batch[0].error = Failure('refused')
-        return True
-
-    commits.choose, commits.before_sync = refuse, raising(failed)
-    with pytest.raises(Failure) as caught:
-        commits.submit(1)
-    assert caught.value is failed
-    assert commits.observed == [(1, 1), (1, 1)]
+    # A failed sync is observed as any other.
+    assert len(commits.observed) == (3 if where == 'sync' else 2)
 
 
 def test_interrupted_waiter_stops_no_other(quick):
