@@ -21,7 +21,7 @@ from test_postgresql_faults import (  # noqa: F401
 )
 from test_store_postgresql import TestPostgreSQLStore as DirectContract
 
-from store import IdTaken, Plant, StoreUnavailable, open_store
+from store import Plant, StoreUnavailable, open_store
 from store.postgresql import connection
 from store.testing.plants import samples
 from store.testing.waiting import in_child, in_threads, wait_until
@@ -140,26 +140,6 @@ def test_pool_is_not_full_because_it_was(database, url, far, proxy, short_limits
     with refused('there is no connection to the database'):
         far.add(FERN)
     proxy.go_on()
-
-
-def test_second_table_is_not_made(database, pooler):
-    """A changed search_path of the role makes no second table, also behind a pooler."""
-    url = pooler.new_url()
-    name = url.rpartition('/')[2]
-    with open_store(url) as first:
-        first.add(FERN)
-        database.execute('CREATE SCHEMA other', url=url)
-        database.execute(f'ALTER ROLE {name} SET search_path = other')
-        database.terminate_sessions()  # the pooler makes new ones
-        with pytest.raises(IdTaken):
-            first.add(FERN._replace(name='Moss'))
-    with (
-        open_store(url) as again,
-        refused('the search_path does not lead to the table') as caught,
-    ):
-        again.ping()
-    assert caught.value.detail == 'there is public.plants, and it leads to other.plants'
-    assert database.execute("SELECT to_regclass('other.plants')", url=url) == [(None,)]
 
 
 def test_full_pool_is_named(database, monkeypatch):
