@@ -96,7 +96,13 @@ class Page:
     def __init__(self, browser, url):
         self._browser = browser
         self.console_messages()  # drop those of the page before
+        self.prefer('dark')
         browser.get(url)
+
+    def prefer(self, scheme):
+        """Have the user prefer dark or light colours."""
+        media = [{'name': 'prefers-color-scheme', 'value': scheme}]
+        self._browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': media})
 
     def find(self, selector):
         """Wait until a CSS selector finds a visible element, and return it."""
@@ -142,10 +148,6 @@ class Page:
         return [line['message'] for line in self._browser.get_log('browser')]
 
 
-# What the page has unless the user prefers dark colours.
-LIGHT = 'html:not(.dark-mode)'
-
-
 @pytest.fixture
 def base(request, app):
     """The base URL of the application, which may be behind a proxy."""
@@ -165,7 +167,7 @@ def base(request, app):
 def page(browser, base):
     """The page, to which a browser at the base URL is led."""
     page = Page(browser, f'{base}/')
-    page.find(f'{LIGHT} .opblock')
+    page.find('html.dark-mode .opblock')
     assert browser.current_url == f'{base}/docs'
     assert page.console_messages() == []
     return page
@@ -193,37 +195,6 @@ return [...document.querySelectorAll('body, body *')].filter(element => {
     return box.width && within && (box.left < within.left || box.right > within.right);
 }).map(element => element.outerHTML.slice(0, 80));
 """
-
-
-@pytest.mark.parametrize('base', ['/home/garden'], indirect=True)
-def test_page_adds_a_plant_in_a_narrow_window(browser, page, store):
-    """The page shows a wrong token, adds with ours, and fits 400 pixels."""
-    screen = {'width': 400, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
-    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', screen)
-    plant = {'id': 7, 'name': 'A name without a space' * 20, 'tag': 'shade'}
-    page.authorize('guessed')
-    assert page.fill_in(plant) == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
-    status, error = page.send()
-    assert (status, error['error']) == (401, 40101)
-    # The browser reports only the refused request in its console.
-    (message,) = page.console_messages()
-    assert '401' in message
-    page.log_out()
-    page.authorize(TOKEN)
-    assert page.send() == (200, {'name': plant['name'], 'tag': 'shade'})
-    assert list(store) == [Plant(**plant)]
-    assert browser.execute_script(COVERED) <= 0
-    browser.execute_script(
-        "document.querySelectorAll('.json-schema-2020-12-expand-deep-button')"
-        '.forEach(button => button.click())'
-    )
-    assert browser.execute_script(FIND_OUTSIDE) == []
-    margin = browser.execute_script('return document.body.getBoundingClientRect().x')
-    assert margin == 0
-    assert page.console_messages() == []
-    browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
-
-
 # The contrasts of texts (WCAG 2): the backgrounds are laid over each other.
 CONTRASTS = """
 const parse = text => { const [r, g, b, a = 1] = text.match(/[0-9.]+/g).map(Number);
@@ -255,23 +226,11 @@ return [...document.querySelectorAll('.renderedMarkdown code')].map(code => {
 """
 
 
-COLOURS = {'dark': 'html.dark-mode', 'light': LIGHT}
-
-
-def test_page_is_readable(browser, base):
-    """Texts have contrast, code covers no line, colours are those of the user."""
-
-    def choose(scheme):
-        media = [{'name': 'prefers-color-scheme', 'value': scheme}]
-        browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': media})
-
-    choose('dark')
-    page = Page(browser, f'{base}/docs')
-    page.fill_in({})
-    assert page.send()[0] == 401
+def assert_readable(browser, page):
+    """Check that texts have contrast in the colours of the user, and code room."""
     for scheme in 'dark', 'light', 'dark':
-        choose(scheme)
-        page.find(f'{COLOURS[scheme]} .models strong')
+        page.prefer(scheme)
+        page.find({'dark': 'html.dark-mode', 'light': 'html:not(.dark-mode)'}[scheme])
         for selector in ('.btn.cancel', '.highlight-code span'):
             found = browser.execute_script(CONTRASTS, selector)
             assert found
@@ -281,7 +240,36 @@ def test_page_is_readable(browser, base):
     assert set(browser.execute_script(BEYOND)) == {0}
     types = browser.find_elements(By.CSS_SELECTOR, '.models strong[class*=primary]')
     assert [element.text for element in types] == 3 * ['object']
-    browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
+
+
+@pytest.mark.parametrize('base', ['/home/garden'], indirect=True)
+def test_page_adds_a_plant_in_a_narrow_window(browser, page, store):
+    """The page shows a wrong token, adds with ours, and is readable at 400 pixels."""
+    screen = {'width': 400, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
+    browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', screen)
+    plant = {'id': 7, 'name': 'A name without a space' * 20, 'tag': 'shade'}
+    page.authorize('guessed')
+    assert page.fill_in(plant) == {'id': 1, 'name': 'Fern', 'tag': 'shade'}
+    status, error = page.send()
+    assert (status, error['error']) == (401, 40101)
+    # The browser reports only the refused request in its console.
+    (message,) = page.console_messages()
+    assert '401' in message
+    page.log_out()
+    page.authorize(TOKEN)
+    assert page.send() == (200, {'name': plant['name'], 'tag': 'shade'})
+    assert list(store) == [Plant(**plant)]
+    assert browser.execute_script(COVERED) <= 0
+    assert_readable(browser, page)
+    browser.execute_script(
+        "document.querySelectorAll('.json-schema-2020-12-expand-deep-button')"
+        '.forEach(button => button.click())'
+    )
+    assert browser.execute_script(FIND_OUTSIDE) == []
+    margin = browser.execute_script('return document.body.getBoundingClientRect().x')
+    assert margin == 0
+    assert page.console_messages() == []
+    browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
 
 
 def test_dialog_is_used_with_the_keyboard_alone(browser, page, store):
