@@ -152,18 +152,6 @@ class TestSpoiled:
                 plants.append(Plant(seed, 'Free'))
                 assert_stored(store, plants)
 
-    @pytest.mark.parametrize('state', STATES)
-    def test_older_index_is_not_believed(self, path, frequent, state):
-        """An older index that is put back, whole, gives no id twice."""
-        plants = ferns(500)
-        with stopped(path, plants[:300], state) as store, store:
-            old = [shutil.copy2(part, f'{part}.old') for part in table_files(path)]
-        with stopped(path, plants, state) as store, store:
-            removed(path)
-            for part in old:
-                os.rename(part, part.removesuffix('.old'))
-            assert_stored(store, plants, free=[1])
-
     def test_index_of_version_1_1_is_replaced(self, path, rebuilt):
         """A new index takes the place of that of version 1.1."""
         plants = ferns(50)
