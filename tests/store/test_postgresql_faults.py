@@ -245,6 +245,7 @@ def test_cancel_that_cannot_start_is_left_out(far, proxy, short_limits, monkeypa
     def refuse(*_, **__):
         raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.1)
     far.add(FERN)
     for _ in range(4):  # more than there are places for cancel requests
         proxy.stop(1)
