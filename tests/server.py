@@ -242,7 +242,9 @@ class Server:
     def __enter__(self):
         self.start()
         try:
-            self._wait_for_workers()
+            wait_until(lambda: self._is_running() and self.port, 'the server listens')
+            with self.client_of_each_worker():
+                pass
         except BaseException:
             self.stop()
             raise
@@ -368,9 +370,10 @@ class Server:
         """Return the plants of the plant file, read without the store."""
         return [json.loads(line) for line in self.lines()]
 
-    def _wait_for_workers(self):
-        wait_until(lambda: self._is_running() and self.port, 'the server listens')
-        seen = set()
+    @contextmanager
+    def client_of_each_worker(self):
+        """Yield a connection to each worker, once every one answers."""
+        clients = {}
         with ExitStack() as connections:
 
             def all_answer():
@@ -381,10 +384,11 @@ class Server:
                     client = connections.enter_context(self.connect())
                     answer = client.ask(request('GET', '/livez'))
                 if answer and self._workers:
-                    seen.add(self.worker_of(answer))
-                return answer and len(seen) == (self._workers or 0)
+                    clients.setdefault(self.worker_of(answer), client)
+                return answer and len(clients) == (self._workers or 0)
 
             wait_until(all_answer, 'every worker answers')
+            yield list(clients.values())
 
     def _is_running(self):
         code = self._process.poll()

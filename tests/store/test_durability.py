@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 from disk import wait_for_flush
@@ -21,23 +21,6 @@ from exchange import Crowd, assert_error
 from server import Server, request, wait_until
 
 WORKERS = 2
-
-
-@contextmanager
-def client_of_each_worker(server):
-    """Yield a connection to each worker."""
-    with ExitStack() as opened:
-        clients = {}
-
-        def all_reached():
-            # Kept open, so that the next connection goes to another worker.
-            client = opened.enter_context(server.connect())
-            worker = server.worker_of(client.ask(request('GET', '/livez')))
-            clients.setdefault(worker, client)
-            return len(clients) == WORKERS
-
-        wait_until(all_reached, 'every worker answers')
-        yield list(clients.values())
 
 
 def plant_of(id, name='Fern'):
@@ -126,7 +109,7 @@ def add_first_plants(clients):
 def assert_out_of_service(path, server):
     """Check that workers are live but not ready, and make or change no file."""
     before = path.exists() and path.read_bytes()
-    with client_of_each_worker(server) as clients:
+    with server.client_of_each_worker() as clients:
         for client in clients:
             assert not is_ready(client)
             assert_error(post(client, plant_of(1)), 50300)
@@ -151,13 +134,13 @@ def test_replaced_file_is_refused_until_a_reload(tmp_path, path, others):
     """Old and new workers refuse a missing or another file, which a reload accepts."""
     plants = [*PLANTS]
     with Server(tmp_path, workers=WORKERS) as server:
-        with client_of_each_worker(server) as clients:
+        with server.client_of_each_worker() as clients:
             add_first_plants(clients)
         with replaced(path, others):
             assert_out_of_service(path, server)
             kill_workers(server, *server.worker_pids())
             assert_out_of_service(path, server)
-        with client_of_each_worker(server) as clients:
+        with server.client_of_each_worker() as clients:
             for number, client in enumerate(clients):
                 assert is_ready(client)
                 plants.append(plant_of(number))
@@ -166,7 +149,7 @@ def test_replaced_file_is_refused_until_a_reload(tmp_path, path, others):
         with replaced(path, others):
             plants = [*others, plant_of(PLANTS[-1]['id'], 'Moss')]
             server.reload()
-            with client_of_each_worker(server) as clients:
+            with server.client_of_each_worker() as clients:
                 for client in clients:
                     assert is_ready(client)
                     assert_added(client, *plants)
@@ -177,7 +160,7 @@ def test_file_cut_short_under_a_server_is_refused(tmp_path, path, run):
     """Whoever is asked refuses a file that was cut short, whatever happened since."""
     old = path.with_name('old.jsonl')
     with Server(tmp_path, workers=WORKERS) as server:
-        with client_of_each_worker(server) as (asked, other):
+        with server.client_of_each_worker() as (asked, other):
             assert_added(asked, plant_of(1))
             shutil.copy(path, old)
             assert_added(asked, plant_of(100))
@@ -198,7 +181,7 @@ def test_file_cut_short_under_a_server_is_refused(tmp_path, path, run):
             code, output, _ = run('check', *options, path)
             assert code == expected, output
         server.reload()
-        with client_of_each_worker(server) as clients:
+        with server.client_of_each_worker() as clients:
             assert_added(clients[0], plant_of(100, 'Moss'))
             assert_error(post(clients[1], plant_of(100)), 40006)
             assert_remembered(clients[1], [plant_of(1)])
@@ -215,7 +198,7 @@ def test_full_disk_loses_no_plant(tmp_path, path, run):
     plants = [*PLANTS]
     with (
         Server(tmp_path, workers=WORKERS) as server,
-        client_of_each_worker(server) as clients,
+        server.client_of_each_worker() as clients,
     ):
         add_first_plants(clients)
         limit_files(server, 100_000)
