@@ -1,6 +1,5 @@
 """The application under other WSGI servers."""
 
-import socket
 import threading
 from contextlib import contextmanager, suppress
 from wsgiref.validate import validator
@@ -11,8 +10,7 @@ import waitress.server
 import waitress.wasyncore
 from conftest import Client
 from exchange import assert_error, chunked
-from server import PATIENCE, TOKEN, request
-from webtest import TestResponse
+from server import PATIENCE, TOKEN, RawClient, request
 
 from store import Plant
 
@@ -70,12 +68,8 @@ def application(serve, store):
 
 def exchange(port, data):
     """Send one request and return its answer."""
-    # In one piece: a server that answers before it has read the body, and then closes,
-    # would reset the connection of a client that still sends.
-    with socket.create_connection(('127.0.0.1', port), PATIENCE) as connection:
-        connection.sendall(data)
-        with connection.makefile('rb') as stream:
-            return TestResponse.from_file(stream)
+    with RawClient(port) as client:
+        return client.ask(data)
 
 
 each_server = pytest.mark.parametrize(
@@ -113,7 +107,7 @@ def test_chunked_body_is_read(application, store, served, length):
         if served is served_by_cheroot:  # waitress refuses them itself
             bad = exchange(port, chunked(*PIECES, end=b'seven\r\n', **how))
             assert_error(bad, 40000)
-    assert (answer.status_int, answer.json) == (200, FERN_ANSWER)
+    assert (answer.status, answer.json) == (200, FERN_ANSWER)
     assert list(store) == [Plant(**FERN)]
 
 
