@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from server import free_port, installed
+from server import finished, free_port, installed
 
 from store import StoreUnavailable
 from store.testing.waiting import PATIENCE, wait_until
@@ -45,15 +45,7 @@ log_min_messages = warning
 
 def run(program, *arguments):
     """Run a program to its end, as the user that runs the server."""
-    return subprocess.run(
-        [program, *map(str, arguments)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd='/',
-        **USER,
-    )
+    return finished([program, *map(str, arguments)], check=True, cwd='/', **USER)
 
 
 def spawn(command, directory, **options):

@@ -1,20 +1,17 @@
 """The readiness probe on real disks that refuse writes: it says what an add would."""
 
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 from pwd import getpwnam
 
 import pytest
-from server import Server, installed, request, wait_until
+from server import Server, finished, installed, request, wait_until
 
 
 def run(*command):
     """Run a command; return whether it has succeeded."""
-    return not subprocess.run(
-        command, stderr=subprocess.DEVNULL, check=False
-    ).returncode
+    return finished(command).returncode == 0
 
 
 def mount(disk):
