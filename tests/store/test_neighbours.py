@@ -221,8 +221,9 @@ def test_link_to_the_lock_is_refused_while_a_server_runs(path, monkeypatch, late
         if late:
             monkeypatch.setattr('store.jsonl.disk.check_made_by_us', lambda _: None)
         reason = 'symbolic link' if late else 'index-lock beside it is not'
-        with pytest.raises(StoreUnavailable, match=reason):
+        with pytest.raises(StoreUnavailable, match=reason) as caught:
             store.ping()
+        assert str(path.parent) not in caught.value.reason  # a client sees it
         monkeypatch.undo()
         store.add(Plant(2, 'Moss'))
     assert target.read_bytes() == b'precious'
@@ -289,6 +290,9 @@ STRANGE = {
     'SELECT i FROM n LIMIT 100000)',
     'long value': 'UPDATE state SET tail = zeroblob(100000000)',
     'other table': 'CREATE TABLE other (a)',
+    'many tables': f'PRAGMA writable_schema = ON; INSERT INTO sqlite_master {ENDLESS} '
+    "SELECT 'table', 't' || i, 't' || i, 2, 'CREATE TABLE t' || i || ' (a)' FROM n "
+    'LIMIT 200000',
 }
 
 
