@@ -25,6 +25,7 @@ from server import (
 
 from store import Plant, open_store
 from store.jsonl.record import encode
+from store.postgresql.table import CREATE
 from web.errors import ErrorValue
 from web.settings import VARIABLES
 
@@ -259,6 +260,13 @@ def test_limits_are_those_of_the_pages(name, promise):
         value = int(re.search(f'^{name} = ([0-9_]+)$', conf, re.M)[1])
     shown = words.format(f'{value / unit:,.9g}')
     assert shown in ' '.join(PAGES[f'docs/{page}.md'].split())
+
+
+def test_table_of_the_pages_is_the_one_that_is_made():
+    """A table that is made by hand has the same columns and rules."""
+    made = ' '.join(CREATE.format('plants').split())
+    assert made in PAGES['docs/stores.md']
+    assert made.replace(' IF NOT EXISTS', '') in PAGES['docs/databases.md']
 
 
 def test_figure_of_the_readme_is_that_of_the_benchmarks():

@@ -155,6 +155,16 @@ def test_table_is_made_by_no_reader(database, url):
         assert other.add(FERN) is True
 
 
+def test_temporary_table_of_another_session_is_none(database, url):
+    """It neither is the table nor keeps a store from making one."""
+    with psycopg.connect(database.own(url), autocommit=True) as other:
+        other.execute(
+            'CREATE TEMP TABLE plants (id int PRIMARY KEY, name text, tag text)'
+        )
+        with open_store(url) as store:
+            assert store.add(FERN) is True
+
+
 def test_dropped_table_is_not_made_again(database, made):
     """A table that was dropped under an open store is not made again."""
     with open_store(made) as store:
