@@ -464,8 +464,9 @@ def test_types_are_checked(tmp_path):
     command = command.replace(' mypy ', f' {sys.executable} -m mypy ')
     code = block('docs/embedding.md', title, 'python')
     (tmp_path / 'host.py').write_text(f'{code}wrong: int = plants\n')
-    # The libraries are read once, not by each run of this test.
-    environment = os.environ | {'MYPY_CACHE_DIR': str(REPOSITORY / '.mypy_cache/host')}
+    environment = dict(os.environ)
+    if os.access(REPOSITORY, os.W_OK):  # then only the first run reads the libraries
+        environment['MYPY_CACHE_DIR'] = str(REPOSITORY / '.mypy_cache/host')
     done = finished(['bash', '-c', command], cwd=tmp_path, env=environment)
     wrong, summary = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (1, '')
