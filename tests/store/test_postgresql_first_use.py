@@ -409,6 +409,14 @@ def test_empty_table_with_a_rule_is_ready(database, made, role, rule):
         store.ping()
 
 
+def test_plant_with_the_largest_id_is_copied(database, made):
+    """No id is above it: the copy has another one, and keeps the rule of the table."""
+    database.execute("ALTER TABLE plants ADD CHECK (name = 'Fern')", url=made)
+    with open_store(made) as store:
+        store.add(Plant(2**63 - 1, 'Fern'))
+        store.ping()
+
+
 @pytest.mark.parametrize('command', ['ALL', 'SELECT', 'UPDATE'])
 def test_policy_that_hides_plants_is_refused(database, made, role, command):
     """A role that is not shown every plant would refuse repeats, and list a part."""
