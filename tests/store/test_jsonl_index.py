@@ -152,6 +152,22 @@ class TestSpoiled:
                 plants.append(Plant(seed, 'Free'))
                 assert_stored(store, plants)
 
+    def test_table_that_goes_back_is_not_believed(self, path, frequent):
+        """A table that is as it was before, under an open store, gives no id twice."""
+        fern, moss = Plant(1, 'Fern'), Plant(2, 'Moss')
+        with JSONLinesStore(path) as store:
+            store.add(fern)
+            wait_for_flush(path)
+            with closing(sqlite3.connect(index_of(path))) as other:
+                before = other.execute('SELECT mark, tail FROM state').fetchone()
+                store.add(moss)
+                wait_for_flush(path)
+                store.ping()  # a look: ids of the table are not kept any more
+                with other:
+                    other.execute('DELETE FROM plants WHERE id = 2')
+                    other.execute('UPDATE state SET mark = ?, tail = ?', before)
+            assert_stored(store, [fern, moss])
+
     def test_index_of_version_1_1_is_replaced(self, path, rebuilt):
         """A new index takes the place of that of version 1.1."""
         plants = ferns(50)
