@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import random
 import signal
+import sys
 import threading
 from collections import Counter
 from functools import partial
@@ -147,7 +148,7 @@ def test_quick_syncs_do_not_overlap(slow, monkeypatch):
 
 def test_slow_syncs_overlap_up_to_a_limit(slow):
     """While syncs are slow, several are in flight, up to a limit."""
-    commits = Commits()
+    commits, threads = Commits(), len(sys._current_frames())
     for _ in range(9):  # as first callers that come at once
         commits.start_committer()
     commits.submit('its sync is measured as slow')
@@ -158,11 +159,19 @@ def test_slow_syncs_overlap_up_to_a_limit(slow):
         # One at a time, so that each is a batch of one until the limit is reached.
         held = min(place, SLOW_SYNCS_IN_FLIGHT)
         wait_until(lambda: (len(gate.held), commits.waiting()) == (held, place - held))
-        gate.open() if place == len(places) else commits.submit(place)
+        if place == len(places):
+            assert not returned
+            gate.open()
+        else:
+            commits.submit(place)
+            returned.append(place)
 
+    returned = []
     in_threads(*(partial(run, place) for place in [*places, len(places)]))
     assert commits.most_syncs == SLOW_SYNCS_IN_FLIGHT
     assert commits.batches[-1] == list(places)[SLOW_SYNCS_IN_FLIGHT:]
+    commits.close()
+    wait_until(lambda: len(sys._current_frames()) <= threads, 'all committers end')
 
 
 def test_slow_syncs_need_no_second_thread(slow, monkeypatch):

@@ -229,7 +229,17 @@ def test_second_table_is_not_made(database, paths, monkeypatch):
     database.execute('CREATE SCHEMA third', url=url)
     with open_store(url) as store:
         assert store.add(FERN._replace(name='Ivy')) is True
+    database.execute('DROP TABLE third.plants', url=url)
     monkeypatch.undo()
+    with open_store(f'{url}?options=-csearch_path%3Dnowhere') as store:
+        assert_refused('the search_path leads to no schema', store.check_opening)
+    database.execute('CREATE SCHEMA "b%c"', url=url)
+    with open_store(f'{url}?options=-csearch_path%3D%22b%25c%22') as store:
+        assert store.add(FERN._replace(name='Oak')) is True
+    database.execute('CREATE TABLE third.plants (id int)', url=url)
+    set_path('third, public')  # that of others is passed over
+    with open_store(url) as store:
+        assert store.add(FERN) is False
     set_path('other, public')
     with open_store(url) as store:
         for use in store.ping, lambda: list(store):
