@@ -12,6 +12,7 @@ from exchange import table
 from server import GUNICORN, PATIENCE, REPOSITORY, SCRIPTS, Server, finished, request
 
 from store import Plant, StoreUnavailable, open_store
+from store.testing.waiting import in_threads, wait_until
 
 EXAMPLE = REPOSITORY / 'docs/example_store'
 GROUP = 'plant_store.stores'
@@ -263,3 +264,11 @@ def test_missing_psycopg_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 'store.postgresql', None)
     with pytest.raises(ValueError, match=r'it needs the package psycopg\[binary\]'):
         open_store('postgresql://me:secret@host/plants')
+
+
+def test_helpers_of_the_kit_fail():
+    """An error in a thread fails a test, and a wait has an end."""
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda: 1 / 0)
+    with pytest.raises(AssertionError, match=r'it holds: not within 0\.1 s'):
+        wait_until(bool, seconds=0.1)
