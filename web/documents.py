@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -96,12 +95,11 @@ def _read_page(name: str) -> bytes:
 
 
 def _components(files: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema files as components, with their references to components.
+    """Make components of the schema files, with their references to components.
 
     NOTE: an ``$id`` would be a base for references. Without it they mean the same to
     tools that know JSON Schema and to those that know only OpenAPI.
     """
-    files = deepcopy(files)
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
             target, _, place = part.get('$ref', 'none').partition('#')
