@@ -86,5 +86,5 @@ def _as_fault(ex: Exception, request_id: str) -> Fault:
             reason = ex if isinstance(ex, StoreClosed) else 'see the log of the server'
             return Fault(value, f'{value.meaning}: {reason}', retry_after='60')
         case _:
-            log.exception('%s: unexpected exception', request_id, exc_info=ex)
+            log.exception('%s: unexpected exception', request_id)
             return Fault(ErrorValue.INTERNAL)
