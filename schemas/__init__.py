@@ -160,7 +160,7 @@ def read_file(path: str | Path) -> bytes:
         ValueError: It is a FIFO, a device or a directory, or longer than 1 MiB.
     """
     # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), 'rb') as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), 'rb') as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError('it is not a regular file')
         content = file.read(MAX_FILE_LENGTH + 1)
