@@ -153,7 +153,8 @@ def test_wrong_length_is_40000(length, client, store):
     """A Content-Length that is no number, or longer than the body, is 40000."""
     client.lint = False  # it would refuse such a length
     body = json.dumps(FERN).encode().ljust(43)
-    assert_error(client.send(body, content_length=length), 40000)
+    message = assert_error(client.send(body, content_length=length), 40000)
+    assert message.startswith(('The value', 'the body ended'))
     assert list(store) == []
 
 
@@ -396,7 +397,7 @@ def requests_logged(caplog):
 
 
 @pytest.mark.parametrize('value', REQUESTS)
-def test_each_request_is_logged(value, client, requests_logged):
+def test_each_request_is_logged(value, client, serve, store, requests_logged):
     """One line has id, token, method, path, status, value, duration and bytes."""
     response = REQUESTS[value](client)
     (line,) = requests_logged()
@@ -407,12 +408,15 @@ def test_each_request_is_logged(value, client, requests_logged):
     request_id = response.headers['X-Request-Id']
     assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
     assert line.endswith(f' ms {len(response.body)} bytes')
+    serve(store, tokens={'': 'x'}).add(FERN, authorization='Bearer x')
+    assert ' - POST /plants 200 ' in requests_logged()[1]
 
 
 @pytest.mark.parametrize('path', ['/a%0Ab', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
 def test_path_cannot_break_a_log_line(path, anonymous, requests_logged):
-    """A path is logged in a form that can neither end a line nor colour it."""
-    anonymous.get(path)
+    """Neither a path nor a method can end a line of the log or colour it."""
+    anonymous.lint = False
+    anonymous.request(path, method='G\x1b\n')
     (line,) = requests_logged()
     assert line.isascii()
     assert line.isprintable()

@@ -60,6 +60,9 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
     for method in ('GET', 'HEAD'):
         response = anonymous.request('/', method=method, headers=html)
         assert (response.status_int, response.headers['Location']) == (303, './docs')
+    mount = {'SCRIPT_NAME': '/my/garden', 'PATH_INFO': ''}
+    response = anonymous.get('/', headers=html, extra_environ=mount)
+    assert response.headers['Location'] == 'garden/docs'
     assert_error(anonymous.get('/', headers={'Accept': '*/*'}), 40100)
     assert_error(anonymous.post('/', headers=html), 40100)
     assert_error(anonymous.get('/nowhere', headers=html), 40100)

@@ -47,6 +47,7 @@ def test_requests_are_counted_by_method_route_status_and_error(client):
     client.add(FERN | {'name': 'Moss'})
     client.add(FERN, authorization='Bearer wrong')
     client.get('/livez')
+    client.head('/livez')
     for number in range(5):
         client.get(f'/no/such/path/{number}')
     samples = read_samples(client)
@@ -55,7 +56,8 @@ def test_requests_are_counted_by_method_route_status_and_error(client):
     assert request_sample(samples, '', status='401', error='40101') == 1
     unknown = {'method': 'GET', 'status': '404', 'error': '40400'}
     assert request_sample(samples, '', **unknown) == 5
-    assert request_sample(samples, '/livez', method='GET') == 1
+    for method in ('GET', 'HEAD'):
+        assert request_sample(samples, '/livez', method=method) == 1
     assert request_sample(samples, '/metrics', method='GET') is None
     assert request_sample(read_samples(client), '/metrics', method='GET') == 1
     assert request_sample(samples, status='405', error='40500', method='other') == 4
@@ -109,6 +111,8 @@ def test_syncs_are_counted(serve, tmp_path):
     for name in ('sync_seconds_count', 'batch_plants_count', 'batch_plants_sum'):
         assert samples[f'plants_store_{name}',] == 2
     assert 0 < samples['plants_store_sync_seconds_sum',] < 10
+    for name, bound in (('sync_seconds', '0.0001'), ('batch_plants', '256.0')):
+        assert (f'plants_store_{name}_bucket', ('le', bound)) in samples
 
 
 @pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])

@@ -20,6 +20,7 @@ from web import tokens as tokens_module
 from web.tokens import Token, Tokens, TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
+WITHIN = TokensFile.CHECK_WITHIN  # seconds
 
 # One character longer than TOKEN. No message may show either.
 OTHER = f'{TOKEN}r'
@@ -65,6 +66,7 @@ def value_of(client, authorization, path='/plants'):
 BAD_TOKENS = [
     *['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é', f'{OTHER}=x'],
     *[f'name:{OTHER}', sha256(OTHER)[:-1], sha256(OTHER)[:-1] + 'g', None, b'abc'],
+    f'{sha256(OTHER)}00',
 ]
 
 
@@ -122,6 +124,7 @@ NO_BEARER_TOKEN = [
 WRONG_TOKENS = [
     *['wrong', TOKEN[:-1], OTHER, TOKEN.upper(), f'"{TOKEN}"', f'{TOKEN} x'],
     *[f'garden {TOKEN}', 'garden', sha256(TOKEN), '\xe9\xff', 'x' * 100_000],
+    f'{TOKEN}\xa0',
 ]
 
 
@@ -299,7 +302,7 @@ DAMAGE = {
     'a directory': lambda path: (path.unlink(), path.mkdir()),
     'a FIFO': lambda path: (path.unlink(), os.mkfifo(path)),
     'a device': lambda path: (path.unlink(), path.symlink_to('/dev/zero')),
-    'too long': lambda path: os.truncate(path, 2**30),
+    'too long': lambda path: path.write_text(f'{OTHER}\n{"#" * 2**20}'),
     'empty': lambda path: path.write_text(''),
     'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
     'name that is not printable': lambda path: path.write_text(f'a\x7f {OTHER}\n'),
@@ -333,6 +336,7 @@ def test_requests_go_on_while_the_tokens_file_does_not_answer(
     path, pass_a_second, monkeypatch
 ):
     """One thread at a time waits for a file on a dead mount; then it is read."""
+    assert WITHIN < 1
     monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', 0.01)
     tokens = TokensFile(path)
     answers = threading.Event()
@@ -348,5 +352,6 @@ def test_requests_go_on_while_the_tokens_file_does_not_answer(
         pass_a_second()
         assert tokens.find(TOKEN)
     assert len(waiting) == 1
+    assert waiting[0].daemon, 'the process could not end'
     answers.set()
     waiting[0].join()
