@@ -64,7 +64,8 @@ REFUSED_WORDS = {
     'syntax': '] ["a {"a": 1,2 {}{} True \'a\' {a:1} [1,] {"a":1,} /**/1 01 .5 \uff11',
     'no numbers': 'NaN -NaN Infinity -Infinity [NaN] {"a":-Infinity}',
     'escapes': r'"\x41" "\u123g"',
-    'a name twice': '{"a":1,"a":1} [[{"b":[{"a":1,"a":2}]}]] {"a":1,"\\u0061":2}',
+    'a name twice': '{"a":1,"a":1} [[{"b":[{"a":1,"a":2}]}]] {"a":1,"\\u0061":2} '
+    r'{"\ud800":1,"\ud800":2}',
     'lone surrogates': r'"\ud800" "\uDFFF" "x\ude00" "\ude00\ud83d" "\ud83d\\ude00" '
     r'"\\\ud800" [["\udfff"]] {"\ud800":1} {"id":1,"name":"","x":"\ud800"}',
 }
@@ -122,6 +123,7 @@ WORDS = {
     b'"\\ud800"': 'surrogate',
     b'1' * 1001: '1000',
     b'[' * 60_000: 'deep',
+    b'\xef\xbb\xbf{}': 'byte order mark',
 }
 
 
@@ -221,6 +223,7 @@ def test_name_is_answered_and_stored_as_it_was_sent(client, store):
 
 POTS = {'items': {'required': ['size'], 'properties': {'size': {'type': 'integer'}}}}
 BROKEN_POTS = 'pots.1.size: "big" is not an integer; pots.2.size: is missing'
+CLOSED = {'unevaluatedProperties': False}
 SIZES = {'anyOf': [{'type': 'string'}, {'maximum': 1}]}
 LONG, CUT = int('1' * 99), f'size: {"1" * 60}... '
 # The file that an operator edits, a member and its rule, a value that breaks that, and
@@ -231,6 +234,7 @@ EDITS = [
     ('Plant', 'pots', POTS, [{'size': 1}, {'size': 'big'}, {}], BROKEN_POTS),
     ('Plant', 'size', {'multipleOf': 2}, LONG, f'{CUT}is not a multiple of 2'),
     ('Plant', 'size', SIZES, LONG, f'{CUT}is not valid under any'),
+    ('Plant', 'size', CLOSED, {'x' * 999: 1}, 'size: Unevaluated properties are'),
 ]
 
 
@@ -248,6 +252,7 @@ def test_rule_of_an_operator_holds_and_is_named(
     assert client.add(FERN).status_int == 200
     message = assert_error(client.add({**FERN, 'id': 2, member: value}), 40005)
     assert message.startswith(sentence)
+    assert len(message) < 300
     assert list(store) == [Plant(**FERN)]
 
 
@@ -374,6 +379,7 @@ RULES = [
     *[{'maxLength': 2}, {'enum': ['', '0', 1, 0.5]}, {'not': {'const': ''}}],
     *[{'multipleOf': 0.5, 'maximum': 2**40}, {'items': {'type': 'integer'}}],
     {'type': ['integer', 'array', 'null']},
+    {'type': ['integer', 'number']},
     {'anyOf': [{'maxLength': 1}, {'const': 7}]},
 ]
 

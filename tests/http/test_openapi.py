@@ -36,6 +36,10 @@ def test_every_error_value_has_an_example(description):
         for status in answers.keys() - {'200'}:
             assert answers[status] == {'$ref': f'#/components/responses/{status}'}
             answer = description['components']['responses'][status]
+            special = {'401': 'WWW-Authenticate', '403': 'WWW-Authenticate'}
+            special |= {'503': 'Retry-After', 'default': 'Allow'}
+            headers = {'X-Request-Id', special.get(status, 'X-Request-Id')}
+            assert answer['headers'].keys() == headers
             content = answer['content']['application/json']
             assert content['schema'] == {'$ref': '#/components/schemas/Error'}
             for name, example in content['examples'].items():
@@ -43,6 +47,10 @@ def test_every_error_value_has_an_example(description):
                 assert int(name) == example['value']['error']
                 assert status in {name[:3], 'default'}
                 found.setdefault(path, {})[int(name)] = example['summary']
+    shapes = description['components']['schemas']
+    assert shapes['Error']['required'] == ['error', 'message']
+    assert shapes['Error']['properties']['error']['format'] == 'int32'
+    assert shapes['NewPlant']['properties']['id']['format'] == 'int64'
     assert found['/plants'] == {value: value.meaning for value in ErrorValue}
     assert 50300 in found['/readyz']
     assert 40100 not in found['/readyz']
@@ -100,15 +108,18 @@ EDITS = {
     'names': ('Plant', {'propertyNames': {'maxLength': 3}}, False),
     'closed': ('Plant', {'additionalProperties': False}, False),
     'one member twice': ('NewPlant', SHORT, True),
+    'an anchor': ('Plant', {'properties': {'name': TEXT | {'$anchor': 'a'}}}, False),
+    'definitions': ('Plant', {'$defs': {'short': SHORT}}, True),
     'closed as a whole': ('NewPlant', {'unevaluatedProperties': False}, True),
     'own members alone': ('NewPlant', {'additionalProperties': False}, False),
     'true': ('NewPlant', {'allOf': [PLANT, True]}, False),
+    'any type': ('NewPlant', {'allOf': [PLANT, {}]}, False),
     'an object too': ('NewPlant', {'allOf': [PLANT, SOIL]}, True),
     'the whole file': ('NewPlant', {'allOf': [{'$ref': 'Plant.json#'}]}, True),
     'a rule beside': ('NewPlant', {'allOf': [{**PLANT, **SOIL}]}, False),
     'no file': (
         'NewPlant',
-        {'allOf': [SOIL], 'required': ['id', 'name', 'soil']},
+        {'allOf': [SOIL | {'required': ['soil']}], 'required': ['id', 'name', 'soil']},
         True,
     ),
 }
@@ -124,6 +135,7 @@ def test_description_has_the_rules_that_are_in_use(
     description = client.get('/openapi.json').json
     described = description['components']['schemas']['NewPlant']
     assert ('allOf' not in described) == is_one_object
+    Draft202012Validator.check_schema(described)
     schema = {'$ref': '#/components/schemas/NewPlant', **description}
     others = {'name': 'Ivy'}, {'name': 'Fern'}, {'name': 1}, {}
     members = {}, {'soil': 'wet'}, {'soil': 1}, {'x': 1}
