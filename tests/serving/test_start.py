@@ -109,17 +109,30 @@ BAD_STARTS = {
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
     'path of a store': ({'PLANTS_STORE': 'p.jsonl'}, ['use jsonl:p.jsonl']),
-    'token of nobody': (
-        {'GUNICORN_CMD_ARGS': '--preload -b 127.0.0.1:0', 'PLANTS_TOKENS': None},
-        ['nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE'],
-    ),
+    **{
+        f'{option}, and a token of nobody': (
+            {'GUNICORN_CMD_ARGS': f'{option} -b 127.0.0.1:0', 'PLANTS_TOKENS': None},
+            ['nobody would see the token', 'PLANTS_TOKENS or PLANTS_TOKENS_FILE'],
+        )
+        for option in ('--preload', '--daemon')
+    },
+    **{
+        f'certificate in {path}': (
+            {'GUNICORN_CMD_ARGS': f'--certfile {path} -b 127.0.0.1:0'},
+            [f'certfile, keyfile: {words}'],
+        )
+        for path, words in (
+            ('/dev/zero', 'it is not a regular file'),
+            (REPOSITORY / 'app.py', '[SSL'),
+        )
+    },
 }
 
 
 @table('environment, words', BAD_STARTS)
 def test_bad_setting_stops_a_start_and_a_check(tmp_path, environment, words):
     """A start and a check end with a sentence that names the setting, and no file."""
-    for arguments in ([], ['--check-config']):
+    for arguments in (['--check-config'], []):
         assert_start_refused(Server(tmp_path, *arguments, **environment), *words)
         assert [path.name for path in tmp_path.iterdir()] == ['server.log']
 
@@ -174,7 +187,8 @@ def test_refused_start_is_in_the_log_and_on_the_terminal(tmp_path):
     """A refusal is an object of a log in JSON; beside a log file it is printed, too."""
     reason = "PLANTS_MAX_BODY: '0' is not a positive number"
     settings = {'PLANTS_LOG': 'json', 'PLANTS_MAX_BODY': '0'}
-    server = Server(tmp_path, **settings)
+    variable = ('--env', 'PLANTS_LOG=json')
+    server = Server(tmp_path, *variable, PLANTS_MAX_BODY='0')
     assert server.run() == 1
     last = parse_json_log(server.log)[-1]
     assert last['level'] == 'CRITICAL'
@@ -219,7 +233,7 @@ def test_passwords_are_not_shown(tmp_path):
     """A check and a start show the URL without a password; settings have no token."""
     code, printed = check(tmp_path, option='--print-config', PLANTS_TOKENS=None)
     assert code == 0
-    assert 'worker_class' in printed
+    assert re.search(r'(?m)^http_parser += python$', printed)
     assert 'No token' not in printed
     secrets = ['--env', f'PLANTS_TOKENS={TOKEN}', '--env', f'PGPASSWORD={SECRET}']
     code, printed = check(tmp_path, '--print-config', *secrets, PLANTS_TOKENS=None)
@@ -250,6 +264,8 @@ def test_every_fault_is_listed(service, checkout):
     damaged = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
     plants.write_bytes(damaged)
     (checkout / 'schemas/Plant.json').write_text('true')
+    (checkout / 'log').symlink_to('no/log')
+    os.mkfifo(checkout / 'fifo')
     taken = f'127.0.0.1:{service.port}'
     faults = [
         "PLANTS_LOG: 'x' is not text or json",
@@ -258,6 +274,7 @@ def test_every_fault_is_listed(service, checkout):
         "worker_class: class uri 'no.Worker'",
         'logger_class: statsd_host needs gunicorn.instrument.statsd.Statsd',
         f'errorlog: {checkout}/no: there is no such directory that can be written to',
+        f'accesslog: {checkout}/fifo: No such device',
         'pidfile: no: there is no such directory',
         'worker_tmp_dir: no: there is no such directory',
         f'schemas: {checkout}/schemas/Plant.json: true is not an object',
@@ -266,10 +283,12 @@ def test_every_fault_is_listed(service, checkout):
         f'bind: {taken}: Address already in use (another one: gunicorn -b ',
         'bind: :80800: bind(): port must be 0-65535',
         'bind: unix:no/s: ',
+        'bind: unix:app.py: it is there, and is not a socket',
     ]
-    arguments = ('-b', taken, '-b', ':80800', '-b', 'unix:no/s', '-k', 'no.Worker')
+    arguments = ('-b', taken, '-b', ':80800', '-b', 'unix:no/s', '-b', 'unix:app.py')
+    arguments += ('-k', 'no.Worker', '--access-logfile', 'fifo')
     arguments += ('--certfile', 'no', '--worker-tmp-dir', 'no', '-p', 'no/pid')
-    arguments += ('--error-logfile', 'no/log', '--statsd-host', 'localhost:8125')
+    arguments += ('--error-logfile', 'log', '--statsd-host', 'localhost:8125')
     settings = {'PLANTS_TOKEN': SECRET, 'PLANTS_LOG': 'x', 'WEB_CONCURRENCY': '0'}
     for option in ('--check-config', '--no-sendfile'):
         command = [*GUNICORN[:3], option, *arguments]
@@ -316,6 +335,14 @@ def test_pid_file_of_a_running_server_is_refused(tmp_path):
         other = Server(tmp_path / 'other', '--check-config', **settings)
         assert other.run() == 0
         assert pid.read_text() == f'{server.pid}\n'
+        with server.connect() as client:
+            assert client.ask(request('GET', connection='close')).announces_close
+            assert client.receive() is None, 'it closes first'
+    settings = {'GUNICORN_CMD_ARGS': address}  # of which the kernel still remembers
+    assert Server(tmp_path, '--check-config', **settings).run() == 0
+    os.mkfifo(tmp_path / 'fifo')
+    other = Server(tmp_path, '--check-config', '-p', 'fifo', **settings)
+    assert_start_refused(other, 'pidfile: it is not a regular file')
 
 
 ADDRESSES = {
@@ -355,6 +382,7 @@ def test_user_that_serves_owns_the_files(public, text):
         (public / 'plants.jsonl').write_bytes(text)
         os.chown(public / 'plants.jsonl', nobody.pw_uid, nobody.pw_gid)
     user = ('--user', 'nobody', '--group', str(nobody.pw_gid))
+    assert 'Permission denied' in check(public, *user, '--certfile', '/etc/shadow')[1]
     with Server(public, *user, workers=2, PLANTS_METRICS='1') as server:
         assert server.ask(request(body=fern())).status == 200
         if text is None:
@@ -365,6 +393,8 @@ def test_user_that_serves_owns_the_files(public, text):
         files = [path for path in public.iterdir() if path.name != 'server.log']
         assert len(files) >= 2
         assert {path.owner() for path in files} == {'nobody'}
+        status = Path(f'/proc/{server.pid}/status').read_text()
+        assert 'Gid:\t0\t0\t0\t0\n' in status
 
 
 OTHER_APP = """
