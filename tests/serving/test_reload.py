@@ -63,7 +63,10 @@ def test_reload_uses_all_new_files(checkout):
 # Lines at the end of gunicorn.conf.py, and what the log then names.
 REFUSED = {
     'syntax': ('keepalive =', 'gunicorn.conf.py, line'),
-    'setting': ("keepalive = 'long'", 'Invalid value for keepalive'),
+    'setting': (
+        "os.write(2, b'\\xff\\n')\nkeepalive = 'long'",
+        'Invalid value for keepalive',
+    ),
     'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change of it takes'),
     'capture of the output': (
         "capture_output, errorlog = True, 'new.log'\n"
@@ -74,9 +77,12 @@ REFUSED = {
         "accesslog = 'no/log'\ncertfile = 'no.pem'",
         'no such directory that can be written to; certfile, keyfile: ',
     ),
-    'hook of the master': ('on_reload = lambda server: 1 / 0', 'ZeroDivisionError'),
+    'hook of the master': (
+        "chdir = 'store'\non_reload = lambda server: 1 / 0",
+        'ZeroDivisionError',
+    ),
     'hook of a worker': (
-        'post_fork = lambda server, worker: 1 / 0',
+        "errorlog = 'new.log'\npost_fork = lambda server, worker: 1 / 0",
         'a new worker does not serve',
     ),
     'hook of the master for each worker that ends': (
@@ -122,6 +128,7 @@ def test_reload_that_would_fail_changes_nothing(checkout, subtests):
                 assert words in refusal
                 assert server.ask(request(body=fern())).status == 200
                 assert server.worker_pids() == workers
+                assert os.readlink(f'/proc/{server.pid}/cwd') == str(checkout)
         server.signal(signal.SIGTTIN)  # a store in memory would permit no second one
         wait_until(lambda: server.worker_pids() > workers, 'there is another worker')
         settings.write_text(ours)
