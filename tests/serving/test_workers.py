@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from statistics import median
 
 import pytest
@@ -110,6 +111,8 @@ def app(environ, start_response):
     size = Path(__file__).stat().st_size
     if environ['PATH_INFO'] == '/header':
         start_response('200 OK', [('a b', 'c')])
+    if environ['PATH_INFO'] == '/value':
+        start_response('200 OK', [('a', 'b\\nc')])
     if environ['PATH_INFO'] == '/raised':
         raise ValueError('raised')
     if environ['PATH_INFO'] == '/missing':
@@ -138,7 +141,7 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
             with pytest.raises(ConnectionError, match='after 5 of'):
                 server.ask(request('GET', '/broken'))
             assert kept.ask(request('GET')).body == path.read_bytes()
-        for target in ('/header', '/raised', '/missing'):
+        for target in ('/header', '/value', '/raised', '/missing'):
             with server.connect() as client:
                 client.send(request('GET') + request('GET', target))
                 assert client.receive().body == path.read_bytes()
@@ -146,9 +149,9 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
             assert_error(answer, 50000)
             assert f'{answer.headers["x-request-id"]}: request failed' in server.log
         logged = [line.get('exception', '') for line in parse_json_log(server.log)]
-        assert sum(text.startswith('Traceback') for text in logged) == 4
+        assert sum(text.startswith('Traceback') for text in logged) == 5
         assert sum(text.endswith('\nValueError: broken') for text in logged) == 1
-        assert server.log.count('hook called') >= hooks + 9
+        assert server.log.count('hook called') >= hooks + 11
 
 
 ENVIRON_APP = """
@@ -162,7 +165,7 @@ def app(environ, start_response):
     environ['wsgi.errors'].write('seen\\n')
     body = environ['wsgi.input'].read()
     names = [name for name in environ if name.startswith(('HTTP_', 'REMOTE_'))]
-    names += ['wsgi.url_scheme']
+    names += ['wsgi.url_scheme', 'wsgi.multithread', 'SERVER_PORT']
     seen = {name: environ.pop(name) for name in names} | {'body': body.decode()}
     environ.clear()
     text = json.dumps(seen).encode()
@@ -181,9 +184,11 @@ def serve_environ(tmp_path):
 
 def test_requests_with_the_same_head_keep_their_environ(serve_environ):
     """What is cached of a head does not include the body and the client."""
-    with serve_environ('--forwarded-allow-ips', '127.0.0.2') as server:
-        for source in ('127.0.0.1', '127.0.0.2', '127.0.0.1'):
-            address = ('127.0.0.1', server.port)
+    bound = 2 * ('--bind', '127.0.0.1:0')
+    with serve_environ('--forwarded-allow-ips', '127.0.0.2', *bound) as server:
+        ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
+        for source, port in product(('127.0.0.1', '127.0.0.2'), ports):
+            address = ('127.0.0.1', int(port))
             with (
                 socket.create_connection(address, PATIENCE, (source, 0)) as over,
                 RawClient(over=over) as client,
@@ -193,6 +198,8 @@ def test_requests_with_the_same_head_keep_their_environ(serve_environ):
                     seen = client.ask(data).json
                     assert seen['body'] == body.decode()
                     assert seen['REMOTE_ADDR'] == source
+                    assert seen['SERVER_PORT'] == str(port)
+                    assert seen['wsgi.multithread'] is True
                     assert seen['REMOTE_PORT'] == str(over.getsockname()[1])
                     scheme = 'https' if source == '127.0.0.2' else 'http'
                     assert seen['wsgi.url_scheme'] == scheme
