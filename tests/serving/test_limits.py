@@ -1,6 +1,7 @@
 """Slow and hostile clients are limited, and delay no other client."""
 
 import os
+import re
 import selectors
 import signal
 import time
@@ -95,11 +96,13 @@ def test_request_that_waits_for_its_time_limit_is_answered(impatient):
     assert impatient.ask(request(body=fern())).status == 200
     with impatient.connect() as client:
         with locked(plants):
-            client.send(request(body=fern()))
+            client.send(request(body=fern(), x_request_id='slow'))
             assert not client.is_readable(1.5)
         answer = client.receive()
         assert answer.status == 200
         assert answer.announces_close
+    line = r'slow token-1 .* [0-9]{4,}\.[0-9] ms'
+    wait_until(lambda: re.search(line, impatient.log), 'its time is logged')
 
 
 def test_request_sent_to_a_paused_worker_is_answered(tmp_path):
