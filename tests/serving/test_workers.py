@@ -1,7 +1,9 @@
 """Worker classes: gunicorn's own, and ours with TLS and with other applications."""
 
+import os
 import random
 import re
+import signal
 import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -279,6 +281,30 @@ def test_pre_request_may_change_each_request(serve_environ, tmp_path):
         seen = [server.ask(request('GET')).json for _ in range(3)]
     numbers = [int(one['HTTP_X_NUMBER']) for one in seen]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
+
+
+COUNTING = """
+from serving.master import connection_counts
+
+def post_request(worker, request, environ, response):
+    worker.log.info('open: %d %d', sum(connection_counts), len(worker._clients))
+"""
+
+
+def test_connections_that_ended_are_not_counted(tmp_path):
+    """Neither a closed connection nor a dead worker is counted, or kept."""
+    with Server(tmp_path, *configured(tmp_path, COUNTING)) as server:
+
+        def all_have_ended(since=0):  # one worker counts as one, and this connection
+            server.ask(request('GET', '/livez'))
+            found = re.findall('open: (.*)', server.log[since:])
+            return len(found) > 5 and found[-1] == '2 1'
+
+        wait_until(all_have_ended, 'they are not counted')
+        (victim,), since = server.worker_pids(), len(server.log)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: server.worker_pids() - {victim}, 'another one starts')
+        wait_until(lambda: all_have_ended(since), 'it is not counted')
 
 
 @pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
