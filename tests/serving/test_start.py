@@ -52,7 +52,8 @@ def test_command_serves(checkout, command):
 def test_printed_curl_line_works(tmp_path):
     """Without a configured token one is generated, and the printed curl line works."""
     command = (sys.executable, REPOSITORY / 'app.py')  # from another directory
-    with Server(tmp_path, command=command, workers=2, PLANTS_TOKENS=None) as server:
+    settings = {'workers': 2, 'WEB_CONCURRENCY': '1', 'PLANTS_TOKENS': None}
+    with Server(tmp_path, '-w2', command=command, **settings) as server:
         assert 'tokens   one, made by this start\n' in server.log
         [path] = map(Path, re.findall(r'in the file (.+)', server.log))
         assert path.stat().st_mode & 0o777 == 0o600
