@@ -4,6 +4,7 @@ CPU time and memory are those of the worker. A bound is three times what was mea
 because the machine may be busy. Version 1.3.0 exceeded all but those of idle clients.
 """
 
+import json
 import re
 import socket
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from exchange import LARGE_FILE, chunked, fern, table
-from machine import count_sockets, only_worker
+from machine import count_sockets, locked, only_worker
 from server import PATIENCE, Server, TLSServer, configured, request, wait_until
 
 # Coverage costs CPU and memory of its own.
@@ -240,8 +241,8 @@ def test_idle_clients_make_room_before_stalled_ones(small, opened):
     assert not any(client.is_readable() for client in bodies)
 
 
-def test_head_in_two_parts_is_no_stalled_one(tmp_path):
-    """A head that has just begun is read to its end, however long it was awaited."""
+def test_request_that_goes_on_is_no_stalled_one(tmp_path):
+    """A head that has just begun, and a body that goes on, are read and answered."""
     more = configured(tmp_path, *NO_LIMITS, 'worker_connections = 1')
     with Server(tmp_path, *more) as server, server.connect() as client:
         assert client.ask(request(body=fern())).status == 200
@@ -253,3 +254,14 @@ def test_head_in_two_parts_is_no_stalled_one(tmp_path):
             client.send(request()[40:])
             assert client.receive() is not None
             assert late.receive().status == 200
+    with Server(tmp_path, *more) as server, server.connect() as client:
+        body = json.dumps(fern(name='a' * 4_000)).encode()
+        client.send(request(body=body)[: -len(body)])
+        with server.connect() as late, locked(tmp_path / 'plants.jsonl'):
+            late.send(request(body=fern()))
+            for start in range(0, len(body), 300):  # it takes 2.8 s
+                time.sleep(0.2)
+                client.send(body[start : start + 300])
+            time.sleep(2.5)
+        answer = client.receive()
+        assert (answer.status, answer.announces_close) == (200, False)
