@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+from disk import assert_raise
 from exchange import table
 from postgresql import accepts_connections, refused
 from server import free_port
@@ -27,6 +28,7 @@ from store.postgresql.reasons import Unavailable, explain
 from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
+REED = Plant(1, 'Reed')
 MOSS = Plant(2, 'Moss', 'shade')
 DENIED = 'the database does not permit it'
 # Every character that could end a password early, in a URL or in libpq.
@@ -93,14 +95,20 @@ def uses(store):
     return store.ping, partial(store.add, MOSS)
 
 
-def assert_refused(reason, *uses):
+def assert_refused(reason, *uses, pause=0):
     """Check that calls are refused for a reason; return the details."""
     details = []
     for use in uses:
         with refused(reason) as caught:
             use()
         details.append(caught.value.detail)
+        time.sleep(pause)
     return details
+
+
+def role_of(url):
+    """Return the role that a URL names."""
+    return url.partition('://')[2].partition('@')[0]
 
 
 def has_table(database, url):
@@ -131,20 +139,16 @@ def test_role_needs_few_rights(made, role, missing):
         store.ping()
         assert store.add_many([FERN, FERN, FERN._replace(tag='')])[:2] == [True, False]
         with pytest.raises(IdTaken):
-            store.add(FERN._replace(name='Moss'))
+            store.add(REED)
         assert list(store) == [FERN]
     with open_store(role(made, *{*RIGHTS} - {missing})) as store:
         assert_refused(DENIED, *uses(store))
 
 
-def test_missing_right_to_make_the_table(url, role):
-    """Without the table and the right to make it, the store is not ready."""
+def test_table_is_made_by_no_reader(database, url, role):
+    """A reader makes no table, nor an add with ``create='never'`` or without rights."""
     with open_store(role(url)) as store:
         assert_refused(DENIED, store.ping)
-
-
-def test_table_is_made_by_no_reader(database, url):
-    """A reader makes no table, nor an add with ``create='never'``."""
     with open_store(url) as store, open_store(url, create='never') as other:
         assert list(store) == []
         store.check_opening()
@@ -188,43 +192,34 @@ def test_table_may_have_more_columns(database, url):
         assert sorted(store) == [FERN, MOSS]
 
 
-@pytest.fixture
-def paths(database, lonely):
-    """A function that sets the search_path of a role, and the URL of the role."""
-    name = f'role_{next(numbers)}'
-    database.execute(f'CREATE ROLE {name} LOGIN SUPERUSER')
+def test_second_table_is_not_made(database, lonely, role, monkeypatch):
+    """If the search_path no longer leads to the table, no other one is made."""
+    url = role(lonely)
+    name = role_of(url)
+    database.execute(f'ALTER ROLE {name} SUPERUSER')
 
     def set_path(path):
         database.execute(f'ALTER ROLE {name} SET search_path = {path}')
 
-    return set_path, lonely.replace('gardener', name)
-
-
-def test_second_table_is_not_made(database, paths, monkeypatch):
-    """If the search_path no longer leads to the table, no other one is made."""
-    set_path, url = paths
     database.execute('CREATE SCHEMA other; CREATE SCHEMA "a %sB"', url=url)
     with open_store(url) as first:
         first.add(FERN)
         set_path('other')
         database.terminate_sessions()
         with pytest.raises(IdTaken):  # it names its table with the schema
-            first.add(FERN._replace(name='Moss'))
+            first.add(REED)
     for create in 'always', 'first', 'never':
         with open_store(url, create=create) as store:
-            for use in store.ping, lambda: store.add(FERN), lambda: list(store):
-                with pytest.raises(StoreUnavailable) as caught:
+            for use in *uses(store), partial(list, store):
+                with pytest.raises(StoreUnavailable, match='not lead to the table'):
                     use()
-                assert 'does not lead to the table' in str(caught.value)
                 time.sleep(RETRY_AFTER)
-            with pytest.raises(
-                StoreUnavailable, match=r'public\.plants.* other\.plants'
-            ):
-                store.check_opening()
+            both = r'public\.plants.* other\.plants'
+            assert_raise(StoreUnavailable, store.check_opening, match=both)
     assert not has_table(database, url)
     # The URL may name the schema, and so may an operator who makes the table.
     with open_store(f'{url}?options=-csearch_path%3Dother') as store:
-        assert store.add(FERN._replace(name='Moss')) is True
+        assert store.add(REED) is True
     monkeypatch.setenv('PGOPTIONS', '-csearch_path=third')
     database.execute('CREATE SCHEMA third', url=url)
     with open_store(url) as store:
@@ -242,15 +237,14 @@ def test_second_table_is_not_made(database, paths, monkeypatch):
         assert store.add(FERN) is False
     set_path('other, public')
     with open_store(url) as store:
-        for use in store.ping, lambda: list(store):
-            with refused('the search_path leads to two tables plants') as caught:
-                use()
-    assert 'other.plants and public.plants' in caught.value.detail
+        two = 'the search_path leads to two tables plants'
+        for detail in assert_refused(two, store.ping, partial(list, store)):
+            assert 'other.plants and public.plants' in detail
     database.execute('ALTER TABLE other.plants SET SCHEMA "a %sB"', url=url)
     set_path('"a %sB"')
     with open_store(url) as store:
-        assert store.add(FERN._replace(name='Moss')) is False
-        assert list(store) == [FERN._replace(name='Moss')]
+        assert store.add(REED) is False
+        assert list(store) == [REED]
         store.ping()
 
 
@@ -282,7 +276,11 @@ RULES = {
         TRIGGER.format("RAISE 'no' USING ERRCODE = 'ZZ123'"),
         *('bad', 'the database refuses it (ZZ123)'),
     ),
-    'busy': (TRIGGER.format("RAISE 'no' USING ERRCODE = '40001'"), 'bad', BUSY),
+    # Refused only after many slow attempts, which take no time of others.
+    'busy': (
+        TRIGGER.format("PERFORM pg_sleep(0.07); RAISE 'no' USING ERRCODE = '40001'"),
+        *('bad', BUSY),
+    ),
     'policy': (POLICY, 'bad', DENIED),
     'view': (
         'ALTER TABLE plants RENAME TO rows; CREATE VIEW plants AS '
@@ -438,10 +436,8 @@ def test_policy_that_hides_plants_is_refused(database, made, role, command):
         url=made,
     )
     with open_store(role(made, *RIGHTS)) as store:
-        for use in store.ping, lambda: store.add(FERN), lambda: list(store):
-            with refused('a policy of the table plants hides plants'):
-                use()
-            time.sleep(RETRY_AFTER)
+        hides = 'a policy of the table plants hides plants'
+        assert_refused(hides, *uses(store), partial(list, store), pause=RETRY_AFTER)
     with open_store(made) as store:  # as its owner, who is under no policy
         assert store.add(FERN) is False
 
@@ -511,17 +507,6 @@ def test_meaning_of_an_error(sqlstate, words, reason, retry):
     assert found.detail == f'{words} ***'
     assert found.reason.startswith(reason)
     assert found.retry == retry
-
-
-def test_slow_refusal_refuses_no_other_plant(database, made):
-    """A plant that is refused only after many slow attempts takes no time of others."""
-    act = "PERFORM pg_sleep(0.07); RAISE 'no' USING ERRCODE = '40001'"
-    database.execute(TRIGGER.format(act), url=made)
-    good = [Plant(id, 'Fern') for id in range(8)]
-    with open_store(made) as store:
-        with refused(BUSY):
-            store.add_many([Plant(-1, 'bad'), *good])
-        assert store.add_many(good) == [False] * 8
 
 
 def test_batch_has_one_deadline(made, monkeypatch):
@@ -617,10 +602,8 @@ def test_database_must_be_utf8(database, encoding):
         )
     url = database.url().replace('/postgres', f'/{name}')
     with open_store(url) as store:
-        for use in (store.ping, lambda: list(store)):
-            with refused(f'the database is encoded in {encoding}'):
-                use()
-            time.sleep(RETRY_AFTER)
+        reason = f'the database is encoded in {encoding}'
+        assert_refused(reason, store.ping, partial(list, store), pause=RETRY_AFTER)
     assert not has_table(database, url)
 
 
@@ -685,8 +668,7 @@ def test_read_only_role_is_refused(made, role):
 def test_one_connection_is_enough(database, made, role):
     """If the role may have only one connection, all adds go through it."""
     url = role(made, *RIGHTS)
-    name = url.partition('://')[2].partition('@')[0]
-    database.execute(f'ALTER ROLE {name} CONNECTION LIMIT 1')
+    database.execute(f'ALTER ROLE {role_of(url)} CONNECTION LIMIT 1')
     with open_store(url) as store:
 
         def add_all(start):
@@ -717,14 +699,10 @@ LOGINS = {
 def test_refused_login_is_told(database, lonely, role, change, reason):
     """A refused login has its reason each time, and the server's words once."""
     url = role(lonely)
-    name = url.partition('://')[2].partition('@')[0]
-    database.execute(change.format(role=name))
+    database.execute(change.format(role=role_of(url)))
     with open_store(url) as store:
-        for number in range(3):
-            with refused(reason) as caught:
-                store.ping()
-            assert bool(caught.value.detail) is (number == 0)
-            time.sleep(RETRY_AFTER)
+        details = assert_refused(reason, *3 * [store.ping], pause=RETRY_AFTER)
+    assert [bool(detail) for detail in details] == [True, False, False]
 
 
 def test_full_server_is_named(made, role):
@@ -743,14 +721,18 @@ def test_full_server_is_named(made, role):
 # ---- the URL
 
 
-def test_password_may_have_any_character(database, lonely):
-    """A password may have any character, escaped, in the URL or its parameters."""
+def test_forms_of_a_url(database, lonely):
+    """A password may have any character, escaped; a Unix socket may be the host."""
     escaped = quote(PASSWORD, safe='')
     at = f'127.0.0.1:{database.port}/lonely'
+    directory = quote(str(database.directory), safe='')
     for url in (
         f'postgresql://sealed:{escaped}@{at}',
         f'postgres://sealed@{at}?password={escaped}',
         f'postgresql://{at}?user=sealed&password={escaped}',
+        f'postgresql://gardener@{directory}:{database.port}/lonely',
+        f'postgresql:///lonely?user=gardener&host={directory}&port={database.port}',
+        f'{lonely.replace("127.0.0.1", "missing.invalid")}?hostaddr=127.0.0.1',
     ):
         with open_store(url) as store:
             store.ping()
@@ -830,15 +812,3 @@ def test_name_that_does_not_resolve_delays_no_add(database, lonely, monkeypatch,
             assert re.match(words, caught.value.detail)
     finally:
         ended.set()
-
-
-def test_unix_socket_is_a_host(database, lonely):
-    """A server on the same machine may be reached by a Unix socket."""
-    directory = quote(str(database.directory), safe='')
-    for url in (
-        f'postgresql://gardener@{directory}:{database.port}/lonely',
-        f'postgresql:///lonely?user=gardener&host={directory}&port={database.port}',
-        f'{lonely.replace("127.0.0.1", "missing.invalid")}?hostaddr=127.0.0.1',
-    ):
-        with open_store(url) as store:
-            store.ping()
