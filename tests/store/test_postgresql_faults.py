@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 from urllib.parse import urlsplit
 
 import psycopg
@@ -224,35 +225,29 @@ def test_addresses_of_a_name_share_the_time_of_a_call(url, proxy, monkeypatch):
         assert 'no answer within' in caught.value.detail
 
 
-def test_lookup_that_cannot_start_is_repeated(url, monkeypatch):
+def no_threads():
+    """Return a context in which a connection can start no thread."""
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+    return patch.object(connection, 'threading', SimpleNamespace(Thread=refuse))
+
+
+def test_lookup_that_cannot_start_is_repeated(url):
     """A name is looked up again if there was no thread for it."""
-
-    def refuse(*_, **__):
-        raise RuntimeError("can't start new thread")
-
     with open_store(url.replace('127.0.0.1', 'localhost')) as store:
         database = store._backend()
-        with monkeypatch.context() as patch:
-            patch.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
-            with refused('there is no connection to the database'):
-                database.ping()
+        with no_threads(), refused('there is no connection to the database'):
+            database.ping()
         wait_until(lambda: can_add(store))
 
 
 def test_cancel_that_cannot_start_is_left_out(far, proxy, short_limits, monkeypatch):
     """If there is no thread for a cancel request, the reason is told all the same."""
-
-    def refuse(*_, **__):
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.1)
     far.add(FERN)
     for _ in range(4):  # more than there are places for cancel requests
         proxy.stop(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
-            with refused('there is no connection to the database'):
-                far.add(FERN)
+        with no_threads(), refused('there is no connection to the database'):
+            far.add(FERN)
         proxy.go_on()
         wait_until(lambda: can_add(far))
     assert connection._cancels._value == 3
@@ -336,22 +331,13 @@ def test_lost_response_is_asked_for_once_more(database, url, far, proxy, stored)
     assert rows(database, url) == [FERN]
 
 
-# As libpq says it.
-LOST = [
-    'consuming input failed: SSL SYSCALL error: EOF detected',
-    'consuming input failed: SSL connection has been closed unexpectedly',
-    'consuming input failed: SSL error: unexpected eof while reading',
-]
-
-
-@pytest.mark.parametrize('words', LOST)
-def test_lost_encrypted_connection_is_replaced(store, monkeypatch, words):
+def test_lost_encrypted_connection_is_replaced(store, monkeypatch):
     """An encrypted connection that is lost is no refused login: an add goes on."""
     insert, turns = Table.insert, itertools.count()
 
     def lose_first(*arguments):
         if not next(turns):
-            raise psycopg.OperationalError(words)
+            raise psycopg.OperationalError('SSL SYSCALL error: EOF detected')
         return insert(*arguments)
 
     monkeypatch.setattr(Table, 'insert', lose_first)
@@ -457,10 +443,7 @@ TRIGGER = (
 )
 
 
-ACTS = {'conflict': "RAISE 'conflict' USING ERRCODE = '40001'", 'hidden': 'RETURN NULL'}
-
-
-@pytest.mark.parametrize('act', ACTS.values(), ids=ACTS)
+@pytest.mark.parametrize('act', ["RAISE '' USING ERRCODE = '40001'", 'RETURN NULL'])
 def test_short_conflicts_are_waited_for(database, url, store, act):
     """A conflict that ends soon only delays an add; one that stays is an error."""
     database.execute(TRIGGER.format(act), url=url)

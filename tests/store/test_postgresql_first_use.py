@@ -495,7 +495,10 @@ SAID = [
     ('', 'query_wait_timeout', 'the connection pool of the database is full', '-'),
     ('', 'no more connections allowed', 'the connection pooler allows no more', '-'),
     ('', 'the database system is in recovery', 'the database is shutting d', 'connect'),
+    # As libpq says that an encrypted connection is lost.
     ('', 'SSL SYSCALL error: EOF', 'there is no connection to the data', 'connect'),
+    ('', 'SSL connection has been closed unexpectedly', 'there is no con', 'connect'),
+    ('', 'SSL error: unexpected eof while reading', 'there is no conn', 'connect'),
 ]
 
 
