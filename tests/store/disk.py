@@ -385,7 +385,11 @@ def assert_raise(error, *uses, match=None):
 
 
 def assert_stored(store, plants, free=()):
-    """Check that a store has these plants, and that other ids are free."""
+    """Check that a store, or a file, has these plants, and that other ids are free."""
+    if isinstance(store, os.PathLike):
+        with JSONLinesStore(store) as opened:
+            assert_stored(opened, plants, free)
+        return
     store.ping()  # which may cut a torn tail off
     before = store.path.read_bytes()
     others = [plant._replace(name='Another') for plant in plants]

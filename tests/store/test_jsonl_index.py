@@ -17,14 +17,16 @@ from unittest import mock
 import pytest
 from disk import (
     append,
+    assert_raise,
     assert_stored,
-    failure,
+    failing,
     fill,
     index_of,
     lines,
     mark_of,
     wait_for_flush,
 )
+from machine import locked
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
@@ -86,12 +88,6 @@ def table_files(path):
     return [path for path in paths if path.exists()]
 
 
-def rewrite(path, change):
-    """Change the content of the files of the table."""
-    for part in table_files(path):
-        part.write_bytes(change(part.read_bytes()))
-
-
 def removed(path, chance=None):
     """Remove the table."""
     for part in table_files(path):
@@ -117,23 +113,23 @@ def random_bytes(path, chance):
     index_of(path).write_bytes(chance.randbytes(9000))
 
 
-def emptied(path, chance):
-    """Make the files of the table empty."""
-    rewrite(path, lambda content: b'')
+def rewritten(change):
+    """Return a function that changes the content of the files of the table."""
 
+    def rewrite(path, chance):
+        for part in table_files(path):
+            part.write_bytes(change(part.read_bytes()))
 
-def zeroed_pages(path, chance):
-    """Zero each page of the table but the first."""
-    rewrite(path, lambda content: content[:4096].ljust(len(content), b'\0'))
-
-
-def cut(path, chance):
-    """Cut the files of the table in the middle of a page."""
-    rewrite(path, lambda content: content[: len(content) // 2 + 100])
+    return rewrite
 
 
 LOSSES = removed, some_removed, of_another_file, random_bytes
-DAMAGES = emptied, zeroed_pages, cut
+# Emptied, with zeros in each page but the first, and cut in the middle of a page.
+DAMAGES = (
+    rewritten(lambda content: b''),
+    rewritten(lambda content: content[:4096].ljust(len(content), b'\0')),
+    rewritten(lambda content: content[: len(content) // 2 + 100]),
+)
 STATES = 'stopped', 'killed', 'running'
 SPOILED = *itertools.product(LOSSES, STATES), *itertools.product(DAMAGES, STATES[:2])
 
@@ -148,9 +144,8 @@ class TestSpoiled:
                 spoil(path, Random(seed))
                 assert_stored(store, plants, free=[seed])
             assert index_of(path).exists()
-            with JSONLinesStore(path) as store:
-                plants.append(Plant(seed, 'Free'))
-                assert_stored(store, plants)
+            plants.append(Plant(seed, 'Free'))
+            assert_stored(path, plants)
 
     def test_table_that_goes_back_is_not_believed(self, path, frequent):
         """A table that is as it was before, under an open store, gives no id twice."""
@@ -173,8 +168,7 @@ class TestSpoiled:
         plants = ferns(50)
         path.write_bytes(lines(*plants))
         index_of(path).write_text('plants.jsonl index 3\n')
-        with JSONLinesStore(path) as store:
-            assert_stored(store, plants, free=[1])
+        assert_stored(path, plants, free=[1])
         assert rebuilt()
 
     def test_reason_shows_no_path(self, path, monkeypatch):
@@ -218,8 +212,7 @@ class TestBuilt:
         with JSONLinesStore(path) as store:
             assert_stored(store, ferns(300), free=[1])
             append(path, lines(Plant(2, 'Moss')))  # by a process that is killed then
-        with JSONLinesStore(path) as store:
-            assert_stored(store, [*ferns(300), Plant(2, 'Moss')])
+        assert_stored(path, [*ferns(300), Plant(2, 'Moss')])
         assert not rebuilt()
 
     def test_index_far_behind_is_built_again(self, path, rebuilt, monkeypatch):
@@ -234,8 +227,7 @@ class TestBuilt:
             wait_for_flush(path)  # it says that the index is in use
             other = ferns(1)[0]._replace(tag='another')
             append(path, lines(*ferns(101, 202), other))
-            with pytest.raises(StoreCorrupt):
-                JSONLinesStore(path).check_opening()
+            assert_raise(StoreCorrupt, JSONLinesStore(path).check_opening)
 
     @pytest.mark.parametrize('first', [0, 30, 250, 299])
     def test_two_plants_with_one_id_are_refused(self, path, monkeypatch, first):
@@ -270,8 +262,7 @@ class TestBuilt:
         else:
             append(path, lines(*more))
             os.utime(path, ns=(1, 1))  # the clock may be too coarse to differ
-        with JSONLinesStore(path) as store:
-            assert_stored(store, [EDITED, *UNEDITED[1:], *more], free=[100])
+        assert_stored(path, [EDITED, *UNEDITED[1:], *more], free=[100])
 
     def test_line_edited_before_the_mark_is_found(self, path, frequent):
         """A last line before the mark that was edited after a kill is found."""
@@ -326,14 +317,9 @@ class TestBuilt:
     def test_open_that_fails_leaves_nothing_open(self, path, monkeypatch):
         """While the plant file cannot be read, no try keeps a connection."""
         fill(path, *ferns(5))
-
-        def refuse(*arguments):
-            raise failure(errno.EIO)
-
-        monkeypatch.setattr(index.Index, '_read_tail', refuse)
+        monkeypatch.setattr(index.Index, '_read_tail', failing(errno.EIO))
         before = len(table._readers)
-        with pytest.raises(StoreUnavailable):
-            JSONLinesStore(path).ping()
+        assert_raise(StoreUnavailable, JSONLinesStore(path).ping)
         assert len(table._readers) == before
 
     def test_check_leaves_a_table_that_is_built(self, path):
@@ -412,10 +398,9 @@ class TestFlush:
         monkeypatch.setattr('store.jsonl.lock.LOCK_WITHIN', 0.05)
         path.write_bytes(lines(*ferns(5)))
         with JSONLinesStore(path) as store:
-            with index_of(path, '-lock').open('w') as held:
-                fcntl.flock(held, fcntl.LOCK_EX)
-                with pytest.raises(StoreUnavailable, match='holds the lock'):
-                    store.ping()
+            index_of(path, '-lock').touch()
+            with locked(index_of(path, '-lock')):
+                assert_raise(StoreUnavailable, store.ping, match='holds the lock')
             assert_stored(store, ferns(5))
 
     def test_flush_after_any_look_at_the_table_hides_no_id(self, path, monkeypatch):
@@ -455,8 +440,7 @@ class TestFlush:
                 patch.setattr(recovery, 'read_on', sync_and_flush)
                 backend._index.close()  # as after an error of SQLite
                 store.ping()
-            with JSONLinesStore(path) as other:
-                assert_stored(other, ferns(20))
+            assert_stored(path, ferns(20))
 
     def test_flush_makes_no_wrong_table_credible(self, path, monkeypatch):
         """No flush makes a table credible that is not believed and built again."""
@@ -477,8 +461,7 @@ class TestFlush:
                 index_of(path).write_bytes(closed)
                 monkeypatch.setattr(table, 'insert', flush_and_die)
                 store.ping()
-        with JSONLinesStore(path) as store:
-            assert_stored(store, [EDITED], free=[100])
+        assert_stored(path, [EDITED], free=[100])
 
     def test_clients_that_count_need_no_look(self, path, monkeypatch):
         """Ids before the next in the table need no look; those taken are found."""
@@ -537,8 +520,7 @@ class TestFlush:
                     store.add_many(ferns(50))
                     monkeypatch.setattr(table, 'commit', die)
         assert index_of(path, '-journal').exists()
-        with JSONLinesStore(path) as store:
-            assert_stored(store, ferns(50))
+        assert_stored(path, ferns(50))
 
     def test_add_many_is_bounded(self, path, monkeypatch):
         """A process that adds many plants waits for the flush of their ids."""
@@ -556,8 +538,7 @@ class TestFlush:
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
             wait_for_flush(path)
-            with index_of(path, '-lock').open() as held:
-                fcntl.flock(held, fcntl.LOCK_EX)
+            with locked(index_of(path, '-lock')):
                 mark = mark_of(path)
                 store.add_many(ferns(200))
                 assert_stored(store, ferns(200))
@@ -567,10 +548,7 @@ class TestFlush:
     def test_failed_flush_is_tried_again(self, path, frequent, caplog, monkeypatch):
         """Adds work while flushes fail, and a later flush is tried."""
         caplog.set_level(logging.INFO)
-
-        def refuse(*arguments):
-            raise failure(28)
-
+        refuse = failing(errno.ENOSPC)
         with JSONLinesStore(path) as store:
             store.ping()
             with monkeypatch.context() as patch:
@@ -619,8 +597,7 @@ class TestFlush:
                 (store if number % 2 else other).add_many(ferns(number, number + 1))
                 wait_for_flush(path)
         removed(path)
-        with JSONLinesStore(path) as store:
-            store.ping()
+        fill(path)
         assert set(made) == {'-new', '?mode=ro', '?mode=rw'}
         assert synced == {('wal', 1, 1), ('delete', 2, 1), ('off', 1, 1)}
         assert max(numbers) - min(numbers) > 100

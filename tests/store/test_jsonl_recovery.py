@@ -119,9 +119,8 @@ class TestCut:
         text[len(lines(*PLANTS[:3])) + place] = 0
         path.write_bytes(text)
         with JSONLinesStore(path) as store:
-            for _ in range(2):
-                with pytest.raises(StoreCorrupt, match='it was acknowledged'):
-                    store.add(OAK)
+            uses = 2 * [partial(store.add, OAK)]
+            assert_raise(StoreCorrupt, *uses, match='it was acknowledged')
         assert path.read_bytes() == text
 
     @RUNNING
@@ -155,8 +154,7 @@ class TestCut:
                 assert place in str(caught.value)
             plants = iter(store)
             assert [next(plants) for _ in range(2 + more)] == PLANTS[: 2 + more]
-            with pytest.raises(StoreCorrupt):
-                next(plants)
+            assert_raise(StoreCorrupt, partial(next, plants))
         assert shared.read_bytes() == text
         assert not take_side_files(shared)
 
@@ -166,8 +164,7 @@ class TestCut:
         damage = b'{"id":3,"name":"Ivy"\n'
         with opened(path, running, lines(PLANTS[0])) as store:
             append(path, damage + lines(PLANTS[1]))
-            with pytest.raises(StoreCorrupt):
-                store.add(OAK)
+            assert_raise(StoreCorrupt, partial(store.add, OAK))
             text = path.read_bytes().replace(damage, b'{"id":3,"name":"Iv"}\n')
             with path.open('r+b') as file:
                 file.write(text)
@@ -179,8 +176,7 @@ class TestCut:
         with opened(path, True, lines(*PLANTS[:2])) as store:
             size = path.stat().st_size
             append(path, lines(*PLANTS[2:4]) + b'?\n' + lines(PLANTS[4]))
-            with pytest.raises(StoreCorrupt):
-                store.add(OAK)
+            assert_raise(StoreCorrupt, partial(store.add, OAK))
             os.truncate(path, size)
             if reopen:
                 store.close()
@@ -245,8 +241,7 @@ class TestShortened:
         assert path.read_bytes() == text[:end]
         with path.open('r+b') as file:
             file.write(text)
-        with JSONLinesStore(path) as store:
-            assert_stored(store, PLANTS, free=[100])
+        assert_stored(path, PLANTS, free=[100])
 
     @pytest.mark.parametrize('end', [1, 2, 3, 4])
     def test_file_cut_short_is_noticed_by_an_idle_process(self, path, monkeypatch, end):
@@ -277,15 +272,13 @@ class TestShortened:
             assert f'{missing} bytes at its end are missing' in found.damaged[-1]
             assert bool(found.repaired) == repair
         assert verify(path) == Verified(whole)
-        with JSONLinesStore(path) as store:
-            assert_stored(store, PLANTS[:whole], free=[4, -5])
+        assert_stored(path, PLANTS[:whole], free=[4, -5])
 
     def test_last_line_feed_may_be_missing(self, path):
         """An editor that drops the last line feed loses no plant."""
         fill(path, *PLANTS)
         os.truncate(path, path.stat().st_size - 1)
-        with JSONLinesStore(path) as store:
-            assert_stored(store, PLANTS)
+        assert_stored(path, PLANTS)
         path.write_bytes(path.read_bytes().replace(b'Fern', b'Fer'))
         with JSONLinesStore(path) as store:
             assert_raise(StoreUnavailable, *uses(store), match='cut short: 1 bytes')
@@ -362,7 +355,7 @@ class TestSwap:
             for plant in before:
                 store.add(plant)
             if flushed:
-                flush(path)
+                fill(path)  # its close enters all ids into the table
             path.write_bytes(lines(*after))
             for plant in after:
                 with contextlib.suppress(StoreUnavailable):
@@ -370,8 +363,7 @@ class TestSwap:
                 with pytest.raises((IdTaken, StoreUnavailable)):
                     store.add(plant._replace(name='Reed'))
         assert path.read_bytes() == lines(*after)
-        with JSONLinesStore(path) as store:
-            assert_stored(store, after, free=range(10))
+        assert_stored(path, after, free=range(10))
 
     def test_changed_last_line_gives_no_id_twice(self, path):
         """A line that was edited in place costs no id of the lines before it."""
@@ -379,15 +371,9 @@ class TestSwap:
         with JSONLinesStore(path) as store:
             for plant in [*oaks, Plant(9, 'Fern')]:
                 store.add(plant)
-            flush(path)
+            fill(path)
             path.write_bytes(lines(*oaks, moss))
             assert_stored(store, [*oaks, moss], free=[10])
-
-
-def flush(path):
-    """Have another store of a file enter all ids into the table, and close."""
-    with JSONLinesStore(path) as other:
-        other.ping()
 
 
 def test_long_build_logs_its_progress(path, monkeypatch, caplog):
@@ -395,8 +381,7 @@ def test_long_build_logs_its_progress(path, monkeypatch, caplog):
     path.write_bytes(lines(OAK))
     monkeypatch.setattr(recovery, 'PROGRESS_EVERY', -1)
     caplog.set_level(logging.INFO)
-    with JSONLinesStore(path) as store:
-        store.ping()
+    fill(path)
     assert f'{path}: building the index: there is none' in caplog.messages
     assert f'{path}: 100 % of 0 MiB read, 0 s' in caplog.messages
 
@@ -406,8 +391,7 @@ def test_probe_does_what_an_add_does(path, disk):
     with JSONLinesStore(path) as store:
         store.add(PLANTS[0])
         disk.before = Fault('pwrite', 1, failing(errno.EROFS), lasting=True)
-        with pytest.raises(StoreUnavailable, match='Read-only file system'):
-            store.ping()
+        assert_raise(StoreUnavailable, store.ping, match='Read-only file system')
         disk.resume()
         index_of(path, '-lock').unlink()  # as an operator may
         store.ping()
@@ -431,8 +415,7 @@ def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
     lost = (start // 512 + 2) * 512 - start
     torn = bytes(lost) + lines(*BATCH)[lost:]
     append(path, torn)
-    with JSONLinesStore(path) as store:
-        assert_stored(store, [known], free=[10, 39])
+    assert_stored(path, [known], free=[10, 39])
     assert take_side_files(path) == [torn]
 
 
@@ -456,8 +439,7 @@ def test_zeros_that_are_no_lost_block_are_damage(path, synced, end, running):
         if running:
             store.ping()
         path.write_bytes(text)
-        with pytest.raises(StoreCorrupt):
-            store.add(OAK)
+        assert_raise(StoreCorrupt, partial(store.add, OAK))
     assert path.read_bytes() == text
 
 
