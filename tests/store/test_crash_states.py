@@ -43,32 +43,6 @@ LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
 OTHERS = [Plant(number, 'Yew' * 80) for number in range(31, 35)]
 
 
-def killing_after(disk, call):
-    """Return a fault: the process is killed after such a call on the plant file."""
-    reached = []
-
-    def fault(name, target, *arguments):
-        if reached:
-            raise Killed
-        if name == call and path_of(target) == str(disk.plants):
-            reached.append(name)
-            if name == 'pwrite':
-                raise Killed(written=len(arguments[0]))
-
-    return fault
-
-
-def killing_at(calls, written):
-    """Return a fault: the process is killed at a call, perhaps in the middle of it."""
-    remaining = itertools.count(calls, -1)
-
-    def fault(name, *arguments):
-        if not next(remaining):
-            raise Killed(written)
-
-    return fault
-
-
 def first_add(disk, opened):
     """Two plants, one after the other, in a new store."""
     with opened() as store:
@@ -111,8 +85,18 @@ def killed_process(disk, opened):
 
 
 def add_and_be_killed(disk, killed, process, *plants, last='pwrite'):
-    """Add plants by a process that is killed after the last call."""
-    process.before = killing_after(process, last)
+    """Add plants by a process that is killed after the last call on the plant file."""
+    reached = []
+
+    def kill(name, target, *arguments):
+        if reached:
+            raise Killed
+        if name == last and path_of(target) == str(process.plants):
+            reached.append(name)
+            if name == 'pwrite':
+                raise Killed(written=len(arguments[0]))
+
+    process.before = kill
     with suppress(Killed):
         disk.add(killed, *plants)
 
@@ -141,9 +125,18 @@ def random_kills(disk, opened):
     """Random processes, which are killed at random calls, add random plants."""
     chance = Random(SEED)
     plants = [FERN, MOSS, IVY, *LONG, *OTHERS, *LONGER]
+    remaining = written = 0  # calls, and bytes of a write
+
+    def kill(*call):
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
+            raise Killed(written)
+
     for _ in range(5):
         process = Disk(disk.path)
-        process.before = killing_at(chance.randrange(40), chance.randrange(900))
+        remaining, written = chance.randrange(40), chance.randrange(900)
+        process.before = kill
         store = opened(process)
         with suppress(Killed):
             for _ in range(2):
@@ -425,23 +418,15 @@ def test_acknowledged_plants_survive_a_second_crash(directory, recorder, block):
         assert not found, f'{state}\nwas opened. {found}'
 
 
-class Forgetful:
-    """System calls that skip a sync: ``fdatasync``, or the ``fsync`` of a directory."""
-
-    def __init__(self, forgotten):
-        setattr(self, forgotten, self._skip)
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    def _skip(self, fd):
-        if 'fsync' in vars(self) and not os.path.isdir(path_of(fd)):
-            os.fsync(fd)
-
-
 @pytest.mark.parametrize('forgotten', ['fdatasync', 'fsync'])
 def test_missing_sync_is_detected(directory, forgotten):
-    """The generator finds a state that shows a missing sync."""
-    with installed(Forgetful(forgotten)):
+    """The generator finds a state that shows a missing sync: of data, of names."""
+
+    def skip(fd):
+        if forgotten == 'fsync' and not os.path.isdir(path_of(fd)):
+            os.fsync(fd)
+
+    with installed(Disk('')) as system:
+        setattr(system, forgotten, skip)
         recorder = record(directory, first_add)
     assert first_fault(recorder, 512, Random(SEED), 1000)
