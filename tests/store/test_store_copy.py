@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from disk import lines
+from disk import append, fill, lines
 from server import PATIENCE, REPOSITORY, command, finished, wait_until
 
 from store import Plant, StoreUnavailable, open_store
@@ -179,8 +179,7 @@ class TestMissing:
 
     def test_target_with_only_an_index_is_refused(self, path, run):
         """A target whose file is missing is not made again: it would forget ids."""
-        with open_store(f'jsonl:{path}') as store:
-            store.add(FERN)
+        fill(path, FERN)
         path.unlink()
         code, output, (error,) = run('copy', 'memory:', path)
         assert (code, counts(output)) == (1, (0, 0, 0))
@@ -296,9 +295,8 @@ def test_damaged_source_ends_the_copy(make, run):
     """A damaged line ends the copy with its place; what was copied stays."""
     source, target = make('jsonl', *many(2500)), make('jsonl')
     path = Path(source.partition(':')[2])
-    sound = path.read_bytes()
-    last = Plant(-1, 'Moss')
-    path.write_bytes(sound + b'{"id":"1"}\n' + record.encode(last))
+    sound, last = path.read_bytes(), Plant(-1, 'Moss')
+    append(path, b'{"id":"1"}\n' + lines(last))
     code, output, (error,) = run('copy', source, target)
     assert (code, counts(output)) == (1, (2000, 0, 0))
     assert error.startswith(f'Error: {path}: line 2501 (byte {len(sound)}) is damaged')
@@ -343,8 +341,7 @@ class TestOutput:
     def test_progress_bar_on_a_terminal(self, make, tmp_path, is_file):
         """A progress bar on a terminal does not mix with the other output."""
         source = make('jsonl', REED, *many(3000, 2))
-        path = Path(source.partition(':')[2])
-        path.write_bytes(path.read_bytes() + b'?\n' + record.encode(MOSS))
+        append(Path(source.partition(':')[2]), b'?\n' + lines(MOSS))
         master, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, (24, 80))
         ends = {'stdout': terminal, 'stderr': terminal}
