@@ -12,10 +12,12 @@ import pytest
 from disk import (
     Disk,
     Fault,
+    append,
     assert_raise,
     blocked_syncs,
     failing,
     failure,
+    fill,
     index_of,
     installed,
     lines,
@@ -60,15 +62,10 @@ def add_each(pool, gate, store, *plants):
     return adds
 
 
-def short(fd, data, offset):
-    """Write only half of the data."""
-    return max(1, len(data) // 2)
-
-
 CALLS = ['open', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'rename', 'unlink']
 # The store does not tell errors apart.
 EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
-EFFECTS['pwrite-short'] = 'pwrite', short
+EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
 
 
 def no_file(disk):
@@ -78,9 +75,7 @@ def no_file(disk):
 
 def unsynced_line(disk, torn=b'', with_index=False):
     """Start with the file of a process that was killed before its sync."""
-    store = JSONLinesStore(disk.plants)
-    store.add(FERN)
-    store.close()
+    fill(disk.plants, FERN)
     if not with_index:
         index_of(disk.plants).unlink()
     fd = disk.open(disk.plants, os.O_WRONLY)
@@ -135,8 +130,7 @@ class TestEveryCall:
             for file, data in index.items():
                 file.write_bytes(data)
             disk.restart(content)
-            with JSONLinesStore(path) as store:
-                store.ping()
+            fill(path)
             stored = raw_plants(path.read_bytes())
             assert acknowledged <= set(stored) <= offered
             assert len(stored) == len(set(stored))
@@ -181,8 +175,8 @@ class TestFullDisk:
     def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
         """A write that returns 0 is an error, not an endless loop."""
         disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
-        with pytest.raises(StoreUnavailable, match='nothing could be written'):
-            store.add(MOSS)
+        add = partial(store.add, MOSS)
+        assert_raise(StoreUnavailable, add, match='nothing could be written')
         assert path.read_bytes() == lines(FERN)
 
     def test_failed_rollback_is_made_up_for(self, path, disk, store):
@@ -208,8 +202,7 @@ class TestFullDisk:
     @pytest.mark.parametrize('call', ['fsync', 'ftruncate'])
     def test_failed_cut_makes_one_side_file(self, path, disk, store, call):
         """A torn tail that cannot be cut off does not make a file per attempt."""
-        with path.open('ab') as file:
-            file.write(TORN)
+        append(path, TORN)
         disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
         assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 5)
         assert path.read_bytes() == lines(FERN) + TORN
@@ -226,8 +219,7 @@ class TestFailedSync:
         with JSONLinesStore(path) as store:
             store.add(FERN)
             disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            with pytest.raises(StoreUnavailable):
-                store.add(MOSS)
+            assert not try_add(store, MOSS)
             disk.resume()
             yield store
 
@@ -264,8 +256,7 @@ class TestFailedSync:
             for _ in range(3):
                 assert not try_add(store, MOSS)
             disk.resume()
-        with JSONLinesStore(path) as store:
-            store.add(MOSS)
+        fill(path, MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
     def test_lines_in_doubt_are_known_beside_a_new_index(self, path, disk):
@@ -316,11 +307,9 @@ class TestFailedSync:
             with contextlib.suppress(TimeoutError):
                 close.result(0.1)
             gate.failing.update(gate.held)
-        with pytest.raises(StoreUnavailable):
-            add.result(PATIENCE)
+        assert_raise(StoreUnavailable, partial(add.result, PATIENCE))
         close.result(PATIENCE)
-        with JSONLinesStore(path) as store:
-            store.add(MOSS)
+        fill(path, MOSS)
         assert disk.durable == lines(FERN, MOSS)
 
     def test_syncs_in_flight_share_no_descriptor(self, path, disk, pool, slow_syncs):
@@ -363,9 +352,8 @@ class TestFailedSync:
                 gate.release(first)
                 wait_until(lambda: any(add.done() for add in adds))
                 disk.skip_failures(second)
-            for add in adds:
-                with pytest.raises(StoreUnavailable):
-                    add.result(PATIENCE)
+            results = (partial(add.result, PATIENCE) for add in adds)
+            assert_raise(StoreUnavailable, *results)
 
 
 @pytest.mark.parametrize('slow', [True, False], ids=['slow-disk', 'quick-disk'])

@@ -5,9 +5,10 @@ import os
 import signal
 import sqlite3
 import threading
+from functools import partial
 
 import pytest
-from disk import Disk, Gate, append, assert_stored, installed, lines, open_paths
+from disk import Disk, Gate, append, assert_stored, fill, installed, lines, open_paths
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file, table
@@ -132,8 +133,7 @@ def test_log_that_blocks_holds_no_lock(path):
     def add():
         gate.wait_for()
         in_child(lambda: store.add(PLANTS[2]))
-        with JSONLinesStore(path) as other:
-            other.add(PLANTS[3])
+        fill(path, PLANTS[3])
         gate.open()
 
     with JSONLinesStore(path) as store:
@@ -161,11 +161,8 @@ def test_fork_waits_for_a_thread_in_sqlite(path, monkeypatch, use):
                 assert not forked.wait(0.2)
             return super().execute(sql, *parameters)
 
-    connect = sqlite3.connect
     with JSONLinesStore(path) as store:
-        monkeypatch.setattr(
-            sqlite3, 'connect', lambda *args, **kw: connect(*args, factory=Slow, **kw)
-        )
+        monkeypatch.setattr(sqlite3, 'connect', partial(sqlite3.connect, factory=Slow))
 
         def fork():
             assert inside.wait(PATIENCE)

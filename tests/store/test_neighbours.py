@@ -11,10 +11,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from disk import assert_raise
+from disk import append, assert_raise, assert_stored, fill, index_of
 from server import REPOSITORY, TOKEN, finished
 
-from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable, open_store
+from store import Plant, StoreCorrupt, StoreError, StoreUnavailable, open_store
 from store.jsonl.record import LONGEST
 from store.jsonl.repair import Verified, verify
 from web.settings import Settings
@@ -146,12 +146,10 @@ def test_long_plant_of_an_earlier_version_is_never_cut_off(path):
 
 def test_long_lost_block_is_cut_off(path):
     """Zeros up to the end of a block are cut off, however many they are."""
-    with open_store(f'jsonl:{path}') as store:
-        store.add(Plant(1, 'Fern'))
+    fill(path, Plant(1, 'Fern'))
     zeros = bytes(2 * LONGEST - len(FERN))
     path.write_bytes(FERN + zeros + b'\n' + MOSS)
-    with open_store(f'jsonl:{path}') as store:
-        store.add_many([])  # however long the opening takes
+    fill(path)  # however long the opening takes
     assert path.read_bytes() == FERN
 
 
@@ -162,14 +160,12 @@ def test_check_confirms_damage_under_the_lock(path, monkeypatch):
     def progress(lines):
         for line in lines:
             if line.offset == len(FERN + MOSS):
-                with open_store(f'jsonl:{path}') as store:
-                    for id in range(3, 100):
-                        store.add(Plant(id, f'Ivy {id}'))
+                fill(path, *(Plant(id, f'Ivy {id}') for id in range(3, 100)))
             yield line
 
     assert verify(path, progress=progress) == Verified(2)
     assert verify(path) == Verified(99)
-    path.write_bytes(path.read_bytes() + b'{"id":\n')
+    append(path, b'{"id":\n')
     assert len(verify(path).damaged) == 1
 
 
@@ -186,14 +182,13 @@ PUT = {
 def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
     """A link beside the plant file is not followed, or removed; a sentence names it."""
     path.write_bytes(FERN)
-    with open_store(f'jsonl:{path}') as store:
-        store.add(Plant(2, 'Moss'))
+    fill(path, Plant(2, 'Moss'))
     target = path.with_name('of somebody else')
     target.write_bytes(b'precious')
     target.chmod(0o600)
     if suffix == '-new':  # opened when an index is built
-        path.with_name('plants.jsonl.index').unlink()
-    place = path.with_name(f'plants.jsonl.index{suffix}')
+        index_of(path).unlink()
+    place = index_of(path, suffix)
     place.unlink(missing_ok=True)
     put(place, target)
     reason = rf'\.index{suffix} beside it is not a regular file with one link: remove'
@@ -204,8 +199,7 @@ def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
     assert target.stat().st_mode & 0o777 == 0o600
     assert place.lstat().st_ino
     place.unlink()
-    with open_store(f'jsonl:{path}') as store:
-        store.add(Plant(4, 'Oak'))
+    fill(path, Plant(4, 'Oak'))
 
 
 @pytest.mark.parametrize('late', [False, True], ids=['', 'after the check'])
@@ -249,8 +243,7 @@ def test_side_files_are_new_files(path):
     path.write_bytes(FERN + b'{"id":')
     target = path.with_name('of somebody else')
     path.with_name('plants.jsonl.torn-1').symlink_to(target)
-    with open_store(f'jsonl:{path}') as store:
-        store.add(Plant(2, 'Moss'))
+    fill(path, Plant(2, 'Moss'))
     assert path.with_name('plants.jsonl.torn-2').read_bytes() == b'{"id":'
     assert not target.exists()
 
@@ -261,8 +254,7 @@ def test_removal_of_an_index_leaves_other_files(path):
     left = path.with_name('plants.jsonl.index-journal')
     for file in notes, left:
         file.write_bytes(b'text')
-    with open_store(f'jsonl:{path}') as store:
-        store.add(Plant(1, 'Fern'))
+    fill(path, Plant(1, 'Fern'))
     assert (notes.exists(), left.exists()) == (True, False)
 
 
@@ -299,17 +291,13 @@ STRANGE = {
 @pytest.mark.parametrize('name', STRANGE)
 def test_index_that_is_not_one_is_built_again(path, name):
     """A start and check ask no index with other tables, rows or values than ours."""
-    with open_store(f'jsonl:{path}') as store:
-        store.add(Plant(1, 'Fern'))
-    index = path.with_name('plants.jsonl.index')
+    fill(path, Plant(1, 'Fern'))
+    index = index_of(path)
     with closing(sqlite3.connect(index)) as connection:
         connection.executescript(f'BEGIN; {STRANGE[name]}; COMMIT')
     code, output, memory = run('store', 'check', str(path))
     assert (code, output) == (0, '1 plants verified, no damage')
     assert memory < MEMORY
-    with open_store(f'jsonl:{path}') as store:
-        with pytest.raises(IdTaken):
-            store.add(Plant(1, 'Moss'))
-        store.add(Plant(2, 'Moss'))
+    assert_stored(path, [Plant(1, 'Fern')], free=[2])
     with closing(sqlite3.connect(index)) as connection:
         assert connection.execute('SELECT id FROM plants').fetchall() == [(1,), (2,)]

@@ -119,13 +119,8 @@ def test_pooler_that_cannot_do_is_refused(database, mode, options, reason):
         PgBouncer(database, mode) as pooler,
         open_store(pooler.new_url() + options) as opened,
     ):
-        assert_raise(
-            StoreUnavailable,
-            opened.ping,
-            opened.check_opening,
-            lambda: opened.add(FERN),
-            match=reason,
-        )
+        uses = opened.ping, opened.check_opening, lambda: opened.add(FERN)
+        assert_raise(StoreUnavailable, *uses, match=reason)
 
 
 def test_pool_is_not_full_because_it_was(database, url, far, proxy, short_limits):  # noqa: F811

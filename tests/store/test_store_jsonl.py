@@ -7,7 +7,9 @@ import itertools
 import os
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disk import (
@@ -15,6 +17,7 @@ from disk import (
     another_process,
     append,
     assert_raise,
+    assert_stored,
     blocked_syncs,
     failure,
     files,
@@ -105,10 +108,8 @@ class TestFile:
     def test_file_that_cannot_be_made(self, path):
         """A file that cannot be opened or made is unavailable; nothing is made."""
         path.mkdir()
-        for wrong, reason in (
-            (path, 'it is a directory, not a file'),
-            (path / 'no' / 'x', 'directory does not exist'),
-        ):
+        reasons = 'it is a directory, not a file', 'directory does not exist'
+        for wrong, reason in zip((path, path / 'no' / 'x'), reasons, strict=True):
             with JSONLinesStore(wrong) as store:
                 for use in store.ping, store.check_opening:
                     with pytest.raises(StoreUnavailable, match=reason) as caught:
@@ -177,12 +178,8 @@ class TestMissingFile:
         fill(path, PLANTS[0])
         path.unlink()
         with JSONLinesStore(path) as store:
-            assert_raise(
-                StoreUnavailable,
-                store.ping,
-                lambda: store.add(Plant(1, 'Moss')),
-                match=r'remove .*\.index',
-            )
+            uses = store.ping, lambda: store.add(Plant(1, 'Moss'))
+            assert_raise(StoreUnavailable, *uses, match=r'remove .*\.index')
             assert not path.exists()
             path.write_bytes(FERN)
             with pytest.raises(IdTaken):
@@ -279,25 +276,19 @@ class TestThreads:
     def test_sync_on_macos_reaches_the_platter(self, path, disk, monkeypatch, error):
         """A sync on macOS is F_FULLFSYNC, or fsync if the file system has none."""
 
-        class Mac:
-            F_FULLFSYNC = 51
+        def full_sync(fd, command):
+            disk.calls.append(('F_FULLFSYNC', fd))
+            if error:
+                raise failure(error)
 
-            def __getattr__(self, name):
-                return getattr(fcntl, name)
-
-            def fcntl(self, fd, command):
-                disk.calls.append(('F_FULLFSYNC', fd))
-                if error:
-                    raise failure(error)
-
+        mac = vars(fcntl) | {'F_FULLFSYNC': 51, 'fcntl': full_sync}
         with JSONLinesStore(path) as store:
             store.ping()
             disk.calls.clear()
-            monkeypatch.setattr(disk_calls, 'fcntl', Mac())
+            monkeypatch.setattr(disk_calls, 'fcntl', SimpleNamespace(**mac))
             if error == errno.EIO:
-                for plant in PLANTS:
-                    with pytest.raises(StoreUnavailable, match='a sync failed'):
-                        store.add(plant)
+                adds = (partial(store.add, plant) for plant in PLANTS)
+                assert_raise(StoreUnavailable, *adds, match='a sync failed')
                 assert disk.calls_on(path) == ['pwrite', 'F_FULLFSYNC']
             else:
                 store.add(PLANTS[0])
@@ -307,14 +298,11 @@ class TestThreads:
     def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
-        with JSONLinesStore(path) as store:
-            store.add(Plant(1, 'Fern'))
+        fill(path, PLANTS[0])
         path.write_bytes(FERN + b'?\n' + MOSS)
-        with JSONLinesStore(path) as store, pytest.raises(StoreCorrupt):
-            store.ping()
+        assert_raise(StoreCorrupt, partial(fill, path))
         path.unlink()
-        with JSONLinesStore(path) as store, pytest.raises(StoreUnavailable):
-            store.ping()
+        assert_raise(StoreUnavailable, partial(fill, path))
         assert set(os.listdir('/proc/self/fd')) == before
 
 
@@ -332,8 +320,7 @@ def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
         in_threads(store.close)
         with pytest.raises(StoreClosed), lock.held(0.1):
             pytest.fail('the lock was taken')
-    with JSONLinesStore(path) as again:
-        assert again.add(Plant(1, 'Fern')) is False
+    assert_stored(path, PLANTS[:1])
 
 
 # An error in __del__ is reported, and goes no further.
@@ -358,8 +345,7 @@ def test_close_that_fails_releases_everything(path, monkeypatch, failing):
     monkeypatch.undo()
     store.close()
     wait_until(lambda: not any(str(path) in each for each in open_paths()))
-    with JSONLinesStore(path) as other:
-        assert other.add(PLANTS[0]) is False
+    assert_stored(path, PLANTS[:1])
 
 
 @pytest.mark.parametrize('stuck', [False, True], ids=['slow', 'stuck'])
