@@ -84,21 +84,6 @@ def test_id_is_a_signed_64_bit_integer(id, client, store):
     assert [plant.id for plant in store] == [int(id)]
 
 
-@pytest.mark.parametrize(
-    'id',
-    [
-        *['9223372036854775808', '-9223372036854775809', '1' * 1000, '1.0', '1e3'],
-        *['1e999', 'true', 'null', '"1"'],
-    ],
-    ids=lambda literal: literal[:20],
-)
-def test_id_of_another_form_is_refused(id, client, store):
-    """An id out of range, or written otherwise than as an integer, is 40005."""
-    message = assert_error(client.send(b'{"id":%s,"name":""}' % id.encode()), 40005)
-    assert message.startswith('id: ')
-    assert list(store) == []
-
-
 # ---- the body
 
 
@@ -313,34 +298,26 @@ def test_service_without_its_store_is_live_and_not_ready(fault, serve):
 # ---- faults of the server
 
 
-def test_unavailable_store_is_50300_with_its_reason(serve, caplog):
-    """A store that takes no plants now is 50300 with the reason; the log has more."""
-    fault = StoreUnavailable('it is full', store='/srv/x')
-    response = serve(FaultyStore(fault)).add(FERN)
-    message = assert_error(response, 50300)
-    assert 'it is full' in message
-    assert '/srv' not in message
-    assert response.headers['Retry-After'] == '1'
-    assert '/srv/x: it is full' in caplog.text
-    assert response.headers['X-Request-Id'] in caplog.text
-
-
 @pytest.mark.parametrize(
-    ('value', 'fault'),
+    ('value', 'fault', 'seconds', 'reason'),
     [
-        (50300, StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'it is not JSON')),
-        (50300, StoreClosed()),
-        (50300, StoreError('/srv/green')),
-        (50000, KeyError('green')),
+        (50300, StoreUnavailable('it is full', store='/srv/green'), '1', 'it is full'),
+        # An operator must act first: that takes longer than a lock or a full disk.
+        (50300, StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'not JSON'), '60', ''),
+        (50300, StoreClosed(), '60', ''),
+        (50300, StoreError('/srv/green'), '60', ''),
+        (50000, KeyError('green'), None, ''),
     ],
     ids=lambda fault: type(fault).__name__,
 )
-def test_only_the_log_has_the_details_of_a_fault(value, fault, serve, caplog):
-    """A broken store is 50300, an unexpected exception 50000, both without details."""
+def test_only_the_log_has_the_details_of_a_fault(
+    value, fault, seconds, reason, serve, caplog
+):
+    """A store that fails is 50300, with a reason if it may work soon; others 50000."""
     response = serve(FaultyStore(fault)).add(FERN, x_request_id='find-me')
     message = assert_error(response, value)
-    # An operator must act first: that takes longer than a lock or a full disk.
-    assert response.headers.get('Retry-After') == {50300: '60'}.get(value)
+    assert reason in message
+    assert response.headers.get('Retry-After') == seconds
     assert 'green' not in str(response.headers)
     for secret in ('/', 'green', 'plants.jsonl', 'repair'):
         assert secret not in message
@@ -389,18 +366,12 @@ def test_request_id_is_returned_or_generated(request_id, anonymous, client):
 # ---- the log
 
 
-@pytest.fixture
-def requests_logged(caplog):
-    """Return a function that returns what was logged of each request so far."""
-    caplog.set_level(logging.INFO, 'plants')
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
 @pytest.mark.parametrize('value', REQUESTS)
-def test_each_request_is_logged(value, client, serve, store, requests_logged):
+def test_each_request_is_logged(value, client, serve, store, caplog):
     """One line has id, token, method, path, status, value, duration and bytes."""
+    caplog.set_level(logging.INFO, 'plants')
     response = REQUESTS[value](client)
-    (line,) = requests_logged()
+    (line,) = caplog.messages
     name = '-' if value in (40101, 40500) else 'tester'
     path = {40400: '/nowhere', 40500: '/livez'}.get(value, '/plants')
     error = 0 if value == 200 else value
@@ -409,15 +380,16 @@ def test_each_request_is_logged(value, client, serve, store, requests_logged):
     assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
     assert line.endswith(f' ms {len(response.body)} bytes')
     serve(store, tokens={'': 'x'}).add(FERN, authorization='Bearer x')
-    assert ' - POST /plants 200 ' in requests_logged()[1]
+    assert ' - POST /plants 200 ' in caplog.messages[1]
 
 
 @pytest.mark.parametrize('path', ['/a%0Ab', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
-def test_path_cannot_break_a_log_line(path, anonymous, requests_logged):
+def test_path_cannot_break_a_log_line(path, anonymous, caplog):
     """Neither a path nor a method can end a line of the log or colour it."""
+    caplog.set_level(logging.INFO, 'plants')
     anonymous.lint = False
     anonymous.request(path, method='G\x1b\n')
-    (line,) = requests_logged()
+    (line,) = caplog.messages
     assert line.isascii()
     assert line.isprintable()
     assert len(line.split()) == 10
