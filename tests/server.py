@@ -146,8 +146,13 @@ class Answer:
 class RawClient:
     """One connection: send bytes, receive answers one after another."""
 
-    def __init__(self, port=None, timeout=PATIENCE, *, over=None):
-        self._socket = over or socket.create_connection(('127.0.0.1', port), timeout)
+    def __init__(self, port=None, *, source=None, trust=None, over=None):
+        if over is None:
+            bound = source and (source, 0)
+            over = socket.create_connection(('127.0.0.1', port), PATIENCE, bound)
+            if trust:
+                over = trust.wrap_socket(over, server_hostname='localhost')
+        self._socket = over
         self._stream = self._socket.makefile('rb')
 
     def __enter__(self):
@@ -223,21 +228,19 @@ class Server:
         self._is_killed = not (is_covered or environment.get('PLANTS_METRICS'))
         self._workers = workers
         self._log_path = directory / 'server.log'
-        self._environment = {
-            name: text
-            for name, text in os.environ.items()
-            if not name.startswith(('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY'))
-        }
         settings = {
             'PLANTS_TOKENS': TOKEN,
             # Not an argument, so that a test can run exactly what people type.
             'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0',
             'WEB_CONCURRENCY': workers and str(workers),
+            **environment,
         }
-        for name, text in (settings | environment).items():
-            self._environment.pop(name, None)
-            if text is not None:
-                self._environment[name] = text
+        ours = ('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY')
+        self._environment = {
+            name: text
+            for name, text in (os.environ | settings).items()
+            if text is not None and (name in settings or not name.startswith(ours))
+        }
 
     def __enter__(self):
         self.start()
@@ -353,8 +356,8 @@ class Server:
         line = self.log.partition(id)[0].rpartition('\n')[2]
         return int(re.search(r'(?:\[|"pid": )(\d+)[],]', line)[1])
 
-    def connect(self, timeout=PATIENCE):
-        return RawClient(self.port, timeout)
+    def connect(self, **how):
+        return RawClient(self.port, **how)
 
     def ask(self, data, **how):
         """Send a request on a connection of its own and return its answer."""
@@ -404,7 +407,5 @@ class TLSServer(Server):
         files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
         super().__init__(directory, *files, *arguments, **how)
 
-    def connect(self, timeout=PATIENCE):
-        connected = socket.create_connection(('127.0.0.1', self.port), timeout)
-        over = self.context.wrap_socket(connected, server_hostname='localhost')
-        return RawClient(over=over)
+    def connect(self):
+        return super().connect(trust=self.context)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ import pytest
 from exchange import assert_error, chunked, fern, table
 from machine import edit
 from server import (
-    PATIENCE,
     REPOSITORY,
     TOKEN,
     RawClient,
@@ -80,13 +78,8 @@ class Nginx:
         pid = self.directory / 'nginx.pid'
         wait_until(lambda: not pid.exists(), 'nginx ends')
 
-    def connect(self, *, tls=True, source='127.0.0.1'):
-        connected = socket.create_connection(
-            ('127.0.0.1', self.port), PATIENCE, (source, 0)
-        )
-        if tls:
-            connected = self._trust.wrap_socket(connected, server_hostname='localhost')
-        return RawClient(over=connected)
+    def connect(self, *, tls=True, source=None):
+        return RawClient(self.port, source=source, trust=tls and self._trust)
 
     def ask(self, data, **how):
         with self.connect(**how) as client:

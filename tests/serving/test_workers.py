@@ -190,11 +190,7 @@ def test_requests_with_the_same_head_keep_their_environ(serve_environ):
     with serve_environ('--forwarded-allow-ips', '127.0.0.2', *bound) as server:
         ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
         for source, port in product(('127.0.0.1', '127.0.0.2'), ports):
-            address = ('127.0.0.1', int(port))
-            with (
-                socket.create_connection(address, PATIENCE, (source, 0)) as over,
-                RawClient(over=over) as client,
-            ):
+            with RawClient(int(port), source=source) as client:
                 for body in (b'{"id": 1}', b'{"id": 2}'):
                     data = request(body=body, x_forwarded_proto='https')
                     seen = client.ask(data).json
@@ -202,7 +198,7 @@ def test_requests_with_the_same_head_keep_their_environ(serve_environ):
                     assert seen['REMOTE_ADDR'] == source
                     assert seen['SERVER_PORT'] == str(port)
                     assert seen['wsgi.multithread'] is True
-                    assert seen['REMOTE_PORT'] == str(over.getsockname()[1])
+                    assert seen['REMOTE_PORT'] == str(client._socket.getsockname()[1])
                     scheme = 'https' if source == '127.0.0.2' else 'http'
                     assert seen['wsgi.url_scheme'] == scheme
         assert server.log.count('seen') == server.log.count('the body is closed') >= 6
