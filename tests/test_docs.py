@@ -36,6 +36,7 @@ PAGES = {
 README = PAGES['README.md']
 MAKEFILE = (REPOSITORY / 'Makefile').read_text()
 RULES = REPOSITORY / 'deploy/prometheus/plants.rules.yml'
+CODE = [path for name in ROOMS for path in REPOSITORY.glob(f'{name}/**/*.py')]
 FERN, MOSS = Plant(1, 'Fern', 'shade'), Plant(2, 'Moss')
 
 
@@ -170,8 +171,7 @@ def test_drawing_of_a_post_names_functions():
 
 def test_words_of_the_glossary_are_in_the_code():
     """Each word is in the code, where a reader may stop at it."""
-    files = [path for name in ROOMS for path in REPOSITORY.glob(f'{name}/**/*.py')]
-    code = ' '.join(' '.join(path.read_text().split()) for path in files)
+    code = ' '.join(' '.join(path.read_text().split()) for path in CODE)
     for word, _ in rows(section('docs/developing.md', '## Glossary')):
         assert re.search(f'(?<![a-z]){word}'.replace(' ', '[ _]'), code), word
 
@@ -194,7 +194,7 @@ def test_log_lines_have_the_level_that_is_listed():
         return re.sub('X[X: ]*', 'X', line)
 
     logged = set()
-    for path in (path for name in ROOMS for path in REPOSITORY.glob(f'{name}/**/*.py')):
+    for path in CODE:
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(ast.Attribute(to, level), [ast.Constant(str(line)), *_]):
@@ -234,11 +234,7 @@ PROMISED = {
     'store.jsonl.lock.LOCK_WITHIN': ('stores', 'waits for it longer than {} sec', 1),
     'store.jsonl.recovery.MOST_TORN': ('stores', 'more than {} MiB would be', 2**20),
     'store.jsonl.index.TAIL': ('stores', 'in the last {} bytes before the mark', 1),
-    'store.postgresql.connection.RESOLVE_WITHIN': (
-        'stores',
-        'at most {} to resolve',
-        1,
-    ),
+    'store.postgresql.connection.RESOLVE_WITHIN': ('stores', '{} to resolve', 1),
     'store.postgresql.connection.CONNECT_WITHIN': ('stores', '{} to connect to', 1),
     'store.postgresql.connection.ANSWER_WITHIN': ('stores', '{} until a statement', 1),
     'store.postgresql.connection.LOCK_WITHIN': ('stores', 'refused after {} sec', 0.5),
@@ -297,28 +293,16 @@ def shell(checkout, tmp_path):
     (tmp_path / 'deploy').symlink_to(REPOSITORY / 'deploy')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(encode(FERN) + encode(MOSS))
-    path = f'{SCRIPTS}:{programs()}:{os.environ["PATH"]}'
+    ours = {'PATH': f'{SCRIPTS}:{programs()}:{os.environ["PATH"]}'}
+    ours |= {'HOME': str(tmp_path), 'WEB_CONCURRENCY': '2'}
 
     def run(script, **variables):
-        ours = {
-            'PATH': path,
-            'HOME': str(tmp_path),
-            'WEB_CONCURRENCY': '2',
-            **variables,
-        }
         command = ['bash', '-c', script]
-        done = finished(command, cwd=tmp_path, env=ours, stderr=subprocess.STDOUT)
+        how = {'cwd': tmp_path, 'env': ours | variables, 'stderr': subprocess.STDOUT}
+        done = finished(command, **how)
         return done.returncode, done.stdout.replace(str(tmp_path), '/srv')
 
     return run
-
-
-def replay(shell, text):
-    """Return what a terminal shows when the commands of a text are typed."""
-    lines = []
-    for command in re.findall(r'^\$ (.*(?:(?<=\\)\n.*)*)', text, re.M):
-        lines += ["cat <<'COMMAND'", f'$ {command}', 'COMMAND', command]
-    return shell('\n'.join(lines))[1]
 
 
 LEVELS = ('WARNING', 'ERROR', 'CRITICAL')
@@ -334,7 +318,11 @@ def test_commands_print_what_is_shown(shell, tmp_path, heading):
         lines = [encode(FERN), b'{"id":3\n', encode(MOSS)]
         (tmp_path / 'plants.jsonl').write_bytes(b''.join(lines))
     shown = block('docs/operating.md', heading, 'console')
-    assert replay(shell, shown) == shown
+    lines = []
+    for command in re.findall(r'^\$ (.*(?:(?<=\\)\n.*)*)', shown, re.M):
+        lines += ["cat <<'COMMAND'", f'$ {command}', 'COMMAND', command]
+    # What a terminal shows when the commands are typed.
+    assert shell('\n'.join(lines))[1] == shown
 
 
 def test_first_request_is_answered_as_shown(tmp_path):
@@ -440,19 +428,18 @@ from store import Plant
 adds = [gevent.spawn(store.add, Plant(n, 'Fern')) for n in range(20)]
 print(sum(add.get() for add in gevent.joinall(adds)))
 """
-PROGRAMS = {
-    '## Under your server': (ADD_IN_GREENLETS, '20\n'),
-    '## In a program without HTTP': ('', "['Fern']\n"),
-}
 
 
-@pytest.mark.parametrize('heading', PROGRAMS)
-def test_program_of_the_page_adds_plants(tmp_path, heading):
+@pytest.mark.parametrize(
+    ('heading', 'more', 'printed'),
+    [
+        ('## Under your server', ADD_IN_GREENLETS, '20\n'),
+        ('## In a program without HTTP', '', "['Fern']\n"),
+    ],
+)
+def test_program_of_the_page_adds_plants(tmp_path, heading, more, printed):
     """A store is used without HTTP; with the scheduler of the page greenlets wait."""
-    code, (more, printed) = (
-        block('docs/embedding.md', heading, 'python'),
-        PROGRAMS[heading],
-    )
+    code = block('docs/embedding.md', heading, 'python')
     assert python(f'{code}\n{more}', tmp_path) == printed
 
 
@@ -532,12 +519,9 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
 def test_each_row_about_an_attack_names_a_test():
     """Each attack and secret of SECURITY.md has a test that holds its limit."""
     code = ''.join(path.read_text() for path in REPOSITORY.glob('tests/*/*.py'))
-    heads = 'attack', 'what', 'version', 'older'
-    rows = re.findall(r'^\| [a-z`].+ \|$', PAGES['SECURITY.md'], re.MULTILINE)
-    rows = [row for row in rows if not row[2:].startswith(heads)]
-    assert len(rows) > 20
-    for row in rows:
-        names = re.findall('`(test_[a-z0-9_]+)`', row.rpartition(' | ')[2])
+    found = [cells for cells in rows(PAGES['SECURITY.md']) if len(cells) > 2]
+    assert len(found) > 20
+    for row in found:
+        names = [name for name in quoted(row[-1]) if name.startswith('test_')]
         assert names, row
-        for name in names:
-            assert f'def {name}(' in code, name
+        assert [name for name in names if f'def {name}(' not in code] == []
