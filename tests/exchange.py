@@ -99,6 +99,14 @@ def ask_in_step(client, data, *, pipelined=True, head=False):
     return answer
 
 
+def receive_last(client, *, head=False):
+    """Return the answer; check that it announces the end of its connection."""
+    answer = client.receive(head=head)
+    assert answer.announces_close
+    assert client.receive() is None, 'answered after Connection: close'
+    return answer
+
+
 def raw_head(*lines):
     """Return the bytes of a request head with these lines, valid or not."""
     return '\r\n'.join([*lines, '', '']).encode('latin-1')

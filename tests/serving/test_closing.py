@@ -13,6 +13,7 @@ from exchange import (
     assert_quick,
     chunked,
     fern,
+    receive_last,
     table,
 )
 from machine import locked, stop
@@ -26,10 +27,7 @@ def test_client_that_sends_all_of_a_large_body_is_answered(service, frame):
     data = chunked(body, content_type='application/json')
     with service.connect() as client:
         client._socket.sendall(request(body=body) if frame is request else data)
-        answer = client.receive()
-        assert_error(answer, 40003)
-        assert answer.announces_close
-        assert client.receive() is None
+        assert_error(receive_last(client), 40003)
 
 
 ENDLESS = {
@@ -118,10 +116,7 @@ def test_body_that_is_read_as_the_server_stops_is_answered(tmp_path):
         stop(server)
         for client, data in zip(clients, requests, strict=True):
             client.send(data.partition(b'\r\n\r\n')[2][10:])
-            answer = client.receive()
-            assert answer.status == 200
-            assert answer.announces_close
-            assert client.receive() is None
+            assert receive_last(client).status == 200
         assert server.wait() == 0
         assert server.plants() == plants
 
@@ -135,9 +130,6 @@ def test_pipeline_ends_with_an_announcement_as_the_server_stops(tmp_path):
         with locked(plants):
             client.send(b''.join(request(body=plant) for plant in pipeline))
             stop(server)
-        answer = client.receive()
-        assert answer.status == 200
-        assert answer.announces_close
-        assert client.receive() is None
+        assert receive_last(client).status == 200
         assert server.wait() == 0
         assert server.plants() == pipeline[:1]

@@ -17,6 +17,7 @@ from exchange import (
     fern,
     ids,
     raw_head,
+    receive_last,
     table,
 )
 from machine import socket_to
@@ -90,10 +91,8 @@ def test_bad_head_is_refused_and_ends_the_connection(service, connection, value,
     """A bad head gets an Error with an id and a date; the log has the id, no secret."""
     before = service.lines()
     connection.send(data + request(body=fern()))
-    answer = connection.receive()
+    answer = receive_last(connection)
     assert_error(answer, value)
-    assert answer.announces_close
-    assert connection.receive() is None, 'the next request was answered'
     assert service.lines() == before
     made = parsedate_to_datetime(answer.headers['date'])
     assert answer.headers['date'] == format_datetime(made, usegmt=True)
@@ -161,10 +160,8 @@ def test_head_that_came_before_is_not_parsed_again(tmp_path):
         assert len(server.plants()) == 3
         for strange in (['one', 'two'], 'one\r\n two') * 2:
             answer = client.ask(request('GET', x_request_id=strange))
-            assert (answer.status, answer.headers['x-request-id'][:3] == 'one') == (
-                405,
-                False,
-            )
+            assert answer.status == 405
+            assert not answer.headers['x-request-id'].startswith('one')
         old = request('GET', version='1.0', expect='100-continue')
         assert client.ask(old).status == 405
 
@@ -246,13 +243,11 @@ def test_answer_of_the_server_is_like_one_of_the_application(
     data = request(**how, **browser, x_request_id=id)
     with mounted.connect() as client:
         client.send(data + request('GET', '/api/livez'))
-        answer = client.receive(head=method == 'HEAD')
-        assert client.receive() is None
+        answer = receive_last(client, head=method == 'HEAD')
     if method == 'HEAD':
         assert (answer.status, answer.body) == (value // 100, b'')
     else:
         assert_error(answer, value)
-    assert answer.announces_close
     assert answer.headers['x-request-id'] == id
     assert answer.headers['access-control-allow-origin'] == PAGE
     exposed = answer.headers['access-control-expose-headers']
