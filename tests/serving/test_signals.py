@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from exchange import Crowd, assert_error, fern, ids, table
-from machine import upgraded
+from machine import locked, upgraded
 from server import (
     GUNICORN,
     PATIENCE,
@@ -38,11 +38,14 @@ def assert_clean_end(server, seconds):
 @pytest.mark.parametrize('times', [1, 2_000])
 def test_interrupt_ends_all_at_once(tmp_path, times):
     """Ctrl-C, once or again and again, ends the server whatever its clients do."""
-    # Silent, idle, and two kinds of incomplete requests.
+    # Silent, idle, two kinds of incomplete requests, and an add that waits.
     sent = (b'', PROBE, PROBE[:20], request(body=b'{"id"', content_length='100'))
-    with Server(tmp_path, workers=2) as server, ExitStack() as connections:
+    sent += (request(body=fern()),)
+    with Server(tmp_path, workers=2) as server, ExitStack() as opened:
+        assert server.ask(request(body=fern())).status == 200
+        opened.enter_context(locked(tmp_path / 'plants.jsonl'))
         for data in 2 * sent:
-            connections.enter_context(server.connect()).send(data)
+            opened.enter_context(server.connect()).send(data)
         assert server.ask(PROBE).status == 200
         for _ in range(times):
             server.interrupt()
@@ -180,18 +183,10 @@ def test_reload_ends_idle_connections_in_order(tmp_path):
             assert client.receive() is None
 
 
-SLOW_START = """
-import time
-from pathlib import Path
-
-def post_fork(server, worker):
-    time.sleep(3600)
-"""
-
-
 def test_worker_that_is_starting_stops_at_once(tmp_path):
     """A worker that has no signal handlers yet stops at once with the server."""
-    with Server(tmp_path, *configured(tmp_path, SLOW_START)).started() as server:
+    lines = 'import time', 'post_fork = lambda server, worker: time.sleep(3600)'
+    with Server(tmp_path, *configured(tmp_path, *lines)).started() as server:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
         server.signal(signal.SIGTERM)
         assert server.wait(PATIENCE / 4) == 0

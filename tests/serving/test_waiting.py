@@ -101,18 +101,6 @@ def test_clients_that_pipeline_take_turns(tmp_path):
         assert all(map(str.__ne__, order[::2], order[1::2]))
 
 
-def test_interrupt_ends_a_server_that_waits_for_the_lock(tmp_path):
-    """Ctrl-C ends the server also while an add waits for the lock."""
-    with Server(tmp_path) as server, server.connect() as client:
-        assert server.ask(add_request(-1)).status == 200
-        with locked(tmp_path / 'plants.jsonl'):
-            client.send(add_request(1))
-            assert_prompt(server)
-            server.interrupt()
-            assert server.wait() == 0
-        assert 'ERROR' not in server.log
-
-
 def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
     """While the database hangs, other requests are answered, and adds end with 503."""
     port = urlsplit(url).port
