@@ -81,10 +81,8 @@ A_PIPE = ['sh', '-c', '"$@" 2>&1 | cat', 'sh']
 def test_made_token_is_shown_on_the_terminal_and_not_logged(tmp_path, spawn, options):
     """A made token goes to the terminal or a pipe, and to no log file."""
     log = tmp_path / 'log'
-    command = [*spawn, *GUNICORN, '-p', 'pid', '--log-file', 'log']
-    with Server(
-        tmp_path, command=command + options, PLANTS_TOKENS=None
-    ).started() as server:
+    command = [*spawn, *GUNICORN, '-p', 'pid', '--log-file', 'log', *options]
+    with Server(tmp_path, command=command, PLANTS_TOKENS=None).started() as server:
         wait_until(lambda: log.exists() and 'is ready' in log.read_text(), 'it serves')
         wait_until(lambda: 'PLANTS_TOKENS=' in server.log, 'it is shown')
         os.kill(int((tmp_path / 'pid').read_text()), signal.SIGTERM)
