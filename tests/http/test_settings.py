@@ -65,18 +65,11 @@ def test_metrics_without_their_package_are_refused(monkeypatch):
 
 
 # A variable, what the message then says, and values that it does not accept.
+NEAREST = 'there is no such setting; the nearest one is PLANTS_'
 REFUSED = [
-    (
-        'PLANTS_TOKEN',
-        'there is no such setting; the nearest one is PLANTS_TOKENS',
-        [TOKEN],
-    ),
-    (
-        'PLANT_STORE',
-        'there is no such setting; the nearest one is PLANTS_STORE',
-        [TOKEN],
-    ),
-    ('PLANTS_QQQQQQQQQQQQQQQQ', 'there is no such setting; the nearest', [TOKEN]),
+    ('PLANTS_TOKEN', f'{NEAREST}TOKENS', [TOKEN]),
+    ('PLANT_STORE', f'{NEAREST}STORE', [TOKEN]),
+    ('PLANTS_QQQQQQQQQQQQQQQQ', NEAREST, [TOKEN]),
     (
         'PLANTS_WORKERS',
         'use the options of gunicorn: -b HOST:PORT, -w WORKERS',
