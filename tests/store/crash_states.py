@@ -119,6 +119,7 @@ class Recorder:
         # changes that it covers.
         self.directory_syncs: list[tuple[int, set[int]]] = []
         self.calls = ['begin']  # what happened at each moment
+        self.begun = 0  # the first moment at which there may be a crash
         self.sent: dict[Plant, int] = {}  # the moment of each plant
         self.acknowledged: dict[Plant, int] = {}  # the moment of each plant
         self.damage = b''  # with which a person has damaged the plant file, if any
@@ -127,7 +128,6 @@ class Recorder:
         # Called when a sync has begun, before the real call.
         self.before_sync: Callable[[], object] | None = None
         self._links = links  # the directory of a second name of each file
-        self._begun = 0
         self._table_names = [f'{self.index.name}{suffix}' for suffix in TABLE]
         self._table_inode: int | None = None
         self._installed = 0  # the version of the table that was last put in place
@@ -141,16 +141,11 @@ class Recorder:
         """The last moment."""
         return len(self.calls) - 1
 
-    @property
-    def moments(self) -> range:
-        """The moments at which there may be a crash."""
-        return range(self._begun, len(self.calls))
-
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what happens in the block; earlier changes are durable."""
         self.settle()
-        self._begun = self.now
+        self.begun = self.now
         functions = {name: self._change(name) for name in BY_PATH + BY_DESCRIPTOR}
         functions |= {name: self._sync(name) for name in SYNCS}
         try:

@@ -359,7 +359,8 @@ def fault(state):
 
 def states(recorder, block, chance, limit):
     """Yield different states: all of them, or ``limit`` random ones."""
-    crashes = [Crash(recorder, moment, block) for moment in recorder.moments]
+    moments = range(recorder.begun, len(recorder.calls))
+    crashes = [Crash(recorder, moment, block) for moment in moments]
     if limit is None:
         found = (it for one in crashes for it in one.all_states(chance, MIXTURES))
     else:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from disk import Gate
@@ -87,15 +88,6 @@ class Commits:
         jobs = [*jobs, then or gate.open]
         followers = [partial(follow, place, job) for place, job in enumerate(jobs[1:])]
         in_threads(jobs[0], *followers)
-
-
-def raising(error):
-    """Return a function that raises an error."""
-
-    def fail(*_):
-        raise error
-
-    return fail
 
 
 @pytest.fixture
@@ -178,7 +170,7 @@ def test_slow_syncs_need_no_second_thread(slow, monkeypatch):
     """Where no other thread can be started, one commits all."""
     commits = Commits()
     commits.submit(0)
-    monkeypatch.setattr(THREADS, 'start', raising(RuntimeError('no more')))
+    monkeypatch.setattr(THREADS, 'start', Mock(side_effect=RuntimeError('no more')))
     for record in 1, 2:
         commits.submit(record)
     assert commits.batches == [[0], [1], [2]]
@@ -186,17 +178,17 @@ def test_slow_syncs_need_no_second_thread(slow, monkeypatch):
 
 def test_quick_failures_wait_for_no_slow_sync(quick):
     """While syncs fail quickly, as in an outage, no batch waits for a slow one."""
-    commits, gate = Commits(), Gate()
+    commits, gate, fail = Commits(), Gate(), Mock(side_effect=Failure)
 
     def submit_behind():
         gate.wait_for()
-        commits.before_sync = raising(Failure)
+        commits.before_sync = fail
         for record in range(10):
             with pytest.raises(Failure):
                 commits.submit(record)
         gate.open()
 
-    commits.before_sync = raising(Failure)
+    commits.before_sync = fail
     with pytest.raises(Failure):
         commits.submit('first')
     commits.before_sync = gate
@@ -271,7 +263,8 @@ def test_waiter_leaves_in_time(quick, monkeypatch, before, reason):
     commits, full = Commits(), StoreUnavailable('full')
     with contextlib.closing(commits):
         for outcome in before.split(', '):
-            commits.before_append = raising(full) if outcome == 'full' else bool
+            is_full = outcome == 'full'
+            commits.before_append = Mock(side_effect=full if is_full else None)
             with contextlib.suppress(StoreUnavailable):
                 commits.submit(outcome)
         commits.batches.clear()

@@ -329,10 +329,8 @@ class TestSwap:
                 path.mkdir()
             before = everything(tmp_path)
             for plant in PLANTS[0], PLANTS[3], PLANTS[0]._replace(name='Reed'):
-                adds = partial(store.add, plant), store.ping
-                assert_raise(
-                    StoreUnavailable, *adds, match='the file (is gone|was rep)'
-                )
+                add, refused = partial(store.add, plant), 'the file (is gone|was rep)'
+                assert_raise(StoreUnavailable, add, store.ping, match=refused)
             assert everything(tmp_path) == before
             if other == 'directory':
                 path.rmdir()

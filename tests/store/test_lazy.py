@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 from disk import Gate, assert_raise
@@ -165,11 +166,7 @@ def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
 
 def test_bulk_of_no_plants_opens_the_store(store):
     """A command opens a store by it, however long that takes; Ctrl-C is told."""
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    store.before_open = interrupt
+    store.before_open = Mock(side_effect=KeyboardInterrupt)
     assert_raise(KeyboardInterrupt, lambda: store.add_many([]))
     store.before_open = lambda: None
     store.add_many([])
@@ -178,10 +175,7 @@ def test_bulk_of_no_plants_opens_the_store(store):
 
 def test_without_threads_it_refuses_and_closes(store, monkeypatch):
     """Where no thread can be started an add is refused; a close needs none."""
-
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(THREADS, 'start', refuse)
     uses = store.ping, lambda: store.add(FERN)
     assert_raise(StoreUnavailable, *uses, match='^no thread can be started: can')

@@ -8,15 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from disk import (
-    Fault,
-    append,
-    assert_raise,
-    failing,
-    files,
-    fill,
-    open_paths,
-)
+from disk import Fault, append, assert_raise, failing, files, fill, open_paths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import locked
