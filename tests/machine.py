@@ -13,11 +13,13 @@ from pathlib import Path
 from server import PATIENCE, REPOSITORY, ROOMS, is_alive, wait_until
 
 
-def socket_to(path):
-    """Return a socket that is connected to the unix socket at a path."""
+def socket_to(path, source=''):
+    """Return a socket connected to the unix socket at a path, and bound to a source."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(PATIENCE)
     try:
+        if source:
+            connected.bind(source)
         connected.connect(str(path))
     except OSError:
         connected.close()
@@ -48,6 +50,17 @@ def count_sockets(server):
         with suppress(FileNotFoundError):  # it was closed in between
             names.append(os.readlink(entry))
     return sum(name.startswith('socket:') for name in names)
+
+
+@contextmanager
+def paused(server):
+    """Stop the only worker; all that is sent meanwhile has then come at once."""
+    pid = only_worker(server)
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f'/proc/{pid}/stat')
+    wait_until(lambda: ') T ' in stat.read_text(), 'the worker is stopped')
+    yield
+    os.kill(pid, signal.SIGCONT)
 
 
 def stop(server):

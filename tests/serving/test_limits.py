@@ -3,7 +3,6 @@
 import os
 import re
 import selectors
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -21,7 +20,7 @@ from exchange import (
     fern,
     receive_last,
 )
-from machine import count_sockets, locked, only_worker
+from machine import count_sockets, locked, only_worker, paused
 from server import PATIENCE, Server, configured, request, wait_until
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
@@ -107,10 +106,9 @@ def test_request_sent_to_a_paused_worker_is_answered(tmp_path):
     """A worker that is paused for longer than its limits first hears its clients."""
     with Server(tmp_path, '--keep-alive=1') as server, server.connect() as client:
         assert client.ask(PROBE).status == 200
-        os.kill(only_worker(server), signal.SIGSTOP)
-        client.send(request(body=fern()))
-        assert not client.is_readable(1.5)
-        os.kill(only_worker(server), signal.SIGCONT)
+        with paused(server):
+            client.send(request(body=fern()))
+            assert not client.is_readable(1.5)
         assert client.receive().status == 200
 
 

@@ -1,20 +1,17 @@
 """Requests that wait for the store: they do not block the worker's event loop."""
 
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import gevent
 from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, table
-from machine import locked
+from machine import locked, paused
 from proxy import Proxy
 from server import REPOSITORY, Server, configured, request, wait_until
 
@@ -45,17 +42,6 @@ def assert_prompt(server):
         assert server.ask(request('GET', '/livez')).status == 200
         assert server.ask(request(authorization=None)).status == 401
         assert time.monotonic() - began < MAX_ANSWER_SECONDS
-
-
-@contextmanager
-def paused(server):
-    """Stop the only worker; all that is sent meanwhile has then come at once."""
-    (pid,) = server.worker_pids()
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f'/proc/{pid}/stat')
-    wait_until(lambda: ') T ' in stat.read_text(), 'the worker is stopped')
-    yield
-    os.kill(pid, signal.SIGCONT)
 
 
 def test_locked_file_delays_only_requests_to_the_store(tmp_path):
@@ -103,14 +89,13 @@ def test_clients_that_pipeline_take_turns(tmp_path):
 
 def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
     """While the database hangs, other requests are answered, and adds end with 503."""
-    port = urlsplit(url).port
     with (
         ExitStack() as opened,
-        Proxy(port) as proxy,
+        Proxy(urlsplit(url).port) as proxy,
         Server(
             tmp_path,
             *configured(tmp_path, *SHORT_DATABASE_LIMITS),
-            PLANTS_STORE=url.replace(str(port), str(proxy.port)),
+            PLANTS_STORE=proxy.url(url),
         ) as server,
     ):
         # A database that takes longer than a second is away, also on a busy machine.

@@ -22,7 +22,7 @@ from exchange import (
     parse_json_log,
     receive_last,
 )
-from machine import stop
+from machine import socket_to, stop
 from server import (
     PATIENCE,
     RawClient,
@@ -207,12 +207,7 @@ def test_clients_of_a_unix_socket_keep_their_addresses(serve_environ, tmp_path):
     """Clients that are bound to paths have these as addresses, whatever they send."""
     with serve_environ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s'):
         for path in (f'{tmp_path}/1', f'{tmp_path}/2', ''):
-            over = socket.socket(socket.AF_UNIX)
-            over.settimeout(PATIENCE)
-            if path:
-                over.bind(path)
-            over.connect(f'{tmp_path}/s')
-            with over, RawClient(over=over) as client:
+            with RawClient(over=socket_to(tmp_path / 's', path)) as client:
                 for _ in range(2):
                     assert client.ask(request('GET')).json['REMOTE_ADDR'] == path
 
