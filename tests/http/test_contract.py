@@ -26,11 +26,10 @@ class FaultyStore(MemoryStore):
         super().__init__()
         self._exception = exception
 
-    def add(self, plant):
+    def add(self, plant=None):
         raise self._exception
 
-    def ping(self):
-        raise self._exception
+    ping = add
 
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}

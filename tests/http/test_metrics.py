@@ -6,6 +6,7 @@ import pytest
 from conftest import Client
 from exchange import assert_error, parse_samples
 from server import PATIENCE, TOKEN
+from test_contract import FaultyStore
 
 from store import Plant, StoreUnavailable, __version__, open_store
 from store.memory import MemoryStore
@@ -118,13 +119,8 @@ def test_syncs_are_counted(serve, tmp_path):
 @pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])
 def test_readiness_of_the_store_is_reported(fault, serve):
     """The store is ready or not; version, CPU time, memory and files are measured."""
-
-    class Store(MemoryStore):
-        def ping(self):
-            if fault is not None:
-                raise fault
-
-    samples = read_samples(serve(Store(), metrics=True))
+    store = MemoryStore() if fault is None else FaultyStore(fault)
+    samples = read_samples(serve(store, metrics=True))
     assert samples['plants_store_ready',] == (fault is None)
     assert samples['plant_store_build_info', ('version', __version__)] == 1
     for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):

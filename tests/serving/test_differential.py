@@ -104,13 +104,8 @@ LINES = often(
         *('Host: b', 'Content-Length: 3', 'Content-Length: 3, 3', 'Content-Length: +3'),
         *('Transfer-Encoding: chunked', 'transfer-encoding: gzip', 'X : a', ' X: a'),
         *('Transfer-Encoding:\vchunked', 'Expect: b', 'X_Y: a', 'X', 'X: \0', 'X: \1'),
-        *(
-            'X: \r',
-            'X-Request-Id: a\r\n b',
-            'X-Request-Id : a',
-            'Content-Type: c/d',
-            'Content-Length: ' + '9' * 5_000,
-        ),
+        *('X: \r', 'X-Request-Id: a\r\n b', 'X-Request-Id : a', 'Content-Type: c/d'),
+        'Content-Length: ' + '9' * 5_000,
     ],
 )
 # Only the data has these letters: no line of it is like a size.

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import gevent
 import pytest
-from exchange import parse_json_log
+from exchange import fern, parse_json_log
 from machine import child_pids, socket_to
 from server import PATIENCE, TOKEN, RawClient, Server, configured, request, wait_until
 
@@ -63,16 +63,15 @@ def test_json_log_has_an_object_per_line(tmp_path):
     assert TOKEN not in server.log
 
 
-def test_text_line_has_the_fields_of_a_json_line(tmp_path):
+def test_text_line_has_the_fields_of_a_json_line(service):
     """A text line has gunicorn's format, and the fields of JSON in their order."""
-    with Server(tmp_path) as server:
-        answer = server.ask(request(body=FERN, x_request_id='my-id'))
-        wait_until(lambda: 'my-id' in server.log, 'the line is written')
+    answer = service.ask(request(body=fern(), x_request_id='my-id'))
+    wait_until(lambda: 'my-id' in service.log, 'the line is written')
     line = (
         r'\[[0-9-]{10} [0-9:]{8} [+-][0-9]{4}\] \[[0-9]+\] \[INFO\] '
         rf'my-id token-1 POST /plants 200 0 [0-9.]+ ms {len(answer.body)} bytes'
     )
-    assert re.search(f'^{line}$', server.log, re.MULTILINE)
+    assert re.search(f'^{line}$', service.log, re.MULTILINE)
 
 
 @each_format
