@@ -1,6 +1,7 @@
 """Fixtures of all tests: application, command line, plant file, PostgreSQL."""
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -180,6 +181,13 @@ def disk(path):
 
     with installed(Disk(path)) as disk:
         yield disk
+
+
+@pytest.fixture
+def slow_syncs(monkeypatch):
+    """Let every sync appear to take a second, so that several may be in flight."""
+    ticks = itertools.count()
+    monkeypatch.setattr('store.group_commit.perf_counter', lambda: next(ticks))
 
 
 @pytest.fixture

@@ -91,16 +91,9 @@ class Commits:
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick_syncs(monkeypatch):
     """Let every sync appear to take no time."""
     monkeypatch.setattr(group_commit, 'perf_counter', lambda: 0.0)
-
-
-@pytest.fixture
-def slow(monkeypatch):
-    """Let every sync appear to take a second or more."""
-    ticks = itertools.count()
-    monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
 
 
 @pytest.mark.parametrize('where', ['before_append', 'before_sync'])
@@ -115,7 +108,9 @@ def slow(monkeypatch):
         ([0, 0, 0], [[1, 2, 3]]),
     ],
 )
-def test_records_that_wait_share_a_batch(quick, monkeypatch, where, sizes, batches):
+def test_records_that_wait_share_a_batch(
+    quick_syncs, monkeypatch, where, sizes, batches
+):
     """Records that wait are one batch, in their order; it ends at BATCH_BYTES."""
     monkeypatch.setattr(group_commit, 'BATCH_BYTES', 100)
     commits, gate = Commits(), Gate()
@@ -126,7 +121,7 @@ def test_records_that_wait_share_a_batch(quick, monkeypatch, where, sizes, batch
     assert [plants for plants, _ in commits.observed] == [1, *map(len, batches)]
 
 
-def test_quick_syncs_do_not_overlap(slow, monkeypatch):
+def test_quick_syncs_do_not_overlap(slow_syncs, monkeypatch):
     """While syncs are quick, only one is in flight, also after slow ones."""
     commits = Commits()
     commits.submit('slow')
@@ -138,7 +133,7 @@ def test_quick_syncs_do_not_overlap(slow, monkeypatch):
     assert commits.most_syncs == 1
 
 
-def test_slow_syncs_overlap_up_to_a_limit(slow):
+def test_slow_syncs_overlap_up_to_a_limit(slow_syncs):
     """While syncs are slow, several are in flight, up to a limit."""
     commits, threads = Commits(), len(sys._current_frames())
     for _ in range(9):  # as first callers that come at once
@@ -166,7 +161,7 @@ def test_slow_syncs_overlap_up_to_a_limit(slow):
     wait_until(lambda: len(sys._current_frames()) <= threads, 'all committers end')
 
 
-def test_slow_syncs_need_no_second_thread(slow, monkeypatch):
+def test_slow_syncs_need_no_second_thread(slow_syncs, monkeypatch):
     """Where no other thread can be started, one commits all."""
     commits = Commits()
     commits.submit(0)
@@ -176,7 +171,7 @@ def test_slow_syncs_need_no_second_thread(slow, monkeypatch):
     assert commits.batches == [[0], [1], [2]]
 
 
-def test_quick_failures_wait_for_no_slow_sync(quick):
+def test_quick_failures_wait_for_no_slow_sync(quick_syncs):
     """While syncs fail quickly, as in an outage, no batch waits for a slow one."""
     commits, gate, fail = Commits(), Gate(), Mock(side_effect=Failure)
 
@@ -197,7 +192,7 @@ def test_quick_failures_wait_for_no_slow_sync(quick):
 
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [Failure(), KeyboardInterrupt(), SystemExit()])
-def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
+def test_failure_reaches_all_callers_of_the_batch(quick_syncs, where, error):
     """An append or a sync that raises fails all callers of its batch and no others."""
     commits, gate = Commits(), Gate()
 
@@ -230,7 +225,7 @@ def test_failure_reaches_all_callers_of_the_batch(quick, where, error):
     assert len(commits.observed) == (3 if where == 'sync' else 2)
 
 
-def test_interrupted_waiter_stops_no_other(quick):
+def test_interrupted_waiter_stops_no_other(quick_syncs):
     """A waiter that a signal interrupts takes its record along; others are served."""
     commits = Commits()
     commits.before_append = gate = Gate()
@@ -258,7 +253,7 @@ def test_interrupted_waiter_stops_no_other(quick):
 @pytest.mark.parametrize(
     ('before', 'reason'), [('', 'late'), ('full', 'full'), ('full, sound', 'late')]
 )
-def test_waiter_leaves_in_time(quick, monkeypatch, before, reason):
+def test_waiter_leaves_in_time(quick_syncs, monkeypatch, before, reason):
     """Who waits too long hears of the latest batch if it failed, and is not stored."""
     commits, full = Commits(), StoreUnavailable('full')
     with contextlib.closing(commits):
@@ -280,7 +275,7 @@ def test_waiter_leaves_in_time(quick, monkeypatch, before, reason):
     assert commits.batches in ([[1], [3]], [[2], [3]], [[3]])
 
 
-def test_closed_queue_refuses(quick):
+def test_closed_queue_refuses(quick_syncs):
     """After a close, records that wait and later ones are refused."""
     commits = Commits()
     commits.before_append = gate = Gate()
@@ -304,7 +299,7 @@ def test_closed_queue_refuses(quick):
 @pytest.mark.parametrize('failing', [False, True], ids=['sound', 'failing'])
 def test_random_load_reports_every_outcome(request, monkeypatch, seed, speed, failing):
     """Under random load and failures each caller learns the outcome of its record."""
-    request.getfixturevalue(speed)
+    request.getfixturevalue(f'{speed}_syncs')
     monkeypatch.setattr(group_commit, 'BATCH_BYTES', 40)
     chance = random.Random(seed)
     commits = Commits()

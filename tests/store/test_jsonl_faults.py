@@ -40,13 +40,6 @@ TORN = b'{"id":7,"na'
 
 
 @pytest.fixture
-def slow_syncs(monkeypatch):
-    """Let every sync appear to take a second, so that several may be in flight."""
-    ticks = itertools.count()
-    monkeypatch.setattr(group_commit, 'perf_counter', lambda: next(ticks))
-
-
-@pytest.fixture
 def pool():
     """Return an executor of threads."""
     with ThreadPoolExecutor(32) as pool:

@@ -70,12 +70,6 @@ def counts(output):
     return tuple(map(int, re.fullmatch(pattern, last).groups()))
 
 
-def finish(process):
-    """Wait for the end of a command; return its exit code, output and errors."""
-    output, errors = process.communicate(timeout=PATIENCE)
-    return process.returncode, output, (errors or b'').decode()
-
-
 @pytest.mark.parametrize('target', KINDS)
 @pytest.mark.parametrize('source', KINDS)
 class TestEveryPair:
@@ -212,9 +206,10 @@ class TestInterrupted:
         target = make('jsonl')
         with self.copying(target) as process:
             process.send_signal(number)
-            code, output, errors = finish(process)
+            output, errors = process.communicate(timeout=PATIENCE)
         if number == signal.SIGINT:
-            assert (code, counts(output), errors) == (130, (3000, 0, 0), '')
+            ended = process.returncode, counts(output), errors
+            assert ended == (130, (3000, 0, 0), b'')
         code, output, errors = run('copy', make('jsonl', *self.PLANTS), target)
         assert (code, counts(output), errors) == (0, (1500, 3000, 0), [])
         assert plants_in(target) == self.PLANTS
@@ -229,10 +224,10 @@ class TestInterrupted:
                 printed = [process.stderr.readline().decode() for _ in range(2)]
             finally:
                 database.start()
-            code, output, _ = finish(process)
+            output, _ = process.communicate(timeout=PATIENCE)
         assert re.fullmatch(r'.*: the table is store_\w+[.]plants\n', printed[0])
         assert re.fullmatch(r'Waiting: postgresql://.* the database.*\n', printed[1])
-        assert (code, counts(output)) == (0, (4500, 0, 0))
+        assert (process.returncode, counts(output)) == (0, (4500, 0, 0))
         assert plants_in(url) == self.PLANTS
 
 
