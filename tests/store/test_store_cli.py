@@ -370,6 +370,8 @@ class TestRepair:
 
 
 UNKNOWN = 'error: unrecognized arguments'
+NO_FILE = 'error: --repair is for a file of JSON lines'
+SAME = 'error: SRC and DST are the same store'
 USAGE = {
     '': 'COMMAND',
     'hush@me memory:': 'error: argument COMMAND: invalid choice',
@@ -384,6 +386,11 @@ USAGE = {
     'check --repair=hush': 'argument --repair: ignored explicit argument',
     'check --=hush': 'error: ambiguous option',
     'copy x y --wait=hush': 'argument --wait: invalid int value',
+    'check --repair memory:': NO_FILE,
+    'check --repair postgresql://hush@host/x': NO_FILE,
+    'copy hush jsonl:hush': SAME,
+    'copy jsonl:hush jsonl:hush': SAME,
+    'copy postgresql://hush@host/x postgresql://hush@host/x': SAME,
 }
 
 

@@ -303,32 +303,16 @@ def test_damaged_source_ends_the_copy(make, run):
     assert plants_in(target) == [last, *many(2500)]
 
 
-class TestUsage:
-    def test_only_a_file_is_repaired(self, make, run):
-        """--repair is refused for a store without a file."""
-        for kind in 'memory', 'postgresql':
-            code, output, errors = run('check', '--repair', make(kind))
-            assert (code, output) == (2, b'')
-            assert errors[-1].endswith('error: --repair is for a file of JSON lines')
-
-    def test_same_store_is_refused(self, make, run):
-        """A store is not copied to itself."""
-        urls = [make('jsonl', FERN), make('postgresql', FERN)]
-        for source, url in zip([*urls, urls[0][6:]], [*urls, urls[0]], strict=True):
-            code, output, errors = run('copy', source, url)
-            assert (code, output) == (2, b'')
-            assert errors[-1].endswith('error: SRC and DST are the same store')
-
-    def test_same_file_by_another_name_is_harmless(self, make, run):
-        """A copy to the same file by another name finds all plants already there."""
-        url = make('jsonl', *many(3000))
-        path = Path(url.partition(':')[2])
-        before = path.read_bytes()
-        other = path.with_name('other.jsonl')
-        other.hardlink_to(path)
-        code, output, errors = run('copy', url, f'jsonl:{other}')
-        assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
-        assert path.read_bytes() == before
+def test_same_file_by_another_name_is_harmless(make, run):
+    """A copy to the same file by another name finds all plants already there."""
+    url = make('jsonl', *many(3000))
+    path = Path(url.partition(':')[2])
+    before = path.read_bytes()
+    other = path.with_name('other.jsonl')
+    other.hardlink_to(path)
+    code, output, errors = run('copy', url, f'jsonl:{other}')
+    assert (code, counts(output), errors) == (0, (0, 3000, 0), [])
+    assert path.read_bytes() == before
 
 
 class TestOutput:
