@@ -281,8 +281,14 @@ class Recorder:
             for entry in os.scandir(self.directory):
                 if entry.name == self._table_names[0]:
                     table = entry.inode()
-                if entry.name not in self._table_names:
-                    self._names[entry.name] = self._number(entry)
+                if entry.name in self._table_names:
+                    continue
+                number = self._numbers.setdefault(entry.inode(), len(self.files))
+                if number == len(self.files):
+                    is_index = self.is_index([entry.name])
+                    link = None if is_index else self._links / f'{number}'
+                    self.files.append(File(Path(entry.path), link))
+                self._names[entry.name] = number
             changes = list(_changes(moment, before, self._names))
             changed = [file for file in self.files if file.note_version(moment)]
             if table != self._table_inode:
@@ -294,15 +300,6 @@ class Recorder:
             if changes or changed or self.table.versions[-1].moment == moment:
                 self.changes += changes
                 self.calls.append(call)
-
-    def _number(self, entry: os.DirEntry[str]) -> int:
-        """Return the number of a file, which may be new."""
-        number = self._numbers.get(entry.inode())
-        if number is None:
-            number = self._numbers[entry.inode()] = len(self.files)
-            link = None if self.is_index([entry.name]) else self._links / f'{number}'
-            self.files.append(File(Path(entry.path), link))
-        return number
 
 
 def _changes(

@@ -467,7 +467,7 @@ def test_table_that_cannot_keep_plants_is_refused(database, made, change):
     assert database.execute('TABLE plants', url=made) == []
 
 
-SENT = 'a secret'
+SENT = 'a secret'  # a traceback shows the lines of this module
 
 
 def test_what_a_client_sent_is_in_no_error(database, made):
