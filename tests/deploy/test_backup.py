@@ -14,6 +14,7 @@ from store.jsonl.record import encode
 
 UNIT = (REPOSITORY / 'deploy/plants-backup.service').read_text()
 LINES = [encode(Plant(id, 'Fern')) for id in range(100)]
+DAMAGED = [*LINES[:30], b'{"id":30\n', *LINES[31:]]
 OLD = 'plants-20260101T000000Z.jsonl'
 
 
@@ -69,32 +70,26 @@ def test_newest_backups_are_kept(backups, keep):
     assert {other, 'plants-export.jsonl'} <= {path.name for path in backups.iterdir()}
 
 
-def damage(plants):
-    """Damage a line in the middle."""
-    lines = [*LINES]
-    lines[30] = b'{"id":30\n'
-    plants.write_bytes(b''.join(lines))
-
-
 def limit_size():
     """Let no file grow beyond 1,000 bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 
 @pytest.mark.parametrize(
-    ('change', 'how', 'sentence'),
+    ('lines', 'how', 'sentence'),
     [
-        (damage, {}, r'line 31 \(byte \d+\) is damaged'),
-        (lambda plants: plants.unlink(), {}, 'No such file'),
-        (lambda plants: None, {'preexec_fn': limit_size}, 'File too large'),
-        (lambda plants: plants.write_bytes(LINES[0]), {}, f'{OLD} has 50: find out'),
-        (lambda plants: None, {'keep': '0'}, 'KEEP is a number from 1 on'),
+        (DAMAGED, {}, r'line 31 \(byte \d+\) is damaged'),
+        (None, {}, 'No such file'),
+        (LINES, {'preexec_fn': limit_size}, 'File too large'),
+        (LINES[:1], {}, f'{OLD} has 50: find out'),
+        (LINES, {'keep': '0'}, 'KEEP is a number from 1 on'),
     ],
     ids=['damaged', 'missing', 'disk full', 'fewer plants', 'keeps none'],
 )
-def test_failure_is_reported_and_removes_nothing(backups, change, how, sentence):
+def test_failure_is_reported_and_removes_nothing(backups, lines, how, sentence):
     """A failure has an exit code and a sentence; the older backups stay alone."""
-    change(backups.parent / 'plants.jsonl')
+    plants = backups.parent / 'plants.jsonl'
+    plants.unlink() if lines is None else plants.write_bytes(b''.join(lines))
     code, printed = run(backups, **{'keep': '1', **how})
     assert code != 0
     assert re.search(sentence, printed), printed

@@ -35,7 +35,8 @@ def instructions(name):
 
 
 def variables(directory):
-    """Return the environment of a container whose volume is a directory."""
+    """Return the environment of a container whose volume is a directory; make that."""
+    directory.mkdir(exist_ok=True)
     ours = dict(item.split('=', 1) for item in instructions('ENV'))
     ours['PLANTS_STORE'] = ours['PLANTS_STORE'].replace('/data', str(directory))
     return ours | {'PATH': f'{SCRIPTS}:{os.defpath}'}
@@ -48,19 +49,12 @@ def health(port):
     return finished(check, env={'PATH': path, 'PORT': str(port)}).returncode
 
 
-@pytest.fixture
-def image(checkout):
-    """A directory with the files of the image, and a volume beside it."""
-    (checkout / 'data').mkdir()
-    return checkout
-
-
-def test_image_listens_where_its_health_is_checked(image):
+def test_image_listens_where_its_health_is_checked(checkout):
     """The variable PORT moves the service and its health check together."""
-    assert variables(image)['PORT'] == PORT
+    assert variables(checkout)['PORT'] == PORT
     assert '{os.environ[\\"PORT\\"]}' in PROBE
-    environment = variables(image / 'data') | {'PORT': '9123', 'PLANTS_TOKENS': 't'}
-    done = finished([*COMMAND, '--print-config'], cwd=image, env=environment)
+    environment = variables(checkout / 'data') | {'PORT': '9123', 'PLANTS_TOKENS': 't'}
+    done = finished([*COMMAND, '--print-config'], cwd=checkout, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^bind +=\s+\['0\.0\.0\.0:9123'\]$", done.stdout, re.MULTILINE)
 
@@ -139,19 +133,18 @@ def test_composition_is_confined(services):
     assert not {'cap_add', 'privileged', 'devices', 'network_mode'} & ours.keys()
 
 
-def test_composition_serves(services, image):
+def test_composition_serves(services, checkout):
     """The service listens on the socket for nginx, and on the port of its check."""
     service = services['plants']
-    path = image / 'plants.sock'
+    path = checkout / 'plants.sock'
     command = service['command'].replace('/run/plants/plants.sock', str(path))
     assert f':{PORT} ' in command
     assert 'healthcheck' not in service
-    ours = variables(image / 'data') | {'PLANTS_TOKENS': 'garden-token', 'PORT': None}
-    data = request(body={'id': 1, 'name': 'Fern'}, authorization='Bearer garden-token')
+    ours = variables(checkout / 'data') | {'PORT': None, 'GUNICORN_CMD_ARGS': None}
     command = shlex.split(command.replace(f':{PORT}', ':0'))
-    with Server(image, command=command, **ours, GUNICORN_CMD_ARGS=None) as server:
+    with Server(checkout, command=command, **ours) as server:
         with RawClient(over=socket_to(path)) as client:
-            assert client.ask(data).status == 200
+            assert client.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         assert health(server.port) == 0
         assert health(1) != 0

@@ -170,9 +170,8 @@ class Service:
                 start_new_session=True,
             )
         assert self.unit['Type'] == ['notify']
-        if for_client:
-            return
-        assert 'READY=1' in self._notified.recv(4096).decode().splitlines()
+        if not for_client:
+            assert 'READY=1' in self._notified.recv(4096).decode().splitlines()
 
     def restart(self):
         self.process.terminate()
