@@ -25,6 +25,9 @@ with warnings.catch_warnings():
     warnings.simplefilter('ignore', DeprecationWarning)
     from webtest import TestApp
 
+# One character longer than TOKEN. No message may show either.
+OTHER = f'{TOKEN}r'
+
 pytest.register_assert_rewrite('disk')
 
 # A deadline would fail on a busy machine, and a database would make runs differ.

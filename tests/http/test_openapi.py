@@ -9,7 +9,7 @@ import sys
 from urllib.parse import urljoin
 
 import pytest
-from exchange import table
+from exchange import ERROR, table
 from jsonschema import Draft202012Validator
 from server import PATIENCE, REPOSITORY, TOKEN, Server, finished
 from test_embedding import served_by_waitress
@@ -28,7 +28,6 @@ def description(anonymous):
 
 def test_every_error_value_has_an_example(description):
     """Each value is an example under its status, with its meaning as the summary."""
-    error = Draft202012Validator(json.loads((SCHEMAS / 'Error.json').read_bytes()))
     found = {}
     for path, methods in description['paths'].items():
         [operation] = methods.values()
@@ -43,7 +42,7 @@ def test_every_error_value_has_an_example(description):
             content = answer['content']['application/json']
             assert content['schema'] == {'$ref': '#/components/schemas/Error'}
             for name, example in content['examples'].items():
-                error.validate(example['value'])
+                ERROR.validate(example['value'])
                 assert int(name) == example['value']['error']
                 assert status in {name[:3], 'default'}
                 found.setdefault(path, {})[int(name)] = example['summary']

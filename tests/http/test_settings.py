@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import TOKEN, Client
+from conftest import OTHER, TOKEN, Client
 from exchange import assert_error
 from server import REPOSITORY, finished
 
@@ -19,9 +19,6 @@ from store.memory import MemoryStore
 from web.settings import Settings
 
 FERN = {'id': 1, 'name': 'Fern'}
-
-# One character longer than TOKEN. No message may show either.
-OTHER = f'{TOKEN}r'
 
 
 def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):

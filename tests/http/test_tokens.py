@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import TOKEN, Client
+from conftest import OTHER, TOKEN, Client
 from exchange import assert_error
 from server import wait_until
 
@@ -22,9 +22,6 @@ from web.tokens import Token, Tokens, TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
 WITHIN = TokensFile.CHECK_WITHIN  # seconds
-
-# One character longer than TOKEN. No message may show either.
-OTHER = f'{TOKEN}r'
 
 
 def sha256(token):
