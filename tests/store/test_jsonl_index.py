@@ -379,19 +379,6 @@ class TestFlush:
                 store._backend()._index.flush()
             assert_stored(store, [Plant(1, 'Fern'), Plant(2, 'Moss')])
 
-    def test_older_mark_is_not_believed(self, path, monkeypatch):
-        """A look at an older table does not make its ids free."""
-        monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
-        look, older = table.look, iter([(0, {}, {})])
-        with JSONLinesStore(path) as store:
-            store.add(Plant(1, 'Fern'))
-            wait_for_flush(path)
-            store.ping()
-            assert store.add(Plant(2, 'Moss'))  # it looks
-            monkeypatch.setattr(table, 'look', lambda *it: next(older, 0) or look(*it))
-            with pytest.raises(IdTaken):
-                store.add(Plant(1, 'Moss'))
-
     def test_table_is_installed_under_the_flush_lock(self, path, monkeypatch):
         """A new table waits for a process that flushes into the old one."""
         monkeypatch.setattr('store.jsonl.lock.LOCK_WITHIN', 0.05)
