@@ -77,7 +77,7 @@ def test_each_host_is_named_once(tmp_path, pair):
             wait_until(lambda: server.ask(ready).json['message'] == short, 'it is told')
             for _ in range(5):
                 assert server.ask(ready).status == 503
-            assert server.log.count(words) == 1
+            wait_until(lambda: server.log.count(words) == 1, 'it is logged')
             assert 'the database is read-only' not in server.log
             proxy.go_on()
             wait_until(lambda: server.ask(ready).status == 200, 'it is ready')
