@@ -127,6 +127,7 @@ class _Process(Generic[BackendT]):
             return backend
         processes = self._store._processes
         with self._opening:
+            self._store._check_open()  # a batch may come here after a close
             for pid in processes.keys() - {os.getpid()}:  # from before a fork
                 if (inherited := processes.pop(pid)._backend) is not None:
                     inherited.abandon()

@@ -131,6 +131,14 @@ def test_pings_are_shared(store, error):
     store.ping()
 
 
+def test_batch_after_a_close_opens_nothing(store):
+    """A thread that has taken a batch before a close finds the store closed."""
+    process = store._process()
+    store.close()
+    assert_raise(StoreClosed, process.open)
+    assert store.opened == []
+
+
 def test_close_waits_for_no_opening_that_hangs(store, monkeypatch):
     """A close waits for no opening that hangs; what it opens is closed then."""
     monkeypatch.setattr('store.lazy.OPENING_WITHIN', 0.05)
