@@ -180,6 +180,9 @@ IDS = [
 ]
 FAULTS = {
     **{f'{{"id":{id},"name":""}}': [f'id: {shown} {rule}'] for id, shown, rule in IDS},
+    '{"id":1e999,"name":""}': [
+        f'id: {LARGEST} {rule}' for rule in (TOO_LARGE, 'is not an integer')
+    ],
     '{}': ['id: is missing', 'name: is missing'],
     '{"id":"1","name":null,"tag":["é"]}': [
         'id: "1" is not an integer',

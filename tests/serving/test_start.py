@@ -136,6 +136,14 @@ def test_bad_setting_stops_a_start_and_a_check(tmp_path, environment, words):
         assert [path.name for path in tmp_path.iterdir()] == ['server.log']
 
 
+def test_damaged_file_stops_the_start(tmp_path):
+    """A damaged line before a sound one stops the start; the file stays as it is."""
+    damaged = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
+    (tmp_path / 'plants.jsonl').write_bytes(damaged)
+    assert_start_refused(Server(tmp_path, workers=2), 'plants.jsonl', 'line 2', 'check')
+    assert (tmp_path / 'plants.jsonl').read_bytes() == damaged
+
+
 FAILING_RELOAD = "if '--check-config' not in sys.argv: on_reload = lambda server: 1 / 0"
 
 
