@@ -64,8 +64,9 @@ def document_resources(
 ) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path.
 
-    ``files`` is what ``schemas.load`` has returned. The URL of the service is relative
-    to the description (OpenAPI 3.1.0, section 4.8.5), so it is right under any prefix.
+    ``files`` is what ``schemas.load`` has returned; it becomes part of the description.
+    The URL of the service is relative to that (OpenAPI 3.1.0, section 4.8.5), so it is
+    right under any prefix.
     """
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
