@@ -290,6 +290,23 @@ def test_replaced_tokens_file_is_read(replace, path, pass_a_second):
     assert tokens.find(TOKEN[::-1]) == Token('new')
 
 
+def test_tokens_file_that_is_replaced_during_a_read(path, pass_a_second, monkeypatch):
+    """It is read again, after the first reading and after a later one."""
+    texts, read_file = [OTHER, TOKEN[::-1]], tokens_module.read_file
+
+    def read_too_early(path):
+        content = read_file(path)
+        if texts:
+            rename(path, texts.pop())
+        return content
+
+    monkeypatch.setattr(tokens_module, 'read_file', read_too_early)
+    tokens = TokensFile(path)
+    for accepted in TOKEN, TOKEN[::-1], OTHER:
+        assert tokens.find(accepted)
+        pass_a_second()
+
+
 DAMAGE = {
     'removed': lambda path: path.unlink(),
     'a directory': lambda path: (path.unlink(), path.mkdir()),

@@ -17,6 +17,7 @@ from machine import child_pids, socket_to
 from server import PATIENCE, TOKEN, RawClient, Server, configured, request, wait_until
 
 from serving.log import BatchingHandler
+from store.testing.waiting import in_threads
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
@@ -28,7 +29,8 @@ def test_json_log_has_an_object_per_line(tmp_path):
     """Requests, refused requests, gunicorn's messages and access log are JSON."""
     (tmp_path / 'plants.jsonl').write_bytes(b'{"id":9,')  # a start cuts it off
     began = datetime.now(UTC)
-    with Server(tmp_path, '--access-logfile', '-', PLANTS_LOG='json') as server:
+    more = {'PLANTS_LOG': 'json', 'TZ': 'JST-9'}
+    with Server(tmp_path, '--access-logfile', '-', **more) as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
         server.ask(request('HEAD', '/livez', authorization=None), head=True)
         server.ask(request('GET', '/pl%0aants'))
@@ -227,7 +229,7 @@ def test_formatter_of_a_log_config_is_used(tmp_path):
 
 
 def test_each_line_waits_for_a_batch(monkeypatch):
-    """Lines wait for more lines, also those after the first batch."""
+    """Lines wait for more lines, also those after the first batch; of this thread."""
     target, written = logging.Handler(), []
     target.emit = written.append
     batching = BatchingHandler([target])
@@ -237,8 +239,10 @@ def test_each_line_waits_for_a_batch(monkeypatch):
         monkeypatch.setattr('serving.log.BATCH_SECONDS', 3600)
         batching.emit(line)
         gevent.sleep(0.01)
-        assert len(written) == 2 * (number - 1)
+        assert len(written) == 3 * (number - 1)
+        in_threads(lambda: batching.emit(line))  # of another thread: at once
+        assert len(written) == 3 * (number - 1) + 1
         batching.flush()
         monkeypatch.setattr('serving.log.BATCH_SECONDS', 0.001)
         batching.emit(line)
-        wait_until(lambda n=number: gevent.sleep(0.001) or len(written) == 2 * n, 'one')
+        wait_until(lambda n=number: gevent.sleep(0.001) or len(written) == 3 * n, 'one')

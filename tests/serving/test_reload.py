@@ -58,6 +58,11 @@ def test_reload_uses_all_new_files(checkout):
         edit(settings, "worker_class = 'gthread'", 'worker_class = PlantsWorker')
         server.reload()
         assert add_plants(server) == {200}
+        assert server.ask(request(body=fern())).announces_close  # keepalive is 0
+        (checkout / 'plants.jsonl').unlink()
+        assert server.ask(request(body=fern())).status == 503
+        server.reload()
+        assert server.ask(request(body=fern())).status == 200
 
 
 # Lines at the end of gunicorn.conf.py, and what the log then names.
@@ -68,6 +73,8 @@ REFUSED = {
         'Invalid value for keepalive',
     ),
     'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change of it takes'),
+    'pid file': ("pidfile = 'new.pid'", 'pidfile: a change of it takes'),
+    'shared port': ('reuse_port = True', 'reuse_port: a change of it takes'),
     'capture of the output': (
         "capture_output, errorlog = True, 'new.log'\n"
         'post_fork = lambda server, worker: 1 / 0',

@@ -166,6 +166,8 @@ def test_server_that_ends_under_load_has_each_plant(tmp_path, end):
         assert_all_stored(server, load)
         if end == 'SIGTERM':
             assert len(server.plants()) == len(load.added)
+            # The last worker has closed the store, so the next open reads no plant.
+            assert not (tmp_path / 'plants.jsonl.index-wal').exists()
 
 
 def test_reload_ends_idle_connections_in_order(tmp_path):
@@ -181,6 +183,26 @@ def test_reload_ends_idle_connections_in_order(tmp_path):
         for client in clients[10:]:
             assert client.is_readable(PATIENCE)
             assert client.receive() is None
+
+
+def test_old_worker_ends_with_its_time_to_stop(tmp_path):
+    """A request that does not end keeps a worker for a limited time after a reload."""
+    lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
+    more = (*configured(tmp_path, *lines), '--graceful-timeout=1')
+    with Server(tmp_path, *more) as server, server.connect() as client:
+        old = server.worker_pids()
+        assert client.ask(PROBE).status == 200
+        client.send(PROBE[:20])
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: not old & server.worker_pids(), 'it ends')
+
+
+def test_last_request_of_a_worker_announces_its_end(tmp_path):
+    """A worker answers as many requests as --max-requests says, and the last so."""
+    # Its first one was that of ``Server``, which waits until it serves.
+    with Server(tmp_path, '--max-requests=4') as server, server.connect() as client:
+        announced = [client.ask(PROBE).announces_close for _ in range(3)]
+        assert announced == [False, False, True]
 
 
 def test_worker_that_is_starting_stops_at_once(tmp_path):
