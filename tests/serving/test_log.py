@@ -229,7 +229,7 @@ def test_formatter_of_a_log_config_is_used(tmp_path):
 
 
 def test_each_line_waits_for_a_batch(monkeypatch):
-    """Lines wait for more lines, also those after the first batch; of this thread."""
+    """Lines of the loop's thread wait for more lines, also after the first batch."""
     target, written = logging.Handler(), []
     target.emit = written.append
     batching = BatchingHandler([target])
