@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
+from zlib import crc32
 
 import gevent
 import pytest
@@ -149,7 +150,9 @@ class History:
         self.is_over = False
 
     def add_until_over(self, name):
-        chance = random.Random(f'{self.seed} {name}')
+        # NOTE: not the text itself, for which Python 3.13 imports a module in this very
+        # thread: an interrupt there would keep the lock of all imports for ever.
+        chance = random.Random(crc32(f'{self.seed} {name}'.encode()))
         while not self.is_over:
             with suppress(Interrupted, StoreUnavailable):
                 plant = Plant(chance.randrange(2000), chance.choice('ab'))
