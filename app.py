@@ -7,8 +7,8 @@
     GET  /docs          200, 404                        a page to try the service
     GET  /metrics       200, 401, 403                   for Prometheus, if switched on
 
-HEAD works where GET does. Every other request is refused: 401, 404, 405. An answer of
-400 or more is an ``Error`` (``schemas/Error.json``), with a value of ``web/errors.py``.
+HEAD works where GET does. An unknown path or method is refused: 401, 403, 404 or 405.
+An answer of 400 or more is an ``Error``: ``schemas/Error.json``, ``web/errors.py``.
 
 ``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
 application that the environment configures (``web/settings.py``).
@@ -83,12 +83,12 @@ def create_app(
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
-        TypeError: The store is not a store, but a URL, for example.
+        TypeError: ``store`` is not a ``PlantStore``: it is a URL, for example.
         ValueError: There is no token, a token cannot be sent in a header, no browser
             sends such an origin, or a schema file is wrong.
     """
-    if not hasattr(store, 'ping'):  # not isinstance(): a reload makes classes anew
-        # Its text is not shown: a URL may have a password in it.
+    if not hasattr(store, 'ping'):  # not isinstance(): a reload makes new classes
+        # Do not show the value: a URL may have a password in it.
         kind = type(store).__name__
         raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
     if not isinstance(tokens, Tokens):
@@ -126,8 +126,8 @@ def create_app(
 def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     """Build the application that the environment configures.
 
-    The store is closed when the process ends. With no token configured a random one is
-    made and printed: the service never runs open.
+    The store is closed when the process ends. If no token is configured, ``make_token``
+    makes and shows a random one: the service never runs open.
     """
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
@@ -144,7 +144,7 @@ def __getattr__(name: str) -> PlantsApp:
     return application
 
 
-if __name__ == '__main__':  # python app.py
+if __name__ == '__main__':
     configuration = Path(__file__).with_name('gunicorn.conf.py')
     command = [sys.executable, '-m', 'gunicorn', '-c', str(configuration)]
     os.execv(sys.executable, command + sys.argv[1:])

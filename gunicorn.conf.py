@@ -1,14 +1,14 @@
-"""How gunicorn serves the plant store: `gunicorn` alone, in this directory.
+"""The settings of gunicorn for the plant store: run `gunicorn` in this directory.
 
-Each setting is here because its default is wrong for this service. All of them give way
-to the command line and to GUNICORN_CMD_ARGS. They are in the order of a server's life.
+A setting is here if gunicorn's default is wrong for this service, or if our pages
+promise the value. The command line and GUNICORN_CMD_ARGS override these settings.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# For -c from elsewhere. A reload reads this file again.
+# For `gunicorn -c` in another directory. A reload runs this file again.
 if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
     sys.path.insert(0, directory)
 
@@ -26,9 +26,9 @@ master.install(lifecycle.before_run)
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
     workers = lifecycle.default_workers()
-# Of each worker. A connection takes 13 to 168 KiB (docs/deploying.md), and no thread.
+# For each worker. A connection takes 13 to 168 KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000
-# For the heartbeat of workers. On a disk that hangs, gunicorn would kill the workers.
+# For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
 if Path('/dev/shm').is_dir():
     worker_tmp_dir = '/dev/shm'
 # A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
@@ -42,15 +42,15 @@ http_parser = 'python'
 # and get a 500 for it.
 forwarder_headers = ''
 
-# 8,190 bytes and the end of the line. gunicorn counts both, but not in a request line.
+# 8,190 bytes and 2 for the line end, which gunicorn does not count in a request line.
 limit_request_field_size = 8_192
 
 # ---- time limits, in seconds
 
-# How long an idle connection is kept. Clients pool connections; at two seconds, the
-# default, they often find theirs closed just as they send.
+# How long an idle connection is kept. With two seconds, the default, a client often
+# finds its pooled connection closed when it sends the next request.
 keepalive = 15
-# Longer than any sync: before a worker stops it answers the requests it has begun.
+# Longer than an add waits (5 s): a worker answers what it has begun before it stops.
 graceful_timeout = 30
 
 # ---- the log
