@@ -78,7 +78,7 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
             with suppress(FileNotFoundError):
                 read_file(cfg.pidfile)
             if not is_bound and (pid := Pidfile(cfg.pidfile).validate()):
-                raise ValueError(f'{cfg.pidfile}: process {pid} runs')
+                raise ValueError(f'{cfg.pidfile}: process {pid} is running')
     with faults.about('worker_tmp_dir'):
         _check_directory(cfg.worker_tmp_dir or tempfile.gettempdir())
     with faults.about('schemas'):
@@ -112,7 +112,7 @@ def _check_file(path: str) -> None:
 
 def _check_directory(path: str) -> None:
     if not os.access(os.path.join(path, '.'), os.W_OK | os.X_OK):
-        raise ValueError(f'{path}: there is no such directory that can be written to')
+        raise ValueError(f'{path}: it is not a directory that can be written to')
 
 
 def _check_address(name: str, reuse_port: bool) -> None:
@@ -123,7 +123,7 @@ def _check_address(name: str, reuse_port: bool) -> None:
     elif isinstance(address, str):
         _check_directory(os.path.dirname(address))
         if os.path.exists(address) and not Path(address).is_socket():
-            raise ValueError('it is there, and is not a socket')
+            raise ValueError('the path exists, and is not a socket')
     else:
         family = socket.AF_INET6 if ':' in address[0] else socket.AF_INET
         with socket.socket(family) as sock:
@@ -132,7 +132,7 @@ def _check_address(name: str, reuse_port: bool) -> None:
             try:
                 sock.bind(address)
             except OSError as ex:
-                advice = 'another one: gunicorn -b 127.0.0.1:PORT'
+                advice = 'use another one: gunicorn -b 127.0.0.1:PORT'
                 raise ValueError(f'{ex.strerror} ({advice})') from ex
 
 

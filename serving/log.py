@@ -166,4 +166,4 @@ class PlantsLogger(Logger):  # type: ignore[misc]
                     inherits = os.get_inheritable(stream.fileno())
                     os.dup2(new.fileno(), stream.fileno(), inherits)
             except OSError as ex:
-                self.error_log.error('%s: not opened again: %s', path, ex)
+                self.error_log.error('%s: could not be opened again: %s', path, ex)

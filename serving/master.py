@@ -173,7 +173,7 @@ class Master(Arbiter):  # type: ignore[misc]
             raise ValueError(_sentence(printed.getvalue() or str(ex))) from ex
         for name in FIXED:
             if getattr(app.cfg, name) != getattr(self.cfg, name):
-                raise ValueError(f'{name}: a change of it takes a restart')
+                raise ValueError(f'{name}: a change needs a restart')
         self.app, self.cfg = app, app.cfg
         self.cfg.on_reload(self)
         self.log = None  # setup() makes one, of the new code

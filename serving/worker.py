@@ -225,7 +225,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             raise
         except Exception as ex:
             if response and response.headers_sent:
-                self.log.exception('an answer was broken off')
+                self.log.exception('an answer ended too early')
             else:
                 self._refuse(request, client, ex)
             return False

@@ -72,17 +72,17 @@ REFUSED = {
         "os.write(2, b'\\xff\\n')\nkeepalive = 'long'",
         'Invalid value for keepalive',
     ),
-    'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change of it takes'),
-    'pid file': ("pidfile = 'new.pid'", 'pidfile: a change of it takes'),
-    'shared port': ('reuse_port = True', 'reuse_port: a change of it takes'),
+    'one more address': ("bind = 2 * ['127.0.0.1:0']", 'bind: a change needs'),
+    'pid file': ("pidfile = 'new.pid'", 'pidfile: a change needs'),
+    'shared port': ('reuse_port = True', 'reuse_port: a change needs'),
     'capture of the output': (
         "capture_output, errorlog = True, 'new.log'\n"
         'post_fork = lambda server, worker: 1 / 0',
-        'capture_output: a change of it takes',
+        'capture_output: a change needs',
     ),
     'two faults': (
         "accesslog = 'no/log'\ncertfile = 'no.pem'",
-        'no such directory that can be written to; certfile, keyfile: ',
+        'it is not a directory that can be written to; certfile, keyfile: ',
     ),
     'hook of the master': (
         "chdir = 'store'\non_reload = lambda server: 1 / 0",

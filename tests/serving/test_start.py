@@ -280,17 +280,17 @@ def test_every_fault_is_listed(service, checkout):
         'workers: 0 is too few: nobody would answer a request',
         "worker_class: class uri 'no.Worker'",
         'logger_class: statsd_host needs gunicorn.instrument.statsd.Statsd',
-        f'errorlog: {checkout}/no: there is no such directory that can be written to',
+        f'errorlog: {checkout}/no: it is not a directory that can be written to',
         f'accesslog: {checkout}/fifo: No such device',
         'pidfile: no: there is no such directory',
         'worker_tmp_dir: no: there is no such directory',
         f'schemas: {checkout}/schemas/Plant.json: true is not an object',
         'certfile, keyfile: no: No such file or directory',
         f'PLANTS_STORE: {plants}: line 2 (byte 23) is damaged',
-        f'bind: {taken}: Address already in use (another one: gunicorn -b ',
+        f'bind: {taken}: Address already in use (use another one: gunicorn -b ',
         'bind: :80800: bind(): port must be 0-65535',
         'bind: unix:no/s: ',
-        'bind: unix:app.py: it is there, and is not a socket',
+        'bind: unix:app.py: the path exists, and is not a socket',
     ]
     arguments = ('-b', taken, '-b', ':80800', '-b', 'unix:no/s', '-b', 'unix:app.py')
     arguments += ('-k', 'no.Worker', '--access-logfile', 'fifo')
@@ -335,7 +335,7 @@ def test_pid_file_of_a_running_server_is_refused(tmp_path):
     address = f'--bind 127.0.0.1:{free_port()}'
     with Server(tmp_path, '-p', pid, GUNICORN_CMD_ARGS=address) as server:
         other = Server(tmp_path / 'other', '--check-config', '-p', pid)
-        assert_start_refused(other, f'pidfile: {pid}: process {server.pid} runs')
+        assert_start_refused(other, f'pidfile: {pid}: process {server.pid} is running')
         server.reload()
         # systemd has the address, too, and hands its socket over.
         settings = {'GUNICORN_CMD_ARGS': address, 'LISTEN_FDS': '1'}
