@@ -13,7 +13,7 @@ TEST = $(RUN) pytest --numprocesses 4 --dist worksteal
 # pytest would compile all that it imports, again and again. Empty means not set.
 export PYTHONDONTWRITEBYTECODE =
 
-NO_PYTHON = $(PYTHON) is not there: install Python 3.11 or newer with pip and venv, or \
+NO_PYTHON = $(PYTHON) was not found: install Python 3.11 or newer with pip and venv, or \
 	name one with "make PYTHON=/path/to/python".
 BROKEN = .venv does not work: its Python is gone or of another version, or packages are \
 	missing. Remove it with "rm -r .venv", then repeat the command.

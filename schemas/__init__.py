@@ -77,7 +77,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise NotJSON(f'the member {show(twice)} is there twice')
+        raise NotJSON(f'the member {show(twice)} is there more than once')
     return members
 
 

@@ -71,7 +71,7 @@ def _media_type_fault(req: PlantsRequest) -> str:
         return 'the Content-Type must be application/json'
     charset = parameters.get('charset', 'utf-8')
     if charset.lower() != 'utf-8':
-        return f'the charset {show(charset)} must be utf-8'
+        return f'the charset must be utf-8, not {show(charset)}'
     if req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower() != 'identity':
         return 'the body must not have a Content-Encoding'
     return ''

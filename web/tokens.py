@@ -84,7 +84,7 @@ def _digest(token: str, where: str) -> bytes:
     scheme, colon, digits = token.partition(':')
     if colon:
         if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
-            raise ValueError(f'{where}: it is not sha256: and 64 hexadecimal digits')
+            raise ValueError(f'{where}: a digest is sha256: and 64 hexadecimal digits')
         return bytes.fromhex(digits)
     # RFC 6750, section 2.1: b64token.
     if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):
@@ -187,7 +187,7 @@ def make_token(address: str, directory: str | None = None) -> str:
         f'    curl {address}/plants -H "Authorization: Bearer {shown}" '
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
-        f'Each start makes another token, and those before it are not valid any more. '
+        f'Each start makes a new token; the tokens of earlier starts are not valid. '
         f'To keep this one, start with PLANTS_TOKENS={shown}\n'
     )
     with open(file, 'w') as output:

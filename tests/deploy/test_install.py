@@ -50,7 +50,7 @@ def wheels():
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, sentence):
     """A wrong or missing Python ends make at once with a reason; nothing is made."""
     done = finished([*MAKE, 'run', 'PYTHON=python3.99'], cwd=checkout)
-    assert done.stderr.startswith('python3.99 is not there: install Python 3.11')
+    assert done.stderr.startswith('python3.99 was not found: install Python 3.11')
     python = checkout / 'python'
     python.write_text(
         f'#!{sys.executable}\n'

@@ -160,7 +160,7 @@ MUST_BE_JSON = 'the Content-Type must be application/json'
     [
         *[(text, MUST_BE_JSON) for text in (None, ';', 'é/ü', 'application/json, a/b')],
         # RFC 8259, section 8.1.
-        ('application/json; charset=latin1', 'the charset "latin1" must be utf-8'),
+        ('application/json; charset=latin1', 'the charset must be utf-8, not "latin1"'),
     ],
 )
 def test_other_media_type_is_40002(content_type, sentence, client, store):

@@ -87,7 +87,7 @@ REFUSED_WITH = {
     b'"a': 'Unterminated string starting at character 0',
     b'{"a":NaN}': 'NaN',
     b'{"name":1,"name":2}': '"name"',
-    b'{"id":1,"name":2,"name":2}': 'the member "name" is there twice',
+    b'{"id":1,"name":2,"name":2}': 'the member "name" is there more than once',
     b'"\\ud800"': 'surrogate',
     b'1' * 1001: '1000',
     b'[' * 60_000: 'deep',

@@ -91,7 +91,7 @@ REFUSED = [
     ],
     ('PLANTS_TOKENS', 'there is no token', ['', ' , ']),
     ('PLANTS_TOKENS', 'token-2: a token may have only', [f'{TOKEN},garden {OTHER}']),
-    ('PLANTS_TOKENS', 'token-1: it is not sha256: and 64', ['sha256:abc']),
+    ('PLANTS_TOKENS', 'token-1: a digest is sha256: and 64', ['sha256:abc']),
     *[('PLANTS_TOKENS_FILE', path, [path]) for path in ('', '/', '/dev/null', 'a\0b')],
 ]
 
