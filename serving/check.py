@@ -1,4 +1,4 @@
-"""What a start, ``gunicorn --check-config`` and a reload check; it changes nothing."""
+"""The check of a start, a reload and ``--check-config``: it changes nothing."""
 
 import os
 import socket
@@ -38,9 +38,9 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     """Try what a start does; return the settings, or raise ``ValueError``.
 
     ``is_bound``: a running server has these addresses (a reload or an upgrade).
-    ``is_opened_next``: the caller opens the store next, so it is not checked here. The
-    error has a line for each fault, the addresses last: a check beside a running server
-    always finds them in use.
+    ``is_opened_next``: the caller opens the store next, so it is checked here only if
+    there is another fault. The error has a line for each fault, the addresses last: a
+    check beside a running server always finds them in use.
     """
     faults = Faults()
     environ = dict(os.environ)
@@ -65,7 +65,7 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
     with faults.about('worker_class'):
         _ = cfg.worker_class  # gunicorn imports it at each access
     with faults.about('logger_class'):
-        # gunicorn would ignore the setting without a message.
+        # gunicorn would ignore statsd_host without a message.
         if cfg.logger_class is PlantsLogger and cfg.statsd_host:
             raise ValueError('statsd_host needs gunicorn.instrument.statsd.Statsd')
     for name in ('errorlog', 'accesslog'):
@@ -116,7 +116,7 @@ def _check_directory(path: str) -> None:
 
 
 def _check_address(name: str, reuse_port: bool) -> None:
-    """Check that a server could listen at an address; gunicorn tries it five times."""
+    """Check that a server could listen at an address; gunicorn would try five times."""
     address = parse_address(name)
     if isinstance(address, int):  # fd://3
         os.fstat(address)

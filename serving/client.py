@@ -25,38 +25,38 @@ REQUEST_TIMEOUT = 30  # seconds for one request, from its first byte to its last
 # Seconds for a client to take its last answer, for one that is idle when its worker
 # stops, and for one that is stalled when others wait for a connection.
 LINGER = 2
-LINGER_RATE = 256 * 1024  # bytes a second that a client must send to have longer
+LINGER_RATE = 256 * 1024  # bytes a second that a client must send to get more time
 
 # Bytes of answers that are buffered: a client may send many requests and read nothing.
 MAX_BUFFERED = 16 * 1024
 SLICE = 64 * 1024  # bytes sent or received before other clients are served
-# To wait for a byte and to read it take as much CPU, each, as to read so many bytes. Of
-# a request 2,000 bytes may come one by one, or 1,000 if each is waited for, and any
-# number in longer pieces.
+# One wait, or one read, takes as much CPU as PIECE bytes. So 2,000 bytes of a request
+# may come one by one (1,000 if the worker waits for each), and any number in longer
+# pieces.
 PIECE, MAX_WASTED = 256, 256 * 2_000
 
-# What the worker waits for. When it is full, stalled clients end in this order.
+# What the worker waits for. A full worker expires its stalled clients in this order.
 IDLE, HEAD, BODY, ANSWER = range(4)
 TCP_INFO = getattr(socket, 'TCP_INFO', -1)  # of Linux
 
 
 class ClientGone(OSError):
-    """The connection has failed: no other ``OSError`` means that."""
+    """The connection has failed; no other ``OSError`` of a request has this meaning."""
 
 
 class Client:
     """A client's socket, with a time limit for each wait for the client.
 
-    Answers are buffered until the worker waits for the client. What waits raises
-    ``ClientGone`` if the connection has failed.
+    Answers are buffered until the worker waits for the client. Every method that waits
+    raises ``ClientGone`` if the connection has failed.
     """
 
     deadline: float  # when the client is expired, in seconds (monotonic)
     stage: int  # IDLE: the next byte begins a request
     since: float  # when the stage began or made progress, in seconds (monotonic)
-    wasted: int  # work for this request that was more than its bytes, in bytes
+    wasted: int  # work for this request beyond its bytes, counted in bytes
     is_awaited = False  # whether the worker waits for the client at this moment
-    is_answered = False  # whether it has got the beginning of an answer
+    is_answered = False  # whether the client has got the beginning of an answer
     has_ended = False  # whether the client has sent its last byte, or is expired
     looks_like_tls = False  # whether the last request began like a TLS handshake
 
@@ -81,7 +81,7 @@ class Client:
         self._waits_before_read = False  # the rest of a record may be in memory
 
     def begin(self, stage: int, seconds: float | None = None) -> None:
-        """Begin a stage that may take so long, by default as long as a request."""
+        """Begin a stage with a time limit, by default that of a request."""
         self.stage, self.wasted = stage, 0
         self.since = time.monotonic()
         self.deadline = self.since + (REQUEST_TIMEOUT if seconds is None else seconds)
@@ -133,8 +133,8 @@ class Client:
 
     def flush(self) -> None:
         buffer, self._buffer = self._buffer, []
-        if self._buffered <= 2 * MAX_BUFFERED:
-            buffer = [b''.join(buffer)]  # else without a copy: large data is shared
+        if self._buffered <= 2 * MAX_BUFFERED:  # larger data is shared, not copied
+            buffer = [b''.join(buffer)]
         self._buffered = 0
         self.is_answered = True
         before, self.stage = (self.stage, self.since, self.deadline), ANSWER
@@ -159,8 +159,8 @@ class Client:
         """Let the client take its last answer, and read the rest of what it sends."""
         self.flush()
         socket.socket.shutdown(self._sock, socket.SHUT_WR)
-        self._read = partial(socket.socket.recv, self._sock)  # TLS need not decrypt it
-        self.has_ended = math.isinf(self.deadline)  # expired, and not only wasteful
+        self._read = partial(socket.socket.recv, self._sock)  # no need to decrypt it
+        self.has_ended = math.isinf(self.deadline)  # false if only wasteful
         self.begin(BODY, LINGER)
         last = self.since + REQUEST_TIMEOUT
         while size := len(self.recv(MAX_BUFFERED)):
@@ -174,7 +174,7 @@ class Client:
         with suppress(OSError):  # a Unix socket, or another system
             info = self._sock.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 56)
             sent, _, received = struct.unpack_from('3I', info, 44)  # milliseconds ago
-            # Also while the connection waited to be accepted, but not while it idled.
+            # Count the wait for the accept, but not the idle time before a request.
             has_begun = self.stage == BODY or (self.stage == HEAD and self.is_answered)
             seconds = max(seconds, (received if has_begun else sent) / 1000)
         return seconds

@@ -27,7 +27,7 @@ MAX_HEAD = 32 * 1024  # bytes of a head, which is held in memory until it is com
 LONG_REST = 65_536  # unread bytes of a body that is not read to its end
 KNOWN_HEADS = 256  # how many are kept
 MAX_KNOWN_HEAD = 4096  # bytes of one that is kept
-# Also a line feed alone, which gunicorn refuses.
+# Also matches a bare line feed: then gunicorn refuses the head.
 HEAD_END = re.compile(rb'\n(?:\r\n|(?<!\r\n))')
 # A line that is, or might be, a request id. The group is an id that can be cut out; the
 # next line does not continue it. The longest such line has 144 bytes with its end.
@@ -48,8 +48,8 @@ CONNECT_TARGET = re.compile(rf'(?=.+:[0-9]+$){_HOST}')
 
 PROXY_LINE = rb'PROXY TCP[46]( [0-9A-Fa-f.:]+){2}( (0|[1-9][0-9]{0,4})){2}\r\n'
 
-# What is kept of a request whose head may come again, and who reads it. Nobody changes
-# these values: a change makes a new one for the request at hand.
+# What is kept of a request whose head may come again, grouped by its reader. No kept
+# value is ever changed: a request that needs another value makes a copy.
 KEPT = (
     *('is_read', 'content_length', 'expects_100', 'must_close', 'environ'),  # we do
     *('method', 'version', 'path', 'headers'),  # we, the response, and the access log
@@ -59,7 +59,7 @@ KEPT = (
     *('uri', 'query', 'fragment', 'scheme', 'trailers'),
 )
 
-STATUSES: dict[type, int] = {  # that answer exceptions
+STATUSES: dict[type, int] = {  # of the answers to exceptions
     Exception: 500,
     errors.ParseException: 400,
     errors.LimitRequestLine: 414,
@@ -72,7 +72,7 @@ STATUSES: dict[type, int] = {  # that answer exceptions
 
 
 def is_valid(form: re.Pattern[str], text: str) -> bool:
-    """Whether a target or a ``Host`` has a form, and a sound address in brackets."""
+    """Whether a target or a ``Host`` matches a form, and an IPv6 address is valid."""
     match = form.fullmatch(text)
     try:
         return bool(match and IPv6Address(match['ipv6'] or '::'))
@@ -81,7 +81,7 @@ def is_valid(form: re.Pattern[str], text: str) -> bool:
 
 
 class StrictChunks(ChunkedReader):  # type: ignore[misc]
-    """Chunks of which few may be small, or have long extensions."""
+    """gunicorn's reader of chunks; only a few may be small or have long extensions."""
 
     def parse_chunk_size(self, unreader: Any, data: bytes = b'') -> Any:
         buf = bytearray(data)
@@ -95,18 +95,18 @@ class StrictChunks(ChunkedReader):  # type: ignore[misc]
 
 
 class StrictRequest(Request):  # type: ignore[misc]
-    """gunicorn's request, stricter where a proxy might read a head otherwise.
+    """gunicorn's request, stricter where a proxy might read a head differently.
 
-    gunicorn's constructor reads the head. Here ``read`` does, so that there is a
-    request to answer when it is refused.
+    gunicorn's constructor reads the head. Here ``read`` does, so that a request exists,
+    and can be answered, when its head is refused.
     """
 
     content_length: int | None = None  # in bytes; None if the body comes in chunks
-    environ: dict[str, Any] | None = None  # of WSGI, shared by all with this head
+    environ: dict[str, Any] | None = None  # of WSGI, for all requests with this head
     expects_100 = False
     headers: list[tuple[str, str]]  # names in upper case, and values
     is_read = False
-    key: tuple[bytes, Any, Any]  # by which the head may be kept
+    key: tuple[bytes, Any, Any]  # under which the head may be kept
     proxied: Any  # the client's address, from the PROXY header of the connection
     proxy_protocol_info: Any = None  # the same, for gunicorn
     request_id = ''  # the header X-Request-Id, if it was cut out of the head
@@ -127,7 +127,7 @@ class StrictRequest(Request):  # type: ignore[misc]
         super().read_into(unreader, buf, stop)
 
     def _parse_python(self, unreader: Any, buf: bytearray) -> Any:
-        """Parse the head as a whole: gunicorn copies all of it to parse a piece."""
+        """Parse the head as a whole: gunicorn would copy all of it for each piece."""
         if not HEAD_END.search(buf):
             line, _ = self.read_line(unreader, buf, self.limit_request_line)
             if line:  # refuse a bad one at once; an empty one may come first
@@ -143,7 +143,7 @@ class StrictRequest(Request):  # type: ignore[misc]
     def _parse_proxy_protocol_v1(self, unreader: Any, buf: bytearray) -> Any:
         while b'\r\n' not in buf:
             self.read_into(unreader, buf)
-        if not re.match(PROXY_LINE, buf):  # gunicorn takes +80, and fails for a NUL
+        if not re.match(PROXY_LINE, buf):  # gunicorn takes port +80, and fails for NUL
             raise errors.InvalidProxyLine('malformed')
         return super()._parse_proxy_protocol_v1(unreader, buf)
 
@@ -201,7 +201,7 @@ class StrictRequest(Request):  # type: ignore[misc]
             self.unreader.unread(received)
 
     def put_id(self, environ: dict[str, Any]) -> None:
-        """Put the request id, if it was cut out of the head, where it belongs."""
+        """Put back the request id, if it was cut out of the head."""
         if self.request_id:
             self.headers = headers = self.headers.copy()
             where = headers.index(('X-REQUEST-ID', ''))
@@ -223,7 +223,7 @@ class StrictRequest(Request):  # type: ignore[misc]
 
     def finish(self) -> bool:
         """Read the rest of the body, which is short; return whether more was sent."""
-        while self.body.read(4096):  # of a body that nobody needs little is kept
+        while self.body.read(4096):  # in small pieces: nobody needs this body
             pass
         return bool(self.unreader.buf.getbuffer().nbytes)
 
@@ -233,14 +233,14 @@ class StrictRequest(Request):  # type: ignore[misc]
             return True
         if isinstance(self.body, BytesIO):
             return False
-        # Much of the body is unread, or broken chunks hide where the next request is.
+        # Close if much of the body is unread, or any chunk of it, or one is broken.
         reader = self.body.reader
         if isinstance(reader, LengthReader):
             return bool(reader.length >= LONG_REST)
         return self.body.failed or reader.parser is not None
 
 
-# RFC 9110, section 5.6.7. Given in seconds, so it is formatted once a second.
+# RFC 9110, section 5.6.7. Called with whole seconds, so it formats once a second.
 _http_date = lru_cache(maxsize=1)(partial(formatdate, usegmt=True))
 
 
@@ -270,8 +270,8 @@ class Exchanges:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         self._known: dict[tuple[bytes, Any, Any], dict[str, Any]] = {}
-        # Otherwise more than these three matter: what a hook does, what a proxy has
-        # said at the beginning of the connection, the length of a request id.
+        # No head is kept where something else matters, too: a hook, the PROXY header of
+        # the connection, or a limit that a line with a request id may exceed.
         self._keeps = (
             cfg.pre_request is cfg.settings['pre_request'].default
             and cfg.proxy_protocol == 'off'
@@ -284,7 +284,7 @@ class Exchanges:
         """Yield the requests of a client that has connected to a listener's address."""
         unreader = SocketUnreader(client)
         unreader.max_body_chunk = 8192  # a longer piece would be in memory twice
-        # gunicorn trusts the forwarding headers of some hosts only.
+        # In the key, since gunicorn trusts the forwarding headers of some hosts only.
         host = address[0] if isinstance(address, tuple) else address
         number, proxied = 0, None
         while received := unreader.read():
@@ -319,7 +319,7 @@ class Exchanges:
         if request.environ is None:
             head, _, listener = request.key
             _, environ = wsgi.create(request, client, address, listener, self._cfg)
-            # gunicorn finds /plants2 in the SCRIPT_NAME /plants.
+            # gunicorn takes /plants2 for a path in the SCRIPT_NAME /plants.
             if environ['SCRIPT_NAME'] and environ['PATH_INFO'][:1] not in ('', '/'):
                 raise errors.ConfigurationProblem('the path is outside of SCRIPT_NAME')
             del environ['wsgi.early_hints']  # they would wait in the response buffer

@@ -1,10 +1,10 @@
 """The life of a server: start, hooks, upgrade, end.
 
-The master opens the store once before it makes workers, because a damaged file would
-kill one worker after the other. Later it waits for no store, lock or process.
+The master opens the store once before it makes workers: a damaged file stops the start,
+and a missing index is built once. Later the master waits for no store and no lock.
 
-It builds the application once for all workers, also for those that start while files
-are half edited: schemas, tokens, code, and the same plant file. A reload builds anew.
+It builds the application once: a worker that starts while files are half edited has the
+same schemas, tokens, code and plant file as the others. A reload builds it again.
 """
 
 import logging
@@ -36,7 +36,7 @@ COUNTERS_VARIABLE = 'GUNICORN_COUNTERS'  # their directory, for an upgrade
 
 
 def default_workers() -> int:
-    """Return how many workers to run: one a core, or one for a store in memory."""
+    """Return the number of workers: one for each core, or 1 with a store in memory."""
     if is_in_memory(os.environ):
         return 1
     if hasattr(os, 'sched_getaffinity'):  # macOS has none
@@ -78,7 +78,7 @@ def before_run(application: WSGIApplication) -> None:
 
 
 def when_ready(server: Master) -> None:
-    """Build what workers serve, and say once what it is, and where."""
+    """Build the application of the workers; log once what is served, and where."""
     if server.app.app_uri != OURS:
         return
     addresses = [str(listener) for listener in server.LISTENERS]
@@ -155,7 +155,7 @@ def _serve(server: Master, settings: Settings) -> None:
 
 def _counters(cfg: Config) -> Path:
     """Return the directory of the counters; an upgrade takes over the old one."""
-    # Only that of our parent: on_exit removes it.
+    # Take over only the directory of our parent, because on_exit removes it.
     inherited = Path(os.environ.get(COUNTERS_VARIABLE, ''))
     is_upgrade = os.environ.get('GUNICORN_PID') == str(os.getppid())
     if is_upgrade and inherited.name.startswith('plants-counters-'):
@@ -166,7 +166,7 @@ def _counters(cfg: Config) -> Path:
 
 
 def _summary(cfg: Config, settings: Settings, no_tokens: str) -> dict[str, object]:
-    """Return what a check or a start says about a server, by label."""
+    """Return the facts that a check prints and a start logs, by label."""
     tokens = len(settings.tokens or ()) or no_tokens
     store = masked(settings.store)
     if store.startswith('jsonl:'):

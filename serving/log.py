@@ -50,8 +50,8 @@ class JSONFormatter(logging.Formatter):
             'pid': record.process,
             'logger': record.name,
         }
-        # NOTE: the access log passes a mapping without ``message``, which has the
-        # headers of the request, and so its token: never write its members.
+        # NOTE: the mapping of the access log has no ``message``, but the headers of the
+        # request, and so its token: never write the members of that mapping.
         if isinstance(record.args, dict) and 'message' in record.args:
             line.update(record.args)
         else:
@@ -62,7 +62,7 @@ class JSONFormatter(logging.Formatter):
 
 
 class Assignment(str):
-    """NAME=VALUE of ``--env``; gunicorn shows its ``repr``, at level debug for one."""
+    """NAME=VALUE of ``--env``; its ``repr``, which gunicorn may log, hides VALUE."""
 
     def __repr__(self) -> str:
         return repr(re.sub('(?s)^[^=]*$|(?<==).*', '***', self, count=1))
@@ -92,7 +92,7 @@ class BatchingHandler(logging.Handler):
         else:
             self._records.append(record)
             if len(self._records) == 1:
-                # Not one for all batches: gevent's fires at once when started again.
+                # A new one: a timer of gevent fires at once when it is started again.
                 self._timer = self._loop.timer(BATCH_SECONDS)
                 self._timer.start(self.flush)
 
@@ -121,7 +121,7 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log, also as JSON, with the service's own lines in it."""
 
     def atoms(self, *request: Any) -> dict[str, Any]:
-        """Return the fields of the access log, of which a client chooses many."""
+        """Return the fields of the access log, escaped: a client chooses many."""
         atoms = super().atoms(*request).items()
         return {name: escaped(x) if isinstance(x, str) else x for name, x in atoms}
 
@@ -129,12 +129,12 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         super().setup(cfg)
         formatter: logging.Formatter | None = None
         is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
-        # Python documents these switches to save time: our lines show no such thing.
+        # Switches to save time: our lines show no thread, process name or source file.
         logging.logThreads = logging.logMultiprocessing = not is_ours
         logging._srcfile = None if is_ours else logging.__file__
         if is_ours:
             formatter = TextFormatter(self.error_fmt, self.datefmt)
-        if is_json_log(os.environ | cfg.env):  # --env is set later
+        if is_json_log(os.environ | cfg.env):  # gunicorn sets --env later
             formatter = JSONFormatter()
             for handler in self.access_log.handlers:
                 handler.setFormatter(formatter)

@@ -1,9 +1,9 @@
 """The master: gunicorn's, with a reload that happens whole or not at all.
 
-On SIGHUP the master runs ``gunicorn --check-config`` in another process, since it may
-take long or hang. If it passes, the master reads everything again, and starts new
-workers beside the old ones. When all of them serve, it stops the old ones. If anything
-fails before that, the master undoes all of it.
+On SIGHUP the master runs ``gunicorn --check-config`` in another process, since a check
+may take long or hang. If the check passes, the master reads everything again, and
+starts new workers beside the old ones. When all new workers serve, it stops the old
+ones. If any step before that fails, the master undoes all steps.
 
 Every module of the service is imported again, except this one, which imports none of
 the others. Python frees the old ones unless something that stays refers to them:
@@ -33,19 +33,19 @@ from gunicorn.errors import HaltServer
 
 # What is imported again; __config__ is gunicorn.conf.py.
 MODULES = re.compile(r'(app|schemas|serving(?!\.master)|store|web|__config__)(\.|$)')
-# The connections of each worker plus one, by its age, or 0 for no worker. All processes
+# By the age of a worker: its connections plus one, or 0 if there is none. All processes
 # share this memory, also old and new workers in a reload.
 connection_counts = memoryview(mmap.mmap(-1, 8 * 256)).cast('q')
-# Settings that a reload cannot change, or not undo.
+# Settings that a reload cannot change, or could not restore.
 FIXED = ('wsgi_app', 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'capture_output')
-PASSED = 'the plant store would start'  # what a check prints then
+PASSED = 'the plant store would start'  # printed by a check that passes
 CHECK_SECONDS = 300  # how long a check may take
-BOOT_SECONDS = 60  # and then new workers, until they serve
+BOOT_SECONDS = 60  # how long new workers may take until they serve
 
 
 def install(first: Callable[[WSGIApplication], None]) -> None:
-    """Have gunicorn run ``Master``, and call a function before it does anything."""
-    # gunicorn's own check calls no hook, and after --daemon there is no terminal.
+    """Have gunicorn run ``Master``, and call a function before anything else."""
+    # Not as a hook: gunicorn's check calls none, and --daemon leaves the terminal.
     run = WSGIApplication.run
 
     def run_after(application: WSGIApplication) -> None:
@@ -65,7 +65,7 @@ class Master(Arbiter):  # type: ignore[misc]
     log: Any
     made_token: str | None = None  # because none was configured
     counters: Path | None = None  # the directory in which workers share their metrics
-    store: Any = None  # of workers to come; None for an application of somebody else
+    store: Any = None  # of the next workers; None if the application is not ours
     _check: subprocess.Popen[bytes] | None = None
     _check_again = False
 
@@ -138,14 +138,14 @@ class Master(Arbiter):  # type: ignore[misc]
             self._start_workers(old)
         except BaseException as ex:  # also SystemExit, of a hook
             if os.getpid() != self.pid:
-                raise  # a worker that was forked in _start_workers ends so
-            # First put all back: the new hooks may fail again.
+                raise  # the end of a worker that was forked in _start_workers
+            # First restore everything: the new hooks may fail again.
             _forget_modules()
             sys.modules.update(modules)
             self.__dict__.update(attributes)
             os.environ.clear()
             os.environ.update(environ)
-            with suppress(OSError):  # it may be gone
+            with suppress(OSError):  # the directory may be gone
                 os.chdir(self.cfg.chdir)
             with suppress(Exception):  # the directory of a log file, too
                 self.log.setup(self.cfg)
@@ -205,7 +205,7 @@ class Master(Arbiter):  # type: ignore[misc]
                 self.reap_workers()
 
     def signal(self, number: int, frame: object) -> None:
-        # A worker that has no handlers of its own yet would queue a stop, too. Not
+        # A new worker that has no handlers yet would only queue a signal to stop. Not
         # sys.exit(): Python ignores exceptions in a callback that runs at a fork.
         stops = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
         if number in stops and os.getpid() != self.pid:

@@ -18,7 +18,7 @@ from greenlet import getcurrent
 
 from store.scheduler import Result, Scheduler, Wait, Wake
 
-CALL_THREADS = 10  # for calls that block at a time
+CALL_THREADS = 10  # how many calls may block at the same time
 
 
 class GeventScheduler(Scheduler):
@@ -60,8 +60,8 @@ class GeventScheduler(Scheduler):
 class Gathering:
     """Calls a function once for all greenlets that ask for it.
 
-    That is when the event loop has polled its sockets, and no greenlet whose client has
-    sent something has asked since the poll before.
+    The call comes after a poll of the event loop: greenlets whose clients have sent
+    something go on first, and no greenlet has asked since the poll before.
     """
 
     def __init__(self, function: Callable[[], object]) -> None:
@@ -91,12 +91,12 @@ class Gathering:
 class Turns:
     """Decides which greenlets go on when the event loop has polled its sockets.
 
-    First all whose clients have sent something, in the order in which they did. (The
+    First all whose clients have sent something, in the order of arrival. (The event
     loop reports the latest first: some requests would take twice as long as others.)
 
-    Then one greenlet whose client has pipelined its next request. With ``sleep(0)``
-    those that pipeline would take turns among themselves first: beside 300 of them a
-    healthy client waited twice as long, in one load for good.
+    Then one greenlet whose client has pipelined its next request. With ``sleep(0)`` all
+    greenlets of such clients would go on before any other: beside 300 of them a healthy
+    client waited twice as long, and under one load forever.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Turns:
             readable.stop()  # until its greenlet waits again
 
     def wait_for_others(self, *, is_next: bool = False) -> None:
-        """Return after all that have arrived and, unless ``is_next``, those in here."""
+        """Return after the arrived greenlets and, unless ``is_next``, the pipelined."""
         if not self._pipelined:
             self._idle.start(lambda: None)  # so the loop does not sleep
         greenlet = getcurrent()

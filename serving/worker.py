@@ -1,7 +1,7 @@
 """The worker: gunicorn's gevent worker. It limits clients, and spreads connections.
 
 Nothing is monkey-patched: no library runs with sockets and locks that it was not
-written for. The sockets of clients do not block, and wait in ``client``.
+written for. The sockets of clients are non-blocking: ``client`` waits for them.
 
 All workers wait at one socket, and the first to wake accepts: a few kept connections
 often end up at one worker while another idles (4 clients: 2,880 adds a second in the
@@ -108,7 +108,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """Tell the master that the worker lives, wait, expire late clients."""
         self.notify()
         gevent.sleep(TICK)
-        # First hear the clients: this process may have been paused.
+        # First read what clients have sent: this process may have been paused.
         self._turns.wait_for_others(is_next=True)
         now = time.monotonic()
         for client in list(self._clients):
@@ -120,7 +120,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if not select.select(self.sockets, [], [], 0)[0]:
             self._room = 0
         elif self._pool.full():
-            # The more, the longer others wait: nobody knows how many they are.
+            # More each time while others wait, because their number is not known.
             self._room = 2 * self._room or 1 + self._pool.size // 16
             awaited = [client for client in self._clients if client.is_awaited]
             stalled = [client for client in awaited if client.stalled_for() >= LINGER]
@@ -155,7 +155,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 gevent.sleep(STAND_BACK)
             try:
                 sock, peer = listener.accept()
-            except OSError as ex:  # another worker was faster, or no file is left
+            except OSError as ex:  # another worker was faster, or no descriptor is left
                 gevent.sleep(0 if isinstance(ex, BlockingIOError) else STAND_BACK)
                 continue
             connection_counts[self._slot] += 1
@@ -206,7 +206,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 self.alive = False
             try:
                 body = self.wsgi(environ, response.start_response)
-                # Now, not before: the worker may stop while the request is read.
+                # Decided only now: the worker may stop while the request is read.
                 is_last = not self.alive or not self.cfg.keepalive
                 if is_last and not response.headers_sent:
                     response.force_close()
