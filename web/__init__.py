@@ -1,1 +1,1 @@
-"""What a request passes through: middleware, tokens, errors; and the settings."""
+"""The HTTP side of the service: middleware, requests, errors, documents, settings."""

@@ -27,7 +27,7 @@ _HEADERS = {
 }
 
 _COMPONENTS = '#/components/schemas/'
-# What a schema may have whose members can stand in another object as they are.
+# The keywords of a schema whose members can be copied into another object.
 _OF_MEMBERS = {'$comment', '$defs', 'description', 'examples', 'title', 'type'}
 _OF_MEMBERS |= {'properties', 'required'}
 
@@ -65,8 +65,8 @@ def document_resources(
     """Return the resources for the description and the files of the page, by path.
 
     ``files`` is what ``schemas.load`` has returned; it becomes part of the description.
-    The URL of the service is relative to that (OpenAPI 3.1.0, section 4.8.5), so it is
-    right under any prefix.
+    The URL of the service in the description is relative (OpenAPI 3.1.0, section
+    4.8.5), so it is right under any prefix.
     """
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
@@ -96,10 +96,10 @@ def _read_page(name: str) -> bytes:
 
 
 def _components(files: dict[str, Any]) -> dict[str, Any]:
-    """Make components of the schema files, with their references to components.
+    """Return the schema files as components, which refer to each other as components.
 
-    NOTE: an ``$id`` would be a base for references. Without it they mean the same to
-    tools that know JSON Schema and to those that know only OpenAPI.
+    NOTE: an ``$id`` would be a base for references. Without ``$id`` a reference means
+    the same to tools that know JSON Schema and to tools that know only OpenAPI.
     """
     for file, schema in files.items():
         for part in schemas.subschemas(schema):
@@ -117,9 +117,9 @@ def _components(files: dict[str, Any]) -> dict[str, Any]:
 
 
 def _include(schema: dict[str, Any], components: dict[str, Any]) -> None:
-    """Put the members of the schemas of ``allOf`` in its place, if they are all it has.
+    """Replace ``allOf`` by the members of its schemas, if these have no other rules.
 
-    Many generators of clients make of ``allOf`` no type, or one that lacks members.
+    Many client generators make no type of ``allOf``, or a type that lacks members.
     """
     parts: list[dict[str, Any]] = []
     for part in schema.get('allOf', [None]):

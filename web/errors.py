@@ -1,4 +1,4 @@
-"""The errors of the interface: their values, and what answers an exception."""
+"""The errors of the interface: their values, and the answer to each exception."""
 
 import enum
 import logging
@@ -64,7 +64,7 @@ def answer(req: Any, resp: Response, ex: Exception, params: object) -> None:
 
 
 def _as_fault(ex: Exception, request_id: str) -> Fault:
-    """Return what answers an exception; log the faults of the server."""
+    """Return the fault that answers an exception; log the faults of the server."""
     match ex:
         case Fault():
             return ex

@@ -1,9 +1,9 @@
 """Metrics for Prometheus at ``/metrics``, of one process or of several.
 
 Several processes use the multi-process mode of ``prometheus_client``: each has files in
-a directory, and each answer adds them up. Process ids in their names would mean more
-files with each restart. So a process takes the smallest number that no living process
-has, and goes on with the counters of one that has ended.
+a directory, and each answer adds these up. With process ids in the file names, each
+restart would add files. A process therefore takes the smallest number that no living
+process has, and goes on with the counters of one that has ended.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ from web.tokens import Tokens
 
 # The values of the label ``method``; clients may send any number of other methods.
 _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
-# The bounds of the buckets of times, in seconds.
+# Upper bounds of the histogram buckets, in seconds.
 _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1, 2.5, 5, 10),
@@ -133,7 +133,7 @@ class _Meters:
     ) -> None:
         if directory:
             _join(directory)
-            registry = None  # the collector of their files reports them
+            registry = None  # MultiProcessCollector reports the files
         histogram = partial(prometheus.Histogram, registry=registry)
         requests = histogram(
             'plants_request_seconds',

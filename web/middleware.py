@@ -22,7 +22,7 @@ log = logging.getLogger('plants')
 _SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
 
 # Percent-encoded text cannot break a line of the log.
-_quote = lru_cache(maxsize=32)(quote)  # a stranger may fill it
+_quote = lru_cache(maxsize=32)(quote)  # small: a stranger may fill it
 
 
 class RequestLog:
@@ -62,8 +62,8 @@ class RequestLog:
         )
 
 
-# As browsers write it: in lower case, without a path or a default port (RFC 6454,
-# section 6.2).
+# An origin as browsers write it: in lower case, without a path or a default port (RFC
+# 6454, section 6.2).
 _ORIGIN = re.compile(
     r'(?!http:.*:80$|https:.*:443$)'
     r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?'

@@ -70,7 +70,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_STORE':
             if re.fullmatch(r'[\w./-]+\.jsonl', text):
                 raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
-            # Opens no file, but imports the store, which --user may be unable to read.
+            # Opens no file. The code is imported now: --user may be unable to read it.
             open_store(text, create='never')
             return {'store': text}
         case 'PLANTS_TOKENS':
@@ -93,11 +93,11 @@ def _read(name: str, text: str) -> dict[str, Any]:
             return {'metrics': text == '1'}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))
-            CrossOrigin(origins)  # refuses what is none
+            CrossOrigin(origins)  # raises for a wrong origin
             return {'cors_origins': origins}
         case _:
-            # A misspelt setting would be ignored. Other programs may have variables
-            # with PLANT_, so such a name is refused only if it lacks just the S.
+            # A misspelt setting would be ignored. Names with PLANT_ may belong to other
+            # programs, so one is refused only if an S makes it a setting of ours.
             meant = re.sub('^PLANT_', 'PLANTS_', name)
             if name.startswith('PLANTS_') or meant in VARIABLES:
                 (nearest,) = get_close_matches(meant, VARIABLES, 1, cutoff=0)

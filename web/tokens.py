@@ -39,7 +39,7 @@ class Tokens:
         if isinstance(tokens, str):
             tokens = [tokens]
         if not isinstance(tokens, Mapping):
-            # It may be None: a variable that is not set.
+            # ``tokens`` may be None, from a variable that is not set.
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         self._accept(
             {_digest(text, name): Token(name) for name, text in tokens.items()}
@@ -59,7 +59,7 @@ class Tokens:
     def find(self, text: str) -> Token | None:
         """Return what is known about a token, or ``None`` if it is not accepted.
 
-        The time it takes tells nothing about how much of the text is right.
+        The duration does not depend on how much of the text is right.
         """
         digest = hashlib.sha256(text.encode('latin-1')).digest()
         found = None
@@ -71,7 +71,7 @@ class Tokens:
     def scope_of(self, path: str) -> str:
         """Return the scope that a token needs for a path.
 
-        Every token may read ``/metrics`` as long as none is for that alone.
+        Every token may read ``/metrics`` as long as no token is for metrics alone.
         """
         scopes = (token.scope for token in self._tokens.values())
         return 'metrics' if path == '/metrics' and 'metrics' in scopes else 'plants'
@@ -97,7 +97,7 @@ def _digest(token: str, where: str) -> bytes:
 class TokensFile(Tokens):
     """Tokens in a file, one entry a line, read again when the file has changed.
 
-    While it is broken, the tokens stay: a forked process inherits those of its parent.
+    While the file is broken, the old tokens stay: a forked process has its parent's.
     """
 
     CHECK_EVERY = 0.5  # seconds
@@ -111,7 +111,7 @@ class TokensFile(Tokens):
         self._read()
 
     def find(self, text: str) -> Token | None:
-        # One thread at a time: it may never return. A fork leaves it behind, ended.
+        # One thread at a time: it may hang forever. A forked child finds it ended.
         if time.monotonic() >= self._next_check and not self._reader.is_alive():
             self._next_check = time.monotonic() + self.CHECK_EVERY
             self._reader = Thread(target=self._refresh, daemon=True)
@@ -149,7 +149,7 @@ class TokensFile(Tokens):
 def _parse(text: str) -> dict[bytes, Token]:
     """Return the tokens of a tokens file by their digests; # begins a comment."""
     tokens: dict[bytes, Token] = {}
-    lines: dict[bytes, int] = {}  # where each digest was first
+    lines: dict[bytes, int] = {}  # the first line of each digest
     for number, line in enumerate(re.split('\r\n?|\n', text), 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
         if words[2:] not in ([], ['metrics']):
@@ -170,10 +170,10 @@ def _parse(text: str) -> dict[bytes, Token]:
 def make_token(address: str, directory: str | None = None) -> str:
     """Make a token, and show it with a ``curl`` line for an address.
 
-    It goes to the standard error if that is a terminal or a pipe, or to the terminal,
-    or to a new file in a directory, which the log names: logs are read by others.
+    The token goes to the standard error if this is a terminal or a pipe, or else to the
+    terminal. Without one the log only names a new file that has it: others read logs.
     """
-    token = secrets.token_hex()  # never an option of a command, like -token
+    token = secrets.token_hex()  # no "-" at its start: commands take it for an option
     where, shown, path = f':\n\n    {token}', token, ''
     try:
         is_seen = os.isatty(2) or stat.S_ISFIFO(os.fstat(2).st_mode)

@@ -1,4 +1,4 @@
-// Swagger UI has dark colours, and leaves it to the page to choose them.
+// Swagger UI has dark colours, but the page must switch them on.
 const dark = matchMedia('(prefers-color-scheme: dark)');
 const choose = () => document.documentElement.classList.toggle('dark-mode', dark.matches);
 dark.addEventListener('change', choose);
