@@ -26,9 +26,9 @@ from referencing.jsonschema import DRAFT202012
 
 DIRECTORY = Path(__file__).parent
 
-# Bytes of a file that is configured: schemas, tokens, certificates.
+# Bytes of a configured file: a schema, the tokens, a certificate, the pid.
 MAX_FILE_LENGTH = 1024 * 1024
-# Characters of a number literal, whose conversion takes time with their square.
+# Characters of a number literal: the time of its conversion grows with their square.
 MAX_NUMBER_LENGTH = 1_000
 # Levels of arrays and objects. jsonschema-rs takes 255, and the decoder what the stack
 # of the interpreter permits, which differs from Python to Python.
@@ -57,7 +57,7 @@ class Invalid(Exception):
     """A value breaks rules of a schema; the message names every fault."""
 
 
-# NOTE: json.dumps() and json.loads() with arguments would build one at every call.
+# NOTE: json.dumps() or json.loads() with arguments builds a new coder at each call.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -88,7 +88,7 @@ def _bounded(literal: str) -> str:
 
 
 def _float(literal: str) -> float:
-    # The nearest one: JSON has no infinity.
+    # The nearest finite number: JSON has no infinity.
     return max(-sys.float_info.max, min(float(_bounded(literal)), sys.float_info.max))
 
 
@@ -107,7 +107,7 @@ _decode = json.JSONDecoder(
 class Schema:
     """The schema in ``{name}.json``, built once to check bodies.
 
-    ``files`` is what ``load`` has returned. It raises ``ValueError`` as ``load`` does.
+    ``files`` is what ``load`` has returned. A schema that is wrong is a ``ValueError``.
     """
 
     def __init__(self, name: str, files: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ def load() -> dict[str, Any]:
             if not isinstance(schema, dict):
                 raise ValueError(f'{show(schema)} is not an object')
             Draft202012Validator.check_schema(schema)
-            # It would choose another draft at each reference to this file.
+            # With $schema each reference to this file might choose another draft.
             schema.pop('$schema', None)
         except (ValueError, SchemaError) as ex:
             raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
