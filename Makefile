@@ -9,8 +9,8 @@ PEERS = bench/peers
 # the tests of a module together, because they share a database or a browser.
 TEST = $(RUN) pytest --numprocesses 4 --dist worksteal
 
-# Where the environment forbids to write bytecode, every server, command and process of
-# pytest would compile all that it imports, again and again. Empty means not set.
+# If the environment forbids to write bytecode, every server, command and process of
+# pytest compiles its imports again. An empty value means that the variable is not set.
 export PYTHONDONTWRITEBYTECODE =
 
 NO_PYTHON = $(PYTHON) was not found: install Python 3.11 or newer with pip and venv, or \
@@ -18,7 +18,7 @@ NO_PYTHON = $(PYTHON) was not found: install Python 3.11 or newer with pip and v
 BROKEN = .venv does not work: its Python is gone or of another version, or packages are \
 	missing. Remove it with "rm -r .venv", then repeat the command.
 
-# gunicorn would listen on all addresses at this port. That is for the container.
+# With PORT gunicorn would listen on all addresses, which only the container needs.
 unexport PORT
 
 all: test lint
@@ -61,11 +61,11 @@ venv: .venv/run
 .venv/test: .venv/run requirements-test.txt | .venv/works
 	@$(BIN)/python .ci/install.py $@ requirements-test.txt .venv/run
 
-# Never made, so it is checked each time.
+# This file is never made, so the check runs each time.
 .venv/works: .venv/run
 	@$(BIN)/python -c 'import gunicorn' 2>/dev/null || { echo '$(BROKEN)' >&2; exit 1; }
 
-# Pins the newest versions of what the requirements need in turn, for every supported
+# Pins the newest versions of all packages that are needed, for every supported
 # Python: `pip freeze` would name versions that only the current Python can install.
 constraints: .venv/test
 	$(RUN) pip install --quiet --disable-pip-version-check uv
