@@ -145,7 +145,7 @@ def test_make_targets_are_listed():
 
 def test_modules_are_listed_with_their_tests():
     """Each module has a row, and each module of tests is in one."""
-    table = rows(section('docs/developing.md', '## The house on one screen'))
+    table = rows(section('docs/developing.md', '## The architecture on one screen'))
     rooms = [REPOSITORY / name for name in ROOMS if '.' not in name]
     modules = [path for room in rooms for path in room.rglob('[!_]*.py')]
     assert {REPOSITORY / quoted(cells[0])[0] for cells in table} >= {*modules}
