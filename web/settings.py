@@ -37,8 +37,8 @@ class Settings:
 
     store: str = field(default=DEFAULT_URL, repr=False)  # it may have a password
     tokens: Tokens | None = None  # None: no token is configured
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES  # longest body that is read
-    metrics: bool = False  # whether /metrics is served
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    metrics: bool = False
     cors_origins: tuple[str, ...] = ()  # whose pages may read answers; * means all
 
     @classmethod
