@@ -261,10 +261,10 @@ class Response(wsgi.Response):  # type: ignore[misc]
 class Exchanges:
     """The requests of all connections of a worker, and their WSGI environments.
 
-    A head may be kept because what gunicorn reads depends on the head, the client's
-    host and the listener, and on nothing else. What differs between requests with the
-    same three is put in afterwards, also the first time: the client's port, the body,
-    and the request id, which is cut out of the head before it is read.
+    A head may be kept because the result of gunicorn's parser depends on the head, the
+    client's host and the listener, and on nothing else. Other values are put in for
+    each request, also for the first: the client's port, the body, and the request id,
+    which is cut out of the head before gunicorn reads it.
     """
 
     def __init__(self, cfg: Config) -> None:

@@ -106,7 +106,7 @@ def worker_exit(server: Master, worker: Worker) -> None:
 
 
 def child_exit(server: Master, worker: Worker) -> None:
-    """Remove the connection count of a worker that has ended."""
+    """Set the connection count of a worker that has ended to zero."""
     connection_counts[worker.age % len(connection_counts)] = 0
 
 
