@@ -51,7 +51,7 @@ class Client:
     raises ``ClientGone`` if the connection has failed.
     """
 
-    deadline: float  # when the client is expired, in seconds (monotonic)
+    deadline: float  # when to expire the client (monotonic); infinite after that
     stage: int  # IDLE: the next byte begins a request
     since: float  # when the stage began or made progress, in seconds (monotonic)
     wasted: int  # work for this request beyond its bytes, counted in bytes
@@ -90,6 +90,7 @@ class Client:
         """Receive bytes; none at the end of the stream and after a limit."""
         if self._buffer:
             self.flush()
+        # Noted first: what has arrived when expire() ends the wait is still read.
         work, has_ended = PIECE, self.has_ended
         if self.stage == IDLE and self._waits_before_read:
             self._wait(self._turns.wait_for_data, self._readable)
@@ -102,11 +103,11 @@ class Client:
                 work += PIECE
             except OSError as ex:
                 raise ClientGone from ex
-        else:
+        else:  # the client has ended, or cost too much: its request is refused
             self.wasted += work
             self.has_ended = True
             return b''
-        self.has_ended = self.has_ended or not data  # it may be expired by now
+        self.has_ended = self.has_ended or not data
         if self.stage == IDLE and data:
             self.looks_like_tls = data.startswith(b'\x16\x03')
             self.begin(HEAD)
@@ -158,6 +159,7 @@ class Client:
     def linger(self) -> None:
         """Let the client take its last answer, and read the rest of what it sends."""
         self.flush()
+        # NOTE: not the shutdown() of TLS, which another greenlet may be in.
         socket.socket.shutdown(self._sock, socket.SHUT_WR)
         self._read = partial(socket.socket.recv, self._sock)  # no need to decrypt it
         self.has_ended = math.isinf(self.deadline)  # false if only wasteful
@@ -184,7 +186,6 @@ class Client:
         self.has_ended = True
         self.deadline = math.inf
         how = socket.SHUT_RDWR if self.stage == ANSWER else socket.SHUT_RD
-        # NOTE: TLS has a shutdown of its own, which another greenlet must not begin.
         with suppress(OSError):  # the connection has ended already
             socket.socket.shutdown(self._sock, how)
 

@@ -28,7 +28,7 @@ LONG_REST = 65_536  # unread bytes of a body that is not read to its end
 KNOWN_HEADS = 256  # how many are kept
 MAX_KNOWN_HEAD = 4096  # bytes of one that is kept
 # Also matches a bare line feed: then gunicorn refuses the head.
-HEAD_END = re.compile(rb'\n(?:\r\n|(?<!\r\n))')
+HEAD_END = re.compile(rb'\n\r\n|(?<!\r)\n')
 # A line that is, or might be, a request id. The group is an id that can be cut out; the
 # next line does not continue it. The longest such line has 144 bytes with its end.
 REQUEST_ID = re.compile(
@@ -66,7 +66,7 @@ STATUSES: dict[type, int] = {  # of the answers to exceptions
     errors.ExpectationFailed: 417,
     errors.LimitRequestHeaders: 431,
     errors.ConfigurationProblem: 404,  # only for a path outside of SCRIPT_NAME
-    errors.InvalidResponseHeader: 500,
+    errors.InvalidResponseHeader: 500,  # gunicorn has these two below ParseException
     errors.InvalidResponseHeaderName: 500,
 }
 
@@ -88,6 +88,7 @@ class StrictChunks(ChunkedReader):  # type: ignore[misc]
         while (end := buf.find(b'\r\n')) < 0 and len(buf) <= self.limit_chunk_size_line:
             self.read_into(unreader, buf)
         size, rest = super().parse_chunk_size(unreader, buf)
+        # So all sizes and extensions of a body may be as long as a head, 32 KB.
         unreader.sock.wasted += max(0, PIECE + 16 * end - size)
         if unreader.sock.wasted > MAX_WASTED:
             raise errors.InvalidChunkSize(b'too many small chunks')

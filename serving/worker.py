@@ -24,13 +24,12 @@ import gevent
 from gevent.pool import Pool
 from gevent.socket import wait_read
 from gunicorn.http.errors import NoMoreData
-from gunicorn.http.wsgi import Response
 from gunicorn.sock import ssl_context
 from gunicorn.workers.ggevent import GeventWorker
 
 from app import PlantsApp
 from serving.client import BODY, HEAD, IDLE, LINGER, Client, ClientGone
-from serving.heads import STATUSES, Exchanges, StrictRequest
+from serving.heads import STATUSES, Exchanges, Response, StrictRequest
 from serving.log import PlantsLogger
 from serving.master import connection_counts
 from serving.scheduler import Turns
@@ -121,7 +120,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self._room = 0
         elif self._pool.full():
             # More each time while others wait, because their number is not known.
-            self._room = 2 * self._room or 1 + self._pool.size // 16
+            self._room = (2 * self._room) or (1 + self._pool.size // 16)
             awaited = [client for client in self._clients if client.is_awaited]
             stalled = [client for client in awaited if client.stalled_for() >= LINGER]
             stalled.sort(key=lambda client: (client.stage, client.since))
