@@ -28,7 +28,7 @@ RETRY_AFTER = 1.0  # seconds, while a copy waits for a store
 WAIT = 60  # seconds that it waits at most, by default
 
 DESCRIPTION = """\
-Look at stores of plants, verify them, and copy plants between them.
+List, count and verify the plants of stores, and copy them between stores.
 
 A URL names a store:
   plants.jsonl                     a file of JSON lines (or jsonl:PATH)
@@ -56,7 +56,7 @@ conflict, 2 the command or a URL is wrong, 130 interrupted by Ctrl-C
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with what a message of argparse says before it repeats an argument."""
+        """Exit with a message of argparse, cut before the argument that it repeats."""
         repeated = '(?s)^(unrecognized arguments|ambiguous option).*|[:]? ?[\'"].*'
         super().error(re.sub(repeated, r'\1', message))
 
@@ -64,10 +64,10 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default that of this process; return its exit code."""
     for name in 'stdout', 'stderr':
-        if getattr(sys, name) is None:  # it is closed, and print() would take the other
+        if getattr(sys, name) is None:  # closed: print() would write to stdout
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), 'w'))
     logging.basicConfig(format='%(message)s')
-    # Which table of a database it is.
+    # Shows which table of a database is used.
     logging.getLogger('store.postgresql').setLevel(logging.INFO)
     try:
         try:
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         if run is _copy:
             add_url('url', metavar='SRC')
             add_url('target', metavar='DST')
-            text = f'seconds to wait for a store that goes away (default: {WAIT})'
+            text = f'seconds to wait if a store becomes unavailable (default: {WAIT})'
             command.add_argument('--wait', type=int, default=WAIT, help=text)
         else:
             add_url('url', metavar='URL', nargs='?', default=default)
@@ -155,7 +155,7 @@ def _check(options: argparse.Namespace) -> int:
             found = verify(store.path, repair=options.repair, progress=progress)
         elif options.repair:
             options.parser.error('--repair is for a file of JSON lines')
-        else:  # where nothing can be damaged
+        else:  # a store without lines that can be damaged
             found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         _print_line(damage)
@@ -171,7 +171,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    if options.target == PIPE:  # as in version 1.1.0; not in the help: list does it
+    if options.target == PIPE:  # kept from 1.1.0; not in the help: use list
         return _list(options)
     if options.url == options.target != 'memory:':
         options.parser.error('SRC and DST are the same store')
@@ -182,8 +182,8 @@ def _copy(options: argparse.Namespace) -> int:
 def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
     """Add plants to a store, which keeps what it has.
 
-    A store that worked before may go away for ``wait`` seconds. A lost batch is added
-    again. A lost source is read again: the plants of the first reading are found.
+    A store that has worked may fail for ``wait`` seconds. A lost batch is added again.
+    A lost source is read again from its start: its first plants are then there already.
     """
     bar = _progress(source)(source)
     bar_hidden = getattr(bar, 'external_write_mode', nullcontext)
@@ -217,12 +217,12 @@ def _copy_plants(source: Iterable[Plant], target: PlantStore, wait: int) -> int:
             # A source that fails at the same place each time is not read for ever.
             if (done := sum(counts.values())) > furthest:
                 furthest, lost_at = done, 0.0
-        if not furthest:  # a store is made at its first use, and there was none
+        if not furthest:  # no plant came, so the store was not used and not made
             target.add_many([])  # opens it, however long that takes
             target.ping()
     finally:
         parts.close()
-        # Also after an error: the copied plants stay, and a repeat goes on.
+        # Printed after an error, too: the copied plants stay, and a repeat goes on.
         _print_line(', '.join(f'{name}: {count}' for name, count in counts.items()))
     return int(counts['conflicting'] > 0)
 
@@ -235,7 +235,7 @@ def _progress(source: object) -> Progress:
 
     total = None
     if isinstance(source, JSONLinesStore) and source.path.is_file():
-        # About as many plants as if all lines were like the first ones.
+        # An estimate, as if all lines were as long as the first ones.
         with suppress(OSError), source.path.open('rb') as file:
             lines, size = file.read(2**16), source.path.stat().st_size
             total = size * lines.count(b'\n') // max(1, len(lines))
@@ -245,7 +245,7 @@ def _progress(source: object) -> Progress:
 def _read_plants() -> Iterator[Plant]:
     """Yield the plants of the standard input; raise ``StoreError`` for any other line.
 
-    Not ``StoreUnavailable``: a copy would wait, find no more, and report success.
+    After ``StoreUnavailable`` a copy would wait, find no more, and report success.
     """
     name, number = 'the standard input', 0
     if sys.stdin is None:
@@ -261,7 +261,7 @@ def _read_plants() -> Iterator[Plant]:
 
 
 def _record(plant: Plant) -> bytes:
-    """Return the record of a plant, with escapes for what a terminal would obey."""
+    """Return the record of a plant, with escapes for what controls a terminal."""
     return escaped(record.encode(plant)[:-1].decode()).encode() + b'\n'
 
 
@@ -271,7 +271,7 @@ def _print_line(line: str) -> None:
 
 
 def _write(data: bytes = b'', *, flush: bool = True) -> bool:
-    """Write to the standard output; return whether anybody still reads it.
+    """Write to the standard output; return whether the output is still read.
 
     A reader may close a pipe early, as ``head`` does; then a copy goes on without it.
     """
@@ -280,7 +280,7 @@ def _write(data: bytes = b'', *, flush: bool = True) -> bool:
         if flush:
             sys.stdout.flush()
     except OSError as ex:
-        # The rest is lost, or the interpreter would fail at its exit in a last flush.
+        # The rest goes nowhere: at its exit the interpreter would fail to flush it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(ex, BrokenPipeError):
             raise StoreUnavailable.refused(ex, 'the output') from ex
