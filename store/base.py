@@ -11,7 +11,7 @@ Create = Literal['always', 'first', 'never']
 
 ID_MIN = -(2**63)
 ID_MAX = 2**63 - 1
-# A batch of a bulk add is one statement to a database, which has a time limit.
+# A bulk add sends each batch to a database as one statement, with a time limit.
 BATCH_PLANTS = 1000
 BATCH_CHARACTERS = 2**20
 
@@ -25,9 +25,9 @@ class Plant(NamedTuple):
 
 
 def check_plant(plant: Plant) -> None:
-    """Check that every store can hold a plant. No store has another rule.
+    """Check what every store asks of a plant; a file also limits the length.
 
-    A file would not open again with ``Plant(True, ...)`` in it, and no database takes
+    A file would not open again with ``Plant(True, ...)`` in it, and PostgreSQL refuses
     U+0000.
 
     Raises:
@@ -83,8 +83,8 @@ class PlantStore(abc.ABC):
     7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
     8. A store is opened by the process that first uses it. So a store that was made
-       before a fork works after it. Neither the constructor nor ``check_opening``
-       makes a missing store.
+       before a fork works after it. ``check_opening`` never makes a missing store, and
+       the constructor only with ``create='always'``.
     9. ``add`` and ``add_many`` raise ``ValueError`` if ``check_plant`` does, before
        anything is stored.
     10. A caller may be interrupted at any moment, by Ctrl-C or a killed greenlet. Its
@@ -103,7 +103,7 @@ class PlantStore(abc.ABC):
             Whether it is new: ``False`` if this very plant was there before.
 
         Raises:
-            StoreError: Any of ``store/errors.py``; they say what they mean.
+            StoreError: Any of ``store/errors.py``, which explains each.
             ValueError: ``check_plant`` refuses it.
         """
 

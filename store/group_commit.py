@@ -2,17 +2,17 @@
 
 A caller puts its record into a queue and waits. A *committer*, a thread of the store,
 takes all records that wait as one *batch*, appends and syncs it, and wakes the callers.
-No caller does any of this itself, since it may be interrupted between any two
-instructions. One that leaves takes its record with it, unless a batch has it already.
+No caller writes or syncs, since it may be interrupted between any two instructions. If
+a caller leaves, its record leaves the queue, unless a batch has the record already.
 
 One committer has the *turn*: it takes batches and appends them. A sync covers all that
-was written before it began, so syncs may overlap. Who has the turn during one depends
-on how long the sync before it took:
+was written before it began, so syncs may overlap. Whether the committer keeps the turn
+during its sync depends on how long the latest sync took:
 
 * Where syncs are quick (tens of microseconds), the system calls and thread switches
   around them are the cost. So the committer keeps the turn, and the next batch grows.
-* Where they are slow (milliseconds), whoever just misses a batch would wait for two. So
-  another committer gets the turn: several syncs overlap, and the disk groups them.
+* Where syncs are slow (milliseconds), a record that just misses a batch would wait for
+  two. So another committer gets the turn: syncs overlap, and the disk groups them.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from store.scheduler import Scheduler, Wake
 Item = TypeVar('Item')
 Sync = Callable[[], object]
 
-# Seconds. What a batch waits for gives up first, so that its callers hear the reason.
+# Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
 # A sync that takes longer than this, in seconds, is worth overlapping with others.
 SLOW_SYNC = 0.000_5
@@ -60,7 +60,7 @@ class GroupCommit(Generic[Item]):
             ``StoreUnavailable`` if it is no ``Exception``. Both may set the ``error``
             of an entry instead.
         observe: Called before the callers return, as ``PlantStore.on_sync``.
-        late: What a caller raises that has waited too long, if no batch has failed.
+        late: Makes the error of a caller that waits too long, if no batch has failed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GroupCommit(Generic[Item]):
         # One for each committer that may still start; a pop is atomic.
         self._places = [None] * SLOW_SYNCS_IN_FLIGHT
 
-    # Methods of the callers. REQUIRES: each may be interrupted anywhere.
+    # Methods of the callers, which may be interrupted anywhere.
 
     def submit(self, item: Item, size: int) -> bool:
         """Return the ``new`` of a record when it is durable, or raise its ``error``."""
@@ -97,7 +97,7 @@ class GroupCommit(Generic[Item]):
                 self._start_committer()
             self._waiting.append(entry)
             self._ring_soon()
-            if self._closed:  # perhaps since the append: nobody takes it
+            if self._closed:  # perhaps since the append: no batch takes it
                 raise StoreClosed
             if not wait(WAIT_WITHIN):
                 raise self._failure or self._late()
@@ -132,7 +132,7 @@ class GroupCommit(Generic[Item]):
             self._bell.release()
 
     def _commit_batches(self) -> None:
-        """Be a committer until ``close``, unless there are enough."""
+        """Run as a committer until ``close``, or return if there are enough."""
         try:
             self._places.pop()
         except IndexError:
@@ -146,7 +146,7 @@ class GroupCommit(Generic[Item]):
                 self._fail(batch, ex)
             if shares_turn := sync is not None and self._is_slow:
                 if self._places:
-                    with suppress(StoreUnavailable):  # the other committers do then
+                    with suppress(StoreUnavailable):  # the other committers suffice
                         self._start_committer()
                 self._turn.release()
             if sync is not None:
@@ -182,7 +182,7 @@ class GroupCommit(Generic[Item]):
         took = perf_counter() - began
         # A quick failure must not make the next batches wait for a slow sync.
         self._is_slow = failed or took > SLOW_SYNC
-        with suppress(Exception):  # as it must not
+        with suppress(Exception):  # it should raise none
             self._observe(len(batch), took)
 
     def _fail(self, batch: Sequence[Entry[Item]], error: BaseException) -> None:

@@ -13,7 +13,7 @@ from store.group_commit import Entry, GroupCommit
 from store.scheduler import THREADS, Scheduler
 
 OPENING_WITHIN = 2.0  # seconds that close() waits for an opening
-CLOSE_WITHIN = 5.0  # and in all
+CLOSE_WITHIN = 5.0  # seconds that close() waits in all
 
 
 class Backend(Protocol):
@@ -36,10 +36,10 @@ BackendT = TypeVar('BackendT', bound=Backend)
 class LazyStore(PlantStore, Generic[BackendT]):
     """A store that opens nothing until it is used.
 
-    Nothing opened before a fork is used after it: an ``flock`` that parent and child
-    share excludes neither, and on one connection they mix their messages. A lock that
-    is held at the fork stays held, and threads do not exist in the child. So all of it
-    belongs to one process id. Hooks of ``os.register_at_fork`` cannot be removed again.
+    A child uses nothing that was opened before the fork: an ``flock`` that parent and
+    child share excludes neither, and on one connection they mix their messages. A lock
+    that is held at the fork stays held, and no thread exists in the child. So whatever
+    is open belongs to a process id. (A hook for forks could never be removed.)
 
     Args:
         shown: The name of the store in errors.
@@ -69,7 +69,7 @@ class LazyStore(PlantStore, Generic[BackendT]):
             check_plant(plant)
         added: list[bool | IdTaken] = []
         for batch in [*batches(plants)] or [[]]:  # without plants it only opens
-            # Not in the thread: the allocator would keep their memory for each thread.
+            # Made by the caller: the allocator would keep their memory for each thread.
             records = [self._record(plant) for plant in batch]
             added += self._scheduler.call(partial(self._process().add_batch, records))
         return added
@@ -134,7 +134,7 @@ class _Process(Generic[BackendT]):
             if self._backend is None:
                 self._backend = self._store._open_backend()
             backend = self._backend
-        if self._store._closed:  # close() did not wait
+        if self._store._closed:  # meanwhile
             self.close()
             raise StoreClosed
         return backend
@@ -154,7 +154,7 @@ class _Process(Generic[BackendT]):
         self.adds.close()
         self.pings.close()
         if not self._opening.acquire(timeout=OPENING_WITHIN):
-            return  # who opens it closes it
+            return  # open() closes it
         try:
             if self._backend is not None:
                 self._backend.close()

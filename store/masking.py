@@ -8,12 +8,12 @@ from urllib.parse import unquote
 # the password of a URL that lacks its host.
 _HOST = r'(?:(?:[\w.-]|%2[Ff])+|\[[\da-fA-F:.]+\])?(?::\d+)?'
 _AUTHORITY = rf'//([^/?#@\s]*@)?({_HOST}(?:,{_HOST})*)(/[\w.~-]*)?(\?[^@#]*)?'
-# C0, DEL, C1, line separators, and what turns the direction of text.
+# C0, DEL, C1, line separators, and marks that change the direction of text.
 _CONTROL = re.compile('[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
 
 
 def is_path(text: str) -> bool:
-    """Whether a text is a path (RFC 3986, section 4.2), and not perhaps a URL."""
+    """Whether a text exists as a path, or cannot be a URL (RFC 3986, section 4.2)."""
     is_url = re.search(r'(?is)^[^/]*:|//.*[:@?#]|password\s*=', text)
     return not is_url or os.path.exists(text)
 
@@ -21,7 +21,7 @@ def is_path(text: str) -> bool:
 def masked(url: str) -> str:
     """Return the URL of a store as a message may show it, with ``***`` for the rest.
 
-    That is its scheme and, if it is well formed, its hosts and its path.
+    It shows the scheme and, of a well-formed URL, the hosts and the path.
     """
     scheme, colon, rest = url.partition(':')
     if not re.fullmatch('[a-z][a-z0-9+.-]*:', scheme + colon):
@@ -45,8 +45,8 @@ def escaped(text: str) -> str:
 def clean(text: str, url: str = '') -> str:
     """Return text of a server, a library or a client as a message may show it.
 
-    It is one line without control characters, and has no part of a URL that ``masked``
-    hides: as it stands there, percent-decoded, or as ``repr`` writes it.
+    The result is one line without control characters. Each part of ``url`` that
+    ``masked`` hides is ``***``: verbatim, percent-decoded, or as ``repr`` writes it.
     """
     parts = {*re.split(r'[:/?#@&=,\s]+', url), *re.findall(r'\w{3,}', url)}
     parts |= set(map(unquote, parts))

@@ -1,7 +1,7 @@
 """How the callers of a store wait, and what runs while they do.
 
-Whoever calls a store may be taken away between any two instructions: a greenlet is
-killed, Ctrl-C or another signal raises in the main thread, a library raises in any. So
+A caller of a store may be interrupted between any two instructions: a greenlet is
+killed, Ctrl-C or another signal raises in the main thread, a library in any thread. So
 no caller does critical work itself. It runs in threads of the store, which no exception
 of a caller reaches, and the caller only waits: it may leave at any moment.
 
@@ -35,8 +35,8 @@ class Scheduler:
     def waiter(self) -> tuple[Wait, Wake]:
         """Return two functions, ``wait`` and ``wake``.
 
-        The caller of this method waits in ``wait`` for some seconds. It returns whether
-        ``wake`` was called, once, by any thread; also before, or when nobody waits.
+        ``wait`` takes some seconds at most, and returns whether ``wake`` was called.
+        Any thread may call ``wake``, once, even before or after the wait.
         """
         # A bare lock parks a thread at the least cost: an Event costs four times that.
         lock = _thread.allocate_lock()
@@ -44,9 +44,9 @@ class Scheduler:
         return lambda seconds: lock.acquire(timeout=seconds), lock.release
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that calls a function, perhaps once for many calls.
+        """Return a function that calls ``function``, perhaps once for many calls.
 
-        So all callers that are ready to may go first, and share a batch.
+        All callers that are ready can then go first, and share a batch.
         """
         return function
 

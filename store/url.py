@@ -1,4 +1,4 @@
-"""Opens the store that a URL names, also one of a package: see ``docs/stores.md``."""
+"""Opens the store that a URL names, even that of a package: see ``docs/stores.md``."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ def open_store(
 
     Raises:
         ValueError: The URL names no store; the message says what is accepted.
-        StoreUnavailable: With ``always``: it cannot be made.
+        StoreUnavailable: With ``always``: the store cannot be opened or made.
     """
     scheme, _, rest = url.partition(':')
     # NOTE: imported here, so that no store needs the packages of another.
@@ -34,11 +34,11 @@ def open_store(
         return MemoryStore()
     if scheme == 'jsonl' and rest:
         if not is_path(rest):
-            raise ValueError('jsonl: it is not a path; ./ begins one with a colon')
+            raise ValueError('jsonl: it is not a path; put ./ before one with a colon')
         from store.jsonl import JSONLinesStore
 
         return JSONLinesStore(rest, create=create, scheduler=scheduler)
-    if scheme in ('postgresql', 'postgres') and rest.startswith('//'):  # as libpq
+    if scheme in ('postgresql', 'postgres') and rest.startswith('//'):  # both of libpq
         try:
             from store.postgresql import PostgreSQLStore
 
@@ -52,7 +52,7 @@ def open_store(
 
 
 def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
-    # NOTE: imported here: it takes half of the time of a command without packages.
+    # NOTE: imported here: the import doubles the time of commands without plugins.
     from importlib.metadata import entry_points
 
     installed = entry_points(group='plant_store.stores')
@@ -73,8 +73,8 @@ def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
     except StoreError:
         raise
     except Exception as ex:
-        # NOTE: "from None", and no text: both may hold a password. A ValueError has the
-        # sentence of the author, unless it repeats a part of the URL that is masked.
+        # NOTE: "from None", and no text: both may hold a password. Only the text of a
+        # ValueError or an ImportError is shown, unless it repeats a masked part.
         reason = clean(str(ex), url)
         if not isinstance(ex, (ValueError, ImportError)) or '***' in reason:
             reason = f'{found[0].value} raised {type(ex).__name__}'
