@@ -23,8 +23,8 @@ class JSONLinesStore(LazyStore[PlantFile]):
     Args:
         path: The plant file. The index is beside it, with ``.index`` added.
         create: Whether a missing file is made: ``always``, now; ``never``; or
-            ``first``, at the first use and only if its index is missing too. With the
-            others the store refuses another file than the one that is there now.
+            ``first``, at the first use and only if its index is missing too. With
+            ``always`` and ``never`` the store accepts only the file that is there now.
         scheduler: How the callers wait.
     """
 
@@ -35,7 +35,7 @@ class JSONLinesStore(LazyStore[PlantFile]):
         create: Create = 'first',
         scheduler: Scheduler = THREADS,
     ) -> None:
-        # Resolved, so that a file has one index, also if links give it several names.
+        # Resolved, so that a file has one index, even if symbolic links lead to it.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
         super().__init__(str(self.path), scheduler=scheduler)

@@ -21,7 +21,7 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     """Open a plant file; raise ``StoreUnavailable`` if it is no regular file."""
     if path.is_dir():
         raise StoreUnavailable('it is a directory, not a file', store=str(path))
-    # NOTE: O_NONBLOCK, or the open of a FIFO waits until somebody else opens it.
+    # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
     fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -39,8 +39,8 @@ def open_or_make(path: Path, create: Create) -> int:
         reason = f'the file is gone: put it back, or {way} to start with an empty one'
         raise StoreUnavailable(reason, store=str(path))
     try:
-        # NOTE: first. The new file may get the inode number of the one before it, and a
-        # process that dies in between must not leave an index that seems to be of it.
+        # NOTE: index first. The new file may get the inode number of the old one, and a
+        # process that dies in between must not leave an index that seems to fit it.
         remove_index(path)
         return open_file(path, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError as ex:
@@ -48,7 +48,7 @@ def open_or_make(path: Path, create: Create) -> int:
 
 
 def new_file(path: Path, plants: int) -> int:
-    """Make a file with the mode and the owner of the plant file, a descriptor."""
+    """Make a file with the mode and the owner of the plant file, ``plants``."""
     like = os.fstat(plants)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with suppress(PermissionError):  # only root may give a file away
@@ -68,10 +68,10 @@ def open_lock_file(path: Path, plants: int) -> IO[bytes]:
 
 
 def try_write(path: Path, plants: int, length: int, offset: int) -> None:
-    """Write to the file of the flush lock, as an append would, and take it back.
+    """Write to the file of the flush lock, as an append would, and empty it again.
 
-    No reader of the plant file must see it. The kernel reserves the room at once, and
-    knows of quotas, limits, and of a disk that became read-only: no sync is needed.
+    No reader of the plant file must see these bytes. The kernel reserves the room at
+    once, and knows quotas, limits, and a disk that is read-only: no sync is needed.
     """
     with open_lock_file(path, plants) as file:
         fd = file.fileno()
@@ -83,7 +83,7 @@ def try_write(path: Path, plants: int, length: int, offset: int) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all bytes, though the kernel may write them in pieces."""
+    """Write all bytes, even if the kernel writes them in pieces."""
     written = 0
     while written < len(data):
         count = os.pwrite(fd, data[written:], offset + written)
@@ -131,7 +131,7 @@ def copy_aside(
 ) -> Path:
     """Copy spans of a plant file to a new side file, durably; return its path.
 
-    It is named ``.torn-1``, or ``-2`` if that is there. After an error there is none.
+    Its name ends in ``.KIND-1``, or ``-2`` if that exists. An error leaves no file.
     """
     number = 1
     while os.path.lexists(side := path.with_name(f'{path.name}.{kind}-{number}')):
@@ -166,7 +166,7 @@ def remove(path: Path) -> None:
 
 def remove_index(path: Path) -> None:
     """Remove the table of a plant file, durably."""
-    # NOTE: the table last. SQLite would give a -wal or -journal to the next table.
+    # NOTE: the table last. SQLite would apply a -wal or -journal to the next table.
     for suffix in '-wal', '-journal', '-shm', '':
         remove(index_path(path, suffix))
     sync_directory(path)
@@ -183,7 +183,7 @@ def unavailable(path: Path) -> Iterator[None]:
         raise StoreUnavailable.refused(ex, path, _owner(path)) from ex
     except OSError as ex:
         raise StoreUnavailable.refused(ex, path) from ex
-    except IndexDamaged as ex:  # also when it was built again
+    except IndexDamaged as ex:  # even after it was built again
         raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
 
 

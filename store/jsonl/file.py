@@ -6,8 +6,8 @@ write and one sync. Three facts carry the store:
 
 * The *lock* is an ``flock`` on the plant file itself, which the kernel releases when
   its owner dies. Only its holder writes the file, if the path still names this inode.
-* Its holder first *catches up*: it reads what other processes have written, and mends
-  what a killed one has left.
+* The holder first *catches up*: it reads the lines that other processes have written,
+  and mends the end of the file if one of them was killed.
 * A plant is *acknowledged* after a sync that began after the plant was written.
 
 Five ends of the file, from the first to the last, and when each is believed:
@@ -26,18 +26,18 @@ size     the lines are written, the    whoever writes              nobody: catch
          last one perhaps in part                                  reads these lines
 =======  ============================  ==========================  ===================
 
-**An old mark loses nothing.** After a power cut the mark may be as of the last
-checkpoint. But a sync covers all lines before it, so a crash damages only what comes
-after every acknowledged line. The mark only lets recovery refuse to cut: damage before
-it, or a shorter file, was not caused by a crash. After it, damage by a person may look
-like what a crash leaves.
+**An old mark loses nothing.** After a power cut the mark may be that of the last
+checkpoint. But a sync covers all lines before it, so a crash damages no byte before the
+end of the last acknowledged line. Recovery needs the mark only to refuse a cut: damage
+before the mark, or a shorter file, was not caused by a crash. After the mark, damage by
+a person may look like damage by a crash.
 
 **After a failed sync** the kernel may hold pages as clean that are not on the disk:
 reading shows them, and another sync skips them. So a store that sees a sync fail
 refuses plants until it is opened again. An open writes all bytes again that are not
 known to have been synced: a written page is dirty, so the next sync tells the truth.
-Other processes see it, too: the kernel reports a failed write-back once to each
-descriptor that was open then.
+Other processes see the failure, too: the kernel reports a failed write-back once to
+each descriptor that was open then.
 """
 
 import logging
@@ -87,7 +87,7 @@ class PlantFile:
             self._fd = disk.open_or_make(path, create)
             opened.callback(os.close, self._fd)
             self._status = os.fstat(self._fd)
-            if not self._status.st_size:  # it may be new, also if another made it
+            if not self._status.st_size:  # perhaps new, made by any process
                 disk.sync_directory(path)
             if pinned and not os.path.samestat(pinned, self._status):
                 raise self._refusal(REPLACED)
@@ -95,26 +95,26 @@ class PlantFile:
             self._lock = FileLock(path, self._open_again)
             opened.callback(self._lock.close)
             # NOTE: syncs on one descriptor would share the one report of a failed
-            # write-back: the first would fail, and the second lie. So each has its own,
-            # opened now: a later one learns nothing of an earlier failure.
+            # write-back: the first would fail, and the second lie. So each sync has its
+            # own, opened now: one that is opened later may miss an earlier failure.
             self._sync_fds = SimpleQueue[int]()
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 fd = self._open_again()
                 opened.callback(os.close, fd)
                 self._sync_fds.put(fd)
-            self._index = Index(path, self._fd, new=True)  # closed: _catch_up opens it
+            self._index = Index(path, self._fd, new=True)  # _catch_up replaces it
             opened.callback(lambda: self._index.close())
             with self._locked():
                 self._catch_up(crashed=True)
             with suppress(OSError):
-                self._index.flush()  # it says that the index is in use
+                self._index.flush()  # notes in the table that the index is in use
             self._closing = threading.Event()
             self._flusher = threading.Thread(target=self._flush, daemon=True)
             self._flusher.start()
             self._opened = opened.pop_all()
 
     def _open_again(self) -> int:
-        """Return another descriptor of the file, which may be replaced meanwhile."""
+        """Open the file again; raise ``StoreUnavailable`` if it was replaced."""
         fd = disk.open_file(self._path)
         if not os.path.samestat(os.fstat(fd), self._status):
             os.close(fd)
@@ -124,7 +124,7 @@ class PlantFile:
     def ping(self) -> None:
         with disk.unavailable(self._path), self._locked():
             self._catch_up()
-            # As long as a failed append, at its place: this process may have a limit.
+            # As long as a failed append, at its offset: the process may have a limit.
             offset = self._index.end if self._failed_write else 0
             disk.try_write(self._path, self._fd, self._failed_write or 1, offset)
 
@@ -134,7 +134,7 @@ class PlantFile:
         self._flusher.join()
         with disk.unavailable(self._path), ExitStack() as release:
             release.push(self._opened)
-            # On timeout another process is stuck. The index is as after a kill then.
+            # On timeout another process is stuck: the index stays as after a kill.
             with suppress(StoreUnavailable), self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
                 with suppress(OSError, StoreCorrupt, IndexDamaged):
@@ -147,7 +147,7 @@ class PlantFile:
                     self._index.flush(is_last=True)
             with self._lock.mutex:  # wait for the thread that holds the lock
                 self._lock.closed = True
-            # A sync has taken one of these: with all of them taken no sync runs.
+            # Each sync takes one while it runs: once this has all, no sync runs.
             for _ in range(SLOW_SYNCS_IN_FLIGHT):
                 self._sync_fds.get()
             self._sync_fds.put(-1)
@@ -192,7 +192,7 @@ class PlantFile:
             disk.write(self._fd, data, end)
         except BaseException:
             self._failed_write = len(data)
-            # Back to the last good end, or the next holder of the lock reads the rest.
+            # Cut to the last good end: the next holder of the lock would read the rest.
             with suppress(OSError):
                 if os.fstat(self._fd).st_size > end:
                     os.ftruncate(self._fd, end)
@@ -210,7 +210,7 @@ class PlantFile:
             except OSError as ex:
                 self._failed_sync = ex
                 log.critical(
-                    '%s: a sync failed (%s): what it covered may be lost, and no plant '
+                    '%s: a sync failed (%s): unsynced bytes may be lost, and no plant '
                     'is taken until the store is opened again (reload the server)',
                     self._path,
                     ex.strerror,
@@ -241,7 +241,7 @@ class PlantFile:
 
     @contextmanager
     def _locked(self, within: float = math.inf) -> Iterator[None]:
-        """Hold the lock, and log only after it: a log may block."""
+        """Hold the lock, and log after its release, since a log may block."""
         try:
             with self._lock.held(within):
                 yield
@@ -293,7 +293,7 @@ class PlantFile:
         if not index.is_at_end():
             raise IndexDamaged('the plant file was changed in place')
         offsets: dict[int, int] = {}
-        # A look may move the end on, to the mark. Reading on looks, too.
+        # A look may move ``index.end`` to the mark. ``_read_on`` looks, too.
         if size == index.end or size - index.end > FEW_BYTES:
             offsets = index.find(ids)
         if size != index.end:
@@ -329,11 +329,11 @@ class PlantFile:
         return found
 
     def _open_index(self, *, new: bool, crashed: bool) -> None:
-        """Open the index; then it knows all lines, which are synced.
+        """Open the index, or build one if ``new`` or if the index shows a fault.
 
-        It is built if it is ``new``, or shows a fault.
+        Afterwards the index knows all lines, and all lines are synced.
         """
-        self._check_file()  # its index would be that of another file
+        self._check_file()  # or the index of another file would be opened
         self._index.close()
         index = self._index = Index(self._path, self._fd, new=new)
         try:
@@ -345,7 +345,7 @@ class PlantFile:
                     log.info('%s: building the index: %s', self._path, index.reason)
             self._read_on(size, crashed=crashed)
             if index.synced < index.end:
-                # Plants of others may not be on the disk, and a repeat is acknowledged.
+                # Plants of others may be unsynced, and a repeat acknowledges them.
                 start = max(0, index.synced)
                 for data in disk.pieces(self._fd, start, index.end):
                     disk.write(self._fd, data, start)

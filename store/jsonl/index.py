@@ -1,6 +1,6 @@
 """The index of a plant file: from an id to the offset of its line.
 
-It has two parts, and only the plant file is truth:
+Only the plant file is authoritative. The index has two parts:
 
 * The *table*, ``plants.jsonl.index``, is an SQLite file that all processes share. It
   has the ids of the lines before the *mark*, an end of the plant file that was synced.
@@ -16,25 +16,25 @@ recent ids that are synced into the table, a second after an add. One process at
 flushes, in a thread and without the lock of the plant file, and a look waits for none:
 
 * A flush leaves the recent ids as they are. The next look drops those before its mark:
-  until then they are known twice, never not at all.
-* A flush takes an end, copies the recent ids, and enters those before that end. They
-  begin at the mark of the latest look or before it, and the mark of the table is never
-  lower than that: so no id is missing.
+  until then both parts have them.
+* A flush takes an end, copies the recent ids, and enters those before that end. The
+  copy begins at the mark of the latest look or before it, and the mark of the table is
+  never lower than that mark: so no id is missing.
 
-So what a look has found stays true, whatever becomes of the table, and an id between
-one that was not found and the next in the table needs no look for a second: clients
-count up, each in a range of its own. (With one range, for the ids above all, and two
-clients: 0.87 of the adds at 64 connections in place of 1.01.) A worker that was idle
-looks: the mark tells it what others have acknowledged, also if the plant file was cut
+So the result of a look stays true, whatever happens to the table. If a look does not
+find an id, no id up to the next one in the table needs a look for a second: clients
+count up, each in a range of its own. (With one range, above all ids, two clients had
+0.87 of the adds of version 1.3.0 at 64 connections; now it is 1.01.) A worker that was
+idle looks: the mark shows what others have acknowledged, even if the plant file was cut
 short meanwhile.
 
 **A wrong answer would give an id twice.** A hit is verified: the caller reads the line.
-A miss is believed if SQLite has read it from files that still have their names, that
-are of one moment (``table.py``), and that belong to the plant file: its inode (not the
-device: its number changes with a mount), the last 256 bytes before the mark, and, after
-the last process has closed the index, its size and mtime are those that were noted.
-Otherwise the index is built again. One that somebody changes in place while it is in
-use may end a process (SIGBUS).
+A miss is believed if the files that SQLite has read still have their names, belong
+together (``table.py``), and belong to the plant file. The table notes the inode of that
+file (not the device, whose number changes with a mount), a checksum of the 256 bytes
+before the mark, and, when the last process closes the index, the size and the mtime. If
+any of this fails, the index is built again. An index that is changed in place while it
+is in use may end a process (SIGBUS).
 
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
@@ -56,14 +56,14 @@ from store.jsonl.table import IndexDamaged, State, reading, writing
 MOST_RECENT = 100_000  # recent ids of a process that adds many plants
 SORTED = 32_768  # recent ids that are sorted for a flush: it changes each page once
 LOOK_WITHIN = 1.0  # seconds between two looks for ids that are known to be free
-MOST_FREE = 8  # ranges; a client that counts has one
+MOST_FREE = 8  # ranges; a client that counts up has one
 TAIL = 256  # bytes before the mark that are compared
 UNKNOWN = -1  # an end of the plant file that is not known
 INDEX_REPLACED = 'a file of it was removed or replaced'
 
 
 class Index:
-    """The index of a plant file, a path and a descriptor, as one process has it open.
+    """The index of a plant file (its path and descriptor), open in one process.
 
     It is in one of four states:
 
@@ -113,10 +113,10 @@ class Index:
             belongs_together = table.belongs_together(self._path, self._table)
             self._files = self._inodes()
         if state.inode != self._inode or state.mark < 0:
-            raise IndexDamaged('it is of another file')
+            raise IndexDamaged('it belongs to another file')
         self.synced = state.mark  # also if the table is not believed
         if not belongs_together:
-            raise IndexDamaged('its files are of two moments')
+            raise IndexDamaged('its files do not belong together')
         status = os.fstat(self._plants)
         found = status.st_size, status.st_mtime_ns
         if state.mtime is not None and (state.mark, state.mtime) != found:
@@ -211,7 +211,7 @@ class Index:
     def build(self, *, temporary: bool = False) -> None:
         """Begin a new table, for all lines; ``install`` or ``close`` must follow.
 
-        A temporary one only finds repeated ids: all ids would need much memory.
+        A temporary one only finds repeated ids: in memory they would need too much.
         """
         with writing():
             if not temporary:
@@ -241,7 +241,7 @@ class Index:
         """Flush if a process that adds many plants has too many recent ids."""
         if len(self._recent) >= MOST_RECENT:
             with suppress(OSError):
-                self.flush()  # or go on: another process may be stopped in its flush
+                self.flush()  # the sync has succeeded, even if this fails
 
     def flush(self, *, is_last: bool = False) -> bool:
         """Enter the recent ids that are synced into the table; it needs no lock.
@@ -262,9 +262,9 @@ class Index:
                     mtime = os.fstat(self._plants).st_mtime_ns
                 state = table.read_state(connection)
                 if state.inode != self._inode or state.mark < self.mark:
-                    raise OSError(errno.ESTALE, 'it is of another file')
-                # NOTE: before the copy: ids that are entered meanwhile are after it. A
-                # sync may cover lines that an index has not read yet.
+                    raise OSError(errno.ESTALE, 'it belongs to another file')
+                # NOTE: before the copy: ids entered later are after this end. A sync
+                # may cover lines that this index has not read yet.
                 end = max(state.mark, min(self.synced, self.end))
                 if (state.mark, state.mtime) != (end, mtime):
                     connection.execute('BEGIN IMMEDIATE')

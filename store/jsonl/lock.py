@@ -12,9 +12,9 @@ from pathlib import Path
 
 from store.errors import StoreClosed, StoreUnavailable
 
-LOCK_WITHIN = 4.5  # seconds; an add, which may wait for more, has 5
+LOCK_WITHIN = 4.5  # seconds; an add, which also waits for a batch, has 5
 # NOTE: flock() has no timeout, so a waiter polls. It pauses for a share of the time it
-# has waited: whoever pauses for longer finds the lock taken again and again.
+# has waited: with longer pauses it would find the lock taken again and again.
 PAUSE_SHARE = 1 / 8
 SHORTEST_PAUSE = 0.000_05  # seconds
 LONGEST_PAUSE = 0.01  # seconds
@@ -28,17 +28,17 @@ class _Descriptor:
         self._close()
 
 
-# Descriptors that are closed when they leave this dictionary, in a forked child all at
-# once: the lock belongs to both, and would outlive a parent that is killed in it.
+# Descriptors that close when they leave this dictionary. A forked child closes all: it
+# shares the lock, which would otherwise outlive a parent that is killed with it.
 # NOTE: a callback is never removed. This one keeps no module in memory after a reload.
 _open: dict[object, _Descriptor] = {}
 os.register_at_fork(after_in_child=_open.clear)
 
 
 class FileLock:
-    """An ``flock`` on a plant file, with a descriptor that belongs to the lock.
+    """An ``flock`` on a plant file, with a descriptor of its own from ``open_again``.
 
-    Nothing may interrupt the threads that hold it. ``open_again`` opens the plant file.
+    Nothing may interrupt the threads that hold the lock.
     """
 
     def __init__(self, path: Path, open_again: Callable[[], int]) -> None:
@@ -71,13 +71,13 @@ class FileLock:
                 try:
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
                 except OSError:
-                    self.close()  # with it the kernel releases the lock, in any case
+                    self.close()  # the kernel then releases the lock in any case
         finally:
             self.mutex.release()
 
 
 def take_flock(path: Path, fd: int, operation: int = fcntl.LOCK_EX) -> None:
-    """Take the lock of a plant file for a command, as ``FileLock.held`` does."""
+    """Take a lock of a plant file; wait for ``LOCK_WITHIN`` seconds at most."""
     deadline = time.monotonic() + LOCK_WITHIN
     _poll(lambda: try_flock(fd, operation), path, deadline)
 

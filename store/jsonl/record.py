@@ -7,8 +7,8 @@ requires::
 
     {"id":1,"name":"Fern","tag":"shade"}\n
 
-The line feed is the commit mark: a string can only hold it escaped. (An open adds the
-one that an editor has left out at the end.)
+The line feed is the commit mark: a string can only hold it escaped. (An open adds a
+last line feed that an editor has left out.)
 """
 
 import json
@@ -22,14 +22,14 @@ from store.errors import StoreError
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
-# Bytes of a record without its line feed, and of a body (PLANTS_MAX_BODY): as many as a
-# name of 2**20 escaped characters has. Reading may take 16 times as many.
+# Bytes of a record without its line feed, and of a body (PLANTS_MAX_BODY): enough for a
+# name of 2**20 characters, each escaped (\u0001). Reading may take 16 times as many.
 LONGEST = 13 * 512 * 1024
 NOT_UTF_8, NOT_JSON = 'it is not UTF-8', 'it is not JSON'
 TOO_LONG = f'it is longer than {LONGEST} bytes'
 
-# A line. One of ours without an escape has its id as the group: it is a record if it is
-# UTF-8 and its id has 64 bits. decode() takes six times as long.
+# A line. The group is the id of a line that we write without escapes: such a line is a
+# record if it is UTF-8 and its id has 64 bits. decode() takes six times as long.
 _LINE = re.compile(
     rb'\{"id":(0|-?[1-9][0-9]{0,18}),"name":"[^"\\\x00-\x1f]*"'
     rb'(?:,"tag":"[^"\\\x00-\x1f]*")?\}\n'
@@ -42,7 +42,7 @@ class DamagedRecord(ValueError):
 
 
 # NOTE: int() refuses NaN and Infinity, which are not JSON. It also refuses very long
-# integers, which are, and mean nothing here: cut short they are still too long for ids.
+# integers, which are JSON: cut to 99 digits they are accepted, and too long for an id.
 _decode = json.JSONDecoder(
     parse_int=lambda literal: int(literal[:99]), parse_constant=int
 ).decode
@@ -88,7 +88,7 @@ def decode(line: bytes, encoding: str = 'utf-8') -> Plant:
 def scan_ids(chunk: bytes, start: int) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each record in a chunk of whole lines.
 
-    It raises ``DamagedRecord`` when the ids before the damaged line were yielded.
+    Raise ``DamagedRecord`` at a damaged line, after the ids before it.
     """
     try:
         chunk.decode()

@@ -1,20 +1,20 @@
 """Reading a plant file that may be damaged, and telling a torn tail from damage.
 
-A sync covers the whole file. So if a crash has lost some bytes, all bytes that were
-written after them were not synced either, and never acknowledged. It can leave two
-things, both after the end that the latest sync covered:
+A sync covers the whole file. So if a crash has lost some bytes, no byte that was
+written after them was synced, and no plant there was acknowledged. A crash can leave
+two things, both after the end that the latest sync covered:
 
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
 * a *lost block*: zeros up to the end of a block of the disk, where a later block of the
-  same unsynced batch did reach the disk, so that records follow. It is believed only
-  when a store opens, and only above an end that is known to have been synced.
+  same unsynced batch did reach the disk, so that records follow. A lost block is
+  believed only when a store opens, and only after an end known to have been synced.
 
 Both are cut off, and kept in a side file. A last record that lacks only its line feed,
 as editors leave it, is kept: the beginning of a record is never a JSON object.
 
-Any other damage may be of acknowledged lines: nothing is changed until an operator asks
-for a repair. Nor is a file that no crash of ours can have left: no line of it is a
+Any other damage may be in acknowledged lines: nothing is changed until an operator asks
+for a repair. A file is not changed either if no crash can have left it: no line is a
 record, or the damage is longer than all that can be written between two syncs.
 """
 
@@ -42,13 +42,13 @@ from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
 
-BLOCK = 512  # bytes; the smallest that a disk loses
+BLOCK = 512  # bytes; the smallest piece that a disk loses
 # Bytes of a torn tail: a batch has 1 MiB, four may wait for a sync, in each process.
 MOST_TORN = 64 * 1024 * 1024
 # Lines after the mark, whose ids stay in memory; a new table takes less.
 MOST_BEHIND = 250_000
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
-REPEATED = 'its id is that of a different plant, %d'
+REPEATED = 'an earlier line has a different plant with the id %d'
 BEGINNING = b'{"id":'  # of each line that we write
 CONTROL = re.compile(rb'[\x01-\x09\x0b-\x1f]')  # in no line that we write
 
@@ -57,8 +57,8 @@ class Line(NamedTuple):
     """A line of a plant file."""
 
     offset: int  # in bytes from the start of the file
-    end: int  # of the line feed if it has one
-    text: bytes  # of a line that is too long only its beginning, LONGEST + 1 bytes
+    end: int  # where the next line begins
+    text: bytes  # only the first LONGEST + 1 bytes of a line that is too long
     plant: Plant | None  # None if it is damaged
     reason: str  # why it is damaged
 
@@ -73,7 +73,7 @@ def read_lines(fd: int, start: int, end: int, piece: int = 0) -> Iterator[Line]:
 
 
 def line_at(fd: int, offset: int) -> Line:
-    """Return the line that begins at an offset; the ``end`` only of a record."""
+    """Return the line that begins at an offset; its ``end`` holds only for a record."""
     lines = read_lines(fd, offset, offset + LONGEST + 1, piece=512)
     return next(lines, Line(offset, offset, b'', None, record.NOT_JSON))
 
@@ -83,7 +83,7 @@ def plant_at(fd: int, offset: int, id: int) -> Plant:
     is_inside = 0 <= offset < os.fstat(fd).st_size
     plant = line_at(fd, offset).plant if is_inside else None
     if plant is None or plant.id != id:
-        raise IndexDamaged('an entry is not of this file')
+        raise IndexDamaged('an entry belongs to another file')
     return plant
 
 
@@ -117,7 +117,7 @@ def read_plants(path: Path) -> Iterator[Plant]:
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
     """Open a plant file for a command; yield a descriptor, and the synced end.
 
-    The caller asks for the size after that: others append and sync meanwhile. An
+    The caller must get the size after this: others append and sync meanwhile. An
     ``OSError`` becomes a ``StoreUnavailable``.
     """
     try:
@@ -134,10 +134,9 @@ def read_on(
 ) -> tuple[dict[int, int], Line | None]:
     """Enter the lines up to ``end`` into an index; progress goes to the log.
 
-    A plant may be there twice, and, if the machine may have ``crashed``, lost blocks.
-
-    Return the offsets of those ids that are known then, unless the index is being
-    built; and the first line of a torn tail, or ``None``.
+    The lines may have a plant twice and, if the machine may have ``crashed``, lost
+    blocks. Return the offsets of those ``ids`` that are known at the end, unless the
+    index is being built; and the first line of a torn tail, or ``None``.
     """
     start, size = index.end, end - index.end
     began = reported = time.monotonic()
@@ -179,7 +178,7 @@ def check_opening(path: Path) -> None:
     """Raise what an open of a plant file would raise; change nothing."""
     with open(open_file(path), 'rb') as file:
         fd = file.fileno()
-        for is_new in False, True:  # an open builds an index again that it cannot use
+        for is_new in False, True:  # an open rebuilds an index that it cannot use
             with closing(Index(path, fd, new=is_new)) as index, suppress(IndexDamaged):
                 end = whole_size(path, fd)  # now: see ``opened``
                 check_length(path, fd, end, index.synced)
@@ -198,8 +197,8 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     side = copy_aside(path, fd, [(offset, end)], 'torn')
     try:
         # The bytes are durable in the side file. The sync must come before the next
-        # append: the beginning of a new record may make a third one with the end of
-        # an old one, if a crash leaves blocks of both.
+        # append: if a crash left blocks of both, the beginning of a new record and the
+        # end of an old one could make a third record.
         os.ftruncate(fd, offset)
         sync(fd)
     except BaseException:
@@ -220,14 +219,14 @@ def whole_size(path: Path, fd: int) -> int:
 
 
 def check_length(path: Path, fd: int, size: int, known: int) -> None:
-    """Refuse a plant file that is shorter than an end that it has had."""
+    """Refuse a plant file that is shorter than it is known to have been."""
     missing = known - size
     # An editor may have left out the last line feed.
     if missing > 1 or (missing == 1 and os.pread(fd, 1, size - 1) == b'\n'):
         raise StoreUnavailable(
             f'the file was cut short: {missing} bytes at its end are missing',
             store=str(path),
-            detail='plants were acknowledged in them: put the whole file back; or '
+            detail='they held acknowledged plants: put the whole file back; or '
             f'accept the loss: python -m store check --repair jsonl:{path}',
         )
 
@@ -242,8 +241,8 @@ def _chunks(
 ) -> Iterator[tuple[int, bytes, int]]:
     """Yield chunks of whole lines, each between two offsets.
 
-    The last may lack its feed. A line that is too long to be a record is a chunk by
-    itself, of which only the beginning is read: it may be as long as the file.
+    The last may lack its line feed. A line longer than a chunk is a chunk of its own.
+    Only the beginning is read of a line too long for a record: it may be huge.
     """
     size = piece or CHUNK
     while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
@@ -288,13 +287,13 @@ def _torn_tail(
 
 
 def check_ours(path: Path, fd: int) -> None:
-    """Refuse a file of which no line is a plant, and that no crash can have left."""
+    """Refuse a JSON array, and a file without plants that no crash can have left."""
     first = line_at(fd, 0)
     if not first.text or first.plant is not None or _is_torn_record(first):
         return
     reason = 'no line of it is a plant'
     if first.text.startswith(b'['):
-        reason = 'it is a JSON array'  # of which the last line may be a plant
+        reason = 'it is a JSON array'  # its last line may be a plant
     elif any(line.plant is not None for line in read_lines(fd, 0, sys.maxsize)):
         return
     raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))

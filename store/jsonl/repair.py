@@ -48,7 +48,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     unnamed = 0
     with (
         recovery.opened(path, os.O_RDWR if repair else os.O_RDONLY) as (fd, synced),
-        SpooledTemporaryFile(CHUNK) as spans,  # there may be millions
+        SpooledTemporaryFile(CHUNK) as spans,  # perhaps of millions of lines
     ):
         if repair:
             take_flock(path, fd)
@@ -78,7 +78,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     repaired = f'repaired: {len(sentences) + unnamed}'
     if side:
         repaired += f'; damaged lines were moved to {side}'
-    if index_path(path, '-wal').exists():  # until the last process closes the index
+    if index_path(path, '-wal').exists():  # the last close removes it
         repaired += '; reload the server if it runs'
     return found._replace(repaired=repaired)
 
@@ -91,10 +91,10 @@ def _replace(path: Path, fd: int, end: int, spans: IO[bytes]) -> Path | None:
             copies.append(copy_aside(path, fd, _read(spans), 'damaged'))
         edges = chain([0], chain.from_iterable(_read(spans)), [end])
         copies.append(copy_aside(path, fd, zip(edges, edges, strict=True), 'repaired'))
-        # The point of no return: all copies are durable, and so is every line.
+        # From here on the repair is kept: all copies, so all lines, are durable.
         os.rename(copies[-1], path)
     except BaseException:
-        if os.path.samestat(os.fstat(fd), path.stat()):  # nothing was moved
+        if os.path.samestat(os.fstat(fd), path.stat()):  # the path names the old file
             for copy in copies:
                 copy.unlink()
         raise
@@ -114,7 +114,7 @@ def _find_damage(
     """Yield the damaged lines with their numbers; count sound lines and wrong ids.
 
     Without the lock another process may cut off a torn tail, and append. So damage
-    counts if it is still there after that. What follows a cut is new: it is left.
+    counts only if it is still there after a cut. Lines after a cut are new: skipped.
     """
     number = 0
     with closing(Index(path, fd)) as present, closing(Index(path, fd, new=True)) as new:

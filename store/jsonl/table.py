@@ -4,26 +4,26 @@
 another begins a checkpoint (sqlite.org/wal.html, "The WAL-Reset Bug"). So both happen
 under the flush lock, and every other connection only reads.
 
-**Main file and WAL must be of one moment.** SQLite lays the pages of the WAL, of all
-commits since a checkpoint has ended, over the main file. If one of the two was put back
-from another moment, ids are missing, and SQLite does not notice. So each commit counts
-up a number in page 1 (``user_version``). With the commits ``first`` to ``last`` in the
+**Main file and WAL must belong together.** SQLite lays the pages of the WAL, of all
+commits since a checkpoint has ended, over the main file. If an older copy of one of the
+two was put back, ids are missing, and SQLite does not notice. So each commit increases
+a number in page 1 (``user_version``). With the commits ``first`` to ``last`` in the
 WAL, the main file fits if it is not longer than the last commit says, and its number is
 
 * ``first - 1``, and it is not shorter than its page 1 says; or
-* from ``first`` to ``last``: a checkpoint of this WAL was cut off. It writes page 1
-  first, and whatever page it writes is in the WAL, too.
+* from ``first`` to ``last``: a checkpoint of this WAL was cut off. A checkpoint writes
+  page 1 first, and each page that it writes is in the WAL, too.
 
 After a checkpoint, until a commit begins the WAL again, the main file alone counts.
 Without a WAL the index must have been closed: a main file that was in use may be a copy
-from the middle of a checkpoint. The lengths tell of a copy that took longer than a
-checkpoint which added pages, not of one beside a checkpoint that added none.
+from the middle of a checkpoint. The lengths reveal a copy that outlasted a checkpoint,
+but only if this checkpoint added pages.
 
 **Forks.** A child that is forked while another thread holds a lock that SQLite has in
-memory would wait for ever. So every use of a connection holds a lock of this module,
-and a fork waits for both: two, because a look must not wait for a flush. SQLite's locks
-on files belong to a process: connections of a child take none while it has one of its
-parent open. So ``connect`` closes inherited ones.
+memory would wait for ever. So each use of a connection holds one of the two locks of
+this module, and a fork takes both. (There are two: a look must not wait for a flush.)
+SQLite's locks on files belong to a process: connections of a child take none while a
+connection of its parent is open in it. So ``connect`` closes inherited ones.
 """
 
 import errno
@@ -57,12 +57,12 @@ SCHEMA = (
     'CREATE TABLE state (inode, mark, tail, mtime)'
 )
 STATE = 'SELECT inode, mark, tail, mtime FROM state LIMIT 2'  # there is one
-# One statement, so that all is of one moment.
+# One statement, so that all of it is from one state of the table.
 LOOK = (
     'SELECT mark, value, offset, (SELECT min(id) FROM plants WHERE id > value) '
     'FROM state LEFT JOIN json_each(?) LEFT JOIN plants ON plants.id = value'
 )
-# NOTE: json_each leaves the GIL alone while it inserts; executemany() takes it again
+# NOTE: json_each inserts without the GIL; executemany() takes the GIL again
 # for each row, and waits up to seconds for it.
 INSERT = (
     'INSERT OR IGNORE INTO plants SELECT CAST(key AS INTEGER), value '
@@ -85,20 +85,20 @@ class IndexDamaged(Exception):
 
 
 class NotOurs(OSError):
-    """A file beside the plant file cannot be one that a store has made."""
+    """A file beside the plant file cannot have been made by a store."""
 
 
 def check_made_by_us(path: str | Path) -> None:
     """Raise ``NotOurs`` for a link, a second name of a file, or no regular file.
 
-    A neighbour who may write to the directory may have put it there.
+    Another user who may write to the directory may have put it there.
     """
     with suppress(FileNotFoundError):
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             name = re.sub(r'.*(?=\.index)', '', str(path))  # a client may see it
-            reason = f'{name} beside it is not a regular file with one link: remove it'
-            raise NotOurs(errno.EPERM, reason)
+            reason = 'beside the plant file is not a regular file with one link'
+            raise NotOurs(errno.EPERM, f'{name} {reason}: remove it')
 
 
 _reading, _writing = threading.RLock(), threading.RLock()
@@ -119,7 +119,7 @@ _mains: dict[Path, int] = {}  # descriptors of these files
 def _using(lock: threading.RLock, error: Callable[[str], Exception]) -> Iterator[None]:
     """Hold a lock; raise ``error`` for what cannot be read or written.
 
-    Whoever needs both locks takes ``_writing`` first, as a fork does.
+    Code that needs both locks takes ``_writing`` first, as a fork does.
     """
     try:
         with lock:
@@ -156,7 +156,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _check_schema(connection: sqlite3.Connection) -> None:
-    """Raise ``IndexDamaged`` unless the tables are ours: a view may have no end."""
+    """Raise ``IndexDamaged`` unless the tables are ours: a view could run for ever."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
     steps = iter(range(100))
     connection.set_progress_handler(lambda: next(steps, None) is None, 1_000)
@@ -167,7 +167,7 @@ def _check_schema(connection: sqlite3.Connection) -> None:
 
 
 def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
-    """Whether main file and WAL are of one moment. REQUIRES: ``reading``.
+    """Whether main file and WAL belong together. REQUIRES: ``reading``.
 
     The numbers are read one after another, and another process may flush meanwhile.
     So they are read again if they do not fit.
@@ -209,7 +209,7 @@ def _read_wal(path: Path) -> tuple[bool, int | None]:
         header = wal.read(WAL_HEADER)
         page_size = _integer(header, 8)
         # Frames with another salt are from before the WAL was begun again. The pages of
-        # a commit are in order, unless it is larger than the cache.
+        # a commit are in order, unless the commit is larger than the cache.
         while (frame := wal.read(FRAME_HEADER)) and frame[8:16] == header[16:24]:
             if _integer(frame, 0) == 1:
                 return True, _integer(wal.read(page_size), 60)
@@ -244,8 +244,8 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
         try:
             yield connection
         finally:
-            # NOTE: the last connection that has read the WAL removes it when it is
-            # closed. One that only reads cannot, so one is closed after this.
+            # NOTE: the connection that is closed last removes the WAL, if it has read
+            # it and may write. So a connection that only reads is closed after this.
             last = after.enter_context(closing(_connect(f'{uri}?mode=ro')))
             last.execute(STATE)
 
@@ -253,15 +253,15 @@ def connect_for_writing(path: Path) -> Iterator[sqlite3.Connection]:
 def new_table(path: Path | None = None) -> sqlite3.Connection:
     """Return a connection to a new table, in a transaction.
 
-    It is in an empty file, or, without a path, in one that SQLite removes. It needs no
-    journal: one that is not finished is removed.
+    It is in an empty file or, without a path, in a file that SQLite removes. It needs
+    no journal: an unfinished table is removed.
     """
     connection = _connect(path.as_uri() if path else '')
     connection.executescript(
         'PRAGMA journal_mode = OFF; PRAGMA synchronous = NORMAL; PRAGMA fullfsync = ON;'
         f'PRAGMA locking_mode = EXCLUSIVE; PRAGMA cache_size = -{BUILD_CACHE_KIB};'
         f'BEGIN; {SCHEMA}; INSERT INTO state VALUES (0, 0, 0, NULL);'
-        # Not that of another table of this plant file, whose WAL may be put back.
+        # Random: the WAL of an earlier table may be put back, and must not fit.
         f'PRAGMA user_version = {getrandbits(30)}'
     )
     return connection
@@ -280,9 +280,9 @@ def read_state(connection: sqlite3.Connection) -> State:
 def look(
     connection: sqlite3.Connection, ids: Iterable[int]
 ) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Return the mark, the offsets of the ids that are there, and what follows others.
+    """Return the mark, the offsets of ids in the table, and followers of the others.
 
-    An id that is not there has the next higher one that is, or one that is none.
+    A follower is the next higher id in the table, or ``ID_MAX + 1`` if there is none.
     """
     found: dict[int, int] = {}
     followers: dict[int, int] = {}
@@ -314,7 +314,7 @@ def commit(connection: sqlite3.Connection, state: State) -> None:
 
 
 def leave_wal(connection: sqlite3.Connection) -> bool:
-    """Leave the WAL mode; return whether no other connection is open, as it needs."""
+    """Leave the WAL mode if no other connection is open; return whether it worked."""
     connection.execute('PRAGMA busy_timeout = 0')
     connection.execute('PRAGMA synchronous = FULL')
     with suppress(sqlite3.OperationalError):

@@ -375,7 +375,7 @@ class TestFlush:
             else:
                 with closing(sqlite3.connect(index_of(path))) as other, other:
                     other.execute('UPDATE state SET mark = 0')
-            with pytest.raises(OSError, match=r'replaced|of another file'):
+            with pytest.raises(OSError, match=r'replaced|to another file'):
                 store._backend()._index.flush()
             assert_stored(store, [Plant(1, 'Fern'), Plant(2, 'Moss')])
 

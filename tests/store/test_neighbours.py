@@ -191,7 +191,8 @@ def test_what_is_not_ours_is_refused_and_stays(path, put, suffix):
     place = index_of(path, suffix)
     place.unlink(missing_ok=True)
     put(place, target)
-    reason = rf'\.index{suffix} beside it is not a regular file with one link: remove'
+    reason = rf'\.index{suffix} beside the plant file is not a regular file with one '
+    reason += 'link: remove'
     with open_store(f'jsonl:{path}') as store:
         adds = [lambda: store.add(Plant(3, 'Ivy'))] * (suffix != '-lock')
         assert_raise(StoreUnavailable, store.ping, *adds, match=reason)
@@ -214,7 +215,7 @@ def test_link_to_the_lock_is_refused_while_a_server_runs(path, monkeypatch, late
         lock.symlink_to(target)
         if late:
             monkeypatch.setattr('store.jsonl.disk.check_made_by_us', lambda _: None)
-        reason = 'symbolic link' if late else 'index-lock beside it is not'
+        reason = 'symbolic link' if late else 'index-lock beside the plant file is not'
         with pytest.raises(StoreUnavailable, match=reason) as caught:
             store.ping()
         assert str(path.parent) not in caught.value.reason  # a client sees it

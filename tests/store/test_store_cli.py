@@ -206,7 +206,7 @@ def test_check_of_many_repeats_reads_little(path, monkeypatch):
     text = path.read_bytes()
     assert list(found.damaged) == [
         f'{path}: line {number} (byte {text.find(line)}): '
-        f'its id is that of a different plant, {number - 8101}'
+        f'an earlier line has a different plant with the id {number - 8101}'
         for number, line in enumerate(others, 8101)
     ]
     # The file once, once more for the line numbers, and some KiB for each look-up.
