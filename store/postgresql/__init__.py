@@ -3,11 +3,11 @@
 * A *batch* of plants that wait together is one ``INSERT``, one commit. The ``INSERT``
   leaves out rows whose id is taken, and only those are compared.
 * A plant is *acknowledged* after a commit that the database has confirmed, and its
-  synchronous standby, if any. So is a repeat: its comparison locks the row and commits.
-* When a connection is lost, the batch is sent once more over a new one. What the first
-  has committed is found then, and compared.
+  synchronous standby, if any. To compare a repeat the store locks the row and commits.
+* When a connection is lost, the batch is sent once more over a new one. Plants that the
+  first attempt has committed are then found, and compared.
 * Every wait has a limit at the server, and a longer one here for a server that hangs.
-* Engines that scale out have no advisory lock, no sequence and no lock of a table.
+* Engines that scale out lack advisory locks, sequences and table locks: none is used.
 """
 
 import logging
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Batch = Sequence[Entry[Plant]]
 
-ATTEMPTS = 9  # to serialize a batch, with pauses of half a second in all
+ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
@@ -57,8 +57,8 @@ class PostgreSQLStore(LazyStore['Database']):
         self, url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
     ) -> None:
         super().__init__(masked(url), scheduler=scheduler)
-        # libpq takes what follows such a character in a password for the host or a
-        # parameter, and its error message shows that. An @ in a parameter looks alike.
+        # libpq takes the rest of a password after such a character for the host or a
+        # parameter, and shows it in an error. An @ in a parameter looks the same.
         if re.search('(?si)@.*@|[/?#].*@|%(?![0-9a-f]{2})', url.partition('://')[2]):
             raise ValueError(
                 'percent-encode in the password: % as %25, @ %40, / %2F, ? %3F, # %23'
@@ -81,7 +81,7 @@ class PostgreSQLStore(LazyStore['Database']):
             with closing(Database(self._url, 'never')) as database:
                 database.ping()
         except Unavailable as ex:
-            if ex.code != '42P01':  # it can be made
+            if ex.code != '42P01':  # a missing table can be made
                 raise
 
     def _open_backend(self) -> 'Database':
@@ -94,8 +94,8 @@ class PostgreSQLStore(LazyStore['Database']):
 class Database:
     """Adds plants to a database, and reads them.
 
-    If the database refuses a batch, each plant is tried by itself. Repeats of one that
-    another session has locked are refused at once for a while, and delay no batch.
+    If the database refuses a batch, each plant is tried by itself. If another session
+    has locked a plant, its repeats are refused at once for a while, and delay no batch.
     """
 
     def __init__(self, url: str, create: Create) -> None:
@@ -124,7 +124,7 @@ class Database:
         return partial(self._store, batch)
 
     def plants(self) -> Iterator[Plant]:
-        """Yield all plants, over a connection of its own; a standby will do."""
+        """Yield all plants, over a connection of its own; a standby suffices."""
         with explained(*self._names):
             deadline = time.monotonic() + limits.ANSWER_WITHIN
             try:
@@ -140,7 +140,7 @@ class Database:
     def ping(self) -> None:
         now = time.monotonic()
         self.pool.run(now + limits.ANSWER_WITHIN, self._table.check)
-        # Anybody may ask, so few pings do all that an add does.
+        # Anybody may ask, so one ping a second does all that an add does.
         if now >= self._probed + PROBE_EVERY:
             self._probed, self._refusal = now, None
             try:
@@ -154,7 +154,7 @@ class Database:
         self.pool.close()
 
     def abandon(self) -> None:  # pragma: no cover - in a child of a fork
-        """Leave the connections to the parent: psycopg closes them nowhere else."""
+        """Leave the connections open: psycopg closes them only in the parent."""
 
     def _store(self, batch: Batch, deadline: float | None = None) -> None:
         """Store plants as one batch, or each by itself; set ``new`` or ``error``."""

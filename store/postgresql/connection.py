@@ -26,10 +26,10 @@ Lookup = tuple[Future[list[dict[str, str]]], float]  # addresses, until when to 
 
 # Time limits in seconds.
 ANSWER_WITHIN = 4  # of a call in all: names, connection, statements
-RESOLVE_WITHIN = 2  # of that for all names
-CONNECT_WITHIN = 2  # of that for each host
+RESOLVE_WITHIN = 2  # of these seconds for all names
+CONNECT_WITHIN = 2  # of these seconds for each host
 STATEMENT_WITHIN = 3  # at the server, whose error says what happened
-CANCEL_WITHIN = 0.8  # more for the end of a statement that was cancelled
+CANCEL_WITHIN = 0.8  # on top, until a cancelled statement ends
 CANCEL_ENDS_WITHIN = 60  # for the cancel request, for which nobody waits
 LOCK_WITHIN = 0.3  # while other plants of the batch wait
 
@@ -42,9 +42,9 @@ AS wanted (name, value) WHERE current_setting(name, true) <> 'remote_apply'"""
 # What must hold, whatever the defaults of the role and the database.
 SETTINGS = {
     'synchronous_commit': 'on',
-    'client_min_messages': 'warning',  # one tells of a commit that is not safe
+    'client_min_messages': 'warning',  # of a commit that is not safe
     'array_nulls': 'on',  # otherwise NULL in an array is a text
-    # A stricter level only adds failures, and cannot read a standby.
+    # A stricter level only adds failures. The strictest cannot read a standby.
     'default_transaction_isolation': 'read committed',
     'exit_on_error': 'off',
     'idle_session_timeout': '0',  # these could end an idle session, or a read
@@ -62,23 +62,23 @@ _cancels = threading.BoundedSemaphore(3)  # cancel requests that are under way
 class Connection(psycopg.Connection[Any]):
     """A connection whose statements run with the settings that must hold.
 
-    A session of its own gets them once, and keeps prepared statements. A pooler such as
-    PgBouncer may execute each transaction in another session: there each brings them
-    with it, in the same message, and leaves nothing behind. The process id of the login
-    tells them apart, since that of a pooler is a number of its own.
+    A session of its own gets the settings once, and keeps prepared statements. A pooler
+    such as PgBouncer may execute each transaction in another session: there each begins
+    with the settings, in one message, and leaves nothing behind. The process id in the
+    login tells the two cases apart: a pooler makes one up.
     """
 
     lost_cancels = 0  # of all connections
     timed_out = False  # its last use; the next one gets another connection
     is_pooled = True  # each transaction may be in another session, as far as is known
     _is_cancelled = False  # the server has answered a cancel request
-    _settings = ''  # with which a transaction begins; none in a session of its own
+    _settings = ''  # with which a transaction begins behind a pooler
     _deadline = math.inf  # for all waits of a use
     _warning: str | None = None
 
     @classmethod
     def open(cls, host: Any, within: float, deadline: float, to_read: bool) -> Self:
-        """Connect to a host within seconds, also less than the two of libpq."""
+        """Connect to a host within some seconds; libpq allows no fewer than two."""
         connecting = generators.connect(make_conninfo('', **host))
         try:
             connection = cls(waiting.wait_conn(connecting, 0.1, within))
@@ -108,14 +108,14 @@ class Connection(psycopg.Connection[Any]):
                     raise Fault('pool', words) from ex
                 raise Fault('08', f'{self.info.host}: no answer') from ex
             # The answer to a cancellation says what the statement has waited for.
-            # Not cancelled, the session would go on waiting for no client.
+            # Without one the session would go on waiting, though no client needs it.
             self.timed_out = True
             self._deadline = time.monotonic() + CANCEL_WITHIN
             is_free = _cancels.acquire(blocking=False)
             if is_free and not _start_thread(self._request_cancel):
                 _cancels.release()
             result = self.wait(gen)
-        # The server reports a commit that it no longer waits for as done, and warns.
+        # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise Fault('sync', self._warning)
         return result
@@ -123,7 +123,7 @@ class Connection(psycopg.Connection[Any]):
     def _request_cancel(self) -> None:
         """Ask the server to cancel, in a thread of its own.
 
-        PgBouncer 1.18 ends if a client gives up a cancel request that is under way.
+        PgBouncer 1.18 crashes if a client leaves while its cancel request is under way.
         """
         try:
             self.cancel_safe(timeout=CANCEL_ENDS_WITHIN)
@@ -216,7 +216,7 @@ class Hosts:
         raise Fault('hosts', '; '.join(words))
 
     def _look_up(self, host: Any) -> Lookup:
-        """Resolve a name in a thread that may be left behind: it has no time limit."""
+        """Resolve a name in a thread that may be left behind: a lookup may hang."""
         name = str(get_param(host, 'host') or '')
         found, until = self._lookups.get(name, (None, 0.0))
         if found is None or found.done():  # one that hangs is not repeated
@@ -238,7 +238,7 @@ def _resolve(name: str, found: Future[list[dict[str, str]]]) -> None:
 
 
 def _start_thread(target: Callable[..., None], *arguments: object) -> bool:
-    """Start a thread for which no exit waits; return whether there is one."""
+    """Start a thread for which an exit does not wait; return whether it started."""
     try:
         threading.Thread(target=target, args=arguments, daemon=True).start()
     except RuntimeError:

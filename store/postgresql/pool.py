@@ -47,7 +47,7 @@ class Pool:
     def run(
         self, deadline: float, function: Callable[..., Result], *arguments: object
     ) -> Result:
-        """Call a function with a connection; again, once, if another may do."""
+        """Call a function with a connection, and once more if a new one may help."""
         with self.lend(deadline) as connection:
             try:
                 return function(connection, *arguments)
@@ -60,7 +60,7 @@ class Pool:
 
     @contextmanager
     def lend(self, deadline: float) -> Iterator[Connection]:
-        """Lend a connection; whatever the database refuses is ``Unavailable``."""
+        """Lend a connection; raise ``Unavailable`` if the database refuses."""
         with self._changed:
             if self._closed:
                 raise StoreClosed
@@ -118,16 +118,16 @@ class Pool:
                     self._full_until = time.monotonic() + FULL_FOR
                 return idle
             if code == '53300':
-                limits = 'max_connections and CONNECTION LIMIT bound that'
+                limits = 'max_connections and CONNECTION LIMIT are the limits'
                 ex.add_note(f'this process holds {self._active - 1}; {limits}')
             raise
 
     def _take_idle(self, deadline: float) -> Connection | None:
-        """Return an idle one; wait for it only while callers are active."""
+        """Return an idle connection; wait for one only while callers are active."""
         with self._changed:
             wait = min(WAIT_WITHIN, deadline - time.monotonic())
             if wait > 0:
-                self._active -= 1  # who waits gives nothing back
+                self._active -= 1  # a waiting caller gives nothing back
                 self._changed.notify_all()
                 try:
                     self._changed.wait_for(lambda: self._idle or not self._active, wait)
@@ -136,6 +136,6 @@ class Pool:
             return self._idle.pop() if self._idle else None
 
     def _close_idle(self) -> None:
-        """Close what nobody uses. REQUIRES: lock held."""
+        """Close the idle connections. REQUIRES: lock held."""
         while self._idle:
             self._idle.pop().close()

@@ -9,10 +9,10 @@ import psycopg
 from store.errors import StoreUnavailable
 from store.masking import clean
 
-# SQLSTATE or its class (PostgreSQL, appendix A; the longer one counts), or a word where
-# it has none; what is tried again within the deadline: each plant of the batch alone,
-# the whole batch, or once over a new connection; whether a probe that fails so shows
-# that no add works: always (down), or not if it had to make up its plant (copy).
+# 1. SQLSTATE or its class (PostgreSQL, appendix A; the longer one counts), or our word.
+# 2. What is tried again within the deadline: each plant of the batch alone, the whole
+# batch, or the call over a new connection, once. 3. When a failed probe shows that no
+# add works: always (down), or only if it copied a stored plant (copy). 4. The reason.
 TABLE = """
 08              connect down there is no connection to the database
 0A,42,55        each    down the table plants is not as the store needs it
@@ -69,7 +69,7 @@ WORDS = {
 
 
 class Fault(psycopg.OperationalError):
-    """What the store itself finds; it has a row of the table."""
+    """A fault that the store itself finds; its code has a row of the table."""
 
     def __init__(self, code: str, words: str) -> None:
         super().__init__(words)
@@ -85,7 +85,7 @@ class Unavailable(StoreUnavailable):
         super().__init__(reason.format(code), store=store, detail=detail)
 
     def again(self) -> 'Unavailable':
-        """Return it without the detail, which the log has."""
+        """Return this error without the detail, which the log has already."""
         return Unavailable(self.code, self.store)
 
 

@@ -29,7 +29,7 @@ ORDER BY 4 DESC NULLS LAST, 2"""
 # Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
 CHECK = """INSERT INTO {0} (id, name, tag)
 SELECT id, name, tag FROM {0} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
-# Not VALUES: each size of a batch would be a prepared statement of its own, 2 to 8 MiB
+# With VALUES each size of a batch would be a prepared statement of its own, 2 to 8 MiB
 # for 100 sizes. Without casts a prepared statement fails for good after ALTER COLUMN.
 INSERT = """INSERT INTO {} (id, name, tag)
 SELECT * FROM unnest(%s::bigint[], %s::text[], %s::text[])
@@ -38,7 +38,7 @@ READ = 'SELECT id::bigint, name::text, tag::text FROM {}'
 PAGE = 1000  # plants
 
 HIDDEN = 'the conflicting row is not visible'
-# As a client might send them; a blank at the end shows a column that cuts it off.
+# As a client might send them; a blank at the end reveals a column that removes it.
 MADE_UP = [Plant(0, 'Fern '), Plant(0, 'Fern ' * 100, 'shade ' * 100)]
 
 
@@ -46,7 +46,7 @@ class Table:
     """The statements for a table, by its name with the schema."""
 
     name = ''  # not found yet
-    _last: Sequence[Any] = ()  # plant that was seen
+    _last: Sequence[Any] = ()  # the last plant that a probe has read
 
     def use(self, name: str) -> None:
         """Name the table in all statements."""
@@ -56,14 +56,14 @@ class Table:
         # One row each, since a distributed engine can lock no more with one statement.
         self._lock = f'{self._read} WHERE id = %s FOR UPDATE'
         self._check = CHECK.format(escaped)
-        self.name = name  # last: another thread may look at it
+        self.name = name  # last: other threads read it
 
     def check(self, connection: Connection) -> None:
         """Check the columns and the rights."""
         connection.transact(self._check)
 
     def probe(self, connection: Connection) -> None:
-        """Do what an add does, with a row that is taken back before the commit.
+        """Do what an add does, with a row that is rolled back before the commit.
 
         The row is a copy of a plant, since a table may refuse what is made up. The
         commit is written, and waits for a standby. A dead row stays until the next
@@ -73,7 +73,7 @@ class Table:
             f'BEGIN; {self._read} ORDER BY id DESC LIMIT 1; '
             'SET CONSTRAINTS ALL IMMEDIATE; SAVEPOINT probe'
         )
-        # A partition that was detached takes its plants away.
+        # If a partition was detached, the table may have no rows left.
         last = self._last = rows or self._last
         refusal: psycopg.Error
         for plant in [*last, *MADE_UP]:
@@ -113,7 +113,7 @@ class Table:
         return [id for (id,) in rows]
 
     def lock(self, connection: Connection, plants: Sequence[Plant]) -> dict[int, Plant]:
-        """Return the stored plants with the ids of plants, once they are safe.
+        """Return the stored plants that have the ids of ``plants``, once they are safe.
 
         A commit that was cut off while it waited for a synchronous standby is visible
         but not safe. Reading would not wait for the standby; the commit of a lock does.
@@ -121,7 +121,7 @@ class Table:
         ids = [str(plant.id) for plant in plants]
         try:
             rows = connection.transact('; '.join([self._lock] * len(ids)), *ids)
-        except errors.LockNotAvailable as ex:  # not of the table: it took the INSERT
+        except errors.LockNotAvailable as ex:  # of a row: the table accepted the INSERT
             raise Fault('55P03', str(ex.diag.message_primary)) from None
         if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
             raise errors.SerializationFailure(HIDDEN)
@@ -144,8 +144,8 @@ class Table:
 def find_table(connection: Connection, may_create: bool, names_schema: bool) -> str:
     """Return the name of the table of the search_path; make it if it is missing.
 
-    A new one beside that of another schema would know no earlier id. So it is only made
-    if the URL names the schema: the search_path of a role may have changed.
+    A new table would not know the ids of one in another schema. If there is one, a new
+    one needs a URL that names the schema: the search_path of a role may have changed.
     """
     *found, (new, *_) = connection.transact(FIND)
     ours = [row for row in found if row[-1]]
@@ -158,7 +158,7 @@ def find_table(connection: Connection, may_create: bool, names_schema: bool) -> 
         if place:
             return str(name)
     if ours and not names_schema:
-        raise Fault('elsewhere', f'there is {ours[0][0]}, and it leads to {new}')
+        raise Fault('elsewhere', f'there is {ours[0][0]}, and the path leads to {new}')
     if new is None:
         raise Fault('3F', 'no schema of it exists')
     if not may_create:
