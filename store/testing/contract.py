@@ -90,7 +90,7 @@ class StoreContract:
         store.close()
 
     def test_add_many_is_like_add(self, store: PlantStore) -> None:
-        """``add_many`` does for each plant what ``add`` would do for it in its turn."""
+        """``add_many`` does for each plant what ``add`` would do, in the same order."""
         store.add(Plant(5, 'Fern'))
         new = [Plant(id, 'Moss', 'shade') for id in IDS]
         taken = [Plant(5, 'Moss'), new[1]._replace(tag=None)]
@@ -155,7 +155,7 @@ class StoreContract:
     def test_missing_store_is_made_by_its_first_use(
         self, store: PlantStore, tmp_path: Path
     ) -> None:
-        """Constructor and ``check_opening`` make nothing, ``create='never'`` neither.
+        """Constructor and ``check_opening`` make no store, nor does ``create='never'``.
 
         A store that is always there overrides this test.
         """
@@ -168,7 +168,7 @@ class StoreContract:
             }
             for step, take in steps.items():
                 take()
-                fault = f"{step} must make no store, and create='never' none"
+                fault = f"{step} must make no store, nor a use with create='never'"
                 for use in uses(missing):
                     with suppress(StoreUnavailable):
                         use()
@@ -183,7 +183,7 @@ class StoreContract:
                 with suppress(StoreUnavailable):  # it may be a path
                     open_store(f'{scheme}:{wrong}').close()
             except ValueError as ex:
-                # Of a sentence that repeats the URL open_store() shows only the class.
+                # open_store() shows the class alone if the sentence repeats the URL.
                 if 'S3cret' in str(ex) or str(ex).endswith('raised ValueError'):
                     pytest.fail(f'a ValueError must not repeat the URL: {ex}')
 
@@ -202,7 +202,7 @@ class StoreContract:
     def test_closed_store_refuses(self, store: PlantStore, used: bool) -> None:
         """After ``close`` every use raises ``StoreClosed``; a block closes its store.
 
-        It does so whatever happens there. ``close`` may be called again.
+        The block closes it even after an exception. ``close`` may be called again.
         """
         if used:
             store.add(FERN)

@@ -1,4 +1,4 @@
-"""Plants that a store may get wrong, and what is no plant: for the tests of stores."""
+"""Plants that a store may change, and values that are no plants: for the tests."""
 
 from typing import Any
 

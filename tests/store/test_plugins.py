@@ -65,7 +65,7 @@ BROKEN = {
         """,
     ),
     'never makes it': (
-        *(MISSING, "create='never' none"),
+        *(MISSING, "nor a use with create='never'"),
         """
         def __init__(self, url, *, create, scheduler):
             super().__init__(url, create='first', scheduler=scheduler)
