@@ -122,7 +122,6 @@ class _Process(Generic[BackendT]):
         self.pings = queue(lambda batch: self.open().ping())
 
     def open(self) -> BackendT:
-        """Return the backend; open it if it is not open."""
         if (backend := self._backend) is not None:
             return backend
         processes = self._store._processes

@@ -128,7 +128,6 @@ class Table:
         return {row[0]: Plant(*row) for row in rows}
 
     def read(self, connection: Connection) -> Iterator[Plant]:
-        """Yield all plants."""
         if not connection.is_pooled:
             cursor = connection.cursor(row_factory=args_row(Plant))
             yield from cursor.stream(self._read.replace('%%', '%'), size=PAGE)
