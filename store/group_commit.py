@@ -75,7 +75,7 @@ class GroupCommit(Generic[Item]):
         self._scheduler = scheduler
         self._observe = observe
         self._late = late
-        self._failure: StoreUnavailable | None = None  # of the latest batch
+        self._failure: StoreUnavailable | None = None  # until one succeeds
         self._waiting: deque[Entry[Item]] = deque()
         self._closed = False
         self._bell = scheduler.lock()  # released when records wait
@@ -93,14 +93,15 @@ class GroupCommit(Generic[Item]):
         entry = Entry(item, size)
         wait, entry.wake = self._scheduler.waiter()
         try:
-            if len(self._places) == SLOW_SYNCS_IN_FLIGHT:
+            if len(self._places) == SLOW_SYNCS_IN_FLIGHT:  # there is no committer
                 self._start_committer()
             self._waiting.append(entry)
             self._ring_soon()
             if self._closed:  # perhaps since the append: no batch takes it
                 raise StoreClosed
             if not wait(WAIT_WITHIN):
-                raise self._failure or self._late()
+                # Without the traceback that it has, or it would grow with each caller.
+                raise (self._failure or self._late()).with_traceback(None)
         except BaseException:
             with suppress(ValueError):  # a batch has it
                 self._waiting.remove(entry)
@@ -118,7 +119,7 @@ class GroupCommit(Generic[Item]):
     # Methods of the threads of the store, which nothing interrupts.
 
     def close(self) -> None:
-        """Refuse all records that no batch has, and end the committers."""
+        """Refuse all records that no batch has, and tell the committers to end."""
         self._closed = True
         with suppress(IndexError):
             while True:
@@ -142,6 +143,8 @@ class GroupCommit(Generic[Item]):
             sync = None
             try:
                 sync = self._append(batch)
+                if sync is None:
+                    self._failure = None
             except BaseException as ex:
                 self._fail(batch, ex)
             if shares_turn := sync is not None and self._is_slow:

@@ -124,7 +124,8 @@ class PlantFile:
     def ping(self) -> None:
         with disk.unavailable(self._path), self._locked():
             self._catch_up()
-            # As long as a failed append, at its offset: the process may have a limit.
+            # To the lock file. As long as a failed append, at its offset: the process
+            # may have a limit.
             offset = self._index.end if self._failed_write else 0
             disk.try_write(self._path, self._fd, self._failed_write or 1, offset)
 
@@ -132,8 +133,7 @@ class PlantFile:
         """Release everything, when no thread of this process uses it any more."""
         self._closing.set()
         self._flusher.join()
-        with disk.unavailable(self._path), ExitStack() as release:
-            release.push(self._opened)
+        with disk.unavailable(self._path), self._opened:
             # On timeout another process is stuck: the index stays as after a kill.
             with suppress(StoreUnavailable), self._locked(CLOSE_WITHIN):
                 self._lock.closed = True  # nobody takes it after this
@@ -143,7 +143,7 @@ class PlantFile:
                     if end > self._index.synced:
                         disk.sync(self._fd, times=True)
                     self._index.synced = end
-                    self._index.close()
+                    self._index.close()  # first: the flush leaves the WAL mode
                     self._index.flush(is_last=True)
             with self._lock.mutex:  # wait for the thread that holds the lock
                 self._lock.closed = True
@@ -176,15 +176,15 @@ class PlantFile:
                 if entry.new:
                     offsets[plant.id] = end + len(buffer)
                     buffer += line
+            # A repeat acknowledges the plant that was written first, perhaps by another
+            # process, and so does a refusal. Both wait until it is synced.
+            if not buffer and latest < max(self._index.synced, self._index.mark):
+                return None
             if buffer:
                 data = bytes(buffer)
                 self._write(data, end)
                 # Written: the next holder of the lock reads it, also if this one dies.
                 self._index.enter(offsets, data)
-            # A repeat acknowledges the plant that was written first, perhaps by another
-            # process, and so does a refusal. Both wait until it is synced.
-            elif latest < max(self._index.synced, self._index.mark):
-                return None
         return partial(self._sync, end + len(buffer))
 
     def _write(self, data: bytes, end: int) -> None:
@@ -281,7 +281,7 @@ class PlantFile:
             except IndexDamaged as ex:
                 if new:
                     raise
-                reopen, new = True, reopen
+                reopen, new = True, reopen  # build it if it was opened again
                 text = '%s: the index is opened again: %s'
                 self._messages.append((text, self._path, ex))
 
@@ -290,7 +290,7 @@ class PlantFile:
         size = self._check_file().st_size
         index = self._index
         recovery.check_length(self._path, self._fd, size, index.end)
-        if not index.is_at_end():
+        if not index.tail_is_unchanged():
             raise IndexDamaged('the plant file was changed in place')
         offsets: dict[int, int] = {}
         # A look may move ``index.end`` to the mark. ``_read_on`` looks, too.
@@ -322,7 +322,7 @@ class PlantFile:
             )
             self._messages.append((text, self._path, torn.reason, side.name))
             size = torn.offset
-        self._index.know(size)
+        self._index.move_end(size)
         if size and not self._index.tail.endswith(b'\n'):
             self._write(b'\n', size)  # the last line is a record without its line feed
             self._index.enter({}, b'\n')

@@ -39,7 +39,6 @@ is in use may end a process (SIGBUS).
 Every method REQUIRES the lock of the plant file, unless it says otherwise.
 """
 
-import errno
 import os
 import sqlite3
 import sys
@@ -123,7 +122,7 @@ class Index:
             raise IndexDamaged('the plant file was changed while nobody had it open')
         if state.tail != zlib.crc32(self._read_tail(state.mark)):
             raise IndexDamaged('the plant file was changed in place')
-        self.know(state.mark)  # last: a table that is not believed knows no line
+        self.move_end(state.mark)  # last: a table that is not believed knows no line
         self.mark = state.mark
         self.reason = None
 
@@ -157,7 +156,7 @@ class Index:
             self.mark = mark
             self._recent = recent = {id: at for id, at in recent.items() if at >= mark}
             if mark > self.end:  # other processes have appended and flushed
-                self.know(mark)
+                self.move_end(mark)
         return found | {id: recent[id] for id in ids if id in recent}
 
     def _inodes(self) -> dict[str, int]:
@@ -167,12 +166,12 @@ class Index:
                 inodes[path] = os.stat(path).st_ino
         return inodes
 
-    def know(self, end: int) -> None:
+    def move_end(self, end: int) -> None:
         """Note that all ids up to an end are known."""
         self.end = end
         self.tail = self._read_tail(end)
 
-    def is_at_end(self) -> bool:
+    def tail_is_unchanged(self) -> bool:
         """Whether the bytes before ``end`` are still those that were there."""
         return self.tail == self._read_tail(self.end)
 
@@ -255,14 +254,14 @@ class Index:
             if not try_flock(lock.fileno()):
                 return False
             if not self._files.items() <= self._inodes().items():
-                raise OSError(errno.ESTALE, INDEX_REPLACED)
+                raise OSError(INDEX_REPLACED)
             with table.connect_for_writing(self._path) as connection:
                 mtime = None
                 if is_last and table.leave_wal(connection):
                     mtime = os.fstat(self._plants).st_mtime_ns
                 state = table.read_state(connection)
                 if state.inode != self._inode or state.mark < self.mark:
-                    raise OSError(errno.ESTALE, 'it belongs to another file')
+                    raise OSError('it belongs to another file, or is an older one')
                 # NOTE: before the copy: ids entered later are after this end. A sync
                 # may cover lines that this index has not read yet.
                 end = max(state.mark, min(self.synced, self.end))

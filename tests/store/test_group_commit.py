@@ -251,7 +251,13 @@ def test_interrupted_waiter_stops_no_other(quick_syncs):
 
 
 @pytest.mark.parametrize(
-    ('before', 'reason'), [('', 'late'), ('full', 'full'), ('full, sound', 'late')]
+    ('before', 'reason'),
+    [
+        ('', 'late'),
+        ('full', 'full'),
+        ('full, synced', 'late'),
+        ('full, without a sync', 'late'),
+    ],
 )
 def test_waiter_leaves_in_time(quick_syncs, monkeypatch, before, reason):
     """Who waits too long hears of the latest batch if it failed, and is not stored."""
@@ -260,6 +266,7 @@ def test_waiter_leaves_in_time(quick_syncs, monkeypatch, before, reason):
         for outcome in before.split(', '):
             is_full = outcome == 'full'
             commits.before_append = Mock(side_effect=full if is_full else None)
+            commits.choose = lambda batch: batch[0].item != 'without a sync'
             with contextlib.suppress(StoreUnavailable):
                 commits.submit(outcome)
         commits.batches.clear()
