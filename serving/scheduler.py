@@ -4,7 +4,6 @@ One thread serves all connections of a worker, each in a greenlet. Calls that bl
 sync, a database, a lock) run in other threads: nothing is monkey-patched.
 """
 
-from _thread import TIMEOUT_MAX
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -12,20 +11,14 @@ from typing import Any
 
 import gevent
 from gevent.hub import Waiter
-from gevent.lock import BoundedSemaphore
 from gevent.monkey import get_original
 from greenlet import getcurrent
 
-from store.scheduler import Result, Scheduler, Wait, Wake
-
-CALL_THREADS = 10  # how many calls may block at the same time
+from store.scheduler import Scheduler, Wait, Wake
 
 
 class GeventScheduler(Scheduler):
     """How greenlets wait in a store; its threads are never patched by gevent."""
-
-    def __init__(self) -> None:
-        self._room = BoundedSemaphore(CALL_THREADS)
 
     def start(self, function: Callable[[], object]) -> None:
         get_original('_thread', 'start_new_thread')(function, ())
@@ -49,12 +42,6 @@ class GeventScheduler(Scheduler):
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
         return Gathering(function).add
-
-    def call(
-        self, function: Callable[[], Result], *, within: float = TIMEOUT_MAX
-    ) -> Result:
-        with self._room:
-            return super().call(function, within=within)
 
 
 class Gathering:

@@ -68,7 +68,10 @@ def read_lines(fd: int, start: int, end: int, piece: int = 0) -> Iterator[Line]:
     for offset, chunk, stop in _chunks(fd, start, end, piece):
         for text in BytesIO(chunk):
             after = stop if len(text) == len(chunk) else offset + len(text)
-            yield _line(offset, after, text)
+            try:
+                yield Line(offset, after, text, record.decode(text), '')
+            except record.DamagedRecord as ex:
+                yield Line(offset, after, text, None, str(ex))
             offset = after
 
 
@@ -85,13 +88,6 @@ def plant_at(fd: int, offset: int, id: int) -> Plant:
     if plant is None or plant.id != id:
         raise IndexDamaged('an entry belongs to another file')
     return plant
-
-
-def _line(offset: int, end: int, text: bytes) -> Line:
-    try:
-        return Line(offset, end, text, record.decode(text), '')
-    except record.DamagedRecord as ex:
-        return Line(offset, end, text, None, str(ex))
 
 
 def read_plants(path: Path) -> Iterator[Plant]:

@@ -4,19 +4,14 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
-import gevent
 from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, table
 from machine import locked, paused
 from proxy import Proxy
 from server import REPOSITORY, Server, configured, request, wait_until
-
-from serving.scheduler import CALL_THREADS, GeventScheduler
-from store.testing.waiting import PATIENCE
 
 CROWD = 40  # requests; more than the worker's pool has threads
 READY = request('GET', '/readyz')
@@ -121,23 +116,6 @@ gevent.sleep(0.01)
 assert not call.ready()
 call.get()
 """
-
-
-def test_crowd_of_calls_is_no_crowd_of_threads():
-    """Calls that block wait for each other: only so many have a thread at a time."""
-    scheduler, gate, begun = GeventScheduler(), threading.Event(), []
-
-    def block():
-        begun.append(None)
-        gate.wait(PATIENCE)
-
-    calls = [gevent.spawn(scheduler.call, block) for _ in range(3 * CALL_THREADS)]
-    gevent.sleep(0)
-    wait_until(lambda: len(begun) >= CALL_THREADS)
-    assert len(begun) == CALL_THREADS
-    gate.set()
-    gevent.joinall(calls, raise_error=True)
-    assert len(begun) == len(calls)
 
 
 LEAVES_ITS_TURN = """
