@@ -26,7 +26,7 @@ master.install(lifecycle.before_run)
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
     workers = lifecycle.default_workers()
-# For each worker. A connection takes 13 to 168 KiB (docs/deploying.md) and no thread.
+# For each worker. A connection takes 9 to 168 KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000
 # For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
 if Path('/dev/shm').is_dir():
