@@ -143,7 +143,7 @@ def read_on(
         lines: list[tuple[int, int]] = []
         try:
             lines.extend(record.scan_ids(chunk, base))
-        except record.DamagedRecord as ex:  # the lines before it were entered
+        except record.DamagedRecord as ex:  # ``lines`` has those before it
             torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
             if torn is None:
                 # The damage is gone: a program that ignores the lock was here.
@@ -152,7 +152,7 @@ def read_on(
         count += len(lines)
         if count > MOST_BEHIND and index.reason is None:
             raise IndexDamaged('it is far behind the plant file')
-        found = index.learn(lines, ids)
+        found = index.learn(lines, ids)  # of all ``ids``, not only those in the chunk
         for id, offset in lines:
             first = found[id]
             if first != offset and plant_at(fd, first, id) != plant_at(fd, offset, id):
@@ -271,11 +271,10 @@ def _torn_tail(
     if line.offset == 0:
         check_ours(path, fd)
     reason = line.reason
+    is_lost = crashed and synced != UNKNOWN and _is_lost_block(fd, line)
     if line.offset < synced:
         reason = f'{reason}, and it was acknowledged'
-    elif (crashed and synced != UNKNOWN and _is_lost_block(fd, line)) or not any(
-        _may_be_plant(fd, other) for other in chain([line], lines)
-    ):
+    elif is_lost or not any(_may_be_plant(fd, it) for it in chain([line], lines)):
         if end - line.offset <= MOST_TORN:
             return line
         reason = f'{reason}, and more follows than an unfinished write can leave'
@@ -320,7 +319,8 @@ def _is_lost_block(fd: int, line: Line) -> bool:
         return False
     zeros_end = line.offset + zeros
     for data in pieces(fd, zeros_end, line.end):  # of a long line, too
-        zeros_end += len(data) - len(rest := data.lstrip(b'\0'))
+        rest = data.lstrip(b'\0')
+        zeros_end += len(data) - len(rest)
         if rest:
             break
     return zeros_end % BLOCK == 0

@@ -102,7 +102,7 @@ class Connection(psycopg.Connection[Any]):
         try:
             result = super().wait(gen, timeout=min(ANSWER_WITHIN, left))
         except errors._WaitTimeout as ex:
-            if self.timed_out:
+            if self.timed_out:  # the cancellation was not answered either
                 if self._is_cancelled and self.is_pooled:
                     words = 'the login was answered, and the statement was not'
                     raise Fault('pool', words) from ex
@@ -166,7 +166,8 @@ class Connection(psycopg.Connection[Any]):
         # NOTE: as one message of the simple protocol. A pipeline costs twice the CPU.
         cursor.execute(settings + statements, values)
         found = [result.fetchall() for result in cursor.results() if result.description]
-        return [row for rows in found[bool(settings) :] for row in rows]
+        rows_of_ours = found[1:] if settings else found
+        return [row for rows in rows_of_ours for row in rows]
 
     def _note(self, diagnostic: errors.Diagnostic) -> None:
         if diagnostic.source_file == 'syncrep.c':  # a trigger may raise its SQLSTATE
