@@ -53,22 +53,21 @@ class Gathering:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
-        self._asked = False  # since the last poll
-        loop = gevent.get_hub().loop
+        self._loop = loop = gevent.get_hub().loop
+        self._asked_in = 0  # an iteration of the loop, which has one poll
         # NOTE: not an idle watcher, which any client can delay, and which would gather
         # all connections in one batch, so that no other request is served meanwhile.
         self._check, self._idle = loop.check(), loop.idle()
         self._check.priority = loop.MINPRI
 
     def add(self) -> None:
-        self._asked = True
+        self._asked_in = self._loop.iteration
         if not self._check.active:
             self._check.start(self._polled)
             self._idle.start(lambda: None)  # so the loop does not sleep
 
     def _polled(self) -> None:
-        if self._asked:
-            self._asked = False
+        if 0 < self._asked_in == self._loop.iteration:  # libuv says -1
             return
         self._check.stop()
         self._idle.stop()
