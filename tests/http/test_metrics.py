@@ -1,16 +1,12 @@
 """``/metrics``: what it reports of one process."""
 
-import threading
-
 import pytest
 from conftest import Client
 from exchange import assert_error, parse_samples
-from server import PATIENCE, TOKEN
 from test_contract import FaultyStore
 
 from store import Plant, StoreUnavailable, __version__, open_store
 from store.memory import MemoryStore
-from web.tokens import TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
 REQUESTS = 'plants_request_seconds'
@@ -80,24 +76,18 @@ def test_durations_are_counted_in_buckets(client, serve, store):
     assert 0 < request_sample(samples, suffix='sum') < 10
 
 
-def test_requests_in_progress_are_counted(serve):
+def test_requests_in_progress_are_counted(client, store):
     """A request counts until it is answered or fails; the scrape itself is one."""
-    began, go_on = threading.Event(), threading.Event()
+    counts = []
 
-    class SlowStore(MemoryStore):
-        def add(self, plant):
-            began.set()
-            assert go_on.wait(PATIENCE)
-            raise RuntimeError
+    def add(plant):
+        counts.append(read_samples(client)['plants_requests_in_progress',])
+        raise RuntimeError
 
-    client = serve(SlowStore(), metrics=True)
-    thread = threading.Thread(target=client.add, args=[FERN])
-    thread.start()
-    assert began.wait(PATIENCE)
-    assert read_samples(client)['plants_requests_in_progress',] == 2
-    go_on.set()
-    thread.join(PATIENCE)
-    assert read_samples(client)['plants_requests_in_progress',] == 1
+    store.add = add
+    assert_error(client.add(FERN), 50000)
+    counts.append(read_samples(client)['plants_requests_in_progress',])
+    assert counts == [2, 1]
 
 
 def test_syncs_are_counted(serve, tmp_path):
@@ -125,19 +115,6 @@ def test_readiness_of_the_store_is_reported(fault, serve):
     assert samples['plant_store_build_info', ('version', __version__)] == 1
     for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
         assert samples[f'process_{name}',] > 0
-
-
-def test_failed_reloads_of_the_tokens_are_counted(serve, store, tmp_path, monkeypatch):
-    """Each broken version of the tokens file counts once."""
-    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
-    monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', 60)
-    path = tmp_path / 'tokens'
-    path.write_text(TOKEN)
-    client = serve(store, metrics=True, tokens=TokensFile(path))
-    assert read_samples(client)['plants_token_reload_failures_total',] == 0
-    path.write_text('more than two words\n')
-    for _ in range(2):
-        assert read_samples(client)['plants_token_reload_failures_total',] == 1
 
 
 def test_metrics_need_the_token(client, anonymous, serve, store):

@@ -5,8 +5,6 @@ import hmac
 import logging
 import os
 import threading
-import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -211,7 +209,7 @@ def test_bad_line_is_refused_by_its_number(line, words, path):
 
 @pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
 @pytest.mark.parametrize('scopes', [('', ' metrics'), (' metrics', '')])
-def test_token_with_two_scopes_is_refused(scopes, form, path, pass_a_second, caplog):
+def test_token_with_two_scopes_is_refused(scopes, form, path, always_checked, caplog):
     """A token of two scopes is refused with both lines: no line wins by its place."""
     first, second = (f'a {TOKEN}{scopes[0]}', f'b {form(TOKEN)}{scopes[1]}')
     tokens = TokensFile(path)
@@ -219,7 +217,6 @@ def test_token_with_two_scopes_is_refused(scopes, form, path, pass_a_second, cap
     sentence = f'^{path}: lines 2 and 4: one token, two scopes$'
     with pytest.raises(ValueError, match=sentence) as raised:
         TokensFile(path)
-    pass_a_second()
     assert tokens.find(OTHER) is None  # a running server keeps the tokens it has
     assert 'lines 2 and 4' in caplog.text
     assert_shows_no_token(str(raised.value) + caplog.text)
@@ -228,37 +225,10 @@ def test_token_with_two_scopes_is_refused(scopes, form, path, pass_a_second, cap
 
 
 @pytest.fixture
-def pass_a_second(monkeypatch):
-    """Return a function that advances the clock of the service by a second."""
-    now = time.monotonic()
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(tokens_module, 'time', clock)
+def always_checked(monkeypatch):
+    """Look at the tokens file at every request, and wait for it."""
+    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
     monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', PATIENCE)
-
-    def pass_a_second():
-        nonlocal now
-        now += 1
-
-    return pass_a_second
-
-
-def test_tokens_are_rotated(path, pass_a_second, caplog):
-    """A token is added, both are accepted, and the old one is removed."""
-    caplog.set_level(logging.INFO, 'plants')
-    client = serve_tokens(TokensFile(path))
-
-    def values():
-        return [value_of(client, f'Bearer {token}') for token in (TOKEN, OTHER)]
-
-    assert values() == [200, 40101]
-    path.write_text(f'old {TOKEN}\nnew {sha256(OTHER)}  # from May on\n')
-    pass_a_second()
-    assert values() == [200, 200]
-    assert 'tokens that are accepted now: 2' in caplog.text
-    path.write_text(f'new {OTHER}\n')
-    pass_a_second()
-    assert values() == [40101, 200]
-    assert_shows_no_token(caplog.text)
 
 
 def rename(path, text):
@@ -281,16 +251,15 @@ def overwrite(path, text):
 
 
 @pytest.mark.parametrize('replace', [rename, overwrite])
-def test_replaced_tokens_file_is_read(replace, path, pass_a_second):
+def test_replaced_tokens_file_is_read(replace, path, always_checked):
     """A token that was replaced is refused, whatever size and time the file has."""
     tokens = TokensFile(path)
     replace(path, f'new {TOKEN[::-1]}\n')
-    pass_a_second()
     assert tokens.find(TOKEN) is None
     assert tokens.find(TOKEN[::-1]) == Token('new')
 
 
-def test_tokens_file_that_is_replaced_during_a_read(path, pass_a_second, monkeypatch):
+def test_tokens_file_that_is_replaced_during_a_read(path, always_checked, monkeypatch):
     """It is read again, after the first reading and after a later one."""
     texts, read_file = [OTHER, TOKEN[::-1]], tokens_module.read_file
 
@@ -302,9 +271,8 @@ def test_tokens_file_that_is_replaced_during_a_read(path, pass_a_second, monkeyp
 
     monkeypatch.setattr(tokens_module, 'read_file', read_too_early)
     tokens = TokensFile(path)
-    for accepted in TOKEN, TOKEN[::-1], OTHER:
-        assert tokens.find(accepted)
-        pass_a_second()
+    assert tokens.find(TOKEN[::-1])
+    assert tokens.find(OTHER)
 
 
 DAMAGE = {
@@ -321,29 +289,39 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize('damage', DAMAGE)
-def test_broken_tokens_file_keeps_the_old_tokens(damage, path, pass_a_second, caplog):
-    """A tokens file that cannot be used changes nothing, and is logged once."""
-    client = serve_tokens(TokensFile(path))
+def test_broken_tokens_file_keeps_the_old_tokens(damage, path, always_checked, caplog):
+    """A tokens file that cannot be used changes nothing; it is logged and counted."""
+    caplog.set_level(logging.INFO, 'plants')
+    client = serve_tokens(TokensFile(path), metrics=True)
     DAMAGE[damage](path)
     for _ in range(3):
-        pass_a_second()
         assert value_of(client, f'Bearer {TOKEN}') == 200
         assert value_of(client, f'Bearer {OTHER}') == 40101
-    (record,) = [record for record in caplog.records if record.name == 'plants']
-    assert record.levelno == logging.ERROR
-    assert str(path) in record.getMessage()
-    assert_shows_no_token(caplog.text)
+    (level,) = [line.levelno for line in caplog.records if str(path) in line.message]
+    assert level == logging.ERROR
     if path.is_dir():
         path.rmdir()
     path.unlink(missing_ok=True)
     path.write_text(f'new {OTHER}\n')
-    pass_a_second()
     assert value_of(client, f'Bearer {OTHER}') == 200
     assert value_of(client, f'Bearer {TOKEN}') == 40101
+    assert 'tokens that are accepted now: 1' in caplog.text
+    assert_shows_no_token(caplog.text)
+    metrics = client.get('/metrics', headers={'Authorization': f'Bearer {OTHER}'})
+    assert 'plants_token_reload_failures_total 1.0\n' in metrics.text
+
+
+def test_tokens_file_is_not_looked_at_for_each_request(path, monkeypatch):
+    """Only one request every half a second pays for it."""
+    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', PATIENCE)
+    tokens = TokensFile(path)
+    path.unlink()
+    path.write_text(OTHER)
+    assert tokens.find(TOKEN)
 
 
 def test_requests_go_on_while_the_tokens_file_does_not_answer(
-    path, pass_a_second, monkeypatch
+    path, always_checked, monkeypatch
 ):
     """One thread at a time waits for a file on a dead mount; then it is read."""
     assert WITHIN < 1
@@ -359,7 +337,6 @@ def test_requests_go_on_while_the_tokens_file_does_not_answer(
 
     tokens._path = mock.Mock(wraps=path, stat=stat)
     for _ in range(20):
-        pass_a_second()
         assert tokens.find(TOKEN)
     assert len(waiting) == 1
     assert waiting[0].daemon, 'the process could not end'
