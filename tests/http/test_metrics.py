@@ -3,10 +3,9 @@
 import pytest
 from conftest import Client
 from exchange import assert_error, parse_samples
-from test_contract import FaultyStore
+from test_contract import faulty_store
 
 from store import Plant, StoreUnavailable, __version__, open_store
-from store.memory import MemoryStore
 
 FERN = {'id': 1, 'name': 'Fern'}
 REQUESTS = 'plants_request_seconds'
@@ -109,8 +108,7 @@ def test_syncs_are_counted(serve, tmp_path):
 @pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])
 def test_readiness_of_the_store_is_reported(fault, serve):
     """The store is ready or not; version, CPU time, memory and files are measured."""
-    store = MemoryStore() if fault is None else FaultyStore(fault)
-    samples = read_samples(serve(store, metrics=True))
+    samples = read_samples(serve(faulty_store(fault), metrics=True))
     assert samples['plants_store_ready',] == (fault is None)
     assert samples['plant_store_build_info', ('version', __version__)] == 1
     for name in ('cpu_seconds_total', 'resident_memory_bytes', 'open_fds'):
