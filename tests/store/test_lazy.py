@@ -8,49 +8,21 @@ import pytest
 from disk import Gate, assert_raise
 
 from store import THREADS, Plant, StoreClosed, StoreUnavailable, lazy
-from store.lazy import LazyStore
+from store.lazy import Backend, LazyStore
 from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 
 
-class Backend:
-    """The backend of the stores in these tests; notes how it is used."""
-
-    def __init__(self):
-        self.pings = 0  # that have ended
-        self.now = self.most = 0  # pings that run at once
-        self.before_ping = lambda: None
-        self.added = []
-        self.closed = 0
-
-    def append(self, batch):
-        self.added += [entry.item for entry in batch]
-
-    def ping(self):
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            self.before_ping()
-        finally:
-            self.now -= 1
-            self.pings += 1
-
-    def close(self):
-        self.closed += 1
-
-    def abandon(self):
-        pass
-
-
 class Store(LazyStore):
-    """A lazy store that opens ``Backend`` objects."""
+    """A lazy store whose backends add plants to a list."""
 
     __iter__ = None
 
     def __init__(self):
         super().__init__('test')
         self.opened = []
+        self.added = []
         self.before_open = lambda: None
 
     def _record(self, plant):
@@ -58,8 +30,11 @@ class Store(LazyStore):
 
     def _open_backend(self):
         self.before_open()
-        self.opened.append(Backend())
+        self.opened.append(Mock(Backend, append=self._append))
         return self.opened[-1]
+
+    def _append(self, batch):
+        self.added += [entry.item for entry in batch]
 
 
 @pytest.fixture
@@ -83,7 +58,7 @@ def test_concurrent_first_uses_open_it_once(store, monkeypatch):
     others = store.ping, lambda: store.add_many([FERN])
     in_threads(*adds, *others, lambda: gate.wait_for() or gate.open())
     [backend] = store.opened
-    assert (backend.added, backend.pings) == ([FERN] * 5, 1)
+    assert (store.added, backend.ping.call_count) == ([FERN] * 5, 1)
 
 
 def test_child_forked_while_another_thread_opens(store):
@@ -106,9 +81,9 @@ def test_pings_are_shared(store, error):
     [backend] = store.opened
     gate, raised = Gate(), []
 
-    def end():
+    def ping():
         gate()
-        if backend.pings and error:
+        if backend.ping.call_count == 2 and error:
             raise error
 
     def ask():
@@ -119,15 +94,15 @@ def test_pings_are_shared(store, error):
 
     def release():
         wait_until(lambda: len(store._process().pings._waiting) == 7)
+        assert len(gate.held) == 1
         gate.open()
 
-    backend.before_ping = end
+    backend.ping.side_effect = ping
     in_threads(ask, *[lambda: gate.wait_for() or ask()] * 7, release)
-    assert (backend.most, backend.pings) == (1, 2)
+    assert backend.ping.call_count == 2
     assert len(raised) == (7 if error else 0)
     if isinstance(error, StoreUnavailable):
         assert raised == [error] * 7
-    backend.before_ping = lambda: None
     store.ping()
 
 
@@ -155,9 +130,9 @@ def test_close_waits_for_no_opening_that_hangs(store, monkeypatch):
         gate.open()
 
     in_threads(add, close)
-    wait_until(lambda: store.opened and store.opened[0].closed)
+    wait_until(lambda: store.opened and store.opened[0].close.called)
     store.close()
-    assert (store.opened[0].closed, store.opened[0].added) == (1, [])
+    assert (store.opened[0].close.call_count, store.added) == (1, [])
 
 
 def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
@@ -166,8 +141,8 @@ def test_caller_that_waits_too_long_hears_for_what(store, monkeypatch):
     store.before_open = gate = Gate()
     assert_raise(StoreUnavailable, store.ping, match='^test: .* is being opened')
     gate.open()
-    wait_until(lambda: store.opened and store.opened[0].pings)
-    store.opened[0].before_ping = gate = Gate()
+    wait_until(lambda: store.opened and store.opened[0].ping.called)
+    store.opened[0].ping.side_effect = gate = Gate()
     assert_raise(StoreUnavailable, store.ping, match='did not answer in time')
     gate.open()
 
@@ -189,7 +164,7 @@ def test_without_threads_it_refuses_and_closes(store, monkeypatch):
     assert_raise(StoreUnavailable, *uses, match='^no thread can be started: can')
     store.add_many([FERN])
     store.close()
-    assert store.opened[0].closed == 1
+    store.opened[0].close.assert_called_once()
     monkeypatch.undo()
     fresh, threads = Store(), len(sys._current_frames())
     fresh.close()
