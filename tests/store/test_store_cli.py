@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from disk import Fault, append, assert_raise, failing, files, fill, open_paths
@@ -19,6 +20,7 @@ from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.__main__ import main
 from store.jsonl import record
 from store.jsonl.repair import Verified, verify
+from store.memory import MemoryStore
 from store.testing.waiting import PATIENCE
 
 FERN = b'{"id":1,"name":"Fern"}\n'
@@ -38,18 +40,14 @@ DAMAGE = {
 }
 
 
-def url(path):
-    """Return the URL of a plant file."""
-    return f'jsonl:{path}'
-
-
 class TestList:
     def test_list_prints_records(self, path, run):
         """It prints every plant as a record, or their number, and changes nothing."""
         path.write_bytes(FERN + b' ' + MOSS + IVY)
-        assert run('list', url(path)) == (0, FERN + MOSS + IVY, [])
-        assert run('count', url(path)) == (0, b'3\n', [])
+        assert run('list', path) == (0, FERN + MOSS + IVY, [])
+        assert run('count', path) == (0, b'3\n', [])
         assert run('count', 'memory:') == (0, b'0\n', [])
+        assert run('copy', 'memory:', 'memory:')[0] == 0
         assert files(path) == {path.name: FERN + b' ' + MOSS + IVY}
 
     def test_no_name_commands_a_terminal(self, path, run):
@@ -58,16 +56,16 @@ class TestList:
             map(chr, [*range(1, 32), *range(127, 160), 0x2028, 0x202E, 0x2066])
         )
         named = Plant(1, f'<{controls}>', controls)
-        with open_store(url(path)) as store:
+        with open_store(f'jsonl:{path}') as store:
             store.add(named)
-        code, listed, _ = run('list', url(path))
+        code, listed, _ = run('list', path)
         assert (code, record.decode(listed)) == (0, named)
         other = path.with_name('other\x1b\x9b\udcff.jsonl')  # a byte, not a character
         other.write_bytes(FERN)
-        _, copied, _ = run('copy', url(path), url(other))
+        _, copied, _ = run('copy', path, other)
         other.write_bytes(FERN + b'?\n' + MOSS)
-        _, checked, _ = run('check', url(other))
-        missing = run('list', url(other) + '-missing')[2][0]
+        _, checked, _ = run('check', other)
+        missing = run('list', f'{other}-missing')[2][0]
         for output in listed.decode(), copied.decode(), os.fsdecode(checked), missing:
             assert not set(output.replace('\n', '')) & set(controls)
 
@@ -75,9 +73,9 @@ class TestList:
     def test_torn_tail_is_cut_off_while_it_reads(self, path, caplog, torn):
         """A server may cut the torn tail off and append while the file is read."""
         path.write_bytes(FERN + MOSS + b'{"id":3,"name":"Iv"}}\n')
-        reading = iter(open_store(url(path)))
+        reading = iter(open_store(f'jsonl:{path}'))
         assert next(reading) == Plant(1, 'Fern')
-        with open_store(url(path)) as store:
+        with open_store(f'jsonl:{path}') as store:
             store.add(Plant(3, 'Ivy'))
         append(path, torn)
         caplog.clear()
@@ -125,7 +123,7 @@ class TestCheck:
             path.write_bytes(text)
             before = path.stat()
             verified = b'%d plants verified, no damage\n' % text.count(b'\n')
-            assert run('check', *options, url(path)) == (0, verified, [])
+            assert run('check', *options, path) == (0, verified, [])
             assert files(path) == {path.name: text}
             assert path.stat().st_ino == before.st_ino
 
@@ -134,7 +132,7 @@ class TestCheck:
         """It names each damaged line, its place and its fault, and changes nothing."""
         text = FERN + damage + MOSS + damage + b'{"id":'
         path.write_bytes(text)
-        code, output, errors = run('check', url(path))
+        code, output, errors = run('check', path)
         *found, summary = output.decode().splitlines()
         assert (code, errors) == (1, [])
         offsets = [len(FERN), len(FERN + damage + MOSS), len(text) - len(b'{"id":')]
@@ -179,7 +177,7 @@ def test_file_of_something_else_is_refused(path, run, content, had_plants):
         code, output, errors = run('copy', source, target)
         assert (code, errors) == (1, [error])
         assert output == b'copied: 0, already there: 0, conflicting: 0\n'
-    with open_store(url(path), create='always') as store:
+    with open_store(f'jsonl:{path}', create='always') as store:
         assert_raise(StoreUnavailable, store.check_opening, store.ping, match=reason)
     assert files(path) == before
 
@@ -235,7 +233,7 @@ class TestRepair:
                 (sound if first == plant else damaged).append(line)
         path.write_bytes(b''.join(lines) + torn)
         is_foreign = lines and lines[0] != DAMAGE['zeros'] and not plants
-        assert main(['check', '--repair', url(path)]) == int(bool(is_foreign))
+        assert main(['check', '--repair', str(path)]) == int(bool(is_foreign))
         if is_foreign:
             assert files(path) == {path.name: b''.join(lines) + torn}
             return
@@ -243,22 +241,24 @@ class TestRepair:
         sides = [side.read_bytes() for side in directory.glob('*.damaged-*')]
         assert sides == [b''.join(damaged)] * bool(damaged)
         assert len(list(directory.iterdir())) == 1 + bool(damaged)
-        assert main(['check', url(path)]) == 0
-        with open_store(url(path)) as store:
+        assert main(['check', str(path)]) == 0
+        with open_store(f'jsonl:{path}') as store:
             for plant in plants.values():
                 store.add(plant)
                 with pytest.raises(IdTaken):
                     store.add(plant._replace(tag='another'))
 
     def test_repair_reports_what_it_moved(self, path, run):
-        """It names the lines and a new side file; the file keeps its mode and owner."""
+        """It names the lines and a new side file; links, mode and owner stay."""
+        link = path.with_name('link')
+        link.symlink_to(path)
         path.touch(0o640)
         if os.getuid() == 0:
             os.chown(path, 12345, 23456)
         before = path.stat()
         for number in 1, 2:
             path.write_bytes(FERN + b'%d\n' % number + MOSS)
-            code, output, errors = run('check', '--repair', url(path))
+            code, output, errors = run('check', '--repair', link)
             moved, summary = output.decode().splitlines()
             assert (code, errors) == (0, [])
             assert f'line 2 (byte {len(FERN)})' in moved
@@ -267,39 +267,31 @@ class TestRepair:
         after = path.stat()
         assert oct(after.st_mode) == oct(before.st_mode)
         assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
+        assert link.readlink() == path
+        link.unlink()
         assert files(path) == {
             path.name: FERN + MOSS,
             f'{path.name}.damaged-1': b'1\n',
             f'{path.name}.damaged-2': b'2\n',
         }
 
-    def test_repair_follows_a_link(self, path, run):
-        """The target of a symbolic link is repaired, and the link stays."""
-        (path.parent / 'data').mkdir()
-        real = path.parent / 'data' / 'real.jsonl'
-        real.write_bytes(FERN + b'?\n' + MOSS)
-        path.symlink_to(real)
-        assert run('check', '--repair', url(path))[0] == 0
-        assert path.is_symlink()
-        assert real.read_bytes() == FERN + MOSS
-
     def test_server_refuses_after_a_repair(self, path, run):
         """After a repair a server refuses until it opens the file again."""
-        with open_store(url(path)) as store:
+        with open_store(f'jsonl:{path}') as store:
             store.add(Plant(1, 'Fern'))
             append(path, b'?\n' + MOSS)
-            code, output, _ = run('check', '--repair', url(path))
+            code, output, _ = run('check', '--repair', path)
             assert code == 0
             assert output.endswith(b'; reload the server if it runs\n')
             uses = store.ping, lambda: store.add(Plant(3, 'Ivy'))
             assert_raise(StoreUnavailable, *uses, match='replaced by another')
-        with open_store(url(path)) as store:
+        with open_store(f'jsonl:{path}') as store:
             store.add(Plant(3, 'Ivy'))
             assert [plant.id for plant in store] == [1, 2, 3]
 
     def test_check_blocks_no_add(self, path):
         """A check of a file in use takes the lock for a moment, not for as long."""
-        with open_store(url(path)) as store:
+        with open_store(f'jsonl:{path}') as store:
             store.add(Plant(1, 'Fern'))
 
             def progress(lines):
@@ -328,7 +320,7 @@ class TestRepair:
                 disk.named = False
 
         disk.before, disk.named = before, True
-        assert run('check', '--repair', url(path))[0] == 0
+        assert run('check', '--repair', path)[0] == 0
         assert path.read_bytes() == FERN
         assert disk.named
 
@@ -341,7 +333,7 @@ class TestRepair:
 
         path.write_bytes(FERN + b'?\n')
         disk.rename = rename
-        assert run('check', '--repair', url(path))[0] == 130
+        assert run('check', '--repair', path)[0] == 130
         assert files(path) == {path.name: FERN, f'{path.name}.damaged-1': b'?\n'}
 
     @pytest.mark.parametrize('call', ['pwrite', 'fsync', 'rename'])
@@ -351,7 +343,7 @@ class TestRepair:
         path.write_bytes(text)
         for nth in range(1, 20):
             disk.before = Fault(call, nth, failing(errno.ENOSPC))
-            code, _, errors = run('check', '--repair', url(path))
+            code, _, errors = run('check', '--repair', path)
             if not disk.before.reached:
                 break
             there = files(path)
@@ -410,7 +402,7 @@ class TestUsage:
     def test_missing_store_is_not_made(self, tmp_path, run, command, name):
         """A store that does not exist is an error, and is not made."""
         (tmp_path / 'file').touch()
-        code, output, errors = run(*command.split(), url(tmp_path / name))
+        code, output, errors = run(*command.split(), tmp_path / name)
         assert (code, output) == (1, b'')
         assert errors[-1].startswith(f'Error: {tmp_path / name}: ')
         assert [entry.name for entry in tmp_path.iterdir()] == ['file']
@@ -453,7 +445,7 @@ class TestOutput:
 
     def test_reader_that_stops_is_no_error(self, path):
         """The reader of the output may close it early, as head does."""
-        with command('list', url(path)) as process:
+        with command('list', path) as process:
             first = process.stdout.readline()
             process.stdout.close()
             errors = process.stderr.read()
@@ -461,24 +453,16 @@ class TestOutput:
         assert first == b'{"id":0,"name":"Fern"}\n'
         assert errors == b''
 
-    @pytest.fixture
-    def unread(self):
-        """The end of a pipe that nobody reads."""
-        reader, writer = os.pipe()
-        os.close(reader)
-        return writer
-
-    def test_damage_is_not_hidden_without_a_reader(self, path, unread):
-        """A closed pipe does not hide damage from a check."""
-        path.write_bytes(b'?\n' * 1000 + FERN)
-        assert run_into(unread, 'check', path) == (1, '')
-
-    def test_copy_goes_on_without_a_reader(self, path, unread):
-        """A closed pipe, which all conflicts would fill, ends no copy."""
-        target = path.with_name('target.jsonl')
+    def test_output_without_a_reader(self, path):
+        """A closed pipe ends no copy, which lists each conflict, and no check."""
+        target, damaged = path.with_name('target.jsonl'), path.with_name('damaged')
         target.write_bytes(path.read_bytes().replace(b'Fern', b'Moss'))
         append(path, b'{"id":-1,"name":"Ivy"}\n')
-        assert run_into(unread, 'copy', path, target) == (1, '')
+        damaged.write_bytes(b'?\n' * 1000 + FERN)
+        for arguments in ('copy', path, target), ('check', damaged):
+            reader, writer = os.pipe()
+            os.close(reader)
+            assert run_into(writer, *arguments) == (1, '')
         assert target.read_bytes().endswith(b'{"id":-1,"name":"Ivy"}\n')
 
     @pytest.mark.parametrize(
@@ -501,7 +485,16 @@ class TestOutput:
         """An output that cannot be written is an error of one line."""
         full = os.open('/dev/full', os.O_WRONLY)
         error = f'Error: the output: {os.strerror(errno.ENOSPC)}\n'
-        assert run_into(full, name, url(path)) == (1, error)
+        assert run_into(full, name, path) == (1, error)
+
+    @pytest.mark.parametrize('number', [errno.EPIPE, errno.ENOSPC])
+    def test_error_of_a_store_is_none_of_the_output(self, run, monkeypatch, number):
+        """An error of the system in a store is no error of the output."""
+        lost = OSError(number, 'lost')
+        monkeypatch.setattr(MemoryStore, '__iter__', Mock(side_effect=lost))
+        with pytest.raises(OSError, match='lost') as caught:
+            run('list', 'memory:')
+        assert caught.value is lost
 
 
 def run_into(output, *arguments):
