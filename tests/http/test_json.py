@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import Client
 from exchange import assert_error
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft4Validator, Draft202012Validator
 from jsonschema.validators import extend
@@ -181,13 +181,7 @@ FAULTS = {
         r'tag: "\u0000" does not match "^[^\u0000]*$"',
     ],
     '[]': ['body: [] is not an object'],
-    # Long input is cut.
-    '{"id":1,"name":["' + 'x' * 50_000 + '"]}': [
-        'name: ["' + 'x' * 58 + '... is not a string',
-    ],
-    '{"id":1,"name":"' + 'x' * 50_000 + r'\u0000"}': [
-        'name: "' + 'x' * 59 + r'... does not match "^[^\u0000]*$"',
-    ],
+    f'{{"id":1,"name":{"1" * 999}}}': [f'name: {"1" * 60}... is not a string'],
 }
 
 
@@ -245,9 +239,6 @@ def test_rule_of_an_operator_holds_and_is_named(
     assert list(store) == [Plant(**FERN)]
 
 
-INTEGER = {'type': 'integer'}
-
-
 @pytest.mark.parametrize('rule', [{'uniqueItems': True}, {'const': [1]}], ids=str)
 def test_rule_that_compares_values_has_a_bound(rule, edit_schema, serve, store):
     """200 levels are read where a rule compares values, too."""
@@ -256,29 +247,6 @@ def test_rule_that_compares_values_has_a_bound(rule, edit_schema, serve, store):
     soil = b'[%s,1]' % SHAPES['arrays'](197)
     answer = client.send(b'{"id":1,"name":"Fern","soil":[%s,%s]}' % (soil, soil))
     assert_error(answer, 40005)
-
-
-@pytest.mark.parametrize(
-    'rule',
-    [
-        INTEGER,
-        {'type': ['integer', 'null']},
-        {'anyOf': [INTEGER, {'type': 'string'}]},
-        {'not': {'not': INTEGER}},
-        {'$id': 'Size.json', '$defs': {'size': INTEGER}, '$ref': '#/$defs/size'},
-    ],
-    ids=str,
-)
-def test_integer_is_a_literal_in_every_rule(rule, edit_schema, serve, store):
-    """A number with a fraction or an exponent is no integer, whatever the rule is."""
-    edit_schema('Plant', lambda schema: schema['properties'].update(size=rule))
-    client = serve(store)
-    body = b'{"id": 1, "name": "Fern", "size": %s}'
-    for literal in (b'1.0', b'1e0', b'1e300', b'1e999'):
-        message = assert_error(client.send(body % literal), 40005)
-        assert message.startswith('size: ')
-    for literal in (b'1', b'9' * 400):
-        assert client.send(body % literal).status_int == 200
 
 
 @pytest.mark.parametrize(
@@ -302,14 +270,12 @@ def test_broken_schema_stops_the_start(change, edit_schema, serve, store):
     assert '\n' not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    'reference',
-    ['Plant.json', '#', 'Plant.json#/properties/name', '#pot', 'pots/Pot.json'],
-)
-def test_valid_reference_is_accepted(reference, edit_schema, serve, store):
+def test_valid_reference_is_accepted(edit_schema, serve, store):
     """A reference may be to a file, a place in it, an anchor or an embedded schema."""
     pot = {'$id': 'pots/Pot.json', 'items': {'$ref': '../Plant.json'}}
-    members = {'pot': {'$ref': reference}, 'pots': pot, 'size': {'$anchor': 'pot'}}
+    members = {'pots': pot, 'size': {'$anchor': 'pot'}}
+    for place in 'Plant.json', '#', 'Plant.json#/properties/name', '#pot', pot['$id']:
+        members[place] = {'$ref': place}
     edit_schema('NewPlant', lambda schema: schema['properties'].update(members))
     assert serve(store).add(FERN).status_int == 200
 
@@ -362,12 +328,14 @@ def test_only_new_plants_are_accepted(forgetful_client, value, escaped):
         assert_error(response, 40005)
 
 
+INTEGER = {'type': 'integer'}
 RULES = [
     *[{'maxLength': 2}, {'enum': ['', '0', 1, 0.5]}, {'not': {'const': ''}}],
-    *[{'multipleOf': 0.5, 'maximum': 2**40}, {'items': {'type': 'integer'}}],
-    {'type': ['integer', 'array', 'null']},
-    {'type': ['integer', 'number']},
-    {'anyOf': [{'maxLength': 1}, {'const': 7}]},
+    *[{'multipleOf': 0.5, 'maximum': 2**40}, {'items': INTEGER}],
+    *[{'type': ['integer', 'array', 'null']}, {'type': ['integer', 'number']}],
+    *[{'anyOf': [{'maxLength': 1}, {'const': 7}]}, INTEGER, {'not': {'not': INTEGER}}],
+    {'anyOf': [INTEGER, {'type': 'string'}]},
+    {'$id': 'Size.json', '$defs': {'size': INTEGER}, '$ref': '#/$defs/size'},
 ]
 
 
@@ -381,6 +349,9 @@ def test_rule_means_what_jsonschema_says(rule, edit_schema):
 
     @settings(max_examples=20)
     @given(x=VALUES)
+    @example(x=1.0)
+    @example(x=1e300)
+    @example(x=10**300)
     def check(x):
         try:
             schema.read(json.dumps({**FERN, 'x': x}).encode())
