@@ -9,6 +9,7 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support import expected_conditions as expected
 from selenium.webdriver.support.ui import WebDriverWait
 from server import PATIENCE, TOKEN, installed
 from test_embedding import served_by_waitress
@@ -109,12 +110,8 @@ class Page:
 
     def find(self, selector):
         """Wait until a CSS selector finds a visible element, and return it."""
-
-        def shown(browser):
-            elements = browser.find_elements(By.CSS_SELECTOR, selector)
-            return next(filter(lambda element: element.is_displayed(), elements), None)
-
-        return WebDriverWait(self._browser, PATIENCE, 0.1).until(shown, selector)
+        shown = expected.visibility_of_any_elements_located((By.CSS_SELECTOR, selector))
+        return WebDriverWait(self._browser, PATIENCE, 0.1).until(shown, selector)[0]
 
     def authorize(self, token):
         self.find('.auth-wrapper .authorize').click()
