@@ -132,9 +132,7 @@ class TestExample:
 
     @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
     @table('test, fault, methods', BROKEN)
-    def test_its_tests_find_a_broken_promise(
-        self, site, tmp_path, test, fault, methods
-    ):
+    def test_its_tests_find_broken_promises(self, site, tmp_path, test, fault, methods):
         """A test of the kit fails; pytest shows its promise, the docstring."""
         source = 'from plants_in_sqlite import *\nclass Broken(SQLiteStore):' + methods
         install(site, 'broken', {'broken': 'broken:Broken'}, source)

@@ -38,6 +38,8 @@ DAMAGE = {
     'no-record': b'{"id":"4","name":"Oak"}\n',
     'id-taken': OTHER_FERN,
 }
+# Sound records, a repeat, rivals with the same id, and lines that are no records.
+LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
 
 
 class TestList:
@@ -52,9 +54,8 @@ class TestList:
 
     def test_no_name_commands_a_terminal(self, path, run):
         """Control characters are escaped in each output, which still has the plants."""
-        controls = ''.join(
-            map(chr, [*range(1, 32), *range(127, 160), 0x2028, 0x202E, 0x2066])
-        )
+        codes = [*range(1, 32), *range(127, 160), 0x2028, 0x202E, 0x2066]
+        controls = ''.join(map(chr, codes))
         named = Plant(1, f'<{controls}>', controls)
         with open_store(f'jsonl:{path}') as store:
             store.add(named)
@@ -182,24 +183,13 @@ def test_file_of_something_else_is_refused(path, run, content, had_plants):
     assert files(path) == before
 
 
-# Sound records, a repeat, rivals with the same id, and lines that are no records.
-LINES = [FERN, MOSS, IVY, BY_HAND, OTHER_FERN, *DAMAGE.values()]
-
-
 def test_check_of_many_repeats_reads_little(path, monkeypatch):
     """A check does not read the whole file again for each repeated line or id."""
     lines = [b'{"id":%d,"name":"%s"}\n' % (id, b'Fern' * 20) for id in range(8000)]
     others = [line.replace(b'Fern', b'Moss') for line in lines[:100]]
     path.write_bytes(b''.join([*lines, *lines[:100], *others]))
-    sizes = []
-    read = os.pread
-
-    def note(fd, size, offset):
-        data = read(fd, size, offset)
-        sizes.append(len(data))
-        return data
-
-    monkeypatch.setattr(os, 'pread', note)
+    read = Mock(wraps=os.pread)
+    monkeypatch.setattr(os, 'pread', read)
     found = verify(path)
     text = path.read_bytes()
     assert list(found.damaged) == [
@@ -209,6 +199,7 @@ def test_check_of_many_repeats_reads_little(path, monkeypatch):
     ]
     # The file once, once more for the line numbers, and some KiB for each look-up.
     look_ups = 2 * 200
+    sizes = [size for (_, size, _), _ in read.call_args_list]
     assert 0 < sum(sizes) < 2 * path.stat().st_size + (look_ups + 100) * 8192
 
 
