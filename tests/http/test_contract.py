@@ -138,30 +138,25 @@ LADDER = [
 ]
 
 
-@pytest.mark.parametrize('step', range(len(LADDER)), ids=lambda step: LADDER[step][0])
-def test_first_fault_in_the_order_of_checks_is_answered(step, serve, store, tmp_path):
+def test_first_fault_in_the_order_of_checks_is_answered(serve, store, tmp_path):
     """Of several faults the first is answered; no body is read after a bad head."""
-    request = {'token': None, 'path': '/nowhere', 'method': 'PUT', 'type': 'x/y'}
-    request['body'] = UnreadableBody()
-    for _, better in LADDER[: step + 1]:
-        request |= better
     path = tmp_path / 'tokens'
     path.write_text('right\nprometheus for-metrics metrics')
     client = serve(store, tokens=TokensFile(path))
-    client.authorization = request['token'] and ('Bearer', request['token'])
     store.add(Plant(**FERN))
-    length = len(request['body'].getvalue())
-    response = client.request(
-        request['path'],
-        method=request['method'],
-        headers={'Content-Type': request['type'], 'Content-Length': str(length)},
-        environ={'wsgi.input': request['body']},
-    )
-    assert_error(response, LADDER[step][0])
-
-
-# Some that Falcon knows, some that it does not, and two that it treats in its own way.
-METHODS = ['PUT', 'TRACE', 'BREW', 'post', 'OPTIONS', 'WEBSOCKET']
+    request = {'token': None, 'path': '/nowhere', 'method': 'PUT', 'type': 'x/y'}
+    request['body'] = UnreadableBody()
+    for value, better in LADDER:
+        request |= better
+        client.authorization = request['token'] and ('Bearer', request['token'])
+        length = len(request['body'].getvalue())
+        response = client.request(
+            request['path'],
+            method=request['method'],
+            headers={'Content-Type': request['type'], 'Content-Length': str(length)},
+            environ={'wsgi.input': request['body']},
+        )
+        assert_error(response, value)
 
 
 @pytest.mark.parametrize('path', ['/plants', *PUBLIC])
@@ -171,7 +166,8 @@ def test_other_method_is_40500(path, client):
     others, allowed = ['POST'], 'GET, HEAD'
     if path == '/plants':
         others, allowed = ['GET', 'HEAD'], 'POST'
-    for method in (*others, *METHODS):
+    # Falcon knows some of these, and treats the last two in its own way.
+    for method in (*others, 'PUT', 'TRACE', 'BREW', 'post', 'OPTIONS', 'WEBSOCKET'):
         response = client.request(path, method=method)
         if method == 'HEAD':
             assert (response.status_int, response.body) == (405, b'')
@@ -274,15 +270,14 @@ def test_answer_is_json_whatever_is_accepted(accept, client, serve):
     assert_error(broken.add(FERN), 50000)
 
 
-@pytest.mark.parametrize('request_id', [None, '', 'a b', 'x' * 129, 'é', '"a"', 'a\n'])
+@pytest.mark.parametrize('request_id', ['', 'a b', 'x' * 129, 'é', '"a"', 'a\n'])
 def test_request_id_is_returned_or_generated(request_id, anonymous, client):
     """A usual id is returned, whatever the answer is; any other one is replaced."""
     for usual in ('x' * 128, 'Root=1-67891233-abcdef'):
         client.extra_environ['HTTP_X_REQUEST_ID'] = usual
         for request in REQUESTS.values():
             assert request(client).headers['X-Request-Id'] == usual
-    if request_id is not None:
-        anonymous.extra_environ['HTTP_X_REQUEST_ID'] = request_id
+    anonymous.extra_environ['HTTP_X_REQUEST_ID'] = request_id
     made = [anonymous.get('/livez').headers['X-Request-Id'] for _ in range(3)]
     assert len({*made, request_id}) == 4
     assert all(made)

@@ -11,11 +11,10 @@ import waitress.wasyncore
 from conftest import Client
 from exchange import assert_error, chunked
 from server import PATIENCE, TOKEN, RawClient, request
+from test_contract import FERN, FERN_ANSWER
 
 from store import Plant
 
-FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
-FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
 MAX_BODY = 200  # bytes; small, so that a larger body still goes out in one piece
 
 

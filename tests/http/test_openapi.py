@@ -96,14 +96,13 @@ TEXT = {'type': 'string'}
 NAME = {'name': TEXT | {'maxLength': 3}}
 SOIL = {'type': 'object', 'properties': {'name': TEXT, 'soil': TEXT}}
 PLANT = {'$ref': 'Plant.json'}
-ID = {'id': {'type': 'integer'}}
 # What an operator may change: the file, its new keywords, and whether allOf can go.
 EDITS = {
     'longest name': ('Plant', {'properties': NAME}, True),
     'another member': ('Plant', {**SOIL, 'required': ['name', 'soil']}, True),
     'names': ('Plant', {'propertyNames': {'maxLength': 3}}, False),
     'closed': ('Plant', {'additionalProperties': False}, False),
-    'one member twice': ('NewPlant', {'properties': {**ID, **NAME}}, True),
+    'one member twice': ('NewPlant', {'properties': {'id': True, **NAME}}, True),
     'an anchor': ('Plant', {'properties': {'name': TEXT | {'$anchor': 'a'}}}, False),
     'definitions': ('Plant', {'$defs': {'short': NAME['name']}}, True),
     'closed as a whole': ('NewPlant', {'unevaluatedProperties': False}, True),

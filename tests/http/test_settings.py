@@ -125,19 +125,16 @@ def test_create_app_refuses_what_is_no_store(store):
         create_app(store, tokens=TOKEN)
 
 
-def test_two_applications_are_independent():
+def test_two_applications_are_independent(serve, store):
     """Stores, tokens and limits belong to an application, not to the process."""
-    stores = [MemoryStore(), MemoryStore()]
-    first = Client(create_app(stores[0], tokens=TOKEN), TOKEN)
-    second = Client(create_app(stores[1], tokens=OTHER, max_body_bytes=40), OTHER)
-    assert first.add(FERN).status_int == 200
-    assert second.add({'id': 1, 'name': 'Moss'}).status_int == 200
-    assert list(stores[0]) == [Plant(1, 'Fern')]
-    assert list(stores[1]) == [Plant(1, 'Moss')]
-    assert_error(first.add(FERN, authorization=f'Bearer {OTHER}'), 40101)
-    long = {'id': 2, 'name': 'x' * 40}
+    first, second = serve(store), serve(MemoryStore(), tokens=OTHER, max_body_bytes=40)
+    second.authorization = ('Bearer', OTHER)
+    long = {'id': 1, 'name': 'x' * 40}
     assert first.add(long).status_int == 200
     assert_error(second.add(long), 40003)
+    assert second.add(FERN).status_int == 200
+    assert list(store) == [Plant(**long)]
+    assert_error(first.add(FERN, authorization=f'Bearer {OTHER}'), 40101)
 
 
 IMPORT = f"""

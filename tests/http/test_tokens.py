@@ -48,11 +48,10 @@ def serve_tokens(tokens, **options):
 
 def value_of(client, authorization, path='/plants'):
     """Return the error value of a request with an Authorization header, or 200."""
-    headers = {} if authorization is None else {'Authorization': authorization}
     if path == '/plants':
-        response = client.add(FERN, **headers)
+        response = client.add(FERN, authorization=authorization)
     else:
-        response = client.get(path, headers=headers)
+        response = client.get(path, headers={'Authorization': authorization})
     if response.status_int == 200:
         return 200
     assert_shows_no_token(assert_error(response, response.json['error']))

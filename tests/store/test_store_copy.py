@@ -33,11 +33,8 @@ def make(tmp_path, database):
     numbers = iter(range(100))
 
     def make(kind, *plants):
-        if kind == 'jsonl':
-            path = tmp_path / f'{next(numbers)}.jsonl'
-            path.write_bytes(lines(*plants))
-            return f'jsonl:{path}'
-        url = database.new_url()
+        file = f'jsonl:{tmp_path}/{next(numbers)}.jsonl'
+        url = file if kind == 'jsonl' else database.new_url()
         with open_store(url) as store:
             store.ping()
             store.add_many(plants)
