@@ -72,10 +72,8 @@ def test_chunked_body_is_read_to_its_end(client):
 
     def send(body, ended=True):
         headers = {'Content-Type': 'application/json', 'Transfer-Encoding': 'chunked'}
-        environ = {'wsgi.input': body, 'wsgi.input_terminated': ended}
-        return client.request(
-            '/plants', method='POST', headers=headers, environ=environ
-        )
+        extra = {'wsgi.input': body, 'wsgi.input_terminated': ended}
+        return client.request('/plants', method='POST', headers=headers, environ=extra)
 
     body = io.BytesIO(json.dumps(FERN).encode().ljust(65_536))
     pieces = MagicMock(read=lambda size: body.read(min(size, 3)))

@@ -2,11 +2,10 @@
 
 import pytest
 from exchange import assert_error
-from test_contract import REQUESTS
+from test_contract import FERN, REQUESTS
 
 PAGE = 'https://a.example'
 OTHER = 'https://b.example'
-FERN = {'id': 1, 'name': 'Fern'}
 
 
 @pytest.fixture(params=['listed', 'all'])

@@ -32,12 +32,10 @@ def in_thread(run, stop):
 
 
 @contextmanager
-def served_by_waitress(application):
+def served_by_waitress(app):
     """Yield the port where waitress serves an application."""
     sockets = {}
-    server = waitress.server.create_server(
-        application, map=sockets, host='127.0.0.1', port=0
-    )
+    server = waitress.server.create_server(app, map=sockets, host='127.0.0.1', port=0)
 
     def stop():
         # In the server's thread: closing a descriptor that it polls would be an error.
@@ -50,9 +48,9 @@ def served_by_waitress(application):
 
 
 @contextmanager
-def served_by_cheroot(application):
+def served_by_cheroot(app):
     """Yield the port where cheroot serves an application."""
-    server = cheroot.wsgi.Server(('127.0.0.1', 0), application, numthreads=2)
+    server = cheroot.wsgi.Server(('127.0.0.1', 0), app, numthreads=2)
     server.expiration_interval = 0.02  # how soon it notices that it must stop
     server.prepare()
     with in_thread(server.serve, server.stop):

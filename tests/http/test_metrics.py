@@ -3,11 +3,10 @@
 import pytest
 from conftest import Client
 from exchange import assert_error, parse_samples
-from test_contract import faulty_store
+from test_contract import FERN, faulty_store
 
 from store import Plant, StoreUnavailable, __version__, open_store
 
-FERN = {'id': 1, 'name': 'Fern'}
 REQUESTS = 'plants_request_seconds'
 
 

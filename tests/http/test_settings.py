@@ -68,11 +68,7 @@ REFUSED = [
     ('PLANTS_TOKEN', f'{NEAREST}TOKENS', [TOKEN]),
     ('PLANT_STORE', f'{NEAREST}STORE', [TOKEN]),
     ('PLANTS_QQQQQQQQQQQQQQQQ', NEAREST, [TOKEN]),
-    (
-        'PLANTS_WORKERS',
-        'use the options of gunicorn: -b HOST:PORT, -w WORKERS',
-        [TOKEN],
-    ),
+    ('PLANTS_WORKER', 'use the options of gunicorn: -b HOST:PORT, -w WORKERS', [TOKEN]),
     ('PLANTS_STORE', 'jsonl:PATH', ['', 'Memory:', 'redis://x']),
     *[
         ('PLANTS_MAX_BODY', f'{text!r} is not a positive number of bytes', [text])

@@ -104,9 +104,7 @@ def quick_syncs(monkeypatch):
         ([0, 0, 0], [[1, 2, 3]]),
     ],
 )
-def test_records_that_wait_share_a_batch(
-    quick_syncs, monkeypatch, where, sizes, batches
-):
+def test_records_that_wait_are_a_batch(quick_syncs, monkeypatch, where, sizes, batches):
     """Records that wait are one batch, in their order; it ends at BATCH_BYTES."""
     monkeypatch.setattr(group_commit, 'BATCH_BYTES', 100)
     commits, gate = Commits(), Gate()

@@ -344,8 +344,7 @@ class TestRepair:
             else:
                 assert (there, moved) == ({path.name: FERN + MOSS}, b'?\n')
                 path.with_name(f'{path.name}.damaged-1').unlink()
-            assert code == 1
-            assert len(errors) == 1
+            assert (code, len(errors)) == (1, 1)
             assert os.strerror(errno.ENOSPC) in errors[0]
             path.write_bytes(text)
         assert code == 0
