@@ -278,7 +278,6 @@ def test_request_id_is_returned_or_generated(request_id, anonymous, client):
     anonymous.extra_environ['HTTP_X_REQUEST_ID'] = request_id
     made = [anonymous.get('/livez').headers['X-Request-Id'] for _ in range(3)]
     assert len({*made, request_id}) == 4
-    assert all(made)
 
 
 @pytest.mark.parametrize('value', REQUESTS)

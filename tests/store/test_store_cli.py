@@ -440,8 +440,7 @@ class TestOutput:
             process.stdout.close()
             errors = process.stderr.read()
             assert process.wait(PATIENCE) == 0
-        assert first == b'{"id":0,"name":"Fern"}\n'
-        assert errors == b''
+        assert (first, errors) == (b'{"id":0,"name":"Fern"}\n', b'')
 
     def test_output_without_a_reader(self, path):
         """A closed pipe ends no copy, which lists each conflict, and no check."""
