@@ -206,7 +206,8 @@ def test_interrupted_threads_lose_nothing(path, seed):
             wait_until(lambda: len(history.acknowledged) > 50)  # a disk may be slow
             history.is_over = True
 
-        in_threads(*(partial(add, name) for name in 'uvwxyz'), interrupt)
+        with suppress(Interrupted):  # two may come to a thread that is about to end
+            in_threads(*(partial(add, name) for name in 'uvwxyz'), interrupt)
         assert history.judge() > 50
     wait_until(partial(is_released, before))
 

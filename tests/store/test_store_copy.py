@@ -177,8 +177,9 @@ class TestInterrupted:
             process.send_signal(number)
             output, errors = process.communicate(timeout=PATIENCE)
         if number == signal.SIGINT:
-            ended = process.returncode, counts(output), errors
-            assert ended == (130, (3000, 0, 0), b'')
+            assert (process.returncode, errors) == (130, b'')
+            # It may have stored the third batch, and not have counted it yet.
+            assert counts(output) in ((2000, 0, 0), (3000, 0, 0))
         code, output, errors = run('copy', make('jsonl', *self.PLANTS), target)
         assert (code, counts(output), errors) == (0, (1500, 3000, 0), [])
         assert plants_in(target) == self.PLANTS
