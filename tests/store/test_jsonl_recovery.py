@@ -258,6 +258,9 @@ class TestShortened:
             text = lines(*PLANTS[:end])
             os.truncate(path, len(text))
             assert_raise(StoreUnavailable, *uses(other)[:2], match='cut short')
+            if end > 1:
+                refused = partial(assert_raise, StoreUnavailable, match='cut short')
+                refused(*uses(JSONLinesStore(path)))
         assert path.read_bytes() == text
 
     @pytest.mark.parametrize('end', [0, 60, len(lines(*PLANTS[:3]))])
