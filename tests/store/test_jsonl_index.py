@@ -7,10 +7,8 @@ import logging
 import os
 import random
 import shutil
-import signal
 import sqlite3
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 from random import Random
 from unittest import mock
 
@@ -68,18 +66,6 @@ def stopped(path, plants, state):
             if state == 'stopped':
                 store.close()
         yield JSONLinesStore(path) if state == 'stopped' else store
-
-
-@contextmanager
-def killed_child():
-    """Run the block in a forked child, which must kill itself, and in this process."""
-    child = os.fork()
-    try:
-        yield not child
-    finally:
-        if not child:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def table_files(path):
@@ -172,18 +158,12 @@ class TestSpoiled:
 
     def test_reason_shows_no_path(self, path, monkeypatch):
         """A client learns that the index cannot be read, and not where it is."""
-
-        def refuse(name, **options):
-            if str(name).endswith('.index'):
-                raise OSError(errno.EIO, os.strerror(errno.EIO), name)
-            return mock.DEFAULT
-
         monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
-        failing = mock.patch.object(os, 'stat', wraps=os.stat, side_effect=refuse)
-        there = mock.patch.object(Path, 'exists', return_value=True)
+        error = OSError(errno.EIO, os.strerror(errno.EIO), index_of(path))
+        failing = mock.patch.object(index.Index, '_inodes', side_effect=error)
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
-            with failing, there, pytest.raises(StoreUnavailable) as caught:
+            with failing, pytest.raises(StoreUnavailable) as caught:
                 store.add(Plant(2, 'Moss'))
         assert caught.value.reason == 'the index: Input/output error'
 
@@ -226,7 +206,10 @@ class TestBuilt:
             wait_for_flush(path)  # it says that the index is in use
             other = ferns(1)[0]._replace(tag='another')
             append(path, lines(*ferns(101, 202), other))
+            index_of(path, '-new').touch()  # by a process that builds it
             assert_raise(StoreCorrupt, JSONLinesStore(path).check_opening)
+            assert verify(path).damaged
+            assert index_of(path, '-new').exists()
 
     @pytest.mark.parametrize('first', [0, 30, 250, 299])
     def test_two_plants_with_one_id_are_refused(self, path, monkeypatch, first):
@@ -312,22 +295,6 @@ class TestBuilt:
             JSONLinesStore(path).check_opening()
             assert verify(path) == Verified(7)
             assert len(list(store)) == 9  # a check asks twice
-
-    def test_open_that_fails_leaves_nothing_open(self, path, monkeypatch):
-        """While the plant file cannot be read, no try keeps a connection."""
-        fill(path, *ferns(5))
-        monkeypatch.setattr(index.Index, '_read_tail', failing(errno.EIO))
-        before = len(table._readers)
-        assert_raise(StoreUnavailable, JSONLinesStore(path).ping)
-        assert len(table._readers) == before
-
-    def test_check_leaves_a_table_that_is_built(self, path):
-        """A check removes no table that another process is building."""
-        path.write_bytes(lines(*ferns(50)))
-        index_of(path, '-new').touch()
-        JSONLinesStore(path).check_opening()
-        verify(path)
-        assert index_of(path, '-new').exists()
 
 
 class TestFlush:
@@ -432,21 +399,23 @@ class TestFlush:
         """No flush makes a table credible that is not believed and built again."""
         fill(path, *UNEDITED)
         closed = index_of(path).read_bytes()
+        store = JSONLinesStore(path)
 
         def flush_and_die(*arguments):
             monkeypatch.undo()
-            backend._index.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            store._backend()._index.flush()
+            os._exit(0)
 
-        with killed_child() as is_child:
-            if is_child:
-                store = JSONLinesStore(path)
-                backend = store._backend()
-                edit(path)
-                removed(path)
-                index_of(path).write_bytes(closed)
-                monkeypatch.setattr(table, 'insert', flush_and_die)
-                store.ping()
+        def use():
+            store.ping()
+            edit(path)
+            removed(path)
+            index_of(path).write_bytes(closed)
+            monkeypatch.setattr(table, 'insert', flush_and_die)
+            store.ping()
+            pytest.fail('no table is built')
+
+        in_child(use)
         assert_stored(path, [EDITED], free=[100])
 
     def test_clients_that_count_need_no_look(self, path, monkeypatch):
@@ -497,14 +466,16 @@ class TestFlush:
         def die(connection, state):
             if state.mtime is not None:
                 connection.execute(table.UPDATE, state)
-                os.kill(os.getpid(), signal.SIGKILL)
+                os._exit(0)
             commit(connection, state)
 
-        with killed_child() as is_child:
-            if is_child:
-                with JSONLinesStore(path) as store:
-                    store.add_many(ferns(50))
-                    monkeypatch.setattr(table, 'commit', die)
+        def close_and_die():
+            store = JSONLinesStore(path)
+            store.add_many(ferns(50))
+            monkeypatch.setattr(table, 'commit', die)
+            store.close()
+
+        in_child(close_and_die)
         assert index_of(path, '-journal').exists()
         assert_stored(path, ferns(50))
 

@@ -19,6 +19,7 @@ from disk import (
     assert_raise,
     assert_stored,
     blocked_syncs,
+    failing,
     failure,
     files,
     fill,
@@ -215,14 +216,6 @@ class TestMissingFile:
         assert done[0] == 'open'  # there is no file
         assert done[4:7] == [index_of(path).name, 'fsync', 'open']
 
-    def test_existing_file_is_kept(self, path):
-        """A file that exists is kept, whatever ``create`` says."""
-        path.write_bytes(FERN)
-        for create in 'always', 'first', 'never':
-            with JSONLinesStore(path, create=create) as store, pytest.raises(IdTaken):
-                store.add(Plant(1, 'Moss'))
-        assert path.read_bytes() == FERN
-
     def test_file_that_two_processes_make(self, path):
         """Of processes that open a missing file at once, none refuses plants."""
         made, opened, removed, added = (threading.Event() for _ in range(4))
@@ -295,10 +288,13 @@ class TestThreads:
                 syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
                 assert disk.calls_on(path) == ['pwrite', *syncs]
 
-    def test_close_leaves_no_descriptor(self, path):
+    def test_close_leaves_no_descriptor(self, path, monkeypatch):
         """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
         fill(path, PLANTS[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(index.Index, '_read_tail', failing(errno.EIO))
+            assert_raise(StoreUnavailable, partial(fill, path))
         path.write_bytes(FERN + b'?\n' + MOSS)
         assert_raise(StoreCorrupt, partial(fill, path))
         path.unlink()
