@@ -29,6 +29,7 @@ from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record, recovery
 from store.jsonl.file import FLUSH_WITHIN
 from store.jsonl.index import LOOK_WITHIN
+from store.jsonl.record import LONGEST
 from store.jsonl.repair import Verified, verify
 from store.testing.waiting import wait_until
 
@@ -293,6 +294,12 @@ WRONG = {
 }
 
 
+NOT_TORN = {
+    'more': (b'{"id":7,"name":"' + b'x' * 1000, 'more follows than an unfinished'),
+    'plant': (b'{"id":7,"name":"%b"}\n' % (b'x' * LONGEST), f'{record.TOO_LONG};'),
+}
+
+
 class TestWrongFile:
     @RUNNING
     @pytest.mark.parametrize('content', WRONG.values(), ids=WRONG)
@@ -305,15 +312,16 @@ class TestWrongFile:
         assert all('.index' in name for name in files(path) if name != path.name)
 
     @RUNNING
-    def test_more_than_one_write_is_not_cut_off(self, path, running, monkeypatch):
-        """A damaged end that no crash can have left is damage."""
+    @pytest.mark.parametrize(('end', 'reason'), NOT_TORN.values(), ids=NOT_TORN)
+    def test_end_that_no_crash_has_left_is_not_cut_off(
+        self, path, running, monkeypatch, end, reason
+    ):
+        """More than one write, or a plant of an earlier version, is no torn tail."""
         monkeypatch.setattr(recovery, 'MOST_TORN', 1000)
         with opened(path, running, lines(*PLANTS)) as store:
-            append(path, b'{"id":7,"name":"' + b'x' * 1000)
-            text = path.read_bytes()
-            with pytest.raises(StoreCorrupt, match='more follows than an unfinished'):
-                store.add(OAK)
-        assert path.read_bytes() == text
+            append(path, end)
+            assert_raise(StoreCorrupt, partial(store.add, OAK), match=reason)
+        assert path.read_bytes() == lines(*PLANTS) + end
 
 
 class TestSwap:
@@ -406,15 +414,16 @@ def test_probe_does_what_an_add_does(path, disk):
     assert path.read_bytes() == lines(PLANTS[0])
 
 
+@pytest.mark.parametrize('blocks', [2, 2 * LONGEST // 512], ids=['short', 'long'])
 @pytest.mark.parametrize('place', [0, 1, 511, 512, 513, 1500])
-def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place):
+def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place, blocks):
     """A lost block goes to a side file; the acknowledged lines before it stay."""
     known = Plant(1, 'Fern', 'x' * place)
     fill(path, known)
     # Zeros from the synced end to the end of a block.
     start = len(lines(known))
-    lost = (start // 512 + 2) * 512 - start
-    torn = bytes(lost) + lines(*BATCH)[lost:]
+    lost = (start // 512 + blocks) * 512 - start
+    torn = bytes(lost) + lines(*BATCH)[min(lost, 1024) :]
     append(path, torn)
     assert_stored(path, [known], free=[10, 39])
     assert take_side_files(path) == [torn]

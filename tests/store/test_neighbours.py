@@ -14,7 +14,7 @@ import pytest
 from disk import append, assert_raise, assert_stored, fill, index_of
 from server import REPOSITORY, TOKEN, finished
 
-from store import Plant, StoreCorrupt, StoreError, StoreUnavailable, open_store
+from store import Plant, StoreError, StoreUnavailable, open_store
 from store.jsonl.record import LONGEST
 from store.jsonl.repair import Verified, verify
 from web.settings import Settings
@@ -132,25 +132,6 @@ def test_longest_body_is_the_longest_record(path):
             store.add(Plant(2, plant.name + 'a'))
         assert list(store) == [plant]
     assert Settings.from_environ({'PLANTS_MAX_BODY': str(LONGEST)})
-
-
-def test_long_plant_of_an_earlier_version_is_never_cut_off(path):
-    """A last line that is too long, but may be a plant, is no torn tail."""
-    text = FERN + b'{"id":2,"name":"%b"}\n' % (b'a' * LONGEST)
-    path.write_bytes(text)
-    store = open_store(f'jsonl:{path}')
-    with store, pytest.raises(StoreCorrupt, match=f'longer than {LONGEST} bytes'):
-        store.add(Plant(3, 'Ivy'))
-    assert path.read_bytes() == text
-
-
-def test_long_lost_block_is_cut_off(path):
-    """Zeros up to the end of a block are cut off, however many they are."""
-    fill(path, Plant(1, 'Fern'))
-    zeros = bytes(2 * LONGEST - len(FERN))
-    path.write_bytes(FERN + zeros + b'\n' + MOSS)
-    fill(path)  # however long the opening takes
-    assert path.read_bytes() == FERN
 
 
 def test_check_confirms_damage_under_the_lock(path, monkeypatch):
