@@ -1,18 +1,10 @@
 """Generate every disk state that a crash may leave during a short scenario.
 
 A recorder replaces the functions of ``os`` that change files. After each call it notes
-the content of each file of one directory. Four rules say what a crash may leave:
-
-* A block of a file is as it was when the last sync of the file began, or as it was at
-  any moment since. If the file was shorter at such a moment, the block may be zeros.
-* The file is as long as it was at any of these moments, or ends at a block boundary
-  between them, whatever its blocks hold.
-* Of the changes to the directory since its last sync, any may be lost. A rename is one
-  change.
-* The table of the index is as of any commit since the last process has left the WAL
-  mode, as SQLite documents it for ``synchronous=NORMAL`` (sqlite.org/pragma.html). A
-  checkpoint in a commit may leave fewer states. Another table that was put in its
-  place is there when the directory is synced.
+the content of each file of one directory. What a crash may leave of that, four rules
+say: see "How crashes are tested" in ``docs/developing.md``. The one about the table is
+what SQLite documents for ``synchronous=NORMAL`` (sqlite.org/pragma.html). Another table
+that was put in its place is there when the directory is synced.
 
 So a state is one *choice* for each *question*: each block, each size, the mtime of each
 file, each change to the directory, and the table. Choice 0 is what the processes saw.
@@ -26,16 +18,20 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Self
 from unittest import mock
 
+from disk import path_of
+
 from store import Plant, PlantStore
 
-BY_PATH = 'link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'
-BY_DESCRIPTOR = 'ftruncate', 'posix_fallocate', 'pwrite', 'write'
+CHANGES = (
+    *('link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'),
+    *('ftruncate', 'posix_fallocate', 'pwrite', 'write'),
+)
 SYNCS = 'fdatasync', 'fsync'
 UNSEEN = 'a write that bypassed os'
 # What follows the plant file's name in the names of the index files, and of the table.
@@ -146,7 +142,7 @@ class Recorder:
         """Record what happens in the block; earlier changes are durable."""
         self.settle()
         self.begun = self.now
-        functions = {name: self._change(name) for name in BY_PATH + BY_DESCRIPTOR}
+        functions = {name: self._change(name) for name in CHANGES}
         functions |= {name: self._sync(name) for name in SYNCS}
         try:
             with (
@@ -239,7 +235,7 @@ class Recorder:
             try:
                 return function(target, *arguments, **options)
             finally:
-                self._note_changes(f'{name} {self._name(target)}')
+                self._note_changes(f'{name} {path_of(target)}')
 
         return change
 
@@ -248,14 +244,14 @@ class Recorder:
         function = getattr(os, name)
 
         def sync(fd: int) -> None:
-            self.note(f'{name} {self._name(fd)} begins')
+            self.note(f'{name} {path_of(fd)} begins')
             number = self._numbers.get(os.fstat(fd).st_ino)
             version = self.files[number].last if number is not None else 0
             changes, installed = set(range(len(self.changes))), self._installed
             if self.before_sync is not None:
                 self.before_sync()
             function(fd)
-            self.note(f'{name} {self._name(fd)} has ended')
+            self.note(f'{name} {path_of(fd)} has ended')
             if number is not None:
                 self.files[number].synced.append((self.now, version))
             elif os.path.samestat(os.fstat(fd), self.directory.stat()):
@@ -263,14 +259,6 @@ class Recorder:
                 self.table.synced.append((self.now, installed))
 
         return sync
-
-    def _name(self, target: Any) -> str:
-        """Return the file name of a path or of a descriptor."""
-        with suppress(TypeError):
-            return os.path.basename(target)
-        number = self._numbers.get(os.fstat(target).st_ino)
-        names = [name for name, of in self._names.items() if of == number]
-        return names[0] if names else 'another' if number is None else 'gone'
 
     def _note_changes(self, call: str = UNSEEN) -> None:
         """Note what has changed since the last time, if anything has."""

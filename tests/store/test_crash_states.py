@@ -43,11 +43,12 @@ LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
 OTHERS = [Plant(number, 'Yew' * 80) for number in range(31, 35)]
 
 
-def first_add(disk, opened):
-    """Two plants, one after the other, in a new store."""
+def new_store(disk, opened):
+    """Batches of one plant, of many blocks and of some, in a new store."""
     with opened() as store:
         disk.add(store, FERN)
-        disk.add(store, MOSS)
+        disk.add(store, *LONGER)
+        disk.add(store, *LONG, MOSS)
 
 
 def batches(disk, opened):
@@ -63,13 +64,6 @@ def batches(disk, opened):
         disk.before_sync = meanwhile
         disk.add(store, *LONG)
         disk.add(other, *LONG, IVY)
-
-
-def large_batch(disk, opened):
-    """A batch of many blocks, and a small one."""
-    with opened() as store:
-        disk.add(store, *LONGER)
-        disk.add(store, *LONG, FERN)
 
 
 def killed_process(disk, opened):
@@ -256,7 +250,7 @@ def repaired(disk, opened):
 SCENARIOS = [
     *(killed_process, killed_last_process, killed_before_a_close, random_kills),
     *(torn_tail, lost_block, full_disk, torn_tail_while_open),
-    *(first_add, batches, large_batch, index_built, flushes, repaired),
+    *(new_store, batches, index_built, flushes, repaired),
 ]
 
 
@@ -429,5 +423,5 @@ def test_missing_sync_is_detected(directory, forgotten):
 
     with installed(Disk('')) as system:
         setattr(system, forgotten, skip)
-        recorder = record(directory, first_add)
+        recorder = record(directory, new_store)
     assert first_fault(recorder, 512, Random(SEED), 1000)

@@ -166,7 +166,6 @@ class TestFullDisk:
         assert [call[2:] for call in disk.calls if 'pwrite' in call] == [(b'\0', 0)]
 
     def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
-        """A write that returns 0 is an error, not an endless loop."""
         disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
         add = partial(store.add, MOSS)
         assert_raise(StoreUnavailable, add, match='nothing could be written')
@@ -194,7 +193,6 @@ class TestFullDisk:
 
     @pytest.mark.parametrize('call', ['fsync', 'ftruncate'])
     def test_failed_cut_makes_one_side_file(self, path, disk, store, call):
-        """A torn tail that cannot be cut off does not make a file per attempt."""
         append(path, TORN)
         disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
         assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 5)
@@ -217,26 +215,16 @@ class TestFailedSync:
             yield store
 
     def test_store_refuses_after_a_failed_sync(self, path, disk, doubtful):
-        """After a failed sync a store refuses every add, even a repeat."""
         adds = [partial(doubtful.add, plant) for plant in (MOSS, IVY, FERN)]
         assert_raise(StoreUnavailable, *2 * [*adds, doubtful.ping])
         assert path.read_bytes() == lines(FERN, MOSS)
         assert disk.durable == lines(FERN)
 
     @pytest.mark.parametrize('with_index', [True, False], ids=['index', 'no-index'])
+    @pytest.mark.parametrize('failures', [0, 3])
     def test_next_open_writes_doubtful_lines_again(
-        self, path, disk, doubtful, with_index
+        self, path, disk, doubtful, with_index, failures
     ):
-        """A store that opens after a failed sync writes the lines in doubt again."""
-        doubtful.close()
-        if not with_index:
-            index_of(path).unlink()
-        with JSONLinesStore(path) as store:
-            store.add(MOSS)
-            # A sync alone would lose them: the kernel takes their pages for clean.
-            assert disk.durable == lines(FERN, MOSS)
-
-    def test_lines_stay_in_doubt_while_syncs_fail(self, path, disk, doubtful):
         """Lines in doubt stay so while the syncs of each open fail."""
 
         def fail_an_open(name, target, *arguments):
@@ -244,16 +232,19 @@ class TestFailedSync:
                 raise failure(errno.EIO)
 
         doubtful.close()
+        if not with_index:
+            index_of(path).unlink()
         with JSONLinesStore(path) as store:
             disk.before = fail_an_open
-            for _ in range(3):
+            for _ in range(failures):
                 assert not try_add(store, MOSS)
             disk.resume()
-        fill(path, MOSS)
-        assert disk.durable == lines(FERN, MOSS)
+        with JSONLinesStore(path) as store:
+            store.add(MOSS)
+            # A sync alone would lose them: the kernel takes their pages for clean.
+            assert disk.durable == lines(FERN, MOSS)
 
     def test_lines_in_doubt_are_known_beside_a_new_index(self, path, disk):
-        """Lines in doubt are known to stores that already use a new index."""
         store, other, third = (JSONLinesStore(path) for _ in range(3))
         with store, other, third:
             store.add(FERN)
@@ -290,7 +281,6 @@ class TestFailedSync:
         assert disk.durable == lines(FERN)
 
     def test_failed_sync_during_a_close_leaves_doubt(self, path, disk, pool):
-        """A sync that fails during a close leaves its line in doubt, too."""
         store = JSONLinesStore(path)
         store.add(FERN)
         with blocked_syncs(disk) as gate:
@@ -306,7 +296,6 @@ class TestFailedSync:
         assert disk.durable == lines(FERN, MOSS)
 
     def test_syncs_in_flight_share_no_descriptor(self, path, disk, pool, slow_syncs):
-        """At the most syncs in flight, each still has its own descriptor."""
         plants = [Plant(number, 'Fern') for number in range(10, 30)]
         most = group_commit.SLOW_SYNCS_IN_FLIGHT
         with JSONLinesStore(path) as store:

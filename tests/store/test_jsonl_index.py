@@ -247,7 +247,6 @@ class TestBuilt:
         assert_stored(path, [EDITED, *UNEDITED[1:], *more], free=[100])
 
     def test_line_edited_before_the_mark_is_found(self, path, frequent):
-        """A last line before the mark that was edited after a kill is found."""
         with stopped(path, UNEDITED, 'killed') as store, store:
             path.write_bytes(path.read_bytes().replace(b'"id":197,', b'"id":999,'))
             assert_stored(store, [EDITED, *UNEDITED[:-3], *UNEDITED[-2:]], free=[197])
@@ -396,7 +395,6 @@ class TestFlush:
             assert_stored(path, ferns(20))
 
     def test_flush_makes_no_wrong_table_credible(self, path, monkeypatch):
-        """No flush makes a table credible that is not believed and built again."""
         fill(path, *UNEDITED)
         closed = index_of(path).read_bytes()
         store = JSONLinesStore(path)
@@ -441,7 +439,6 @@ class TestFlush:
 
     @pytest.mark.parametrize('seed', range(3))
     def test_no_flush_makes_an_id_free(self, path, monkeypatch, seed):
-        """Whoever adds and flushes in whatever order, no id is given twice."""
         monkeypatch.setattr(file, 'FLUSH_WITHIN', 100)
         monkeypatch.setattr(index, 'LOOK_WITHIN', 100)
         chance, stored = random.Random(seed), {}
@@ -460,7 +457,6 @@ class TestFlush:
         assert sorted(JSONLinesStore(path)) == sorted(stored.values())
 
     def test_journal_of_a_killed_process_spoils_no_index(self, path, monkeypatch):
-        """A journal that a killed process has left spoils no later index."""
         commit = table.commit
 
         def die(connection, state):
@@ -490,7 +486,6 @@ class TestFlush:
             assert_stored(store, ferns(1000))
 
     def test_stopped_flush_stops_no_add(self, path, frequent, monkeypatch):
-        """While another process flushes, or is stopped in it, adds go on."""
         monkeypatch.setattr(index, 'MOST_RECENT', 100)
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))

@@ -128,7 +128,6 @@ class TestCut:
     @settings(max_examples=30)
     @given(garbage=GARBAGE, more=MORE)
     def test_garbage_at_the_end_is_cut_off(self, shared, running, garbage, more):
-        """Any bytes after the last record are cut off, and kept in a side file."""
         survivors = PLANTS[: 2 + more]
         with opened(shared, running, lines(*PLANTS[:2])) as store:
             append(shared, lines(*PLANTS[2 : 2 + more]) + garbage)
@@ -141,7 +140,6 @@ class TestCut:
     @settings(max_examples=30)
     @given(garbage=GARBAGE, more=MORE)
     def test_garbage_before_a_record_is_refused(self, shared, running, garbage, more):
-        """Garbage before a record is damage: refused with its place, not touched."""
         before = lines(*PLANTS[: 2 + more])
         with opened(shared, running, lines(*PLANTS[:2])) as store:
             text = before + garbage + b'\n' + lines(PLANTS[4]) + b'torn'
@@ -161,7 +159,6 @@ class TestCut:
 
     @RUNNING
     def test_line_repaired_in_place_is_read(self, path, running):
-        """A damaged line that a person has corrected is read by an open store."""
         damage = b'{"id":3,"name":"Ivy"\n'
         with opened(path, running, lines(PLANTS[0])) as store:
             append(path, damage + lines(PLANTS[1]))
@@ -173,7 +170,6 @@ class TestCut:
 
     @pytest.mark.parametrize('reopen', [True, False], ids=['reopened', 'same-store'])
     def test_ids_cut_off_with_damage_are_free(self, path, reopen):
-        """After a person has cut damage off, the ids of the cut lines are free."""
         with opened(path, True, lines(*PLANTS[:2])) as store:
             size = path.stat().st_size
             append(path, lines(*PLANTS[2:4]) + b'?\n' + lines(PLANTS[4]))
@@ -207,7 +203,6 @@ class TestCut:
         assert take_side_files(path) == [b'torn']
 
     def test_iteration_skips_a_torn_tail(self, path, caplog):
-        """Iteration skips a torn tail, with a warning, and changes nothing."""
         text = lines(*PLANTS) + b'torn'
         path.write_bytes(text)
         with JSONLinesStore(path) as store:
@@ -327,7 +322,6 @@ class TestWrongFile:
 class TestSwap:
     @pytest.mark.parametrize('other', ['copy', 'directory', 'no directory'])
     def test_changed_file_is_refused_until_restored(self, tmp_path, other):
-        """A store whose file was changed refuses, until the change is undone."""
         path = tmp_path / 'own' / 'plants.jsonl'
         path.parent.mkdir()
         moved = path.parent if other == 'no directory' else path
@@ -356,7 +350,6 @@ class TestSwap:
     def test_overwritten_file_gives_no_id_twice(
         self, path, longer, flushed, monkeypatch
     ):
-        """A file that was overwritten in place never makes a store give an id twice."""
         monkeypatch.setattr('store.jsonl.file.FLUSH_WITHIN', 100)
         before = [Plant(id, 'Fern') for id in range(10)]
         after = [Plant(id, 'Moss') for id in range(50, 60 + longer)]
@@ -375,7 +368,6 @@ class TestSwap:
         assert_stored(path, after, free=range(10))
 
     def test_changed_last_line_gives_no_id_twice(self, path):
-        """A line that was edited in place costs no id of the lines before it."""
         oaks, moss = [Plant(id, 'Oak') for id in range(9)], Plant(9, 'Moss')
         with JSONLinesStore(path) as store:
             for plant in [*oaks, Plant(9, 'Fern')]:

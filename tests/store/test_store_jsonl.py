@@ -72,7 +72,6 @@ class TestJSONLinesStore(StoreContract):
 
 class TestFile:
     def test_relative_path_is_resolved_at_once(self, path, monkeypatch):
-        """A relative path refers to the working directory at the call of open_store."""
         monkeypatch.chdir(path.parent)
         store = open_store(f'jsonl:{path.name}')
         monkeypatch.chdir('/')
@@ -256,7 +255,6 @@ FULL_SYNCS = 0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO
 
 class TestThreads:
     def test_plants_of_a_batch_share_a_write_and_a_sync(self, path, disk):
-        """Plants that are added together share one write and one sync."""
         with JSONLinesStore(path) as store:
             store.ping()
             disk.calls.clear()
