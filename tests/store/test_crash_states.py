@@ -14,6 +14,7 @@ import pytest
 from crash_states import Crash, Recorder
 from disk import (
     Disk,
+    Fault,
     Killed,
     another_process,
     failure,
@@ -185,16 +186,14 @@ def full_disk(disk, opened):
     process = Disk(disk.path)
     room = [3000]
 
-    def fill(name, target, *arguments):
-        if name == 'pwrite' and path_of(target) == str(disk.path):
-            if not room:
-                raise failure(errno.ENOSPC)
-            return room.pop()
-        return None
+    def fill(*arguments):
+        if not room:
+            raise failure(errno.ENOSPC)
+        return room.pop()
 
     with opened(process) as store:
         disk.add(store, FERN, *LONG)
-        process.before = fill
+        process.before = Fault('pwrite', 1, fill, lasting=True)
         disk.send(*LONGER)
         with pytest.raises(StoreUnavailable):
             disk.add(store, *LONGER)

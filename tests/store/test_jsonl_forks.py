@@ -41,22 +41,6 @@ def test_child_closes_inherited_descriptors(path):
         assert_stored(store, PLANTS[:1])
 
 
-def test_killed_child_leaves_no_lock(path):
-    """A child that is killed while it holds the lock blocks nobody."""
-    disk = Disk(path)
-
-    def die(name, *arguments):
-        if os.getpid() != parent and name == 'pwrite' and lines(PLANTS[1]) in arguments:
-            os._exit(0)
-
-    parent = os.getpid()
-    with installed(disk), JSONLinesStore(path) as store:
-        store.add(PLANTS[0])
-        disk.before = die
-        in_child(lambda: store.add(PLANTS[1]))
-        assert_stored(store, PLANTS[:1], free=[100])
-
-
 def test_killed_parent_leaves_no_lock(path):
     """A parent that is killed in the lock leaves none to a child that does nothing."""
     JSONLinesStore(path, create='always').close()

@@ -13,7 +13,7 @@ import pytest
 from disk import assert_raise, assert_stored, fill, index_of, lines, open_paths
 from machine import locked
 
-from store import Plant, StoreClosed, StoreUnavailable
+from store import Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
@@ -82,16 +82,6 @@ def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
         monkeypatch.setattr(plant_lock.time, 'sleep', sleep)
         with lock.held():
             assert clock[0] <= held_for + max(0.000_05, held_for / 8)
-
-
-def test_nobody_takes_the_lock_of_a_closed_file(path):
-    """Whoever waited for it, or to sync, during a close gets ``StoreClosed``."""
-    with JSONLinesStore(path) as store:
-        store.add(FERN)
-        backend = store._backend()
-    with pytest.raises(StoreClosed), backend._lock.held():
-        pytest.fail('the lock was taken')
-    in_threads(lambda: assert_raise(StoreClosed, lambda: backend._sync(0)))
 
 
 def test_unlock_that_fails_keeps_nobody_out(path, monkeypatch):

@@ -230,16 +230,6 @@ def test_side_files_are_new_files(path):
     assert not target.exists()
 
 
-def test_removal_of_an_index_leaves_other_files(path):
-    """A new plant file removes what is left of an index, and nothing else."""
-    notes = path.with_name('plants.jsonl.index-0123456789abcdef.notes')
-    left = path.with_name('plants.jsonl.index-journal')
-    for file in notes, left:
-        file.write_bytes(b'text')
-    fill(path, Plant(1, 'Fern'))
-    assert (notes.exists(), left.exists()) == (True, False)
-
-
 def test_start_waits_for_no_file(tmp_path):
     """A FIFO in the place of a configured file is refused at once, with a sentence."""
     file = tmp_path / 'file'

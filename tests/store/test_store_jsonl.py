@@ -208,12 +208,13 @@ class TestMissingFile:
                 done.append(name)
 
         disk.before = before
-        for suffix in '', '-journal', '-shm', '-wal':
+        for suffix in '', '-journal', '-shm', '-wal', '.notes':
             index_of(path, suffix).touch()
         monkeypatch.setattr(Path, 'unlink', record)
         JSONLinesStore(path, create='always').close()
         assert done[0] == 'open'  # there is no file
         assert done[4:7] == [index_of(path).name, 'fsync', 'open']
+        assert index_of(path, '.notes').exists()  # it is somebody else's
 
     def test_file_that_two_processes_make(self, path):
         """Of processes that open a missing file at once, none refuses plants."""
@@ -309,11 +310,13 @@ def test_close_while_another_process_keeps_the_lock(path, monkeypatch):
         monkeypatch.setattr(f'store.{name}_WITHIN', 10 * PATIENCE)
     store = JSONLinesStore(path)
     store.add(Plant(1, 'Fern'))
-    lock = store._backend()._lock
+    backend = store._backend()
     with locked(path):
         in_threads(store.close)
-        with pytest.raises(StoreClosed), lock.held(0.1):
+        with pytest.raises(StoreClosed), backend._lock.held(0.1):
             pytest.fail('the lock was taken')
+    # A thread, because it would wait for ever for a descriptor of a closed store.
+    in_threads(lambda: assert_raise(StoreClosed, lambda: backend._sync(0)))
     assert_stored(path, PLANTS[:1])
 
 
