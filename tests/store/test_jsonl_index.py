@@ -355,7 +355,7 @@ class TestFlush:
                 assert_raise(StoreUnavailable, store.ping, match='holds the lock')
             assert_stored(store, ferns(5))
 
-    def test_flush_after_any_look_at_the_table_hides_no_id(self, path, monkeypatch):
+    def test_flush_after_any_look_at_the_table_hides_no_id(self, path):
         """An id is found although another process flushes in the middle of an add."""
         with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
             for number in range(3):
@@ -369,8 +369,7 @@ class TestFlush:
                 wait_until(store._backend()._index.flush)
                 return found
 
-            with monkeypatch.context() as patch:
-                patch.setattr(table, 'look', look_and_flush)
+            with mock.patch.object(table, 'look', look_and_flush):
                 for number in 3, 4, 0:
                     with pytest.raises(IdTaken):
                         other.add(Plant(number, 'Reed'))
@@ -388,9 +387,8 @@ class TestFlush:
         with JSONLinesStore(path) as store:
             backend = store._backend()
             store.add_many(ferns(20))
-            with monkeypatch.context() as patch:
-                patch.setattr(recovery, 'read_on', sync_and_flush)
-                backend._index.close()  # as after an error of SQLite
+            backend._index.close()  # as after an error of SQLite
+            with mock.patch.object(recovery, 'read_on', sync_and_flush):
                 store.ping()
             assert_stored(path, ferns(20))
 
@@ -497,23 +495,21 @@ class TestFlush:
                 assert mark_of(path) == mark
             wait_for_flush(path)
 
-    def test_failed_flush_is_tried_again(self, path, frequent, caplog, monkeypatch):
+    def test_failed_flush_is_tried_again(self, path, frequent, caplog):
         """Adds work while flushes fail, and a later flush is tried."""
         caplog.set_level(logging.INFO)
-        refuse = failing(errno.ENOSPC)
+        refused = mock.patch.object(table, 'insert', failing(errno.ENOSPC))
         with JSONLinesStore(path) as store:
             store.ping()
-            with monkeypatch.context() as patch:
-                patch.setattr(table, 'insert', refuse)
+            with refused:
                 store.add_many(ferns(200))
                 wait_until(lambda: 'the index is not flushed' in caplog.text)
                 assert_stored(store, ferns(200))
                 assert caplog.text.count('the index is not flushed') == 1
             wait_for_flush(path)
-            monkeypatch.setattr(table, 'insert', refuse)
-            store.add(Plant(1, 'Fern'))
-            wait_until(lambda: caplog.text.count('the index is not flushed') == 2)
-            monkeypatch.undo()
+            with refused:
+                store.add(Plant(1, 'Fern'))
+                wait_until(lambda: caplog.text.count('the index is not flushed') == 2)
 
     def test_commits_need_the_flush_lock(self, path, frequent, monkeypatch):
         """The mark follows each add, and is written only under the flush lock.
@@ -525,9 +521,9 @@ class TestFlush:
 
         def note(connection, state):
             pragmas = 'journal_mode', 'synchronous', 'fullfsync', 'user_version'
-            values = [connection.execute(f'PRAGMA {it}').fetchone() for it in pragmas]
-            (*how, (number,)) = values
-            synced.add(tuple(value for (value,) in how))
+            rows = [connection.execute(f'PRAGMA {it}').fetchone() for it in pragmas]
+            *how, number = (value for (value,) in rows)
+            synced.add(tuple(how))
             numbers.add(number)
             commit(connection, state)
 

@@ -367,15 +367,6 @@ class TestSwap:
         assert path.read_bytes() == lines(*after)
         assert_stored(path, after, free=range(10))
 
-    def test_changed_last_line_gives_no_id_twice(self, path):
-        oaks, moss = [Plant(id, 'Oak') for id in range(9)], Plant(9, 'Moss')
-        with JSONLinesStore(path) as store:
-            for plant in [*oaks, Plant(9, 'Fern')]:
-                store.add(plant)
-            fill(path)
-            path.write_bytes(lines(*oaks, moss))
-            assert_stored(store, [*oaks, moss], free=[10])
-
 
 def test_long_build_logs_its_progress(path, monkeypatch, caplog):
     """A long build of an index logs how much of the file is read."""

@@ -10,6 +10,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from disk import (
@@ -287,12 +288,11 @@ class TestThreads:
                 syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
                 assert disk.calls_on(path) == ['pwrite', *syncs]
 
-    def test_close_leaves_no_descriptor(self, path, monkeypatch):
+    def test_close_leaves_no_descriptor(self, path):
         """A closed store holds no descriptor, whether its open succeeded or not."""
         before = set(os.listdir('/proc/self/fd'))
         fill(path, PLANTS[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(index.Index, '_read_tail', failing(errno.EIO))
+        with mock.patch.object(index.Index, '_read_tail', failing(errno.EIO)):
             assert_raise(StoreUnavailable, partial(fill, path))
         path.write_bytes(FERN + b'?\n' + MOSS)
         assert_raise(StoreCorrupt, partial(fill, path))
