@@ -14,8 +14,6 @@ from unittest import mock
 
 import pytest
 from disk import (
-    Disk,
-    another_process,
     append,
     assert_raise,
     assert_stored,
@@ -26,7 +24,6 @@ from disk import (
     fill,
     index_of,
     open_paths,
-    path_of,
     raw_plants,
 )
 from machine import locked
@@ -217,38 +214,18 @@ class TestMissingFile:
         assert done[4:7] == [index_of(path).name, 'fsync', 'open']
         assert index_of(path, '.notes').exists()  # it is somebody else's
 
-    def test_file_that_two_processes_make(self, path):
-        """Of processes that open a missing file at once, none refuses plants."""
-        made, opened, removed, added = (threading.Event() for _ in range(4))
-        maker, other = Disk(path), Disk(path)
+    def test_file_that_two_processes_make(self, path, disk):
+        """A file that another process makes, just before this one does, is kept."""
 
-        # Short waits: if the maker has the lock, the other one waits for it.
-        def pause_after_making(name, *arguments):
-            if path.exists() and not made.is_set():
-                made.set()
-                opened.wait(0.5)
+        def make(name, *arguments):
             if name == 'fsync':
-                removed.set()
-                added.wait(0.5)
+                disk.resume()
+                fill(path, PLANTS[0])
 
-        def pause_before_installing(name, target, *arguments):
-            if name == 'open' and path_of(target).endswith('.index-new'):
-                opened.set()
-                removed.wait(0.5)
-
-        def make():
-            with another_process(maker)(path) as store:
-                store.add(PLANTS[0])
-
-        def add():
-            assert made.wait(PATIENCE)
-            with another_process(other)(path) as store:
-                store.add(PLANTS[1])
-                added.set()
-
-        maker.before, other.before = pause_after_making, pause_before_installing
-        in_threads(make, add)
-        assert sorted(raw_plants(path.read_bytes())) == PLANTS
+        disk.before = make
+        with JSONLinesStore(path) as store:
+            store.add(PLANTS[1])
+        assert path.read_bytes() == FERN + MOSS
 
 
 # Errors of F_FULLFSYNC: none, of file systems that lack it, of a disk.
