@@ -11,18 +11,14 @@ import pytest
 from jsonschema import Draft202012Validator
 from machine import copy_checkout
 from prometheus_client.parser import text_string_to_metric_families
-from server import PATIENCE, REPOSITORY, TOKEN, Server, configured, request, wait_until
+from server import PATIENCE, REPOSITORY, TOKEN, Server, request, wait_until
 
 SECRET = 'a-token-that-nobody-knows'
 STORED_PLANT = {'id': 0, 'name': 'Taken'}
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
 # Configuration lines: a connection may idle for longer than a test waits.
-SHORT_LIMITS = [
-    'from serving import client',
-    'client.REQUEST_TIMEOUT = 1',
-    'keepalive = 60',
-]
+SHORT_LIMITS = ['client.REQUEST_TIMEOUT = 1', 'keepalive = 60']
 # Not for the start, which fails for a database that a busy machine delays.
 SHORT_DATABASE_LIMITS = [
     'from store.postgresql import connection',
@@ -215,7 +211,7 @@ def service(tmp_path_factory):
 def impatient(tmp_path_factory):
     """A server with 1 s for a request and 60 s for an idle connection."""
     directory = tmp_path_factory.mktemp('impatient')
-    with Server(directory, *configured(directory, *SHORT_LIMITS)) as server:
+    with Server(directory, conf=SHORT_LIMITS) as server:
         yield server
 
 

@@ -10,11 +10,11 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from server import PATIENCE, REPOSITORY, ROOMS, is_alive, wait_until
+from server import PATIENCE, REPOSITORY, ROOMS, RawClient, is_alive, wait_until
 
 
-def socket_to(path, source=''):
-    """Return a socket connected to the unix socket at a path, and bound to a source."""
+def client_at(path, source=''):
+    """Return a client of the unix socket at a path, bound to a source."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(PATIENCE)
     try:
@@ -24,7 +24,7 @@ def socket_to(path, source=''):
     except OSError:
         connected.close()
         raise
-    return connected
+    return RawClient(over=connected)
 
 
 def only_worker(server):

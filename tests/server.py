@@ -58,6 +58,7 @@ def configured(directory, *lines):
         'from pathlib import Path',
         f'__file__ = {str(ours)!r}',
         'exec(Path(__file__).read_bytes())',
+        'from serving import client',
     ]
     path.write_text('\n'.join([*begin, *lines]))
     return '-c', str(path)
@@ -217,9 +218,11 @@ class Server:
     """A server in a process group of its own, with its files in a directory."""
 
     def __init__(
-        self, directory, *arguments, command=GUNICORN, workers=1, **environment
+        self, directory, *arguments, command=GUNICORN, workers=1, conf=(), **environment
     ):
         self.directory = directory
+        if conf:  # lines at the end of gunicorn.conf.py
+            arguments = *configured(directory, *conf), *arguments
         self._command = [*command, *arguments]
         # To measure the coverage of a process, Python must be started for it.
         is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ

@@ -10,18 +10,9 @@ import textwrap
 
 import pytest
 import yaml
-from conftest import Client
+from conftest import TOKEN, Client
 from postgresql import programs
-from server import (
-    REPOSITORY,
-    ROOMS,
-    SCRIPTS,
-    TOKEN,
-    Server,
-    finished,
-    installed,
-    request,
-)
+from server import REPOSITORY, ROOMS, SCRIPTS, Server, finished, installed, request
 
 from store import Plant, open_store
 from store.jsonl.record import encode

@@ -9,17 +9,8 @@ import subprocess
 
 import pytest
 import yaml
-from machine import socket_to
-from server import (
-    REPOSITORY,
-    ROOMS,
-    SCRIPTS,
-    RawClient,
-    Server,
-    finished,
-    installed,
-    request,
-)
+from machine import client_at
+from server import REPOSITORY, ROOMS, SCRIPTS, Server, finished, installed, request
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
 
@@ -143,7 +134,7 @@ def test_composition_serves(services, checkout):
     ours = variables(checkout / 'data') | {'PORT': None, 'GUNICORN_CMD_ARGS': None}
     command = shlex.split(command.replace(f':{PORT}', ':0'))
     with Server(checkout, command=command, **ours) as server:
-        with RawClient(over=socket_to(path)) as client:
+        with client_at(path) as client:
             assert client.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         assert health(server.port) == 0

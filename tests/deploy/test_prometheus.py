@@ -13,17 +13,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 from machine import edit
-from server import (
-    PATIENCE,
-    REPOSITORY,
-    TOKEN,
-    Server,
-    finished,
-    free_port,
-    installed,
-    request,
-    wait_until,
-)
+from server import REPOSITORY, TOKEN, Server, finished, free_port, installed, request
+
+from store.testing.waiting import PATIENCE, wait_until
 
 RECIPE = REPOSITORY / 'deploy/prometheus'
 

@@ -12,18 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from machine import copy_checkout, socket_to
-from server import (
-    PATIENCE,
-    REPOSITORY,
-    SCRIPTS,
-    TOKEN,
-    RawClient,
-    finished,
-    installed,
-    request,
-    wait_until,
-)
+from machine import client_at, copy_checkout
+from server import REPOSITORY, SCRIPTS, TOKEN, finished, installed, request
+
+from store.testing.waiting import PATIENCE, wait_until
 
 SERVICE = REPOSITORY / 'deploy/plants.service'
 UNITS = sorted(SERVICE.parent.glob('plants*.*'))
@@ -180,7 +172,7 @@ class Service:
         self.start()
 
     def ask(self, data):
-        with RawClient(over=socket_to(self._path)) as client:
+        with client_at(self._path) as client:
             return client.ask(data)
 
 

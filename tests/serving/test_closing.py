@@ -17,7 +17,7 @@ from exchange import (
     table,
 )
 from machine import locked, stop
-from server import PATIENCE, Server, configured, request, wait_until
+from server import PATIENCE, Server, request, wait_until
 
 
 @pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
@@ -80,10 +80,9 @@ def test_body_of_a_refused_request_is_read_away_if_it_is_short(
 
 def test_refused_body_is_read_away_while_it_comes_quickly(tmp_path):
     """A client that sends less than LINGER_RATE is cut off, one that sends more not."""
-    lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
-    more = configured(tmp_path, *lines, 'client.LINGER = 0.5')
+    lines = ['client.REQUEST_TIMEOUT = 3600', 'client.LINGER = 0.5']
     refused = request(content_length=10**12, authorization=None)
-    with Server(tmp_path, *more) as server, server.connect() as quick:
+    with Server(tmp_path, conf=lines) as server, server.connect() as quick:
         assert quick.ask(refused).announces_close
         for _ in range(15):  # 1.3 MB/s
             quick._socket.sendall(bytes(2**17))

@@ -20,8 +20,8 @@ from exchange import (
     receive_last,
     table,
 )
-from machine import socket_to
-from server import PATIENCE, RawClient, Server, configured, request, wait_until
+from machine import client_at
+from server import PATIENCE, Server, request, wait_until
 
 import serving
 
@@ -146,8 +146,8 @@ Request.parse_request_line = parse
 
 def test_head_that_came_before_is_not_parsed_again(tmp_path):
     """Requests that differ in their id and body alone have their head parsed once."""
-    more = configured(tmp_path, COUNTING, 'permit_obsolete_folding = True')
-    with Server(tmp_path, *more) as server, server.connect() as client:
+    lines = [COUNTING, 'permit_obsolete_folding = True']
+    with Server(tmp_path, conf=lines) as server, server.connect() as client:
         parsed = []
         for id in ('one', 'two', 'three'):
             plant = {'id': len(parsed), 'name': 'Fern'}
@@ -197,7 +197,7 @@ def test_header_named_like_a_wsgi_variable_is_dropped(tmp_path):
     with (
         Server(tmp_path, *bound) as server,
         server.connect() as client,
-        RawClient(over=socket_to(tmp_path / 's')) as proxy,
+        client_at(tmp_path / 's') as proxy,
     ):
         named = ('SCRIPT_NAME: /x', 'PATH_INFO: /x', 'CONTENT_LENGTH: /x')
         for line, sender in product(named, (client, proxy)):

@@ -21,7 +21,7 @@ from exchange import (
     receive_last,
 )
 from machine import count_sockets, locked, only_worker, paused
-from server import PATIENCE, Server, configured, request, wait_until
+from server import PATIENCE, Server, request, wait_until
 
 UNAUTHORIZED = request('GET', '/x', authorization=None)
 NO_TOKEN = request(body=b'a' * 70_000, authorization=None)
@@ -74,10 +74,8 @@ def test_each_request_of_a_connection_has_its_own_time_limit(impatient):
 @pytest.mark.parametrize(('requests', 'idle'), [(0, 0), (1, 1)])
 def test_idle_connection_is_closed_at_its_time_limit(tmp_path, requests, idle):
     """A connection is closed at its idle limit; a new one has a limit of its own."""
-    lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
-    lines += ['client.FIRST_REQUEST = 1', f'keepalive = {idle}']
-    more = configured(tmp_path, *lines)
-    with Server(tmp_path, *more) as server:
+    lines = ['client.REQUEST_TIMEOUT = 3600', 'client.FIRST_REQUEST = 1']
+    with Server(tmp_path, f'--keep-alive={idle}', conf=lines) as server:
         began = time.monotonic()
         with server.connect() as client:
             for _ in range(requests):
@@ -212,7 +210,7 @@ def test_slow_clients_delay_nobody(service):
 def test_connections_above_the_file_limit_wait(tmp_path):
     """A worker opens as many files as the hard limit permits, and survives more."""
     limits = 'resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))'
-    with Server(tmp_path, *configured(tmp_path, 'import resource', limits)) as server:
+    with Server(tmp_path, conf=['import resource', limits]) as server:
         pid = only_worker(server)
         with ExitStack() as connections:
             for _ in range(100):

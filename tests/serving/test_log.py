@@ -13,8 +13,8 @@ from urllib.parse import quote
 import gevent
 import pytest
 from exchange import fern, parse_json_log
-from machine import child_pids, socket_to
-from server import PATIENCE, TOKEN, RawClient, Server, configured, request, wait_until
+from machine import child_pids, client_at
+from server import PATIENCE, TOKEN, Server, request, wait_until
 
 from serving.log import BatchingHandler
 from store.testing.waiting import in_threads
@@ -152,9 +152,8 @@ def test_no_control_character_is_logged(tmp_path, log):
 def test_log_file_is_rotated(tmp_path, log):
     """On SIGUSR1 every process reopens a log file that was moved away."""
     path, moved = tmp_path / 'server.log', tmp_path / 'moved.log'
-    arguments = configured(tmp_path, *PRINTING)
-    arguments += ('--error-logfile', path.name, '--capture-output')
-    with Server(tmp_path, *arguments, PLANTS_LOG=log) as server:
+    arguments = ('--error-logfile', path.name, '--capture-output')
+    with Server(tmp_path, *arguments, conf=PRINTING, PLANTS_LOG=log) as server:
         with server.connect() as client:
             client.ask(request(body=FERN, x_request_id='before'))
             wait_until(lambda: 'before' in path.read_text(), 'it is logged')
@@ -183,7 +182,7 @@ def test_rotation_that_fails_costs_only_lines(tmp_path, place):
 
     def connected():
         with suppress(FileNotFoundError, ConnectionError):
-            return RawClient(over=socket_to(tmp_path / 's'))
+            return client_at(tmp_path / 's')
 
     with (
         Server(tmp_path, *arguments).started() as server,

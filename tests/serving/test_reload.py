@@ -14,7 +14,7 @@ from types import FunctionType, SimpleNamespace
 
 from exchange import assert_error, fern
 from machine import child_pids, edit, locked
-from server import GUNICORN, Server, configured, is_alive, request, wait_until
+from server import GUNICORN, Server, is_alive, request, wait_until
 
 from serving import master
 from store.testing.waiting import in_child
@@ -236,7 +236,7 @@ HANGING = [
 def test_hanging_check_is_ended(tmp_path):
     """A check that hangs refuses the reload, and blocks nothing else."""
     hang = tmp_path / 'hang'
-    with Server(tmp_path, *configured(tmp_path, *HANGING)) as server:
+    with Server(tmp_path, conf=HANGING) as server:
         hang.touch()
         server.signal(signal.SIGHUP)
         wait_until(lambda: child_pids(server.pid) > server.worker_pids(), 'it hangs')

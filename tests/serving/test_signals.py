@@ -11,17 +11,9 @@ from pathlib import Path
 import pytest
 from exchange import Crowd, assert_error, fern, ids, table
 from machine import locked, upgraded
-from server import (
-    GUNICORN,
-    PATIENCE,
-    SCRIPTS,
-    RawClient,
-    Server,
-    configured,
-    is_alive,
-    request,
-    wait_until,
-)
+from server import GUNICORN, SCRIPTS, Server, is_alive, request
+
+from store.testing.waiting import PATIENCE, wait_until
 
 PROBE = request('GET', '/livez')
 
@@ -61,13 +53,12 @@ class Load(Crowd):
         self.added = []
         self.failed = []  # clients that were not answered, or not connected
         super().__init__(server, self.added, ids, 0)
-        self._port = server.port  # also after its end
 
     def _post_many(self, number):
         pause, connection = self.WAYS[number % 3]
         while not self._enough.is_set():
             try:
-                with RawClient(self._port) as client:
+                with self._server.connect() as client:
                     while self._add(client, number, connection):
                         if self._enough.wait(pause):
                             break
@@ -187,9 +178,8 @@ def test_reload_ends_idle_connections_in_order(tmp_path):
 
 def test_old_worker_ends_with_its_time_to_stop(tmp_path):
     """A request that does not end keeps a worker for a limited time after a reload."""
-    lines = ['from serving import client', 'client.REQUEST_TIMEOUT = 3600']
-    more = (*configured(tmp_path, *lines), '--graceful-timeout=1')
-    with Server(tmp_path, *more) as server, server.connect() as client:
+    lines = ['client.REQUEST_TIMEOUT = 3600', 'graceful_timeout = 1']
+    with Server(tmp_path, conf=lines) as server, server.connect() as client:
         old = server.worker_pids()
         assert client.ask(PROBE).status == 200
         client.send(PROBE[:20])
@@ -208,7 +198,7 @@ def test_last_request_of_a_worker_announces_its_end(tmp_path):
 def test_worker_that_is_starting_stops_at_once(tmp_path):
     """A worker that has no signal handlers yet stops at once with the server."""
     lines = 'import time', 'post_fork = lambda server, worker: time.sleep(3600)'
-    with Server(tmp_path, *configured(tmp_path, *lines)).started() as server:
+    with Server(tmp_path, conf=lines).started() as server:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
         server.signal(signal.SIGTERM)
         assert server.wait(PATIENCE / 4) == 0

@@ -19,7 +19,6 @@ from server import (
     TOKEN,
     RawClient,
     Server,
-    configured,
     finished,
     free_port,
     is_alive,
@@ -149,10 +148,8 @@ FAILING_RELOAD = "if '--check-config' not in sys.argv: on_reload = lambda server
 
 def test_memory_store_keeps_one_worker(tmp_path):
     """SIGTTIN adds no worker, which would have plants of its own; a reload neither."""
-    arguments = configured(tmp_path, FAILING_RELOAD)
-    with Server(
-        tmp_path, *arguments, workers=None, PLANTS_STORE='memory:', PLANTS_METRICS='1'
-    ) as server:
+    settings = {'workers': None, 'PLANTS_STORE': 'memory:', 'PLANTS_METRICS': '1'}
+    with Server(tmp_path, conf=[FAILING_RELOAD], **settings) as server:
         plant = fern()
         assert server.ask(request(body=plant)).status == 200
         assert 'ERROR' not in server.log

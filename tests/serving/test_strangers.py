@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from exchange import LARGE_FILE, chunked, fern, table
 from machine import count_sockets, locked, only_worker
-from server import PATIENCE, Server, TLSServer, configured, request, wait_until
+from server import PATIENCE, Server, TLSServer, request, wait_until
 
 # Coverage costs CPU and memory of its own.
 UNMEASURED = {'COVERAGE_PROCESS_CONFIG': None}
-NO_LIMITS = ['from serving import client', 'client.FIRST_REQUEST = 3600']
-NO_LIMITS += ['client.REQUEST_TIMEOUT = client.LINGER = keepalive = 3600']
+NO_LIMITS = ['client.FIRST_REQUEST = client.REQUEST_TIMEOUT = 3600']
+NO_LIMITS += ['client.LINGER = keepalive = 3600']
 
 LONG_HEAD = request(**{f'x-{n}': 'a' * 4_000 for n in range(7)}, content_length='60000')
 NO_TOKEN = request(authorization=None, content_length='60000')
@@ -103,8 +103,8 @@ WITHHELD = {
 
 def test_unfinished_request_takes_little_memory(tmp_path, subtests):
     """A connection takes 16 KiB, and little more than the bytes of it that are used."""
-    number, more = 100, configured(tmp_path, *NO_LIMITS)
-    with Server(tmp_path, *more, **UNMEASURED) as server, ExitStack() as opened:
+    number, how = 100, {'conf': NO_LIMITS, **UNMEASURED}
+    with Server(tmp_path, **how) as server, ExitStack() as opened:
         for _ in range(20):  # the first requests load code
             assert server.ask(request(body=fern())).status == 200
             assert server.ask(request('GET', '/x', authorization=None)).status == 401
@@ -185,8 +185,8 @@ STALLED = {
 def small(tmp_path_factory):
     """A server without time limits, but with few connections."""
     directory = tmp_path_factory.mktemp('small')
-    more = configured(directory, *NO_LIMITS, 'worker_connections = 20')
-    with Server(directory, *more) as server:
+    lines = [*NO_LIMITS, 'worker_connections = 20']
+    with Server(directory, conf=lines) as server:
         yield server
 
 
@@ -239,8 +239,8 @@ def test_idle_clients_make_room_before_stalled_ones(small, opened):
 
 def test_request_that_goes_on_is_no_stalled_one(tmp_path):
     """A head that has just begun, and a body that goes on, are read and answered."""
-    more = configured(tmp_path, *NO_LIMITS, 'worker_connections = 1')
-    with Server(tmp_path, *more) as server, server.connect() as client:
+    lines = [*NO_LIMITS, 'worker_connections = 1']
+    with Server(tmp_path, conf=lines) as server, server.connect() as client:
         assert client.ask(request(body=fern())).status == 200
         time.sleep(2.5)  # it may be closed now, but nobody waits
         client.send(HALF_HEAD)
@@ -250,7 +250,7 @@ def test_request_that_goes_on_is_no_stalled_one(tmp_path):
             client.send(request()[40:])
             assert client.receive() is not None
             assert late.receive().status == 200
-    with Server(tmp_path, *more) as server, server.connect() as client:
+    with Server(tmp_path, conf=lines) as server, server.connect() as client:
         body = json.dumps(fern(name='a' * 4_000)).encode()
         client.send(request(body=body)[: -len(body)])
         with server.connect() as late, locked(tmp_path / 'plants.jsonl'):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from exchange import MAX_ANSWER_SECONDS, SHORT_DATABASE_LIMITS, table
 from machine import locked, paused
 from proxy import Proxy
-from server import REPOSITORY, Server, configured, request, wait_until
+from server import REPOSITORY, Server, request, wait_until
 
 CROWD = 40  # requests; more than the worker's pool has threads
 READY = request('GET', '/readyz')
@@ -88,9 +88,7 @@ def test_hanging_database_delays_only_requests_to_the_store(tmp_path, url):
         ExitStack() as opened,
         Proxy(urlsplit(url).port) as proxy,
         Server(
-            tmp_path,
-            *configured(tmp_path, *SHORT_DATABASE_LIMITS),
-            PLANTS_STORE=proxy.url(url),
+            tmp_path, conf=SHORT_DATABASE_LIMITS, PLANTS_STORE=proxy.url(url)
         ) as server,
     ):
         # A database that takes longer than a second is away, also on a busy machine.

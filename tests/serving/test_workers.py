@@ -22,16 +22,10 @@ from exchange import (
     parse_json_log,
     receive_last,
 )
-from machine import socket_to, stop
-from server import (
-    PATIENCE,
-    RawClient,
-    Server,
-    TLSServer,
-    configured,
-    request,
-    wait_until,
-)
+from machine import client_at, stop
+from server import RawClient, Server, TLSServer, request
+
+from store.testing.waiting import PATIENCE, wait_until
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
@@ -49,8 +43,7 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
 
 def test_tls_is_served(tmp_path):
     """Requests, pipelines, errors and large bodies work as they do without TLS."""
-    more = configured(tmp_path, *SHORT_LIMITS)
-    with TLSServer(tmp_path, *more, workers=2) as server:
+    with TLSServer(tmp_path, conf=SHORT_LIMITS, workers=2) as server:
         with server.connect() as client:
             for _ in range(3):
                 assert ask_in_step(client, request(body=fern())).status == 200
@@ -66,8 +59,8 @@ def test_tls_is_served(tmp_path):
 
 def test_connection_without_a_handshake_is_closed(tmp_path):
     """A client without TLS is disconnected, delays nobody, and is named in the log."""
-    more = configured(tmp_path, *SHORT_LIMITS, 'client.FIRST_REQUEST = 1')
-    with TLSServer(tmp_path, *more) as server:
+    lines = [*SHORT_LIMITS, 'client.FIRST_REQUEST = 1']
+    with TLSServer(tmp_path, conf=lines) as server:
         with ExitStack() as opened:
             silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
             for client in silent[:3]:
@@ -134,8 +127,8 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
     path = tmp_path / 'other.py'
     path.write_text(OTHER_APP)
     hook = 'post_request = lambda worker, a, b, c: worker.log.info("hook called")'
-    arguments = (*configured(tmp_path, hook), 'other:app')
-    with Server(tmp_path, *arguments, workers=None, PLANTS_LOG='json') as server:
+    how = {'conf': [hook], 'workers': None, 'PLANTS_LOG': 'json'}
+    with Server(tmp_path, 'other:app', **how) as server:
         hooks = server.log.count('hook called')
         with server.connect() as kept:
             assert kept.ask(request('GET')).body == path.read_bytes()
@@ -207,7 +200,7 @@ def test_clients_of_a_unix_socket_keep_their_addresses(serve_environ, tmp_path):
     """Clients that are bound to paths have these as addresses, whatever they send."""
     with serve_environ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s'):
         for path in (f'{tmp_path}/1', f'{tmp_path}/2', ''):
-            with RawClient(over=socket_to(tmp_path / 's', path)) as client:
+            with client_at(tmp_path / 's', path) as client:
                 for _ in range(2):
                     assert client.ask(request('GET')).json['REMOTE_ADDR'] == path
 
@@ -265,9 +258,9 @@ def pre_request(worker, request):
 """
 
 
-def test_pre_request_may_change_each_request(serve_environ, tmp_path):
+def test_pre_request_may_change_each_request(serve_environ):
     """What the operator's hook does with a request is not in the next one."""
-    with serve_environ(*configured(tmp_path, CHANGE_REQUEST)) as server:
+    with serve_environ(conf=[CHANGE_REQUEST]) as server:
         seen = [server.ask(request('GET')).json for _ in range(3)]
     numbers = [int(one['HTTP_X_NUMBER']) for one in seen]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
@@ -283,7 +276,7 @@ def post_request(worker, request, environ, response):
 
 def test_connections_that_ended_are_not_counted(tmp_path):
     """Neither a closed connection nor a dead worker is counted, or kept."""
-    with Server(tmp_path, *configured(tmp_path, COUNTING)) as server:
+    with Server(tmp_path, conf=[COUNTING]) as server:
 
         def all_have_ended(since=0):  # one worker counts as one, and this connection
             server.ask(request('GET', '/livez'))
