@@ -80,7 +80,8 @@ def assert_error(answer, value):
 def ask_in_step(client, data, *, pipelined=True, head=False):
     """Return the answer; check that the next one comes, or a close is announced."""
     following = request('GET', '/livez', x_request_id='following')
-    client.send(data + following if pipelined else data)
+    # Not send(): it would hide that the server cuts off what it does not read.
+    client._socket.sendall(data + following if pipelined else data)
     answer = client.receive(head=head)
     assert answer is not None, 'closed without an answer'
     if answer.announces_close:

@@ -5,6 +5,7 @@ import re
 import resource
 import shlex
 import subprocess
+from functools import partial
 
 import pytest
 from server import REPOSITORY, SCRIPTS, Server, finished, request
@@ -70,9 +71,8 @@ def test_newest_backups_are_kept(backups, keep):
     assert {other, 'plants-export.jsonl'} <= {path.name for path in backups.iterdir()}
 
 
-def limit_size():
-    """Let no file grow beyond 1,000 bytes, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+# No file grows beyond 1,000 bytes, as on a full disk.
+FULL = {'preexec_fn': partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, 1000))}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def limit_size():
     [
         (DAMAGED, {}, r'line 31 \(byte \d+\) is damaged'),
         (None, {}, 'No such file'),
-        (LINES, {'preexec_fn': limit_size}, 'File too large'),
+        (LINES, FULL, 'File too large'),
         (LINES[:1], {}, f'{OLD} has 50: find out'),
         (LINES, {'keep': '0'}, 'KEEP is a number from 1 on'),
     ],

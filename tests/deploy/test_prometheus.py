@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import time
 from contextlib import suppress
 from urllib.error import URLError
@@ -15,7 +14,7 @@ import yaml
 from machine import edit
 from server import REPOSITORY, TOKEN, Server, finished, free_port, installed, request
 
-from store.testing.waiting import PATIENCE, wait_until
+from store.testing.waiting import wait_until
 
 RECIPE = REPOSITORY / 'deploy/prometheus'
 
@@ -61,42 +60,29 @@ def rules():
     return group['rules']
 
 
-class Prometheus:
+class Prometheus(Server):
     """Prometheus with the configuration, over plain HTTP and with another target."""
 
     def __init__(self, directory, target):
-        self._directory = directory
-        self._port = free_port()
-        path = directory / 'prometheus.yml'
         for theirs, ours in {
             'scheme: https': 'scheme: http',
             '[plants.example.org]': f'["127.0.0.1:{target}"]',
             'scrape_interval: 15s': 'scrape_interval: 200ms',
             'evaluation_interval: 15s': 'evaluation_interval: 200ms',
         }.items():
-            edit(path, theirs, ours)
-
-    def __enter__(self):
-        command = [
-            installed('prometheus', 'prometheus'),
-            f'--config.file={self._directory}/prometheus.yml',
-            f'--storage.tsdb.path={self._directory}/data',
-            f'--web.listen-address=127.0.0.1:{self._port}',
-        ]
-        with (self._directory / 'log').open('wb') as log:
-            self._process = subprocess.Popen(command, stderr=log)
-        return self
-
-    def __exit__(self, *exc_info):
-        self._process.terminate()
-        self._process.wait(PATIENCE)
+            edit(directory / 'prometheus.yml', theirs, ours)
+        self._address = f'127.0.0.1:{free_port()}'
+        command = [installed('prometheus', 'prometheus'), '--storage.tsdb.path=data']
+        command += ['--config.file=prometheus.yml']
+        command += [f'--web.listen-address={self._address}']
+        super().__init__(directory, command=command)
 
     def series(self, query):
         """Return the labels of each series that a query finds, once it finds one."""
-        url = f'http://127.0.0.1:{self._port}/api/v1/query?query={quote(query)}'
+        url = f'http://{self._address}/api/v1/query?query={quote(query)}'
 
         def answer():
-            assert self._process.poll() is None, (self._directory / 'log').read_text()
+            assert self._is_running()
             found = []
             with suppress(URLError), urlopen(url) as response:
                 found = json.load(response)['data']['result']
@@ -114,7 +100,7 @@ def test_service_is_scraped(directory, tmp_path):
     dashboard = [target['expr'] for panel in panels for target in panel['targets']]
     with (
         Server(tmp_path, PLANTS_METRICS='1', workers=2) as server,
-        Prometheus(directory, server.port) as prometheus,
+        Prometheus(directory, server.port).started() as prometheus,
     ):
         for text in (f'Bearer {TOKEN}', 'Bearer wrong'):
             server.ask(request(body={'id': 1, 'name': 'Fern'}, authorization=text))

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
-import pytest
 from exchange import (
     MAX_ANSWER_SECONDS,
     assert_error,
@@ -18,17 +17,6 @@ from exchange import (
 )
 from machine import locked, stop
 from server import PATIENCE, Server, request, wait_until
-
-
-@pytest.mark.parametrize('frame', [request, chunked], ids=['length', 'chunks'])
-def test_client_that_sends_all_of_a_large_body_is_answered(service, frame):
-    """A client that reads only after its whole body was sent gets its 40003."""
-    body = b' ' * (20 * 2**20)
-    data = chunked(body, content_type='application/json')
-    with service.connect() as client:
-        client._socket.sendall(request(body=body) if frame is request else data)
-        assert_error(receive_last(client), 40003)
-
 
 ENDLESS = {
     'length': (request(body=b' ', content_length=str(10**12)), b' ' * 65_536),
@@ -63,19 +51,6 @@ def test_endless_body_is_refused_at_once_and_cut_off(impatient, head, piece):
                 poured.result(PATIENCE)
             finally:
                 done.set()
-
-
-@pytest.mark.parametrize(('length', 'closes'), [(65_535, False), (65_536, True)])
-def test_body_of_a_refused_request_is_read_away_if_it_is_short(
-    connection, length, closes
-):
-    """After a refusal 64 KiB that were not read end the connection, fewer do not."""
-    head = request(content_length=length, authorization=None)
-    answer = connection.ask(head)
-    assert_error(answer, 40100)
-    assert answer.announces_close == closes
-    if not closes:
-        assert connection.ask(b' ' * length + request('GET', '/livez')).status == 200
 
 
 def test_refused_body_is_read_away_while_it_comes_quickly(tmp_path):

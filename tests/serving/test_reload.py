@@ -247,18 +247,6 @@ def test_hanging_check_is_ended(tmp_path):
         assert add_plants(server) == {200}
 
 
-def test_many_signals_at_once_are_few_reloads(tmp_path):
-    """For 500 SIGHUPs the server reloads once or twice."""
-    with Server(tmp_path) as server:
-        (old,) = server.worker_pids()
-        for _ in range(500):
-            server.signal(signal.SIGHUP)
-        wait_until(lambda: old not in server.worker_pids(), 'it is reloaded')
-        wait_until(lambda: len(child_pids(server.pid)) == 1, 'it is over')
-        assert 1 <= outcomes(server) <= 3
-        assert add_plants(server) == {200}
-
-
 def test_reloads_leave_nothing(tmp_path):
     """After two reloads the master has the files open that it had after one."""
 

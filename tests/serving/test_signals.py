@@ -252,9 +252,10 @@ def test_no_signal_is_lost_however_quickly_they_come(tmp_path):
 
 @pytest.mark.parametrize('pause', [0.001, 0.1, 0.5])
 def test_server_ends_in_the_middle_of_a_reload(tmp_path, pause):
-    """SIGTERM ends the server, whatever a reload is doing."""
+    """SIGTERM ends the server, whatever a reload is doing, or many at once."""
     with Server(tmp_path) as server:
-        server.signal(signal.SIGHUP)
+        for _ in range(500):
+            server.signal(signal.SIGHUP)
         time.sleep(pause)
         server.signal(signal.SIGTERM)
         assert_clean_end(server, seconds=10)

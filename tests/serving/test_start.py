@@ -99,6 +99,7 @@ def assert_start_refused(server, *words):
     assert SECRET not in sentence
 
 
+DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 # Bad settings of other kinds than those of test_every_fault_is_listed.
 BAD_STARTS = {
     'memory: and two workers': (
@@ -106,6 +107,7 @@ BAD_STARTS = {
         ['PLANTS_STORE', 'memory:', 'one worker', '2'],
     ),
     'store in no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
+    'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2', 'check']),
     'path of a store': ({'PLANTS_STORE': 'p.jsonl'}, ['use jsonl:p.jsonl']),
     **{
         f'{option}, and a token of nobody': (
@@ -130,17 +132,12 @@ BAD_STARTS = {
 @table('environment, words', BAD_STARTS)
 def test_bad_setting_stops_a_start_and_a_check(tmp_path, environment, words):
     """A start and a check end with a sentence that names the setting, and no file."""
+    damaged = tmp_path / 'damaged'
+    damaged.write_bytes(DAMAGED)
     for arguments in (['--check-config'], []):
         assert_start_refused(Server(tmp_path, *arguments, **environment), *words)
-        assert [path.name for path in tmp_path.iterdir()] == ['server.log']
-
-
-def test_damaged_file_stops_the_start(tmp_path):
-    """A damaged line before a sound one stops the start; the file stays as it is."""
-    damaged = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
-    (tmp_path / 'plants.jsonl').write_bytes(damaged)
-    assert_start_refused(Server(tmp_path, workers=2), 'plants.jsonl', 'line 2', 'check')
-    assert (tmp_path / 'plants.jsonl').read_bytes() == damaged
+        assert {path.name for path in tmp_path.iterdir()} == {'damaged', 'server.log'}
+        assert damaged.read_bytes() == DAMAGED
 
 
 FAILING_RELOAD = "if '--check-config' not in sys.argv: on_reload = lambda server: 1 / 0"
@@ -190,14 +187,12 @@ def test_startup_message_is_logged_once(tmp_path):
 def test_refused_start_is_in_the_log_and_on_the_terminal(tmp_path):
     """A refusal is an object of a log in JSON; beside a log file it is printed, too."""
     reason = "PLANTS_MAX_BODY: '0' is not a positive number"
-    settings = {'PLANTS_LOG': 'json', 'PLANTS_MAX_BODY': '0'}
-    variable = ('--env', 'PLANTS_LOG=json')
-    server = Server(tmp_path, *variable, PLANTS_MAX_BODY='0')
+    server = Server(tmp_path, '--env', 'PLANTS_LOG=json', PLANTS_MAX_BODY='0')
     assert server.run() == 1
     last = parse_json_log(server.log)[-1]
     assert last['level'] == 'CRITICAL'
     assert reason in last['message']
-    server = Server(tmp_path, '--error-logfile', 'error.log', **settings)
+    server = Server(tmp_path, '--error-logfile', 'error.log', PLANTS_MAX_BODY='0')
     assert server.run() == 1
     assert server.log.startswith(f'Error: {reason}')
     assert reason in (tmp_path / 'error.log').read_text()
@@ -265,8 +260,7 @@ def test_passwords_are_not_shown(tmp_path):
 def test_every_fault_is_listed(service, checkout):
     """A check and a start list all faults, a line each, those of the addresses last."""
     plants = checkout / 'plants.jsonl'
-    damaged = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
-    plants.write_bytes(damaged)
+    plants.write_bytes(DAMAGED)
     (checkout / 'schemas/Plant.json').write_text('true')
     (checkout / 'log').symlink_to('no/log')
     os.mkfifo(checkout / 'fifo')
@@ -301,7 +295,7 @@ def test_every_fault_is_listed(service, checkout):
         lines = zip(faults, server.log.splitlines(), strict=True)
         for fault, line in lines:
             assert line.startswith(f'Error: {fault}')
-        assert plants.read_bytes() == damaged
+        assert plants.read_bytes() == DAMAGED
     assert service.ask(request(body=fern())).status == 200
 
 
