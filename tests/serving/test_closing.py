@@ -46,7 +46,7 @@ def test_endless_body_is_refused_at_once_and_cut_off(impatient, head, piece):
         with ThreadPoolExecutor(1) as pool:
             poured = pool.submit(pour)
             try:
-                assert_quick(impatient, rounds=5)
+                assert_quick(impatient)
                 pause = 0.01  # still far more than a client must send to have longer
                 poured.result(PATIENCE)
             finally:
@@ -75,35 +75,23 @@ def test_refused_body_is_read_away_while_it_comes_quickly(tmp_path):
             wait_until(is_cut_off, 'it is cut off')
 
 
-def test_body_that_is_read_as_the_server_stops_is_answered(tmp_path):
-    """A stop while bodies are read: each answer announces the end."""
-    plants = [fern(), fern()]
+def test_request_that_has_begun_as_the_server_stops_is_answered(tmp_path):
+    """A stop in a pipeline, or while a body is read: one more answer, with the end."""
+    plants = [fern(), fern(), fern()]
     bodies = [json.dumps(plant).encode() for plant in plants]
     how = {'expect': '100-continue', 'content_type': 'application/json'}
-    requests = [request(body=bodies[0], **how), chunked(bodies[1], **how)]
+    sent = [b''.join(request(body=plant) for plant in (plants[0], fern(), fern()))]
+    sent += [request(body=bodies[1], **how), chunked(bodies[2], **how)]
     with Server(tmp_path) as server, ExitStack() as opened:
-        clients = [opened.enter_context(server.connect()) for _ in requests]
-        for client, data in zip(clients, requests, strict=True):
-            head, _, rest = data.partition(b'\r\n\r\n')
-            assert client.ask(head + b'\r\n\r\n').status == 100
-            client.send(rest[:10])
-        stop(server)
-        for client, data in zip(clients, requests, strict=True):
-            client.send(data.partition(b'\r\n\r\n')[2][10:])
+        clients = [opened.enter_context(server.connect()) for _ in sent]
+        with locked(tmp_path / 'plants.jsonl'):
+            for client, data in zip(clients, sent, strict=True):
+                client.send(data[:-10])
+            for client in clients[1:]:
+                assert client.receive().status == 100
+            stop(server)
+        for client, data in zip(clients, sent, strict=True):
+            client.send(data[-10:])
             assert receive_last(client).status == 200
         assert server.wait() == 0
         assert server.plants() == plants
-
-
-def test_pipeline_ends_with_an_announcement_as_the_server_stops(tmp_path):
-    """A stop in the middle of a pipeline: one more answer, and no other is stored."""
-    plants = tmp_path / 'plants.jsonl'
-    pipeline = [fern() for _ in range(5)]
-    with Server(tmp_path) as server, server.connect() as client:
-        assert client.ask(request('GET', '/livez')).status == 200  # it is accepted
-        with locked(plants):
-            client.send(b''.join(request(body=plant) for plant in pipeline))
-            stop(server)
-        assert receive_last(client).status == 200
-        assert server.wait() == 0
-        assert server.plants() == pipeline[:1]
