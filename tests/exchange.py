@@ -180,6 +180,39 @@ class Crowd:
         return answer and answer.status == 200
 
 
+class Load(Crowd):
+    """Clients that add plants: without a pause, each on a new connection, or seldom."""
+
+    WAYS = (0, 'keep-alive'), (0, 'close'), (0.02, 'keep-alive')
+
+    def __init__(self, server):
+        self.added = []
+        self.failed = []  # clients that were not answered, or not connected
+        super().__init__(server, self.added, ids, 0)
+
+    def _post_many(self, number):
+        pause, connection = self.WAYS[number % 3]
+        while not self._enough.is_set():
+            try:
+                with self._server.connect() as client:
+                    while self._add(client, number, connection):
+                        if self._enough.wait(pause):
+                            break
+            except ConnectionError:  # the listening socket may close meanwhile
+                self.failed.append(number)
+                self._enough.wait(0.01)
+
+    def _add(self, client, number, connection):
+        plant = fern()
+        answer = client.ask(request(body=plant, connection=connection))
+        if answer is None:
+            raise ConnectionError
+        assert answer.status == 200, answer
+        self.added.append(plant)
+        self._counts[number] += 1
+        return not answer.announces_close
+
+
 def parse_samples(text):
     """Return the samples of an answer of /metrics, in which each family is once."""
     families = list(text_string_to_metric_families(text))

@@ -6,12 +6,11 @@ import shlex
 import signal
 import socket
 import subprocess
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from exchange import Load
 from machine import client_at, copy_checkout
 from server import REPOSITORY, SCRIPTS, TOKEN, finished, installed, request
 
@@ -171,8 +170,11 @@ class Service:
         assert self.process.wait(int(seconds)) == 0
         self.start()
 
+    def connect(self):
+        return client_at(self._path)
+
     def ask(self, data):
-        with client_at(self._path) as client:
+        with self.connect() as client:
             return client.ask(data)
 
 
@@ -203,26 +205,12 @@ def test_service_reloads(service):
 
 def test_restart_refuses_no_connection(service):
     """Clients that connect during a restart wait, and get a response."""
-    done = threading.Event()
-
-    def add(first_id):
-        id = first_id
-        while not done.is_set():
-            answer = service.ask(request(body={'id': id, 'name': 'Fern'}))
-            assert answer is not None, 'no response'
-            assert answer.status == 200
-            id += 1
-        return id - first_id
-
-    with ThreadPoolExecutor(4) as pool:
-        try:
-            clients = [pool.submit(add, 1_000_000 * n) for n in range(4)]
-            service.restart()
-            assert service.ask(request(body={'id': -1, 'name': 'Fern'})).status == 200
-        finally:
-            done.set()
-        added = sum(client.result() for client in clients)
-    assert len(service.plants_path.read_bytes().splitlines()) == added + 1
+    with Load(service) as load:
+        load.wait_for_all()
+        service.restart()
+        load.wait_for_all()
+    assert not load.failed
+    assert len(service.plants_path.read_bytes().splitlines()) == len(load.added)
 
 
 def test_upgrade_takes_a_restart(service):
