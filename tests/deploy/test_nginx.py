@@ -236,16 +236,14 @@ class Upstream(ThreadingMixIn, UnixStreamServer):
         super().__init__(str(path), Handler)
         self.received = []
         self.replies = replies
-        self._thread = threading.Thread(target=self.serve_forever, args=[0.01])
 
     def __enter__(self):
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=[0.01]).start()
         return self
 
     def __exit__(self, *exc_info):
-        self.shutdown()
+        self.shutdown()  # returns when the thread is about to end
         self.server_close()
-        self._thread.join()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shlex
 import signal
 import socket
 import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -94,10 +94,7 @@ class Service:
         self._notified.bind(str(directory / 'notify'))
         self._notified.settimeout(PATIENCE)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
+    def close(self):
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -181,7 +178,7 @@ class Service:
 @pytest.fixture
 def service(tmp_path):
     """The running service, with one token."""
-    with Service(tmp_path) as service:
+    with closing(Service(tmp_path)) as service:
         service.install('1')
         service.start()
         yield service
