@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from server import PATIENCE, REPOSITORY, TOKEN, Server, request, wait_until
 
 SECRET = 'a-token-that-nobody-knows'
-STORED_PLANT = {'id': 0, 'name': 'Taken'}
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
 # Configuration lines: a connection may idle for longer than a test waits.
@@ -233,7 +232,7 @@ def parse_json_log(text):
 def service(tmp_path_factory):
     """A server with two workers; its log must show no token and no traceback."""
     with Server(tmp_path_factory.mktemp('server'), workers=2) as server:
-        assert server.ask(request(body=STORED_PLANT)).status == 200
+        assert server.ask(request(body=fern())).status == 200
         yield server
     assert TOKEN not in server.log
     assert SECRET not in server.log

@@ -27,24 +27,14 @@ def directory(tmp_path):
     return tmp_path / 'prometheus'
 
 
-def promtool(*arguments):
-    """Run promtool; return its exit code and output."""
-    done = finished([installed('promtool', 'prometheus'), *arguments])
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_configuration_is_sound(directory):
-    """Promtool finds no fault, once the token file exists."""
-    path = directory / 'prometheus.yml'
-    code, printed = promtool('check', 'config', '--lint-fatal', path)
-    assert code == 0, printed
-
-
-def test_rules_alert_when_they_should():
-    """The unit tests of the rules pass, and there is one for each alert."""
-    files = list(RECIPE.glob('*.test.yml'))
-    code, printed = promtool('test', 'rules', *files)
-    assert code == 0, printed
+def test_configuration_is_sound_and_alerts_when_it_should(directory):
+    """Promtool finds no fault, and the rules have a unit test for each alert."""
+    promtool = installed('promtool', 'prometheus')
+    files = list(directory.glob('*.test.yml'))
+    check = ('check', 'config', '--lint-fatal', directory / 'prometheus.yml')
+    for arguments in (check, ('test', 'rules', *files)):
+        done = finished([promtool, *arguments])
+        assert done.returncode == 0, done.stdout + done.stderr
     assert {
         rule['alertname']
         for file in files
