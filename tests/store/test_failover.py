@@ -1,7 +1,7 @@
 """A failover to a PostgreSQL standby, while clients add plants."""
 
 import itertools
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 from exchange import SHORT_DATABASE_LIMITS, Crowd
@@ -9,7 +9,7 @@ from postgresql import PostgreSQL, refused
 from proxy import Proxy
 from server import Server, configured, request, wait_until
 
-from store import Plant, StoreUnavailable, open_store
+from store import open_store
 
 
 @contextmanager
@@ -22,16 +22,9 @@ def running():
         yield primary, standby
 
 
-@pytest.fixture(scope='module')
-def pair():
-    """A primary and its standby, which each test leaves as they are."""
-    with running() as pair:
-        yield pair
-
-
 @pytest.mark.parametrize('fault', ['killed', 'silent'])
 def test_failover_loses_no_acknowledged_plant(tmp_path, fault):
-    """After a promotion the service adds to the new primary, by itself."""
+    """A standby is only read; after a promotion the service adds to it, by itself."""
     with running() as (primary, standby), Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
@@ -40,6 +33,10 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, fault):
             added = []
             with Crowd(server, added, itertools.count(1), fault) as crowd:
                 wait_until(lambda: len(added) > 40, 'all add')
+                with open_store(standby.url(), create='never') as store:
+                    wait_until(lambda: len(list(store)) > 40, 'the standby is read')
+                    with refused('the database is a standby (read-only)'):
+                        store.ping()
                 if fault == 'silent':  # as a machine without power
                     proxy.stop()
                 primary.kill()
@@ -60,10 +57,9 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, fault):
     assert 'Traceback' not in server.log
 
 
-def test_each_host_is_named_once(tmp_path, pair):
+def test_each_host_is_named_once(tmp_path):
     """While no primary answers the log names each host, once for each change."""
-    primary, standby = pair
-    with Proxy(primary.port) as proxy:
+    with running() as (primary, standby), Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
         words = (
@@ -84,48 +80,3 @@ def test_each_host_is_named_once(tmp_path, pair):
             proxy.stop()
             wait_until(lambda: server.ask(ready) and server.log.count(words) == 2)
             proxy.go_on()
-
-
-SLOW_RESOLVER = [
-    'import socket, time',
-    'timeout = 3',  # of the heartbeat, and without it until the lookup ends
-    'resolve = socket.getaddrinfo',
-    'def look_up(name, *arguments, **options):',
-    "    time.sleep(9 * (name == 'hangs.invalid'))",
-    '    return resolve(name, *arguments, **options)',
-    'socket.getaddrinfo = look_up',
-]
-
-
-def test_resolver_that_hangs_stops_no_worker(tmp_path, url):
-    """While a name is looked up /livez is answered, and the heartbeat goes on."""
-    limits = configured(tmp_path, *SLOW_RESOLVER)
-    url = url.replace('127.0.0.1', 'hangs.invalid,127.0.0.1')
-    with (
-        Server(tmp_path, *limits, workers=1, PLANTS_STORE=url) as server,
-        server.connect() as client,
-    ):
-        workers = server.worker_pids()
-        client.send(request(body={'id': 1, 'name': 'Fern'}))
-        assert server.ask(request('GET', '/livez')).status == 200
-        assert not client.is_readable(1)  # it waits for the name
-        assert client.receive().status == 200
-        assert not client.is_readable(4)
-        assert server.worker_pids() == workers
-
-
-def test_standby_is_read(pair):
-    """A standby is read, and takes no plant."""
-    primary, standby = pair
-    fern = Plant(1, 'Fern')
-    with open_store(primary.url()) as store:
-        store.add(fern)
-    with open_store(standby.url(), create='never') as store:
-
-        def is_applied():
-            with suppress(StoreUnavailable):  # there is no table yet
-                return list(store) == [fern]
-
-        wait_until(is_applied)
-        with refused('the database is a standby (read-only)'):
-            store.ping()
