@@ -191,9 +191,9 @@ class PostgreSQL:
 
     def new_url(self):
         """Return a URL with a new, empty schema: a store without plants."""
-        schema = f'store_{os.getpid()}_{next(self._schemas)}'
-        self.execute(f'CREATE SCHEMA {schema}')
-        return f'{self.url()}?options=-csearch_path%3D{schema}'
+        name = f'store_{os.getpid()}_{next(self._schemas)}'
+        self.execute(f'CREATE SCHEMA {name}; GRANT USAGE ON SCHEMA {name} TO PUBLIC')
+        return f'{self.url()}?options=-csearch_path%3D{name}'
 
     def own(self, url):
         """Return the URL of this server for the URL of a proxy or a pooler."""
