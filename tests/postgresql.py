@@ -66,6 +66,17 @@ def refused(reason=None, within=10):
     assert time.monotonic() - began < within
 
 
+def assert_refused(reason, *uses, pause=0, within=10):
+    """Check that calls are refused for a reason; return the details."""
+    details = []
+    for use in uses:
+        with refused(reason, within) as caught:
+            use()
+        details.append(caught.value.detail)
+        time.sleep(pause)
+    return details
+
+
 def new_directory():
     """Return a new directory that belongs to the server's user."""
     # NOTE: not pytest's tmp_path, which other users may not enter.
