@@ -10,7 +10,6 @@ from test_postgresql_faults import (  # noqa: F401
     proxy,
     short_limits,
     store,
-    test_add_of_an_uncommitted_rival_is_refused,
     test_cancelled_commit_is_not_acknowledged,
     test_each_id_has_one_winner_while_sessions_end,
     test_locked_row_delays_no_other_add,
@@ -24,7 +23,7 @@ from test_store_postgresql import TestPostgreSQLStore as DirectContract
 from store import Plant, StoreUnavailable, open_store
 from store.postgresql import connection
 from store.testing.plants import samples
-from store.testing.waiting import in_child, in_threads, wait_until
+from store.testing.waiting import in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 FULL = 'the connection pool of the database is full, or does not reach the database'
@@ -72,11 +71,6 @@ class TestPgBouncer(DirectContract):
         monkeypatch.setattr('store.testing.contract.samples', few_samples)
         with open_store(narrow.new_url(**WRONG)) as opened:
             yield opened
-
-    # Threads are in test_settings_belong_to_the_transaction.
-    @pytest.mark.parametrize('run', [in_child])
-    def test_adds_at_once(self, store, run):  # noqa: F811
-        super().test_adds_at_once(store, run)
 
 
 WITNESS = """

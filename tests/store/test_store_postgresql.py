@@ -1,6 +1,6 @@
 """The store in a PostgreSQL database, against a real server."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from psycopg.errors import UndefinedTable
@@ -17,10 +17,9 @@ class TestPostgreSQLStore(StoreContract):
             yield store
 
     def raw_plants(self, store):
-        try:
+        rows = []
+        with suppress(UndefinedTable):  # the store was not used yet
             rows = self.database.execute('TABLE plants', url=store._url)
-        except UndefinedTable:  # the store was not used yet
-            rows = []
         return [Plant(*row) for row in rows]
 
     def url(self, store):
