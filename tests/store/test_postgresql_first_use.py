@@ -375,8 +375,9 @@ def test_policy_that_hides_plants_is_refused(database, made, role, command):
 
 
 UNFIT_TABLES = {
+    'not unique': NEW.format('id bigint, name text, tag text'),
     'no tag': NEW.format('id bigint PRIMARY KEY, name text'),
-    'not unique': NEW.format(
+    'not unique alone': NEW.format(
         'id bigint, part int, name text, tag text, PRIMARY KEY (id, part)'
     ),
     'char': 'ALTER TABLE plants ALTER name TYPE char(20)',
