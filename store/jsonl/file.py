@@ -339,10 +339,10 @@ class PlantFile:
         try:
             size = os.fstat(self._fd).st_size
             recovery.check_length(self._path, self._fd, size, index.synced)
-            if index.reason:
+            if reason := index.build_reason:
                 index.build()
                 if size:
-                    log.info('%s: building the index: %s', self._path, index.reason)
+                    log.info('%s: building the index: %s', self._path, reason)
             self._read_on(size, crashed=crashed)
             if index.synced < index.end:
                 # Plants of others may be unsynced, and a repeat acknowledges them.
@@ -352,7 +352,7 @@ class PlantFile:
                     start += len(data)
                 disk.sync(self._fd, times=True)  # the index has the mtime
                 index.synced = index.end
-            if index.reason:
+            if index.build_reason:
                 index.install(index.end)
         except BaseException:
             index.close()

@@ -150,7 +150,7 @@ def read_on(
                 reason = 'another program changes the file'
                 raise StoreUnavailable(reason, store=str(path)) from ex
         count += len(lines)
-        if count > MOST_BEHIND and index.reason is None:
+        if count > MOST_BEHIND and index.build_reason is None:
             raise IndexDamaged('it is far behind the plant file')
         found = index.learn(lines, ids)  # of all ``ids``, not only those in the chunk
         for id, offset in lines:
@@ -178,7 +178,7 @@ def check_opening(path: Path) -> None:
             with closing(Index(path, fd, new=is_new)) as index, suppress(IndexDamaged):
                 end = whole_size(path, fd)  # now: see ``opened``
                 check_length(path, fd, end, index.synced)
-                if index.reason is not None:
+                if index.build_reason is not None:
                     index.build(temporary=True)
                 read_on(path, fd, index, end, (), crashed=True)
                 return
