@@ -1,8 +1,8 @@
 """Reading a plant file that may be damaged, and telling a torn tail from damage.
 
 A sync covers the whole file. So if a crash has lost some bytes, no byte that was
-written after them was synced, and no plant there was acknowledged. A crash can leave
-two things, both after the end that the latest sync covered:
+written after them was synced, and no plant there was acknowledged. After the end that
+the latest sync covered, a crash can leave two things:
 
 * a *torn tail*: everything from the first line that is not a record to the end of the
   file, when no record follows;
@@ -37,7 +37,6 @@ from store.jsonl import record
 from store.jsonl.disk import CHUNK, copy_aside, open_file, pieces, sync
 from store.jsonl.index import UNKNOWN, Index
 from store.jsonl.lock import take_flock
-from store.jsonl.record import LONGEST
 from store.jsonl.table import IndexDamaged
 
 log = logging.getLogger(__name__)
@@ -51,6 +50,7 @@ PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 REPEATED = 'an earlier line has a different plant with the id %d'
 BEGINNING = b'{"id":'  # of each line that we write
 CONTROL = re.compile(rb'[\x01-\x09\x0b-\x1f]')  # in no line that we write
+Chunk = tuple[int, bytes, int]  # lines, and the offsets where they begin and end
 
 
 class Line(NamedTuple):
@@ -63,10 +63,11 @@ class Line(NamedTuple):
     reason: str  # why it is damaged
 
 
-def read_lines(fd: int, start: int, end: int, piece: int = 0) -> Iterator[Line]:
+def read_lines(fd: int, start: int, end: int, chunk_size: int = 0) -> Iterator[Line]:
     """Yield the lines between two offsets, records and others alike."""
-    for offset, chunk, stop in _chunks(fd, start, end, piece):
+    for offset, chunk, stop in _chunks(fd, start, end, chunk_size):
         for text in BytesIO(chunk):
+            # Of a line that is too long the chunk has only the beginning.
             after = stop if len(text) == len(chunk) else offset + len(text)
             try:
                 yield Line(offset, after, text, record.decode(text), '')
@@ -77,7 +78,7 @@ def read_lines(fd: int, start: int, end: int, piece: int = 0) -> Iterator[Line]:
 
 def line_at(fd: int, offset: int) -> Line:
     """Return the line that begins at an offset; its ``end`` holds only for a record."""
-    lines = read_lines(fd, offset, offset + LONGEST + 1, piece=512)
+    lines = read_lines(fd, offset, offset + record.LONGEST + 1, chunk_size=512)
     return next(lines, Line(offset, offset, b'', None, record.NOT_JSON))
 
 
@@ -90,61 +91,50 @@ def plant_at(fd: int, offset: int, id: int) -> Plant:
     return plant
 
 
-def read_plants(path: Path) -> Iterator[Plant]:
-    """Yield the plants of a file, which may be in use; nothing is changed."""
-    with opened(path) as (fd, synced):
-        end = whole_size(path, fd)
-        check_length(path, fd, end, synced)
-        lines = read_lines(fd, 0, end)
-        while line := next(lines, None):
-            if line.plant is not None:
-                yield line.plant
-                continue
-            end = whole_size(path, fd)
-            torn = _torn_tail(path, fd, line.offset, end, synced, crashed=False)
-            if torn is not None and torn.offset == line.offset:
-                log.warning('%s: a torn tail at byte %d is left out', path, torn.offset)
-                break
-            # Another process has cut off a torn tail, and may have appended.
-            lines = read_lines(fd, line.offset, end)
+def _chunks(fd: int, start: int, end: int, size: int = 0) -> Iterator[Chunk]:
+    """Yield chunks of whole lines.
 
-
-@contextmanager
-def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
-    """Open a plant file for a command; yield a descriptor, and the synced end.
-
-    The caller must get the size after this: others append and sync meanwhile. An
-    ``OSError`` becomes a ``StoreUnavailable``.
+    The last may lack its line feed. A line longer than a chunk is a chunk of its own.
+    Only the beginning is read of a line too long for a record: it may be huge.
     """
-    try:
-        with open(open_file(path, flags), 'rb') as file:
-            with closing(Index(path, file.fileno())) as index:
-                synced = index.synced
-            yield file.fileno(), synced
-    except OSError as ex:
-        raise StoreUnavailable.refused(ex, path) from ex
+    size = size or CHUNK
+    while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
+        if cut := chunk.rfind(b'\n') + 1:
+            chunk = chunk[:cut]
+            stop = start + cut
+        else:
+            stop = _end_of_line(fd, start, end)
+            chunk = os.pread(fd, min(stop - start, record.LONGEST + 1), start)
+        yield start, chunk, stop
+        start = stop
+
+
+def _end_of_line(fd: int, start: int, end: int) -> int:
+    for data in pieces(fd, start, end):
+        if feed := data.find(b'\n') + 1:
+            return start + feed
+        start += len(data)
+    return start
 
 
 def read_on(
     path: Path, fd: int, index: Index, end: int, ids: Iterable[int], *, crashed: bool
 ) -> tuple[dict[int, int], Line | None]:
-    """Enter the lines up to ``end`` into an index; progress goes to the log.
+    """Enter the lines up to ``end`` into an index; some may have a plant twice.
 
-    The lines may have a plant twice and, if the machine may have ``crashed``, lost
-    blocks. Return the offsets of those ``ids`` that are known at the end, unless the
-    index is being built; and the first line of a torn tail, or ``None``.
+    Return the offsets of those ``ids`` that are known (not while the index is built),
+    and the first line of a torn tail, or ``None``. A lost block counts as one if the
+    machine may have ``crashed``.
     """
-    start, size = index.end, end - index.end
-    began = reported = time.monotonic()
     found: dict[int, int] = {}
     torn: Line | None = None
     count = 0
-    for base, chunk, stop in _chunks(fd, start, end):
+    for start, chunk, _ in _with_progress(path, fd, index.end, end):
         lines: list[tuple[int, int]] = []
         try:
-            lines.extend(record.scan_ids(chunk, base))
+            lines.extend(record.scan_ids(chunk, start))
         except record.DamagedRecord as ex:  # ``lines`` has those before it
-            torn = _torn_tail(path, fd, base, end, index.synced, crashed=crashed)
+            torn = _find_torn_tail(path, fd, start, end, index.synced, crashed=crashed)
             if torn is None:
                 # The damage is gone: a program that ignores the lock was here.
                 reason = 'another program changes the file'
@@ -159,29 +149,63 @@ def read_on(
                 raise _corrupt(path, fd, offset, REPEATED % id)
         if torn is not None:
             break
-        now = time.monotonic()
-        if now - reported > PROGRESS_EVERY:
-            reported = now
-            percent = 100 * (stop - start) // size
-            text = '%s: %d %% of %d MiB read, %d s'
-            log.info(text, path, percent, size >> 20, now - began)
     if index.end > end:  # without the lock: others append, and flush, meanwhile
         check_length(path, fd, os.fstat(fd).st_size, index.end)
     return {id: found[id] for id in ids if id in found}, torn
 
 
-def check_opening(path: Path) -> None:
-    """Raise what an open of a plant file would raise; change nothing."""
-    with open(open_file(path), 'rb') as file:
-        fd = file.fileno()
-        for is_new in False, True:  # an open rebuilds an index that it cannot use
-            with closing(Index(path, fd, new=is_new)) as index, suppress(IndexDamaged):
-                end = whole_size(path, fd)  # now: see ``opened``
-                check_length(path, fd, end, index.synced)
-                if index.build_reason is not None:
-                    index.build(temporary=True)
-                read_on(path, fd, index, end, (), crashed=True)
-                return
+def _with_progress(path: Path, fd: int, start: int, end: int) -> Iterator[Chunk]:
+    began = reported = time.monotonic()
+    for chunk in _chunks(fd, start, end):
+        yield chunk
+        now = time.monotonic()
+        if now - reported > PROGRESS_EVERY:
+            reported = now
+            percent = 100 * (chunk[-1] - start) // (end - start)
+            text = '%s: %d %% of %d MiB read, %d s'
+            log.info(text, path, percent, (end - start) >> 20, now - began)
+
+
+def _find_torn_tail(
+    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
+) -> Line | None:
+    """Return the first line of a torn tail; ``None`` if no line is damaged any more."""
+    lines = read_lines(fd, start, end)
+    line = next((line for line in lines if line.plant is None), None)
+    if line is None:
+        return None
+    if line.offset == 0:
+        check_ours(path, fd)
+    is_lost = crashed and synced != UNKNOWN and _has_lost_block(fd, line)
+    if line.offset < synced:
+        more = ', and it was acknowledged'
+    elif not is_lost and any(_may_be_plant(fd, it) for it in chain([line], lines)):
+        more = ''
+    elif end - line.offset > MOST_TORN:
+        more = ', and more follows than an unfinished write can leave'
+    else:
+        return line
+    raise _corrupt(path, fd, line.offset, line.reason + more)
+
+
+def _has_lost_block(fd: int, line: Line) -> bool:
+    """Whether a line has zeros up to the end of a block."""
+    if (zeros := line.text.find(b'\0')) < 0:
+        return False
+    zeros_end = line.offset + zeros
+    for data in pieces(fd, zeros_end, line.end):  # of a long line, too
+        rest = data.lstrip(b'\0')
+        zeros_end += len(data) - len(rest)
+        if rest:
+            break
+    return zeros_end % BLOCK == 0
+
+
+def _may_be_plant(fd: int, line: Line) -> bool:
+    """Whether a line is a record, or one of a version that allowed longer bodies."""
+    if line.reason == record.TOO_LONG:
+        return os.pread(fd, 2, line.end - 2) == b'}\n'
+    return line.plant is not None
 
 
 def cut_tail(path: Path, fd: int, offset: int) -> Path:
@@ -205,15 +229,6 @@ def cut_tail(path: Path, fd: int, offset: int) -> Path:
     return side
 
 
-def whole_size(path: Path, fd: int) -> int:
-    """Return the size of a plant file between two appends; takes the lock for that."""
-    take_flock(path, fd, fcntl.LOCK_SH)
-    try:
-        return os.fstat(fd).st_size
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-
 def check_length(path: Path, fd: int, size: int, known: int) -> None:
     """Refuse a plant file that is shorter than it is known to have been."""
     missing = known - size
@@ -227,71 +242,15 @@ def check_length(path: Path, fd: int, size: int, known: int) -> None:
         )
 
 
-def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
-    number = 1 + sum(piece.count(b'\n') for piece in pieces(fd, 0, offset))
-    return StoreCorrupt(str(path), number, offset, reason)
-
-
-def _chunks(
-    fd: int, start: int, end: int, piece: int = 0
-) -> Iterator[tuple[int, bytes, int]]:
-    """Yield chunks of whole lines, each between two offsets.
-
-    The last may lack its line feed. A line longer than a chunk is a chunk of its own.
-    Only the beginning is read of a line too long for a record: it may be huge.
-    """
-    size = piece or CHUNK
-    while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
-        if cut := chunk.rfind(b'\n') + 1:
-            chunk = chunk[:cut]
-            stop = start + cut
-        else:
-            stop = _end_of_line(fd, start, end)
-            chunk = os.pread(fd, min(stop - start, LONGEST + 1), start)
-        yield start, chunk, stop
-        start = stop
-
-
-def _end_of_line(fd: int, start: int, end: int) -> int:
-    for data in pieces(fd, start, end):
-        if feed := data.find(b'\n') + 1:
-            return start + feed
-        start += len(data)
-    return start
-
-
-def _torn_tail(
-    path: Path, fd: int, start: int, end: int, synced: int, *, crashed: bool
-) -> Line | None:
-    """Return the first line of a torn tail; ``None`` if no line is damaged any more."""
-    lines = read_lines(fd, start, end)
-    line = next((line for line in lines if line.plant is None), None)
-    if line is None:
-        return None
-    if line.offset == 0:
-        check_ours(path, fd)
-    reason = line.reason
-    is_lost = crashed and synced != UNKNOWN and _is_lost_block(fd, line)
-    if line.offset < synced:
-        reason = f'{reason}, and it was acknowledged'
-    elif is_lost or not any(_may_be_plant(fd, it) for it in chain([line], lines)):
-        if end - line.offset <= MOST_TORN:
-            return line
-        reason = f'{reason}, and more follows than an unfinished write can leave'
-    raise _corrupt(path, fd, line.offset, reason)
-
-
 def check_ours(path: Path, fd: int) -> None:
     """Refuse a JSON array, and a file without plants that no crash can have left."""
     first = line_at(fd, 0)
     if not first.text or first.plant is not None or _is_torn_record(first):
         return
-    reason = 'no line of it is a plant'
-    if first.text.startswith(b'['):
-        reason = 'it is a JSON array'  # its last line may be a plant
-    elif any(line.plant is not None for line in read_lines(fd, 0, sys.maxsize)):
-        return
-    raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))
+    is_array = first.text.startswith(b'[')  # its last line may be a plant
+    if is_array or not any(line.plant for line in read_lines(fd, 0, sys.maxsize)):
+        reason = 'it is a JSON array' if is_array else 'no line of it is a plant'
+        raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))
 
 
 def _is_torn_record(line: Line) -> bool:
@@ -305,22 +264,63 @@ def _is_torn_record(line: Line) -> bool:
     )
 
 
-def _may_be_plant(fd: int, line: Line) -> bool:
-    """Whether a line is a record, or one of a version that allowed longer bodies."""
-    is_long = line.reason == record.TOO_LONG
-    return line.plant is not None or (
-        is_long and os.pread(fd, 2, line.end - 2) == b'}\n'
-    )
+def _corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
+    number = 1 + sum(piece.count(b'\n') for piece in pieces(fd, 0, offset))
+    return StoreCorrupt(str(path), number, offset, reason)
 
 
-def _is_lost_block(fd: int, line: Line) -> bool:
-    """Whether a line has zeros up to the end of a block."""
-    if (zeros := line.text.find(b'\0')) < 0:
-        return False
-    zeros_end = line.offset + zeros
-    for data in pieces(fd, zeros_end, line.end):  # of a long line, too
-        rest = data.lstrip(b'\0')
-        zeros_end += len(data) - len(rest)
-        if rest:
-            break
-    return zeros_end % BLOCK == 0
+@contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[tuple[int, int]]:
+    """Open a plant file for a command; yield a descriptor, and the synced end.
+
+    The caller must get the size after this: others append and sync meanwhile.
+    """
+    try:
+        with open(open_file(path, flags), 'rb') as file:
+            with closing(Index(path, file.fileno())) as index:
+                synced = index.synced
+            yield file.fileno(), synced
+    except OSError as ex:
+        raise StoreUnavailable.refused(ex, path) from ex
+
+
+def whole_size(path: Path, fd: int) -> int:
+    """Return the size of a plant file between two appends; takes the lock for that."""
+    take_flock(path, fd, fcntl.LOCK_SH)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def read_plants(path: Path) -> Iterator[Plant]:
+    """Yield the plants of a file, which may be in use; nothing is changed."""
+    with opened(path) as (fd, synced):
+        end = whole_size(path, fd)
+        check_length(path, fd, end, synced)
+        lines = read_lines(fd, 0, end)
+        while line := next(lines, None):
+            if line.plant is not None:
+                yield line.plant
+                continue
+            end = whole_size(path, fd)
+            torn = _find_torn_tail(path, fd, line.offset, end, synced, crashed=False)
+            if torn is not None and torn.offset == line.offset:
+                log.warning('%s: a torn tail at byte %d is left out', path, torn.offset)
+                break
+            # Another process has cut off a torn tail, and may have appended.
+            lines = read_lines(fd, line.offset, end)
+
+
+def check_opening(path: Path) -> None:
+    """Raise what an open of a plant file would raise; change nothing."""
+    with open(open_file(path), 'rb') as file:
+        fd = file.fileno()
+        for is_new in False, True:  # an open rebuilds an index that it cannot use
+            with closing(Index(path, fd, new=is_new)) as index, suppress(IndexDamaged):
+                end = whole_size(path, fd)  # now: see ``opened``
+                check_length(path, fd, end, index.synced)
+                if index.build_reason is not None:
+                    index.build(temporary=True)
+                read_on(path, fd, index, end, (), crashed=True)
+                return
