@@ -106,7 +106,7 @@ class Database:
             # libpq's GSSAPI ends a forked process on macOS (gunicorn issue 1701).
             **({'gssencmode': 'disable'} if sys.platform == 'darwin' else {}),
             **conninfo_to_dict(url),
-            'target_session_attrs': 'any',  # see Connection.configure
+            'target_session_attrs': 'any',  # see Connection._configure
             'client_encoding': 'utf8',
         }
         options = parameters.get('options') or os.environ.get('PGOPTIONS', '')
