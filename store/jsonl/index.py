@@ -48,7 +48,6 @@ LOOK_WITHIN = 1.0
 MOST_FREE = 8
 TAIL = 256  # bytes before the mark that are compared
 UNKNOWN = -1  # an end of the plant file that is not known
-INDEX_REPLACED = 'a file of it was removed or replaced'
 
 
 class Index:
@@ -64,7 +63,8 @@ class Index:
     ========  ============  ============  ==============================================
 
     It opens as *believed* or *refused* (if ``new``, always); ``close`` may come at any
-    time. A ``find`` that is not believed raises ``IndexDamaged``, a flush does nothing.
+    time. Without a table ``find`` raises ``IndexDamaged``. With a reason ``flush`` does
+    nothing.
     """
 
     def __init__(self, path: Path, fd: int, *, new: bool = False) -> None:
@@ -106,7 +106,8 @@ class Index:
             self._table = table.connect(self._table_path)
             state = table.read_state(self._table)
             belongs_together = table.belongs_together(self._table_path, self._table)
-            self._table_inodes = self._read_inodes()
+            self._table_inodes = {}
+            self._table_inodes = self._check_inodes()
         if state.inode != self._inode or state.mark < 0:
             raise IndexDamaged('it belongs to another file')
         # Even if the table is refused: recovery must cut off nothing before this end.
@@ -126,11 +127,11 @@ class Index:
     def find(self, ids: Collection[int]) -> Offsets:
         """Return the offsets of those ids that are known."""
         found = {} if self._are_free(ids) else self._look(ids)
-        recent = self._recent
+        recent = self._recent  # also lines that were added since that look
         return found | {id: recent[id] for id in ids if id in recent}
 
     def _are_free(self, ids: Collection[int]) -> bool:
-        """Whether a young look shows that the table has none: later ids are recent."""
+        """Whether a look of the last second shows that the table has none of them."""
         left = ids
         for end, start in self._free.items():
             left = [id for id in left if not start <= id < end]
@@ -142,12 +143,9 @@ class Index:
             if self._table is None:
                 raise IndexDamaged('it is not open')
             look = table.look(self._table, ids)
-            inodes = self._read_inodes()
-        # Checked after the read. A process that opens the index later makes a missing
-        # file anew, and flushes into it: from then on this connection reads old pages.
-        if not self._table_inodes.items() <= inodes.items():
-            raise IndexDamaged(INDEX_REPLACED)
-        self._table_inodes = inodes  # the first flush makes -wal and -shm
+            # After the read. A process that opens the index later makes a missing file
+            # anew, and flushes into it: from then on this connection reads old pages.
+            self._table_inodes = self._check_inodes()  # a flush makes -wal and -shm
         if look.mark < self.mark:
             raise IndexDamaged('it is an older one')
         self._look_until = time.monotonic() + LOOK_WITHIN
@@ -159,11 +157,14 @@ class Index:
                 self.move_end(mark)
         return look.offsets
 
-    def _read_inodes(self) -> dict[str, int]:
+    def _check_inodes(self) -> dict[str, int]:
+        """Return the inodes of the files of the table; the known ones must be there."""
         inodes = {}
         with suppress(FileNotFoundError):
             for path in self._table_paths:
                 inodes[path] = os.stat(path).st_ino
+        if not self._table_inodes.items() <= inodes.items():
+            raise OSError('a file of it was removed or replaced')
         return inodes
 
     def learn(self, lines: list[tuple[int, int]], ids: Iterable[int] = ()) -> Offsets:
@@ -223,8 +224,7 @@ class Index:
         with writing(), disk.open_lock_file(self._path, self._fd) as lock:
             if not try_flock(lock.fileno()):
                 return False
-            if not self._table_inodes.items() <= self._read_inodes().items():
-                raise OSError(INDEX_REPLACED)
+            self._check_inodes()
             with table.connect_for_writing(self._table_path) as connection:
                 mtime = None
                 if is_last and table.leave_wal(connection):

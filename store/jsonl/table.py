@@ -52,7 +52,6 @@ INSERT = (
 )
 UPDATE = 'UPDATE state SET inode = ?, mark = ?, tail = ?, mtime = ?'
 
-
 Offsets = dict[int, int]  # of lines of the plant file, by their ids
 
 
