@@ -104,7 +104,7 @@ def explain(error: psycopg.Error, shown: str = '', url: str = '') -> Unavailable
         code = 'function'
     elif code == '55P03' and not diag.context:  # it names a row
         code = 'locked'
-    words = clean(str(error).rpartition(' failed: ')[2], url)
+    words = clean(str(error).rpartition(' failed: ')[2], url)  # what follows the host
     if diag.message_primary:
         names = ('schema', 'table', 'column', 'constraint')
         found = [
@@ -123,5 +123,5 @@ def explained(shown: str, url: str) -> Iterator[None]:
         yield
     except psycopg.Error as ex:
         found = explain(ex, shown, url)
-        # NOTE: "from None", since a chain shows DETAIL.
+        # Leaves out a detail that repeats the reason. NOTE: a chain would show DETAIL.
         raise (found.again() if found.detail in found.reason else found) from None

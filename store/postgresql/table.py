@@ -42,6 +42,36 @@ HIDDEN = 'the conflicting row is not visible'
 MADE_UP = [Plant(0, 'Fern '), Plant(0, 'Fern ' * 100, 'shade ' * 100)]
 
 
+def find_table(connection: Connection, may_create: bool, names_schema: bool) -> str:
+    """Return the name of the table of the search_path; make it if it is missing.
+
+    A new table would not know the ids of one in another schema. If there is one, a new
+    one needs a URL that names the schema: the search_path of a role may have changed.
+    """
+    *found, (new, *_) = connection.transact(FIND)
+    ours = [row for row in found if row[-1]]
+    if len(visible := [name for name, place, *_ in ours if place]) > 1:
+        raise Fault('two', ' and '.join(visible))
+    # Ours come first. A table of others at that place makes the check fail.
+    for name, place, hides, _ in found:
+        if place and hides:
+            raise Fault('hides', name)
+        if place:
+            return str(name)
+    if ours and not names_schema:
+        raise Fault('elsewhere', f'there is {ours[0][0]}, and the path leads to {new}')
+    if new is None:
+        raise Fault('3F', 'no schema of it exists')
+    if not may_create:
+        raise errors.UndefinedTable(f'there is no {new}')
+    # Another process may be making it.
+    with suppress(
+        errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
+    ):
+        connection.transact(CREATE.format(new).replace('%', '%%'))
+    return str(new)
+
+
 class Table:
     """The statements for a table, by its name with the schema."""
 
@@ -61,48 +91,6 @@ class Table:
     def check(self, connection: Connection) -> None:
         """Check the columns and the rights."""
         connection.transact(self._check)
-
-    def probe(self, connection: Connection) -> None:
-        """Do what an add does, with a row that is rolled back before the commit.
-
-        The row is a copy of a plant, since a table may refuse what is made up. The
-        commit is written, and waits for a standby. A dead row stays until the next
-        vacuum. A refusal leaves the transaction open: the pool closes it.
-        """
-        rows = connection.transact(
-            f'BEGIN; {self._read} ORDER BY id DESC LIMIT 1; '
-            'SET CONSTRAINTS ALL IMMEDIATE; SAVEPOINT probe'
-        )
-        # If a partition was detached, the table may have no rows left.
-        last = self._last = rows or self._last
-        refusal: psycopg.Error
-        for plant in [*last, *MADE_UP]:
-            try:
-                self._insert_copy(connection, Plant(*plant))
-                if last:
-                    break
-            except psycopg.Error as ex:
-                found = explain(ex)
-                if found.readiness == 'down' or (last and found.code == 'part'):
-                    raise
-                refusal = ex
-                connection.transact('ROLLBACK TO probe')
-        else:
-            if last:
-                raise refusal
-        connection.transact('ROLLBACK TO probe; COMMIT')
-
-    def _insert_copy(self, connection: Connection, plant: Plant) -> None:
-        """Insert a plant with a free id near its own: in the same partition."""
-        insert = f'{self._insert}, name::text, tag::text'
-        for _ in range(3):
-            id = plant.id + random.randint(1, 99)
-            plant = plant._replace(id=id if id <= ID_MAX else random.randint(ID_MIN, 0))
-            if rows := connection.transact(insert, *_arrays([plant])):
-                if rows != [plant]:
-                    raise Fault('altered', f'a trigger or a column of {self.name}')
-                return
-        raise errors.SerializationFailure(HIDDEN)
 
     def insert(self, connection: Connection, plants: Sequence[Plant]) -> list[int]:
         """Insert plants whose id is free, and commit; return their ids."""
@@ -139,35 +127,47 @@ class Table:
             yield from (Plant(*row) for row in rows)
             first = rows[-1][0] + 1
 
+    def probe(self, connection: Connection) -> None:
+        """Do what an add does, with a row that is rolled back before the commit.
 
-def find_table(connection: Connection, may_create: bool, names_schema: bool) -> str:
-    """Return the name of the table of the search_path; make it if it is missing.
+        The row is a copy of a plant, since a table may refuse what is made up. The
+        commit is written, and waits for a standby. A dead row stays until the next
+        vacuum. A refusal leaves the transaction open: the pool closes it.
+        """
+        rows = connection.transact(
+            f'BEGIN; {self._read} ORDER BY id DESC LIMIT 1; '
+            'SET CONSTRAINTS ALL IMMEDIATE; SAVEPOINT probe'
+        )
+        # If a partition was detached, the table may have no rows left.
+        last = self._last = rows or self._last
+        # If there is a plant, one of the three must be accepted.
+        for plant in [*last, *MADE_UP]:
+            try:
+                self._insert_copy(connection, Plant(*plant))
+                if last:
+                    break
+            except psycopg.Error as ex:
+                found = explain(ex)
+                if found.readiness == 'down' or (last and found.code == 'part'):
+                    raise
+                refusal = ex
+                connection.transact('ROLLBACK TO probe')
+        else:
+            if last:
+                raise refusal
+        connection.transact('ROLLBACK TO probe; COMMIT')
 
-    A new table would not know the ids of one in another schema. If there is one, a new
-    one needs a URL that names the schema: the search_path of a role may have changed.
-    """
-    *found, (new, *_) = connection.transact(FIND)
-    ours = [row for row in found if row[-1]]
-    if len(visible := [name for name, place, *_ in ours if place]) > 1:
-        raise Fault('two', ' and '.join(visible))
-    # Ours come first. A table of others at that place makes the check fail.
-    for name, place, hides, _ in found:
-        if place and hides:
-            raise Fault('hides', name)
-        if place:
-            return str(name)
-    if ours and not names_schema:
-        raise Fault('elsewhere', f'there is {ours[0][0]}, and the path leads to {new}')
-    if new is None:
-        raise Fault('3F', 'no schema of it exists')
-    if not may_create:
-        raise errors.UndefinedTable(f'there is no {new}')
-    # Another process may be making it.
-    with suppress(
-        errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateObject
-    ):
-        connection.transact(CREATE.format(new).replace('%', '%%'))
-    return str(new)
+    def _insert_copy(self, connection: Connection, plant: Plant) -> None:
+        """Insert a plant with a free id near its own: in the same partition."""
+        insert = f'{self._insert}, name::text, tag::text'
+        for _ in range(3):
+            id = plant.id + random.randint(1, 99)
+            plant = plant._replace(id=id if id <= ID_MAX else random.randint(ID_MIN, 0))
+            if rows := connection.transact(insert, *_arrays([plant])):
+                if rows != [plant]:
+                    raise Fault('altered', f'a trigger or a column of {self.name}')
+                return
+        raise errors.SerializationFailure(HIDDEN)
 
 
 def _arrays(plants: Iterable[Plant]) -> list[str]:
