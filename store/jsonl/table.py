@@ -118,7 +118,7 @@ def commit(connection: sqlite3.Connection, state: State) -> None:
     connection.execute('COMMIT')
 
 
-# Two, since a look must not wait for a flush.
+# Two, since a look must not wait for a flush. A fork takes the last one first.
 _reading, _writing = threading.RLock(), threading.RLock()
 for _lock in _reading, _writing:
     # NOTE: never removed, so these callbacks must not keep this module in memory.
@@ -277,7 +277,8 @@ def belongs_together(path: Path, connection: sqlite3.Connection) -> bool:
         length = os.stat(path).st_size // page_size
         has_wal, first_number = _read_wal(path)
         if not has_wal:
-            # A main file that was in use may be a copy from within a checkpoint.
+            # It must have been closed: a main file that was in use may be a copy from
+            # the middle of a checkpoint.
             fits = read_state(connection).mtime is not None
         elif first_number is None or number == first_number - 1:
             # A checkpoint has ended. Until a commit begins the WAL again, the main file
