@@ -160,7 +160,7 @@ class TestSpoiled:
         """A client learns that the index cannot be read, and not where it is."""
         monkeypatch.setattr(index, 'LOOK_WITHIN', 0)
         error = OSError(errno.EIO, os.strerror(errno.EIO), index_of(path))
-        failing = mock.patch.object(index.Index, '_inodes', side_effect=error)
+        failing = mock.patch.object(index.Index, '_check_inodes', side_effect=error)
         with JSONLinesStore(path) as store:
             store.add(Plant(1, 'Fern'))
             with failing, pytest.raises(StoreUnavailable) as caught:
