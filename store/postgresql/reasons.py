@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import psycopg
 
+from store.base import Plant
 from store.errors import StoreUnavailable
 from store.masking import clean
 
@@ -96,7 +97,7 @@ def explain(error: psycopg.Error, shown: str = '', url: str = '') -> Unavailable
         url = ''  # its own words name hosts
     elif code.startswith('08'):
         code = next((WORDS[it] for it in WORDS if re.search(it, str(error))), code)
-    elif code == '23502' and diag.column_name not in ('id', 'name', 'tag'):
+    elif code == '23502' and diag.column_name not in Plant._fields:
         code = '42'  # no plant has a value for it
     elif code == '23514' and not diag.constraint_name:
         code = 'part'
