@@ -25,7 +25,7 @@ from store.group_commit import Entry
 from store.postgresql import connection
 from store.postgresql.pool import RETRY_AFTER
 from store.postgresql.reasons import Unavailable, explain
-from store.postgresql.table import Table
+from store.postgresql.table import CREATE, Table
 from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
@@ -207,7 +207,6 @@ def test_second_table_is_not_made(database, lonely, role, monkeypatch):
         store.ping()
 
 
-NEW = 'DROP TABLE plants; CREATE TABLE plants ({})'
 LONG = ''.join(map(chr, range(0x4E00, 0x9000)))  # too long for an index page
 
 TRIGGER = (  # its warning refuses no plant
@@ -374,12 +373,12 @@ def test_policy_that_hides_plants_is_refused(database, made, role, command):
         assert store.add(FERN) is False
 
 
+NO_KEY = 'ALTER TABLE plants DROP CONSTRAINT plants_pkey'
 UNFIT_TABLES = {
-    'not unique': NEW.format('id bigint, name text, tag text'),
-    'no tag': NEW.format('id bigint PRIMARY KEY, name text'),
-    'not unique alone': NEW.format(
-        'id bigint, part int, name text, tag text, PRIMARY KEY (id, part)'
-    ),
+    'not unique': NO_KEY,
+    'no tag': 'ALTER TABLE plants DROP tag',
+    'no name': 'ALTER TABLE plants RENAME name TO title',
+    'not unique alone': f'{NO_KEY}, ADD part int, ADD PRIMARY KEY (id, part)',
     'char': 'ALTER TABLE plants ALTER name TYPE char(20)',
     'cut': EVERY.format('NEW.name := left(NEW.name, 20)'),
     'rule': 'CREATE RULE it AS ON INSERT TO plants DO INSTEAD NOTHING',
@@ -471,8 +470,9 @@ ALTERED = 'name TYPE varchar(500)', 'id TYPE numeric', 'tag TYPE text, ADD note 
 def test_table_may_have_more_columns(database, url, change):
     """A table may have more columns, in any order, and be altered while it is open."""
     database.execute(
-        'CREATE TABLE plants (at timestamptz DEFAULT now(), tag varchar, '
-        'name text COLLATE "C", id int8 UNIQUE)',
+        f'{CREATE.format("plants")}; '
+        'ALTER TABLE plants ADD at timestamptz DEFAULT now(), ALTER tag TYPE varchar, '
+        'DROP name, ADD name text COLLATE "C", DROP id, ADD id int8 UNIQUE',
         url=url,
     )
     with open_store(url) as store:
