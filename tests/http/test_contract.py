@@ -8,9 +8,12 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 from exchange import assert_error
+from server import REPOSITORY
 
 from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
 from web.tokens import TokensFile
+
+PLANT = json.loads((REPOSITORY / 'schemas/Plant.json').read_bytes())
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
@@ -44,6 +47,14 @@ def test_answer_is_the_plant_without_its_id(client, store):
     assert_plant(client.add(body), FERN_ANSWER)
     assert_plant(client.add({'id': 2, 'name': 'Moss'}), {'name': 'Moss'})
     assert list(store) == [Plant(1, 'Fern', 'shade'), Plant(2, 'Moss', None)]
+
+
+def test_every_member_of_the_schema_is_stored_and_answered(client, store):
+    """No member that the schema names is accepted and then forgotten."""
+    members = PLANT['properties'].items()
+    answer = {name: member['examples'][0] for name, member in members}
+    assert_plant(client.add({'id': 1, **answer}), answer)
+    assert list(store) == [Plant(1, **answer)]
 
 
 def test_repeat_is_answered_as_the_first_and_another_plant_refused(client, store):
