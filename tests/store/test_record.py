@@ -160,6 +160,7 @@ def test_scan_decodes_no_usual_line(monkeypatch):
     """A scan finds the ids of our own lines without JSON: it is six times as fast."""
     monkeypatch.delattr(record, 'decode')
     plants = [Plant(0, ''), Plant(-(2**63), 'Gräser', ''), Plant(10, 'Fern', 'shade')]
+    assert None not in plants[-1]  # it has every member
     assert [id for id, _ in scan_ids(b''.join(map(encode, plants)), 0)] == [
         plant.id for plant in plants
     ]

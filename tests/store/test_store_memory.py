@@ -5,6 +5,7 @@ import pytest
 from store import Plant, check_plant, open_store
 from store.base import batches
 from store.testing import StoreContract
+from store.testing.plants import NO_PLANTS, SIMILAR
 
 
 class TestMemoryStore(StoreContract):
@@ -31,6 +32,19 @@ def test_bulk_add_is_split_by_number_and_size():
         assert [len(batch) for batch in batches(plants)] == sizes
         tagged = [Plant(id, '', text) for id in range(count)]
         assert [len(batch) for batch in batches(tagged)] == sizes
+
+
+def test_contract_has_plants_for_each_member():
+    """For each member, plants differ in it alone, and plants are refused for it."""
+    for member in Plant._fields[1:]:
+        alike = {plant._replace(**{member: None}) for plant in SIMILAR}
+        assert len(alike) < len(SIMILAR), member
+    wrong = set()
+    for plant in NO_PLANTS:
+        with pytest.raises(ValueError, match=r'^\w+: ') as refused:
+            check_plant(plant)
+        wrong.add(str(refused.value).partition(':')[0])
+    assert wrong == {*Plant._fields}
 
 
 def test_long_text_is_cut_in_an_error():
