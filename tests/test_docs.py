@@ -14,6 +14,7 @@ from conftest import TOKEN, Client
 from postgresql import programs
 from server import REPOSITORY, ROOMS, SCRIPTS, Server, finished, installed, request
 
+import app
 from store import Plant, open_store
 from store.jsonl.record import encode
 from store.postgresql.table import CREATE
@@ -122,6 +123,27 @@ def test_error_values_are_listed():
     for (value, status, meaning), known in zip(listed, ErrorValue, strict=True):
         assert (int(value), int(status)) == (known, known // 100)
         assert meaning.replace('`', '').startswith(known.meaning)
+
+
+def test_order_of_checks_has_each_error_value():
+    """Each value has its place in the order, but for a fault that is unexpected."""
+    order = section('docs/api.md', '## The order of checks')
+    found = {int(digits) for digits in re.findall(r'\b[0-9]{5}\b', order)}
+    assert found == {*ErrorValue} - {ErrorValue.INTERNAL}
+
+
+def test_paths_are_listed(serve, store):
+    """Each path is in the README and in ``app.py``; api.md says which need no token."""
+    paths = serve(store, metrics=True).get('/openapi.json').json['paths']
+    described = {(method.upper(), path) for path in paths for method in paths[path]}
+    table = section('README.md', '## The answers')
+    assert {*re.findall(r'^\| `([A-Z]+) (/.*?)`', table, re.M)} == described
+    assert {*re.findall(r'^ +([A-Z]+) +(/[^ ]+)', app.__doc__, re.M)} == described
+    order = ' '.join(section('docs/api.md', '## The order of checks').split())
+    names = re.search('Only (.*) and the files of the page need no token', order)[1]
+    assert {*quoted(names)} == {
+        path for path in paths if 'security' in str(paths[path])
+    }
 
 
 def test_make_targets_are_listed():
