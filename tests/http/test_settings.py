@@ -16,7 +16,7 @@ import app
 from app import create_app, get_app
 from store import Plant
 from store.memory import MemoryStore
-from web.settings import Settings
+from web.settings import VARIABLES, Settings
 
 FERN = {'id': 1, 'name': 'Fern'}
 # Of each kind that a browser sends.
@@ -52,6 +52,8 @@ def test_each_variable_sets_a_field():
     assert (len(settings.tokens), names) == (2, ['token-1', 'token-2'])
     assert settings.metrics is True
     assert settings.cors_origins == ORIGINS
+    default = vars(Settings())
+    assert [name for name in default if vars(settings)[name] == default[name]] == []
 
 
 def test_metrics_without_their_package_are_refused(monkeypatch):
@@ -91,6 +93,11 @@ REFUSED = [
     ('PLANTS_TOKENS', 'token-1: a digest is sha256: and 64', ['sha256:abc']),
     *[('PLANTS_TOKENS_FILE', path, [path]) for path in ('', '/', '/dev/null', 'a\0b')],
 ]
+
+
+def test_each_variable_has_values_that_are_refused():
+    """No variable accepts everything."""
+    assert {*VARIABLES} <= {name for name, *_ in REFUSED}
 
 
 @pytest.mark.parametrize(
