@@ -125,6 +125,21 @@ def test_error_values_are_listed():
         assert meaning.replace('`', '').startswith(known.meaning)
 
 
+@pytest.mark.parametrize(
+    ('page', 'heading'),
+    [
+        ('README.md', '## The request'),
+        ('docs/api.md', '## Decisions'),
+        ('docs/stores.md', '### The file format'),
+        ('docs/databases.md', '## One table'),
+    ],
+)
+def test_members_are_named(page, heading):
+    """The pages that define a plant name each member."""
+    text = section(page, heading)
+    assert [name for name in Plant._fields if f'`{name}`' not in text] == []
+
+
 def test_order_of_checks_has_each_error_value():
     """Each value has its place in the order, but for a fault that is unexpected."""
     order = section('docs/api.md', '## The order of checks')
