@@ -53,6 +53,7 @@ def test_every_member_of_the_schema_is_stored_and_answered(client, store):
     """No member that the schema names is accepted and then forgotten."""
     members = PLANT['properties'].items()
     answer = {name: member['examples'][0] for name, member in members}
+    assert {*Plant._fields} == {'id', *answer}
     assert_plant(client.add({'id': 1, **answer}), answer)
     assert list(store) == [Plant(1, **answer)]
 
