@@ -96,6 +96,22 @@ def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path):
         assert 'Traceback' not in server.log
 
 
+def test_open_connection_has_one_more_answer_as_the_server_stops(tmp_path):
+    """An idle client, and one whose answer has begun, may send one more request."""
+    lines = ['from serving import worker', 'worker.LINGER = 60']
+    with Server(tmp_path, conf=lines) as server, ExitStack() as opened:
+        idle, busy = (opened.enter_context(server.connect()) for _ in range(2))
+        assert idle.ask(request('GET', '/livez')).status == 200
+        busy.send(request('GET', LARGE_FILE))
+        assert busy.is_readable(PATIENCE)
+        stop(server)
+        assert not busy.receive().announces_close
+        assert not idle.is_readable(0.5)
+        for client in (idle, busy):
+            client.send(request(body=fern()))
+            assert receive_last(client).status == 200
+
+
 OTHER_APP = """
 from pathlib import Path
 
