@@ -137,9 +137,9 @@ assert reached, leaving.exception
 """
 
 
-ARRIVES_AT_THE_LIMIT = """
+CONNECTED = """
 import gevent, socket
-from serving.client import HEAD, Client
+from serving.client import BODY, HEAD, SLICE, Client
 from serving.scheduler import Turns
 
 listener = socket.create_server(('127.0.0.1', 0))
@@ -147,6 +147,8 @@ peer = socket.create_connection(listener.getsockname())
 sock = listener.accept()[0]
 sock.setblocking(False)
 client = Client(sock, Turns())
+"""
+ARRIVES_AT_THE_LIMIT = f"""{CONNECTED}
 client.begin(HEAD)
 waiting = gevent.spawn(client.recv, 100)
 gevent.sleep(0.01)
@@ -157,10 +159,17 @@ assert client.has_ended
 peer.sendall(b'second')
 assert client.recv(100) == b''
 """
+SENDS_MUCH = f"""{CONNECTED}
+peer.sendall(bytes(SLICE + 8192))
+client.begin(BODY)
+reading = gevent.spawn(lambda: [client.recv(4096) for _ in range(18)])
+assert gevent.spawn(reading.ready).get() is False
+"""
 PROGRAMS = {
     'a call blocks no greenlet of a patched program': PATCHED,
     'a greenlet that left its turn is woken in no later wait': LEAVES_ITS_TURN,
     'data that arrives at a time limit takes no limit back': ARRIVES_AT_THE_LIMIT,
+    'others go on before all that a client has sent is read': SENDS_MUCH,
 }
 
 
