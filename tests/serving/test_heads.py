@@ -76,6 +76,7 @@ NOT_HTTP = {
     'header without colon': raw_head('GET / HTTP/1.1', f'Authorization {SECRET}'),
     'bare line feeds': request(body=fern(), x=SECRET).replace(b'\r\n', b'\n'),
     'length and chunks': chunked(b'{}', content_length='30', x=SECRET),
+    'coding inside of another': chunked(b'{}', transfer_encoding='gzip, chunked'),
     'CONNECT without a port': request('CONNECT', 'localhost'),
     'CONNECT to a path': request('CONNECT', '/livez'),
     **{f'host {host}': request('GET', host=host) for host in INVALID_HOSTS},
