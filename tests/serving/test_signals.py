@@ -27,9 +27,9 @@ def assert_clean_end(server, seconds):
     assert 'ERROR' not in server.log
 
 
-@pytest.mark.parametrize('times', [1, 2_000])
+@pytest.mark.parametrize('times', [1, 2_000, 0])
 def test_interrupt_ends_all_at_once(tmp_path, times):
-    """Ctrl-C, once or again and again, ends the server whatever its clients do."""
+    """Ctrl-C, once or often, or SIGQUIT ends the server whatever its clients do."""
     # Silent, idle, two kinds of incomplete requests, and an add that waits.
     sent = (b'', PROBE, PROBE[:20], request(body=b'{"id"', content_length='100'))
     sent += (request(body=fern()),)
@@ -41,7 +41,11 @@ def test_interrupt_ends_all_at_once(tmp_path, times):
         assert server.ask(PROBE).status == 200
         for _ in range(times):
             server.interrupt()
-        assert_clean_end(server, seconds=3)
+        if times:
+            assert_clean_end(server, seconds=3)
+        else:  # SIGQUIT to the master alone: the add is 503, and this is logged
+            server.signal(signal.SIGQUIT)
+            assert server.wait(10) == 0
 
 
 def assert_all_stored(server, load):
@@ -156,12 +160,13 @@ def test_last_request_of_a_worker_announces_its_end(tmp_path):
         assert announced == [False, False, True]
 
 
-def test_worker_that_is_starting_stops_at_once(tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGQUIT])
+def test_worker_that_is_starting_stops_at_once(tmp_path, number):
     """A worker that has no signal handlers yet stops at once with the server."""
     lines = 'import time', 'post_fork = lambda server, worker: time.sleep(3600)'
     with Server(tmp_path, conf=lines).started() as server:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
-        server.signal(signal.SIGTERM)
+        server.signal(number)
         assert server.wait(PATIENCE / 4) == 0
 
 
