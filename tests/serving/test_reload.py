@@ -98,6 +98,11 @@ REFUSED = {
         'child_exit = lambda server, worker: 1 / 0',
         'a new worker does not serve',
     ),
+    'worker that hangs': (
+        'import time\nmaster.BOOT_SECONDS = 1\n'
+        'post_fork = lambda server, worker: time.sleep(3600)',
+        'a new worker does not serve',
+    ),
     'hook of a worker that has begun': (
         'workers = 1\n'
         "raw_env = ['PLANTS_STORE=memory:']\n"
@@ -123,7 +128,8 @@ def try_to_reload(server):
 def test_reload_that_would_fail_changes_nothing(checkout, subtests):
     """What new workers could not start with is refused, until it is corrected."""
     settings = checkout / 'gunicorn.conf.py'
-    ours = f"{settings.read_text()}\nbind = '127.0.0.1:0'\n"
+    more = "master.BOOT_SECONDS = 60\nbind = '127.0.0.1:0'"
+    ours = f'{settings.read_text()}\n{more}\n'
     settings.write_text(ours)
     with Server(checkout, command=IN_PLACE, GUNICORN_CMD_ARGS=None) as server:
         workers = server.worker_pids()
