@@ -30,7 +30,9 @@ def test_json_log_has_an_object_per_line(tmp_path):
     (tmp_path / 'plants.jsonl').write_bytes(b'{"id":9,')  # a start cuts it off
     began = datetime.now(UTC)
     more = {'PLANTS_LOG': 'json', 'TZ': 'JST-9'}
-    with Server(tmp_path, '--access-logfile', '-', **more) as server:
+    form = '"%(r)s" %({x-request-id}i)s'
+    access = '--access-logfile', '-', '--access-logformat', form
+    with Server(tmp_path, *access, **more) as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
         server.ask(request('HEAD', '/livez', authorization=None), head=True)
         server.ask(request('GET', '/pl%0aants'))
@@ -62,6 +64,7 @@ def test_json_log_has_an_object_per_line(tmp_path):
     # Without gunicorn's fields, which hold the token.
     [access] = [line for line in lines if '"POST /plants' in line['message']]
     assert access.keys() == {'time', 'level', 'pid', 'logger', 'message'}
+    assert access['message'].endswith(' my-id')
     assert TOKEN not in server.log
 
 
