@@ -19,7 +19,7 @@ from web import tokens as tokens_module
 from web.tokens import Token, Tokens, TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
-WITHIN = TokensFile.CHECK_WITHIN  # seconds
+WITHIN = TokensFile.CHECK_EVERY + TokensFile.CHECK_WITHIN  # seconds
 
 
 def sha256(token):
