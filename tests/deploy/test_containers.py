@@ -43,7 +43,7 @@ def health(port):
 def test_image_listens_where_its_health_is_checked(checkout):
     """The variable PORT moves the service and its health check together."""
     assert variables(checkout)['PORT'] == PORT
-    assert '{os.environ[\\"PORT\\"]}' in PROBE
+    assert '{os.environ[\\"PORT\\"]}/readyz' in PROBE
     environment = variables(checkout / 'data') | {'PORT': '9123', 'PLANTS_TOKENS': 't'}
     done = finished([*COMMAND, '--print-config'], cwd=checkout, env=environment)
     assert done.returncode == 0, done.stderr

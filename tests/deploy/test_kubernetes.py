@@ -37,6 +37,8 @@ def test_manifest_agrees(name):
         assert item['spec']['selector'] == {'matchLabels': labels}
     pod = controller['spec']['template']['spec']
     [container] = pod['containers']
+    update = controller['spec'].get('strategy', {}).get('rollingUpdate', {})
+    assert update.get('maxUnavailable', 0) == 0, 'a new pod serves first'
     volumes = {volume['name'] for volume in pod['volumes']}
     for claim in controller['spec'].get('volumeClaimTemplates', []):
         volumes.add(claim['metadata']['name'])

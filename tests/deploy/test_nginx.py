@@ -27,7 +27,7 @@ from server import (
 
 MAIN = """
 pid nginx.pid;
-error_log error.log;
+error_log error.log warn;
 events {}
 http {
     client_body_temp_path body;
@@ -98,6 +98,7 @@ def nginx(tmp_path_factory):
     errors = (nginx.directory / 'error.log').read_text()
     assert '[emerg]' not in errors
     assert '[alert]' not in errors
+    assert 'request body is buffered to a temporary file' not in errors
     assert TOKEN not in errors + nginx.log
 
 
@@ -124,6 +125,7 @@ def test_answers_of_the_service_pass_unchanged(service, nginx):
         assert message == 'id: 1.5 is not an integer'
         assert_error(client.ask(request(body=plant, authorization=None)), 40100)
     assert_error(nginx.ask(request(body=fern()), tls=False), 40000)  # plain HTTP
+    assert_error(nginx.ask(request(body=b' ' * 65_536)), 40004)
     assert service.plants().count(plant) == 1
 
 
@@ -180,6 +182,16 @@ def test_flood_of_one_address_is_limited(service, nginx):
     refused = [answer for answer in answers if answer.status == 503]
     assert_error(refused[0], 50300)
     assert {answer.status for answer in answers} == {200, 503}
+
+
+def test_open_requests_of_one_address_are_limited(service, nginx):
+    """An address may have 100 requests open, and no more."""
+    with ExitStack() as opened:
+        for number in range(101):
+            answer = nginx.ask(request('GET', '/livez'), source='127.0.0.8')
+            assert answer.status == (200 if number < 100 else 503)
+            client = opened.enter_context(nginx.connect(source='127.0.0.8'))
+            client.send(request(body=b' ', content_length='9'))
 
 
 def test_request_id_is_the_same_everywhere(service, nginx):

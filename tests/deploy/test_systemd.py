@@ -41,6 +41,8 @@ def unit(places=()):
 def test_units_are_sound(tmp_path):
     """Systemd-analyze finds no fault in the units, once the programs exist."""
     assert len(UNITS) == 4
+    lines = SERVICE.with_suffix('.socket').read_text().splitlines()
+    assert {'SocketGroup=www-data', 'SocketMode=0660'} < set(lines), 'nginx alone'
     for path in UNITS:
         text = re.sub('(?m)^ExecStart=.*', 'ExecStart=/bin/true', path.read_text())
         (tmp_path / path.name).write_text(text)
@@ -57,17 +59,21 @@ def test_unit_is_hardened(name):
     [level] = re.findall(r'Overall exposure level for \S+: ([\d.]+) ', done.stdout)
     assert float(level) <= 0.2
     settings = path.read_text().splitlines()
-    assert {'LimitCORE=0', 'PrivateDevices=yes'} < set(settings)
+    assert {'LimitCORE=0', 'PrivateDevices=yes', 'UMask=0077'} < set(settings)
     assert any(line.startswith('MemoryMax=') for line in settings)
 
 
 def test_stop_has_the_time_that_workers_take():
-    """Systemd and compose wait longer for a stop than the workers may take."""
+    """Systemd and compose wait for the workers; nginx closes idle connections first."""
     code = (REPOSITORY / 'gunicorn.conf.py').read_text()
     composition = (REPOSITORY / 'deploy/compose.yaml').read_text()
     [seconds] = re.findall(r'^graceful_timeout = (\d+)$', code, re.MULTILINE)
     [service, *_] = re.findall(r'stop_grace_period: (\d+)s', composition)
     assert int(seconds) < int(unit()['TimeoutStopSec'][0]) == int(service)
+    assert unit()['KillMode'] == ['mixed']
+    texts = (REPOSITORY / 'deploy/nginx.conf').read_text(), code
+    kept = [re.search(r'keepalive(?:_timeout| =) (\d+)', text)[1] for text in texts]
+    assert int(kept[0]) < int(kept[1])
 
 
 class Service:
