@@ -4,6 +4,7 @@ import errno
 import gzip
 import os
 import re
+import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -365,6 +366,7 @@ USAGE = {
     'list jsonl:hush:/x': 'jsonl: it is not a path',
     'list 1:hush/x': 'it is not a store',
     'list x hush': UNKNOWN,
+    'list x "\nhush"': UNKNOWN,
     'check --repair=hush': 'argument --repair: ignored explicit argument',
     'check --=hush': 'error: ambiguous option',
     'copy x y --wait=hush': 'argument --wait: invalid int value',
@@ -380,7 +382,7 @@ class TestUsage:
     @pytest.mark.parametrize(('words', 'message'), USAGE.items())
     def test_wrong_command_is_refused(self, run, words, message):
         """A wrong command ends with a reason, repeats nothing, and exits with 2."""
-        code, output, errors = run(*words.split())
+        code, output, errors = run(*shlex.split(words))
         assert (code, output) == (2, b'')
         assert 'hush' not in ''.join(errors)
         assert 'error: ' in errors[-1]

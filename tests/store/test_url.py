@@ -39,6 +39,7 @@ SHOWN = {
     'memory:SECRET': 'memory:***',
     'jsonl:me:SECRET@host/db': 'jsonl:***',
     'jsonl:host=h PASSWORD = SECRET': 'jsonl:***',
+    'jsonl://me\n:SECRET@host': 'jsonl:***',
     'me:SECRET@host/db': 'me:***',
     'other://me:SECRET@host/db': 'other://***@host/db',
     'SECRET://host/db': '***',
