@@ -131,6 +131,7 @@ def test_longest_body_is_the_longest_record(path):
         with pytest.raises(StoreError, match=f'id 2: .*longer than {LONGEST} byt'):
             store.add(Plant(2, plant.name + 'a'))
         assert list(store) == [plant]
+    assert run('store', 'count', '-', stdin=path)[:2] == (0, '1')
     assert Settings.from_environ({'PLANTS_MAX_BODY': str(LONGEST)})
 
 
