@@ -286,6 +286,7 @@ class TestShortened:
 WRONG = {
     'byte-order-mark': b'\xef\xbb\xbf' + lines(*PLANTS),
     'no-ids-in-one-line': b'{"name":"Fern"}',
+    'tab-in-one-line': b'{"id":\t1,"name":"Fern"',
 }
 
 
@@ -408,6 +409,7 @@ def test_lost_block_of_an_unsynced_batch_is_cut_off(path, place, blocks):
     lost = (start // 512 + blocks) * 512 - start
     torn = bytes(lost) + lines(*BATCH)[min(lost, 1024) :]
     append(path, torn)
+    JSONLinesStore(path).check_opening()
     assert_stored(path, [known], free=[10, 39])
     assert take_side_files(path) == [torn]
 
