@@ -202,6 +202,13 @@ class TestFullDisk:
         store.add(MOSS)
         assert TORN in take_side_files(path)
 
+    def test_cut_is_told_though_the_next_write_fails(self, path, disk, store, caplog):
+        """The log names a side file at once, not when the disk has room again."""
+        append(path, TORN)
+        disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
+        assert not try_add(store, MOSS)
+        assert 'a copy is in plants.jsonl.torn-1' in caplog.text
+
 
 class TestFailedSync:
     @pytest.fixture
