@@ -552,7 +552,8 @@ def test_settings_of_the_role_are_corrected(made, role, monkeypatch):
     adding = {setting: used for setting, (_, used) in SETTINGS.items()}
     reading = adding | {'statement_timeout': '0', 'lock_timeout': '3s'}
     plants = [Plant(id, 'Fern' * 100) for id in range(20_000)]
-    with open_store(role(made, *RIGHTS, **given)) as store:
+    url = role(made, *RIGHTS, **given) + '&client_encoding=latin1'
+    with open_store(url) as store:
         store.add_many(plants)
         assert store.add(MOSS._replace(id=-1, tag=None)) is True
         assert sorted(store) == [Plant(-1, 'Moss'), *plants]
