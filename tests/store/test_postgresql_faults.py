@@ -183,6 +183,15 @@ def test_addresses_of_a_name_share_the_time_of_a_call(url, proxy, monkeypatch):
         assert 'no answer within' in caught.value.detail
 
 
+def test_host_that_only_answers_the_login_is_left_in_time(url, proxy, monkeypatch):
+    """Its first statements have the time of a host, so the next host has its own."""
+    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 1)
+    proxy.stop(2)  # after the question for TLS, and the login
+    port = f':{urlsplit(url).port}/'
+    with open_store(url.replace(port, f':{proxy.port},127.0.0.1{port}')) as store:
+        assert store.add(FERN) is True
+
+
 def no_threads():
     """Return a context in which a connection can start no thread."""
     refuse = Mock(side_effect=RuntimeError("can't start new thread"))
@@ -512,6 +521,20 @@ def test_reader_that_stops_leaves_no_session(database, store):
     in_threads(reader.close)
     wait_until(lambda: database.sessions() == before)
     assert sorted(store) == MANY
+
+
+def test_reader_may_wait_longer_than_a_connection(database, url, store, monkeypatch):
+    """The time limit of a connection ends before the plants are read."""
+    store.add(FERN)
+    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 1)
+    own = closing(psycopg.connect(database.own(url)))
+    with ThreadPoolExecutor(1) as threads, own as other:
+        other.execute('LOCK TABLE plants')
+        reading = threads.submit(list, store)
+        with pytest.raises(TimeoutError):
+            reading.result(1.2)
+        other.rollback()
+        assert reading.result() == [FERN]
 
 
 # ---- processes
