@@ -12,9 +12,14 @@ from server import PATIENCE, TOKEN, Server, request, wait_until
 # What is read otherwise from a socket; tests/http has the many cases of the contract.
 REFUSED = {
     'empty chunked body': (40001, chunked(content_type='application/json')),
+    'empty body': (40001, request()),
+    'no media type': (40002, request(body=fern(), content_type=None)),
     'body too large': (40003, request(body=b' ' * 65_537)),
     'deep JSON': (40004, request(body=b'[' * 30_000 + b']' * 30_000)),
+    'no NewPlant': (40005, request(body=b'{}')),
     'two tokens': (40101, request(body=fern(), authorization=[f'Bearer {TOKEN}'] * 2)),
+    'no such path': (40400, request(target='/none', body=fern())),
+    'other method': (40500, request('PUT', body=fern())),
 }
 
 
@@ -24,6 +29,7 @@ def test_refused_request_stores_nothing(service, connection, value, data):
     before = service.lines()
     answer = ask_in_step(connection, data)
     assert_error(answer, value)
+    assert answer.headers.get('allow', 'POST') == 'POST'
     assert answer.headers['x-request-id']
     assert service.lines() == before
 
