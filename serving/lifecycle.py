@@ -55,9 +55,8 @@ def before_run(application: WSGIApplication) -> None:
         settings = check(cfg, is_bound=is_bound, is_opened_next=not checks_only)
         if not checks_only:
             cfg.logger_class(cfg)  # the store may log its progress
-            with as_user(cfg), open_store(settings.store, create='always') as store:
-                store.add_many([])  # opens it, however long that takes
-                store.ping()
+            with as_user(cfg), open_store(settings.store) as store:
+                store.load()
     except (ValueError, StoreError, OSError) as ex:
         faults = str(ex).splitlines()
         if not checks_only:
@@ -123,7 +122,7 @@ def on_reload(server: Master) -> None:
         return
     settings = check(server.cfg, is_bound=True, is_opened_next=True)
     with as_user(server.cfg):
-        open_store(settings.store, create='always').close()
+        open_store(settings.store).close()
     _serve(server, settings)
 
 
@@ -148,7 +147,7 @@ def _serve(server: Master, settings: Settings) -> None:
         options['metrics'] = server.counters = server.counters or _counters(server.cfg)
     is_gevent = issubclass(server.cfg.worker_class, PlantsWorker)
     scheduler = GeventScheduler() if is_gevent else THREADS
-    server.store = open_store(settings.store, create='never', scheduler=scheduler)
+    server.store = open_store(settings.store, create=False, scheduler=scheduler)
     tokens = settings.tokens or server.made_token or ()
     server.app.callable = create_app(server.store, tokens=tokens, **options)
 

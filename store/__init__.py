@@ -1,6 +1,5 @@
 """Stores of plants: one contract, ``PlantStore``, and the stores that keep it."""
 
-from store.base import Create as Create
 from store.base import Plant as Plant
 from store.base import PlantStore as PlantStore
 from store.base import check_plant as check_plant
@@ -15,4 +14,4 @@ from store.scheduler import Scheduler as Scheduler
 from store.url import DEFAULT_URL as DEFAULT_URL
 from store.url import open_store as open_store
 
-__version__ = '1.4.0'
+__version__ = '2.0.0'

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from store import __version__
-from store.base import Create, Plant, PlantStore, batches
+from store.base import Plant, PlantStore, batches
 from store.errors import IdTaken, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
@@ -120,7 +120,7 @@ def _url(text: str) -> str:
     return f'jsonl:{text}' if is_file else text
 
 
-def _open(options: argparse.Namespace, url: str, create: Create) -> PlantStore:
+def _open(options: argparse.Namespace, url: str, create: bool) -> PlantStore:
     try:
         return open_store(url, create=create)
     except ValueError as ex:  # its message shows no password
@@ -131,7 +131,7 @@ def _source(options: argparse.Namespace) -> AbstractContextManager[Iterable[Plan
     """Return the plants that a command reads; a ``with`` block closes their store."""
     if options.url == PIPE:
         return nullcontext(_read_plants())
-    return _open(options, options.url, 'never')
+    return _open(options, options.url, False)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -149,7 +149,7 @@ def _count(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    with _open(options, options.url, 'never') as store:
+    with _open(options, options.url, False) as store:
         progress = _progress(store)
         if isinstance(store, JSONLinesStore):
             found = verify(store.path, repair=options.repair, progress=progress)
@@ -175,7 +175,7 @@ def _copy(options: argparse.Namespace) -> int:
         return _list(options)
     if options.url == options.target != 'memory:':
         options.parser.error('SRC and DST are the same store')
-    with _source(options) as plants, _open(options, options.target, 'first') as target:
+    with _source(options) as plants, _open(options, options.target, True) as target:
         return _copy_plants(plants, target, options.wait)
 
 

@@ -3,11 +3,9 @@
 import abc
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from store.errors import IdTaken
-
-Create = Literal['always', 'first', 'never']
 
 ID_MIN = -(2**63)
 ID_MAX = 2**63 - 1
@@ -17,11 +15,19 @@ BATCH_CHARACTERS = 2**20
 
 
 class Plant(NamedTuple):
-    """One plant, as it was sent and as it is stored."""
+    """One plant, as it was sent and as it is stored.
+
+    A new member is added here, with the default ``None``, and in
+    ``schemas/Plant.json``. What else has members follows from ``Plant._fields``: a line
+    of the file, a table and its statements, an answer.
+    """
 
     id: int  # signed, of 64 bits, unique in a store
     name: str  # any text without U+0000 and lone surrogates, also empty
     tag: str | None = None  # the same, or None if the plant has no tag
+
+
+OPTIONAL = frozenset(Plant._field_defaults)  # members that a plant may lack: None
 
 
 def check_plant(plant: Plant) -> None:
@@ -33,12 +39,14 @@ def check_plant(plant: Plant) -> None:
     Raises:
         ValueError: It is not valid; the message is a sentence that names the member.
     """
-    id, name, tag = plant
+    id, *texts = plant
     if not isinstance(id, int) or isinstance(id, bool):
         raise ValueError(f'id: {reprlib.repr(id)} is not an integer')
     if not ID_MIN <= id <= ID_MAX:
         raise ValueError('id: it is not a 64-bit integer')
-    for member, text in ('name', name), ('tag', '' if tag is None else tag):
+    for member, text in zip(Plant._fields[1:], texts, strict=True):
+        if text is None and member in OPTIONAL:
+            continue
         if not isinstance(text, str):
             raise ValueError(f'{member}: {reprlib.repr(text)} is not a string')
         if '\0' in text:
@@ -55,7 +63,7 @@ def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
     size = 0
     for plant in plants:
         batch.append(plant)
-        size += len(plant.name) + len(plant.tag or '')
+        size += sum(len(text or '') for text in plant[1:])
         if len(batch) == BATCH_PLANTS or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -64,9 +72,9 @@ def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
 
 
 class PlantStore(abc.ABC):
-    """A store of plants: ``add``, ``__iter__``, ``ping`` and ``close``.
+    """A store of plants: ``add``, ``__iter__``, ``ping``, ``load`` and ``close``.
 
-    Every store keeps these promises; the tests in ``store/testing`` quote them:
+    Every store keeps these promises; ``tests/store/contract.py`` quotes them:
 
     1. When ``add`` returns, the plant is durable to the degree that the class
        documents. This also holds when the very same plant was there before.
@@ -77,14 +85,13 @@ class PlantStore(abc.ABC):
     4. ``add`` may be called from many threads at once, and, for every store but the
        one in memory, from many processes.
     5. Iteration yields every plant that was added before it began, each once, in no
-       promised order, exactly as it was given.
+       promised order, exactly as it was given; or it raises.
     6. ``ping`` returns if an ``add`` would work now; otherwise it raises what the
        ``add`` would raise.
     7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
     8. A store is opened by the process that first uses it. So a store that was made
-       before a fork works after it. ``check_opening`` never makes a missing store, and
-       the constructor only with ``create='always'``.
+       before a fork works after it.
     9. ``add`` and ``add_many`` raise ``ValueError`` if ``check_plant`` does, before
        anything is stored.
     10. A caller may be interrupted at any moment, by Ctrl-C or a killed greenlet. Its
@@ -109,6 +116,8 @@ class PlantStore(abc.ABC):
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         """Store plants, each as ``add`` would; in batches, if the store can do that.
+
+        It waits as long as it takes.
 
         Returns:
             For each plant what ``add`` would return, or the ``IdTaken`` it would raise.
@@ -136,14 +145,20 @@ class PlantStore(abc.ABC):
     def ping(self) -> None:
         """Return if an ``add`` would work now; raises as ``add`` does if not."""
 
-    def check_opening(self) -> None:
-        """Return if a server would start with this store; raises as ``add`` does.
+    def load(self, *, wait: bool = True) -> None:
+        """Read what children that are forked later can go on with.
 
-        It changes nothing. A store that is missing is no fault, even with
-        ``create='never'``: the start would make it. This default is for stores that
-        are never missing.
+        A server calls this in its master, with no other call in progress: at a start,
+        at a reload, and before each new worker, then without ``wait``. Nothing stays
+        open. A store that inherits nothing needs only this default.
+
+        Args:
+            wait: Whether to open the store as an ``add`` would, and to raise what the
+                ``add`` would raise. Without it only that is done for which nobody has
+                to wait, and nothing is mended.
         """
-        self.ping()
+        if wait:
+            self.ping()
 
     @abc.abstractmethod
     def close(self) -> None:

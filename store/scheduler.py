@@ -1,36 +1,19 @@
-"""How the callers of a store wait, and what runs while they do.
+"""How the callers of a store wait.
 
-A caller of a store may be interrupted between any two instructions: a greenlet is
-killed, Ctrl-C or another signal raises in the main thread, a library in any thread. So
-no caller does critical work itself. It runs in threads of the store, which no exception
-of a caller reaches, and the caller only waits: it may leave at any moment.
-
-By default the callers are threads. A server that serves many requests in one thread
-passes a scheduler of its own to ``open_store``, and serves others meanwhile.
+By default they are threads. A server that serves many requests in one thread passes a
+scheduler of its own to ``open_store``, and serves others meanwhile.
 """
 
 import _thread
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final
 
-Result = TypeVar('Result')
 Wait = Callable[[float], bool]
 Wake = Callable[[], object]
 
 
 class Scheduler:
     """How the callers of a store wait; here each caller is a thread of its own."""
-
-    def start(self, function: Callable[[], object]) -> None:
-        """Run a function in a thread of its own; it must not raise.
-
-        NOTE: not ``threading.Thread``, whose ``start`` can be interrupted half way.
-        """
-        _thread.start_new_thread(function, ())
-
-    def lock(self) -> Any:
-        """Return a lock for the threads that ``start`` makes."""
-        return _thread.allocate_lock()
 
     def waiter(self) -> tuple[Wait, Wake]:
         """Return two functions, ``wait`` and ``wake``.
@@ -50,34 +33,24 @@ class Scheduler:
         """
         return function
 
-    def call(
-        self, function: Callable[[], Result], *, within: float = _thread.TIMEOUT_MAX
-    ) -> Result:
-        """Call a function that blocks, in a thread, and return its result.
-
-        The function goes on if its caller is interrupted, or if it takes longer than
-        ``within`` seconds, which raises ``TimeoutError``.
-        """
-        outcome: list[tuple[Result | None, BaseException | None]] = []
-        wait, wake = self.waiter()
-
-        def run() -> None:
-            try:
-                outcome.append((function(), None))
-            except BaseException as ex:
-                outcome.append((None, ex))
-            wake()
-
-        try:
-            self.start(run)
-        except RuntimeError:  # there are no more threads, or the interpreter ends
-            run()
-        if not wait(within):
-            raise TimeoutError
-        [(result, error)] = outcome
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-
 
 THREADS: Final = Scheduler()
+
+
+def run_to_end(function: Callable[[], object]) -> None:
+    """Call a function in a thread, to its end, even if the caller is interrupted."""
+    errors: list[BaseException] = []
+    wait, wake = THREADS.waiter()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as ex:
+            errors.append(ex)
+        wake()
+
+    # NOTE: not threading.Thread, whose start can be interrupted half way.
+    _thread.start_new_thread(run, ())
+    wait(_thread.TIMEOUT_MAX)
+    for error in errors:
+        raise error

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from store.base import Create, PlantStore
+from store.base import PlantStore
 from store.errors import StoreError
 from store.masking import clean, is_path
 from store.scheduler import THREADS, Scheduler
@@ -11,20 +11,20 @@ DEFAULT_URL = 'jsonl:plants.jsonl'
 
 
 def open_store(
-    url: str, *, create: Create = 'first', scheduler: Scheduler = THREADS
+    url: str, *, create: bool = True, scheduler: Scheduler = THREADS
 ) -> PlantStore:
     """Return the store that a URL names; the store opens when it is first used.
 
     Args:
         url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
             installed package offers.
-        create: Whether a missing store is made: ``always``, ``never``, or ``first``,
-            only if nothing shows that it existed before. A new store knows no old id.
+        create: Whether a missing plant file or table is made. A new store knows no old
+            id, so readers and workers of a server make none.
         scheduler: How the callers of the store wait.
 
     Raises:
         ValueError: The URL names no store; the message says what is accepted.
-        StoreUnavailable: With ``always``: the store cannot be opened or made.
+        StoreUnavailable: A plant file is missing and cannot be made.
     """
     scheme, _, rest = url.partition(':')
     # NOTE: imported here, so that no store needs the packages of another.
@@ -51,7 +51,7 @@ def open_store(
     return _open_plugin(url, create, scheduler)
 
 
-def _open_plugin(url: str, create: Create, scheduler: Scheduler) -> PlantStore:
+def _open_plugin(url: str, create: bool, scheduler: Scheduler) -> PlantStore:
     # NOTE: imported here: the import doubles the time of commands without plugins.
     from importlib.metadata import entry_points
 

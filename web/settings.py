@@ -71,7 +71,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
             if re.fullmatch(r'[\w./-]+\.jsonl', text):
                 raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
             # Opens no file. The code is imported now: --user may be unable to read it.
-            open_store(text, create='never')
+            open_store(text, create=False)
             return {'store': text}
         case 'PLANTS_TOKENS':
             return {'tokens': Tokens(filter(None, map(str.strip, text.split(','))))}

@@ -1,71 +1,95 @@
 """The embedded store: a file of JSON lines, shared by any number of processes."""
 
+import fcntl
+import mmap
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 
-from store.base import Create, Plant
+from store.base import Plant
+from store.committer import CommittedStore, Gather
 from store.errors import StoreUnavailable
-from store.jsonl import record, recovery
-from store.jsonl.disk import open_or_make, unavailable
+from store.jsonl import disk, record, recovery
 from store.jsonl.file import PlantFile
-from store.lazy import LazyStore
+from store.jsonl.known import Known
 from store.scheduler import THREADS, Scheduler
 
 
-class JSONLinesStore(LazyStore[PlantFile]):
+class JSONLinesStore(CommittedStore):
     """Keep plants in a file of JSON lines; durable when the disk says so.
 
     An add returns after ``fdatasync``. A new file has mode 0600. A line that is in the
     file twice is accepted, and yielded twice.
 
     Args:
-        path: The plant file. The index is beside it, with ``.index`` added.
-        create: Whether a missing file is made: ``always``, now; ``never``; or
-            ``first``, at the first use and only if its index is missing too. With
-            ``always`` and ``never`` the store accepts only the file that is there now.
+        path: The plant file; links to it are followed.
+        create: Whether a missing file is made, now. Later none is ever made.
         scheduler: How the callers wait.
+
+    Raises:
+        StoreUnavailable: The file cannot be made.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        create: Create = 'first',
-        scheduler: Scheduler = THREADS,
+        self, path: str | Path, *, create: bool = True, scheduler: Scheduler = THREADS
     ) -> None:
-        # Resolved, so that a file has one index, even if symbolic links lead to it.
+        # Resolved, so that all processes lock one file, even if links lead to it.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
-        super().__init__(str(self.path), scheduler=scheduler)
-        self._create = create
-        self._pinned: os.stat_result | None = None
-        if create == 'always':
-            with unavailable(self.path):
-                os.close(open_or_make(self.path, create))
-        if create != 'first':
-            with suppress(OSError):
-                self._pinned = self.path.stat()
+        gather = Gather(slow=0.000_5, share=1.0)
+        super().__init__(str(self.path), gather, scheduler=scheduler)
+        if create:
+            with disk.unavailable(self.path):
+                disk.make_file(self.path)
+        # For forked children: what load() has read, and the end of the lines that any
+        # of them has written.
+        self._known: Known | None = None
+        self._length = memoryview(mmap.mmap(-1, 8)).cast('q')
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
-        return recovery.read_plants(self.path)
-
-    def check_opening(self) -> None:
-        self._check_open()
-        with unavailable(self.path):
-            # The index is made in this directory.
-            if not os.access(self.path.parent, os.W_OK | os.X_OK, effective_ids=True):
-                reason = 'its directory does not exist, or cannot be written to'
-                raise StoreUnavailable(reason, store=str(self.path))
-            with suppress(FileNotFoundError):
-                recovery.check_opening(self.path)
-
-    def _open_backend(self) -> PlantFile:
-        create = 'never' if self._pinned else self._create
-        return PlantFile(self.path, create, pinned=self._pinned)
+        with recovery.opened(self.path) as fd:
+            yield from recovery.read_plants(self.path, fd)
 
     def _record(self, plant: Plant) -> tuple[tuple[Plant, bytes], int]:
         line = record.encode(plant)
         return (plant, line), len(line)
+
+    def _open_backend(self) -> PlantFile:
+        inherited = self._known.child() if self._known else None
+        return PlantFile(self.path, self._length, inherited)
+
+    def _load(self, wait: bool) -> None:
+        # While it changes, nothing is there to inherit: a child then reads the file.
+        known = self._known
+        if not wait:
+            self._read_on(known)
+            return
+        self._known = None
+        try:
+            file = PlantFile(self.path, self._length, known)
+        except StoreUnavailable:
+            if known is None:
+                raise
+            # A start or a reload accepts the file that is there now.
+            self._length[0] = 0
+            file = PlantFile(self.path, self._length)
+        with closing(file):
+            file.ping()
+            self._known = file.known
+
+    def _read_on(self, known: Known | None) -> None:
+        """Read what was appended, if the lock is free."""
+        if known is None:
+            return
+        with recovery.opened(self.path) as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            size = known.check(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            self._known = None
+            known.read_on(fd, size)
+            self._known = known

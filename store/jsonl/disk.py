@@ -7,14 +7,14 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from tempfile import TemporaryFile
 
-from store.base import Create
 from store.errors import StoreUnavailable
-from store.jsonl.table import IndexDamaged, check_made_by_us
 
 CHUNK = 2 * 1024 * 1024  # bytes read at a time
 NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on macOS
+# What a file system says that has no locks or no syncs, for example one of a network.
+NOT_SUPPORTED = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
 
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
@@ -22,64 +22,40 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     if path.is_dir():
         raise StoreUnavailable('it is a directory, not a file', store=str(path))
     # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
-    fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise StoreUnavailable('it is not a regular file', store=str(path))
     return fd
 
 
-def open_or_make(path: Path, create: Create) -> int:
-    """Open a plant file, or make it. If it must not be made, say what to do."""
+def make_file(path: Path) -> None:
+    """Make a plant file if it is missing, durably."""
     with suppress(FileNotFoundError):
-        return open_file(path)
-    index = index_path(path)
-    if create == 'never' or (create == 'first' and index.exists()):
-        way = 'reload the server' if create == 'never' else f'remove {index.name}'
-        reason = f'the file is gone: put it back, or {way} to start with an empty one'
-        raise StoreUnavailable(reason, store=str(path))
+        os.close(open_file(path))
+        return
     try:
-        # NOTE: index first. The new file may get the inode number of the old one, and a
-        # process that dies in between must not leave an index that seems to fit it.
-        remove_index(path)
-        return open_file(path, os.O_RDWR | os.O_CREAT)
+        os.close(open_file(path, os.O_RDWR | os.O_CREAT))
     except FileNotFoundError as ex:
         raise StoreUnavailable('its directory does not exist', store=str(path)) from ex
+    sync_directory(path)
 
 
-def new_file(path: Path, plants: int) -> int:
-    """Make a file with the mode and the owner of the plant file, ``plants``."""
-    like = os.fstat(plants)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    with suppress(PermissionError):  # only root may give a file away
-        os.fchown(fd, like.st_uid, like.st_gid)
-    os.fchmod(fd, like.st_mode & 0o666)
-    return fd
+def check_directory(path: Path) -> None:
+    """Refuse a directory in which ``copy_aside`` and ``try_write`` would fail."""
+    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        reason = 'its directory cannot be written to'
+        raise StoreUnavailable(reason, store=str(path), detail=_owner(path.parent))
 
 
-def open_lock_file(path: Path, plants: int) -> IO[bytes]:
-    """Open the file of the flush lock of a plant file; make it if it is missing."""
-    lock_path = index_path(path, '-lock')
-    with suppress(FileExistsError):
-        os.close(new_file(lock_path, plants))
-    check_made_by_us(lock_path)
-    fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    return open(fd, 'r+b', buffering=0)
+def try_write(path: Path, length: int, offset: int) -> None:
+    """Write to a file without a name in the directory of the plant file.
 
-
-def try_write(path: Path, plants: int, length: int, offset: int) -> None:
-    """Write to the file of the flush lock, as an append would, and empty it again.
-
-    No reader of the plant file must see these bytes. The kernel reserves the room at
-    once, and knows quotas, limits, and a disk that is read-only: no sync is needed.
+    The kernel reserves the room at once, and knows quotas, limits, and a disk that is
+    read-only: no sync is needed. It misses what ails only the plant file itself.
     """
-    with open_lock_file(path, plants) as file:
-        fd = file.fileno()
-        os.ftruncate(fd, 0)  # what a killed process has left
-        try:
-            write(fd, bytes(length), offset)
-        finally:
-            os.ftruncate(fd, 0)
+    with TemporaryFile(dir=path.parent, buffering=0) as file:
+        write(file.fileno(), bytes(length), offset)
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
@@ -110,13 +86,6 @@ def sync(fd: int, *, times: bool = False) -> None:
         os.fdatasync(fd)
 
 
-def pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes between two offsets of a file, as far as it reaches."""
-    while start < end and (data := os.pread(fd, min(CHUNK, end - start), start)):
-        yield data
-        start += len(data)
-
-
 def sync_directory(path: Path) -> None:
     """Make a new name in a directory durable: a sync of the file does not cover it."""
     fd = os.open(path.parent, os.O_RDONLY)
@@ -124,6 +93,13 @@ def sync_directory(path: Path) -> None:
         sync(fd, times=True)
     finally:
         os.close(fd)
+
+
+def pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes between two offsets of a file, as far as it reaches."""
+    while start < end and (data := os.pread(fd, min(CHUNK, end - start), start)):
+        yield data
+        start += len(data)
 
 
 def copy_aside(
@@ -136,9 +112,12 @@ def copy_aside(
     number = 1
     while os.path.lexists(side := path.with_name(f'{path.name}.{kind}-{number}')):
         number += 1
-    copy = new_file(side, fd)
-    size = 0
+    copy = os.open(side, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        like, size = os.fstat(fd), 0
+        with suppress(PermissionError):  # only root may give a file away
+            os.fchown(copy, like.st_uid, like.st_gid)
+        os.fchmod(copy, like.st_mode & 0o666)
         for start, end in spans:
             for data in pieces(fd, start, end):
                 write(copy, data, size)
@@ -153,38 +132,40 @@ def copy_aside(
     return side
 
 
-def index_path(path: Path, suffix: str = '') -> Path:
-    """Return the path of the index of a plant file, or of a file beside the index."""
-    return path.with_name(f'{path.name}.index{suffix}')
-
-
-def remove(path: Path) -> None:
-    """Remove a file beside a plant file, if it is there."""
-    check_made_by_us(path)
-    path.unlink(missing_ok=True)
-
-
-def remove_index(path: Path) -> None:
-    """Remove the table of a plant file, durably."""
-    # NOTE: the table last. SQLite would apply a -wal or -journal to the next table.
-    for suffix in '-wal', '-journal', '-shm', '':
-        remove(index_path(path, suffix))
-    sync_directory(path)
-
-
 @contextmanager
 def unavailable(path: Path) -> Iterator[None]:
-    """Raise ``StoreUnavailable`` for an error of a plant file or its index."""
+    """Raise ``StoreUnavailable`` for an error of a plant file."""
     try:
         yield
-    except FileNotFoundError as ex:
-        raise StoreUnavailable('the file is gone', store=str(path)) from ex
-    except PermissionError as ex:
-        raise StoreUnavailable.refused(ex, path, _owner(path)) from ex
     except OSError as ex:
-        raise StoreUnavailable.refused(ex, path) from ex
-    except IndexDamaged as ex:  # even after it was built again
-        raise StoreUnavailable(f'the index: {ex}', store=str(path)) from ex
+        raise refusal(ex, path) from ex
+
+
+def refusal(ex: OSError, path: Path) -> StoreUnavailable:
+    """Return what an error of a plant file means."""
+    if isinstance(ex, FileNotFoundError):
+        return gone(path)
+    if ex.errno in NOT_SUPPORTED:
+        reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
+        return StoreUnavailable(f'{reason}use a local one', store=str(path))
+    detail = _owner(path) if isinstance(ex, PermissionError) else ''
+    return StoreUnavailable.refused(ex, path, detail)
+
+
+def gone(path: Path) -> StoreUnavailable:
+    """Return the error for a plant file that has no name any more."""
+    reason = 'the file is gone: put it back, or reload the server'
+    return StoreUnavailable(reason, store=str(path))
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system of a path: ``ext4``, ``nfs4``; see proc(5)."""
+    found = {'/': 'of unknown type'}  # also where there is no /proc
+    with suppress(OSError), open('/proc/self/mountinfo') as mounts:
+        for mount in mounts:
+            fields = mount.split()
+            found[fields[4]] = fields[fields.index('-') + 1]
+    return found[max(found, key=lambda point: (path.is_relative_to(point), len(point)))]
 
 
 def _owner(path: Path) -> str:

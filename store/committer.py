@@ -1,0 +1,320 @@
+"""Group commit: plants that wait together are stored and made durable together.
+
+A caller puts a call into a queue and waits. The *committer*, one thread of the store in
+each process, takes all calls that wait as one *batch*, appends their plants, makes them
+durable with one sync, and wakes the callers; then it takes the next. All that is
+critical happens in this thread: it also opens the store, answers pings, and closes.
+A caller does none of it, since it may be interrupted between any two instructions. If
+it leaves, its call leaves the queue, unless a batch has it already.
+
+**Where syncs are slow the committer gathers.** The callers that it wakes come back with
+their next plants a moment later. A batch that began without them would make them wait
+for two syncs, and the crowd would stay split into groups that wait for each other. So
+after a slow sync the committer waits until as many callers wait as it has woken and as
+waited already, but at most for a share of that sync. Where syncs are quick (tens of
+microseconds) it does not: there the thread switches are the cost.
+"""
+
+import _thread
+import abc
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from threading import TIMEOUT_MAX
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+from store.base import Plant, PlantStore, batches, check_plant
+from store.errors import IdTaken, StoreClosed, StoreUnavailable
+from store.scheduler import THREADS, Scheduler, Wake, run_to_end
+
+# Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
+WAIT_WITHIN = 5.0
+OUTAGE_WITHIN = 1.0  # seconds; after a batch has failed the reason is known
+CLOSE_WITHIN = 5.0  # seconds; a write that hangs keeps its files until it ends
+# The size of a full batch: a crowd of large plants must not make a small one slow.
+BATCH_BYTES = 1024 * 1024
+
+
+class Gather(NamedTuple):
+    """When, and for how long, the committer waits for the crowd."""
+
+    slow: float  # seconds; only after a sync that took longer
+    share: float  # of the time of that sync
+    most: float = 0.02  # seconds; a disk that stalled once may take seconds
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A plant on its way to the disk."""
+
+    item: Any
+    size: int  # in bytes
+    # Set by ``Backend.append``, or by the function that it returns.
+    new: bool = False
+    error: Exception | None = None
+
+
+class Backend(Protocol):
+    """The open part of a store, used by the committer alone."""
+
+    def append(self, batch: Sequence[Entry]) -> Callable[[], object] | None:
+        """Store plants; return the function that makes them durable, if any.
+
+        What either raises reaches every caller of the batch. Both may set the ``error``
+        of an entry instead, for its caller alone.
+        """
+
+    def ping(self) -> None: ...
+    def close(self) -> None:
+        """Release everything, also if an error is raised."""
+
+
+class CommittedStore(PlantStore):
+    """A store with a committer, which opens it when a process first uses it.
+
+    A child uses no committer of its parent: after a fork that thread does not exist,
+    and a lock that was held stays held. So a committer belongs to a process id.
+
+    Args:
+        shown: The name of the store in errors.
+        gather: When the committer waits for the crowd.
+        scheduler: How the callers wait.
+    """
+
+    def __init__(
+        self, shown: str, gather: Gather, *, scheduler: Scheduler = THREADS
+    ) -> None:
+        self._shown = shown
+        self._gather = gather
+        self._scheduler = scheduler
+        self._closed = False
+        self._committers: dict[int, _Committer] = {}  # by process id
+
+    @abc.abstractmethod
+    def _open_backend(self) -> Backend:
+        """Open the backend; called again at the next use if it raises."""
+
+    @abc.abstractmethod
+    def _record(self, plant: Plant) -> tuple[Any, int]:
+        """Return the item of a plant for ``Backend.append``, and its size in bytes."""
+
+    def add(self, plant: Plant) -> bool:
+        [outcome] = self._add([plant], WAIT_WITHIN)
+        if isinstance(outcome, IdTaken):
+            raise outcome
+        return outcome
+
+    def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
+        for plant in plants:
+            check_plant(plant)
+        outcomes: list[bool | IdTaken] = []
+        for batch in [*batches(plants)] or [[]]:  # without plants it only opens
+            outcomes += self._add(batch, TIMEOUT_MAX)
+        return outcomes
+
+    def _add(self, plants: Sequence[Plant], within: float) -> list[bool | IdTaken]:
+        entries = []
+        for plant in plants:
+            check_plant(plant)
+            entries.append(Entry(*self._record(plant)))
+        self._committer().submit(entries, within=within)
+        outcomes: list[bool | IdTaken] = []
+        for entry in entries:
+            if entry.error is not None and not isinstance(entry.error, IdTaken):
+                raise entry.error
+            outcomes.append(entry.error or entry.new)
+        return outcomes
+
+    def ping(self) -> None:
+        # All callers that wait share one, which has not begun before they called.
+        self._committer().submit([], is_ping=True)
+
+    def load(self, *, wait: bool = True) -> None:
+        self._check_open()
+        run_to_end(lambda: self._load(wait))
+
+    def _load(self, wait: bool) -> None:
+        if wait:
+            with closing(self._open_backend()) as backend:
+                backend.ping()
+
+    def close(self) -> None:
+        self._closed = True
+        if committer := self._committers.get(os.getpid()):
+            committer.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed
+
+    def _committer(self) -> '_Committer':
+        self._check_open()
+        pid = os.getpid()
+        committer = self._committers.get(pid)
+        if committer is None:  # setdefault() is atomic
+            committer = self._committers.setdefault(pid, _Committer(self))
+        return committer
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What one caller waits for: its plants, a ping, or (without both) an opening."""
+
+    entries: Sequence[Entry]
+    is_ping: bool
+    wake: Wake
+    error: BaseException | None = None
+
+
+class _Committer:
+    """The queue of a store in one process, and the thread that serves it."""
+
+    def __init__(self, store: CommittedStore) -> None:
+        self._store = store
+        self._backend: Backend | None = None
+        self._waiting: deque[_Call] = deque()
+        self._bell = _thread.allocate_lock()  # released when calls wait
+        self._bell.acquire()
+        self._ring_soon = store._scheduler.gathered(self._ring)
+        self._running = _thread.allocate_lock()  # held by the thread
+        self._failure: StoreUnavailable | None = None  # until a batch succeeds
+        self._took = 0.0  # seconds, by the sync of the latest batch
+        self._crowd = 0  # how many callers the next batch waits for, and until when
+        self._gather_until = 0.0
+
+    # Methods of the callers, which may be interrupted anywhere.
+
+    def submit(
+        self,
+        entries: Sequence[Entry],
+        *,
+        is_ping: bool = False,
+        within: float = WAIT_WITHIN,
+    ) -> None:
+        """Return within some seconds, when each entry is durable or has an error."""
+        wait, wake = self._store._scheduler.waiter()
+        call = _Call(entries, is_ping, wake)
+        try:
+            if not self._running.locked():
+                self._start()
+            self._waiting.append(call)
+            self._ring_soon()
+            if self._store._closed:  # perhaps since then: no batch takes it
+                raise StoreClosed
+            if self._failure is not None and within == WAIT_WITHIN:
+                within = OUTAGE_WITHIN
+            if not wait(within):
+                state = 'did not answer in time' if self._backend else 'is being opened'
+                late = StoreUnavailable(f'the store {state}', store=self._store._shown)
+                call.error = self._failure or late
+            if call.error is not None:
+                # Its traceback would grow with each caller that raises it.
+                raise call.error.with_traceback(None)
+        except BaseException:
+            with suppress(ValueError):  # a batch has it
+                self._waiting.remove(call)
+            raise
+
+    def close(self) -> None:
+        """End the thread of a closed store, and wait for that."""
+        self._ring()
+        if self._running.acquire(timeout=CLOSE_WITHIN):
+            self._running.release()
+
+    def _start(self) -> None:
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError as ex:
+            raise StoreUnavailable(f'no thread can be started: {ex}') from ex
+
+    def _ring(self) -> None:
+        with suppress(RuntimeError):  # it rings already
+            self._bell.release()
+
+    # Methods of the thread, which nothing interrupts.
+
+    def _run(self) -> None:
+        if not self._running.acquire(blocking=False):
+            return  # another caller was faster
+        while batch := self._take_batch():
+            self._commit(batch)
+        while self._waiting:
+            call = self._waiting.popleft()
+            call.error = StoreClosed()
+            call.wake()
+        if self._backend is not None:
+            with suppress(Exception):
+                self._backend.close()
+        self._running.release()
+
+    def _take_batch(self) -> list[_Call]:
+        """Return the calls that wait, when there are some; none after ``close``."""
+        while len(self._waiting) < self._crowd and not self._store._closed:
+            left = self._gather_until - perf_counter()
+            if left <= 0 or not self._bell.acquire(timeout=left):
+                break
+        batch: list[_Call] = []
+        size = 0
+        while not batch and not self._store._closed:
+            if not self._waiting:
+                self._bell.acquire()
+            with suppress(IndexError):
+                while size < BATCH_BYTES:
+                    batch.append(self._waiting.popleft())
+                    size += sum([entry.size for entry in batch[-1].entries])
+        return batch
+
+    def _commit(self, batch: Sequence[_Call]) -> None:
+        pings = [call for call in batch if call.is_ping]
+        adds = [call for call in batch if not call.is_ping]
+        self._took = 0.0
+        for calls, answer in (adds, self._append), (pings, self._ping):
+            try:
+                if calls:
+                    answer(calls)
+                    self._failure = None
+            except BaseException as ex:
+                self._fail(calls, ex)
+        # Counted before anybody is woken: the first come back before the last is woken.
+        slow, share, most = self._store._gather
+        self._crowd = len(batch) + len(self._waiting) if self._took > slow else 0
+        self._gather_until = perf_counter() + min(share * self._took, most)
+        for call in batch:
+            call.wake()
+
+    def _append(self, calls: Sequence[_Call]) -> None:
+        backend = self._open()
+        entries = [entry for call in calls for entry in call.entries]
+        if not entries or (sync := backend.append(entries)) is None:
+            return
+        began = perf_counter()
+        sync()
+        self._took = perf_counter() - began
+        if self._store.on_sync is not None:
+            with suppress(Exception):  # it should raise none
+                self._store.on_sync(len(entries), self._took)
+
+    def _ping(self, calls: Sequence[_Call]) -> None:
+        self._open().ping()
+
+    def _open(self) -> Backend:
+        if self._backend is None:
+            for pid in self._store._committers.keys() - {os.getpid()}:  # of parents
+                del self._store._committers[pid]
+            self._backend = self._store._open_backend()
+            if self._store._closed:  # meanwhile
+                raise StoreClosed
+        return self._backend
+
+    def _fail(self, calls: Sequence[_Call], error: BaseException) -> None:
+        if not isinstance(error, Exception):  # it would end the thread of each caller
+            error = StoreUnavailable(f'the write was interrupted: {error!r}')
+        if isinstance(error, StoreUnavailable):
+            self._failure = error
+        # It also hides the error of an entry, which may rest on another entry of this
+        # very batch, which is now not stored.
+        for call in calls:
+            call.error = error

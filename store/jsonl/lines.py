@@ -1,0 +1,93 @@
+"""Reading the lines of a plant file, records and others alike."""
+
+import os
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+from store.base import Plant
+from store.errors import StoreCorrupt
+from store.jsonl import record
+from store.jsonl.disk import CHUNK, pieces
+
+Chunk = tuple[int, bytes, int]  # lines, and the offsets where they begin and end
+
+
+class Line(NamedTuple):
+    """A line of a plant file. A blank one has neither a plant nor a reason."""
+
+    offset: int  # in bytes from the start of the file
+    end: int  # where the next line begins
+    text: bytes  # only the first LONGEST + 1 bytes of a line that is too long
+    plant: Plant | None
+    reason: str = ''  # why it is damaged
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether every reader skips it."""
+        return self.plant is None and not self.reason
+
+
+def read_lines(
+    fd: int, start: int, end: int, chunk_size: int = CHUNK
+) -> Iterator[Line]:
+    """Yield the lines between two offsets; the last may lack its line feed."""
+    for offset, chunk, stop in chunks(fd, start, end, chunk_size):
+        for text in BytesIO(chunk):
+            # Of a line that is too long the chunk has only the beginning.
+            after = stop if len(text) == len(chunk) else offset + len(text)
+            try:
+                is_blank = not text.strip(record.WHITE_SPACE)
+                plant = None if is_blank else record.decode(text)
+                yield Line(offset, after, text, plant)
+            except record.DamagedRecord as ex:
+                yield Line(offset, after, text, None, str(ex))
+            offset = after
+
+
+def line_at(fd: int, offset: int) -> Line:
+    """Return the line that begins at an offset; its ``end`` holds only for a record."""
+    lines = read_lines(fd, offset, offset + record.LONGEST + 1, chunk_size=512)
+    return next(lines, Line(offset, offset, b'', None))
+
+
+def first_offset(fd: int) -> int:
+    """Return where the first line begins: after the byte order mark, if there is one.
+
+    RFC 8259, section 8.1, lets a reader ignore one; editors on Windows write it.
+    """
+    return len(BOM_UTF8) if os.pread(fd, len(BOM_UTF8), 0) == BOM_UTF8 else 0
+
+
+def chunks(fd: int, start: int, end: int, size: int = CHUNK) -> Iterator[Chunk]:
+    """Yield chunks of whole lines.
+
+    The last may lack its line feed. A line longer than a chunk is a chunk of its own.
+    Only the beginning is read of a line too long for a record: it may be huge.
+    """
+    start = start or first_offset(fd)
+    while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
+        if cut := chunk.rfind(b'\n') + 1:
+            chunk = chunk[:cut]
+            stop = start + cut
+        else:
+            stop = _end_of_line(fd, start, end)
+            chunk = os.pread(fd, min(stop - start, record.LONGEST + 1), start)
+        yield start, chunk, stop
+        start = stop
+
+
+def _end_of_line(fd: int, start: int, end: int) -> int:
+    for data in pieces(fd, start, end):
+        if feed := data.find(b'\n') + 1:
+            return start + feed
+        start += len(data)
+    return start
+
+
+def corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
+    """Return the error of a damaged line."""
+    number = 1 + sum(piece.count(b'\n') for piece in pieces(fd, 0, offset))
+    return StoreCorrupt(str(path), number, offset, reason)
