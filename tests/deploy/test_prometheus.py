@@ -13,8 +13,7 @@ import pytest
 import yaml
 from machine import edit
 from server import REPOSITORY, TOKEN, Server, finished, free_port, installed, request
-
-from store.testing.waiting import wait_until
+from waiting import wait_until
 
 RECIPE = REPOSITORY / 'deploy/prometheus'
 

@@ -13,8 +13,7 @@ import pytest
 from exchange import Load
 from machine import client_at, copy_checkout
 from server import REPOSITORY, SCRIPTS, TOKEN, finished, installed, request
-
-from store.testing.waiting import PATIENCE, wait_until
+from waiting import PATIENCE, wait_until
 
 SERVICE = REPOSITORY / 'deploy/plants.service'
 UNITS = sorted(SERVICE.parent.glob('plants*.*'))

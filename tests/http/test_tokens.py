@@ -11,10 +11,10 @@ import pytest
 from conftest import OTHER, TOKEN, Client
 from exchange import assert_error
 from server import wait_until
+from waiting import PATIENCE
 
 from app import create_app
 from store.memory import MemoryStore
-from store.testing.waiting import PATIENCE
 from web import tokens as tokens_module
 from web.tokens import Token, Tokens, TokensFile
 

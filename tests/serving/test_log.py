@@ -15,9 +15,9 @@ import pytest
 from exchange import fern, parse_json_log
 from machine import child_pids, client_at
 from server import PATIENCE, TOKEN, Server, request, wait_until
+from waiting import in_threads
 
 from serving.log import BatchingHandler
-from store.testing.waiting import in_threads
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}

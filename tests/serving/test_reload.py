@@ -15,9 +15,9 @@ from types import FunctionType, SimpleNamespace
 from exchange import assert_error, fern
 from machine import child_pids, edit, locked
 from server import GUNICORN, Server, is_alive, request, wait_until
+from waiting import in_child
 
 from serving import master
-from store.testing.waiting import in_child
 
 IN_PLACE = GUNICORN[:3]  # with the configuration and the code of its directory
 

@@ -12,8 +12,7 @@ import pytest
 from exchange import Load, assert_error, fern, table
 from machine import locked, upgraded
 from server import GUNICORN, SCRIPTS, Server, is_alive, request
-
-from store.testing.waiting import PATIENCE, wait_until
+from waiting import PATIENCE, wait_until
 
 PROBE = request('GET', '/livez')
 

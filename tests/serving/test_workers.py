@@ -24,8 +24,7 @@ from exchange import (
 )
 from machine import client_at, stop
 from server import RawClient, Server, TLSServer, request
-
-from store.testing.waiting import PATIENCE, wait_until
+from waiting import PATIENCE, wait_until
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])

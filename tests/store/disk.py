@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from unittest import mock
 
 import pytest
+from waiting import PATIENCE, wait_until
 
 import store
 from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
-from store.testing.waiting import PATIENCE, wait_until
 
 PACKAGE = 'store.jsonl'
 PARTS = 'disk', 'file', 'index', 'lock', 'recovery', 'repair', 'table'

@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 from disk import Gate
+from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
+from waiting import in_threads, wait_until
 
 from store import StoreClosed, StoreUnavailable, group_commit
-from store.group_commit import SLOW_SYNCS_IN_FLIGHT, GroupCommit
 from store.scheduler import THREADS
-from store.testing.waiting import in_threads, wait_until
 
 
 class Failure(Exception):

@@ -21,10 +21,10 @@ from zlib import crc32
 import gevent
 import pytest
 from greenlet import getcurrent
+from waiting import PATIENCE, in_threads, wait_until
 
 from serving.scheduler import GeventScheduler
 from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
-from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 EVERY = os.environ.get('CRASH_STATES') == 'all'  # point, in make crash
 BEFORE = Plant(-1, 'Fern')

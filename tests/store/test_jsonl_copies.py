@@ -14,10 +14,10 @@ from random import Random
 
 import pytest
 from disk import assert_stored, fill, lines, raw_plants
+from waiting import FORK, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, table
-from store.testing.waiting import FORK, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 

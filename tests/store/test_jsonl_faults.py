@@ -27,10 +27,10 @@ from disk import (
     take_side_files,
     try_add,
 )
+from waiting import PATIENCE, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, group_commit
 from store.jsonl import JSONLinesStore
-from store.testing.waiting import PATIENCE, wait_until
 
 FERN, MOSS, IVY, REED = (
     Plant(number, name, 'shade' if number % 2 else None)

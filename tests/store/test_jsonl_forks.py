@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 from disk import Disk, Gate, append, assert_stored, fill, installed, lines, open_paths
+from waiting import PATIENCE, in_child, in_threads
 
 from store import Plant
 from store.jsonl import JSONLinesStore, file, table
-from store.testing.waiting import PATIENCE, in_child, in_threads
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 

@@ -25,11 +25,11 @@ from disk import (
     wait_for_flush,
 )
 from machine import locked
+from waiting import in_child, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore, file, index, recovery, table
 from store.jsonl.repair import Verified, verify
-from store.testing.waiting import in_child, in_threads, wait_until
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 

@@ -12,12 +12,12 @@ from functools import partial
 import pytest
 from disk import assert_raise, assert_stored, fill, index_of, lines, open_paths
 from machine import locked
+from waiting import in_threads, wait_until
 
 from store import Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import verify
-from store.testing.waiting import in_threads, wait_until
 
 FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 

@@ -24,6 +24,7 @@ from disk import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record, recovery
@@ -31,7 +32,6 @@ from store.jsonl.file import FLUSH_WITHIN
 from store.jsonl.index import LOOK_WITHIN
 from store.jsonl.record import LONGEST
 from store.jsonl.repair import Verified, verify
-from store.testing.waiting import wait_until
 
 PLANTS = [
     Plant(1, 'Fern'),

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 from disk import Gate, assert_raise
+from store.lazy import Backend, LazyStore
+from waiting import PATIENCE, in_child, in_threads, wait_until
 
 from store import THREADS, Plant, StoreClosed, StoreUnavailable, lazy
-from store.lazy import Backend, LazyStore
-from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 

@@ -19,11 +19,11 @@ from test_postgresql_faults import (  # noqa: F401
     test_ping_waits_for_the_standby,
 )
 from test_store_postgresql import TestPostgreSQLStore as DirectContract
+from waiting import in_threads, wait_until
 
 from store import Plant, StoreUnavailable, open_store
 from store.postgresql import connection
 from store.testing.plants import samples
-from store.testing.waiting import in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 FULL = 'the connection pool of the database is full, or does not reach the database'

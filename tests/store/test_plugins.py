@@ -9,9 +9,9 @@ import traceback
 import pytest
 from exchange import table
 from server import GUNICORN, PATIENCE, REPOSITORY, SCRIPTS, Server, finished, request
+from waiting import in_threads, wait_until
 
 from store import Plant, StoreUnavailable, open_store
-from store.testing.waiting import in_threads, wait_until
 
 EXAMPLE = REPOSITORY / 'docs/example_store'
 GROUP = 'plant_store.stores'

@@ -16,10 +16,10 @@ import psycopg
 import pytest
 from postgresql import PostgreSQL, assert_refused, refused
 from proxy import Proxy
+from waiting import PATIENCE, in_child, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
 from store.postgresql import connection, pool
-from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')

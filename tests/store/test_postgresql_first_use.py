@@ -18,15 +18,15 @@ from disk import assert_raise
 from exchange import table
 from postgresql import accepts_connections, assert_refused, refused
 from server import free_port
+from store.group_commit import Entry
+from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, masked, open_store, postgresql
 from store.base import BATCH_CHARACTERS
-from store.group_commit import Entry
 from store.postgresql import connection
 from store.postgresql.pool import RETRY_AFTER
 from store.postgresql.reasons import Unavailable, explain
 from store.postgresql.table import CREATE, Table
-from store.testing.waiting import PATIENCE, in_threads, wait_until
 
 FERN = Plant(1, 'Fern')
 REED = Plant(1, 'Reed')

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import locked
 from server import REPOSITORY, command, finished
+from waiting import PATIENCE
 
 import store
 from store import IdTaken, Plant, StoreUnavailable, open_store
@@ -22,7 +23,6 @@ from store.__main__ import main
 from store.jsonl import record
 from store.jsonl.repair import Verified, verify
 from store.memory import MemoryStore
-from store.testing.waiting import PATIENCE
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

@@ -27,6 +27,7 @@ from disk import (
     raw_plants,
 )
 from machine import locked
+from waiting import PATIENCE, in_child, in_threads, wait_until
 
 from store import (
     IdTaken,
@@ -42,7 +43,6 @@ from store.jsonl import disk as disk_calls
 from store.jsonl import file as plant_file
 from store.jsonl.repair import Verified, verify
 from store.testing import StoreContract
-from store.testing.waiting import PATIENCE, in_child, in_threads, wait_until
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'
