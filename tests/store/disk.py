@@ -10,12 +10,10 @@ import errno
 import importlib
 import json
 import os
-import sqlite3
 import stat
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from unittest import mock
 
@@ -27,7 +25,6 @@ from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 
 PACKAGE = 'store.jsonl'
-PARTS = 'disk', 'file', 'index', 'lock', 'recovery', 'repair', 'table'
 
 
 @contextlib.contextmanager
@@ -46,8 +43,6 @@ def another_process(system):
     try:
         for module in modules():
             module.os = system
-        # It flushes only when it is closed: a thread cannot be killed.
-        importlib.import_module(f'{PACKAGE}.file').FLUSH_WITHIN = None
         return store.jsonl.JSONLinesStore
     finally:
         sys.modules.update(ours)
@@ -56,8 +51,9 @@ def another_process(system):
 
 def modules():
     """Return the modules of the file store that use ``os``; import them."""
-    names = PACKAGE, *(f'{PACKAGE}.{part}' for part in PARTS)
-    return [importlib.import_module(name) for name in names]
+    importlib.import_module(f'{PACKAGE}.repair')
+    found = (module for name, module in sys.modules.items() if PACKAGE in name)
+    return [module for module in found if hasattr(module, 'os')]
 
 
 class Killed(BaseException):
@@ -101,6 +97,10 @@ class Disk:
         self._reported[fd] = self._failures
         return fd
 
+    def pread(self, fd, size, offset):
+        self._enter('pread', fd, size, offset)
+        return os.pread(fd, size, offset)
+
     def pwrite(self, fd, data, offset):
         try:
             limit = self._enter('pwrite', fd, data, offset)
@@ -115,10 +115,6 @@ class Disk:
         if self._is_plant_file(fd):
             self._changes.append((size, None))
 
-    def rename(self, path, target):
-        self._enter('rename', path, target)
-        os.rename(path, target)
-
     def unlink(self, path):
         self._enter('unlink', path)
         os.unlink(path)
@@ -129,14 +125,11 @@ class Disk:
     def fsync(self, fd):
         self._sync('fsync', fd)
 
-    def skip_failures(self, fd):
-        """Do not report the failures so far on this descriptor."""
-        self._reported[fd] = self._failures
-
     def calls_on(self, path):
-        """Return the names of the calls on a file so far, and forget all calls."""
+        """Return the changes and syncs of a file so far; forget all calls."""
         calls, self.calls = self.calls, []
-        return [name for name, target, *_ in calls if path_of(target) == str(path)]
+        changes = (call for call in calls if call[0] not in ('open', 'pread'))
+        return [name for name, target, *_ in changes if path_of(target) == str(path)]
 
     def unsynced(self):
         """Return how many written bytes are not durable."""
@@ -280,42 +273,29 @@ def failing(number):
 
 
 class Gate:
-    """Blocks its callers until it is open, or one is released; may fail some."""
+    """Blocks its callers until it is open."""
 
     def __init__(self):
-        self.held = []  # the keys of the callers, in order of arrival
-        self.failing = set()  # the keys of those that fail
-        self._change = threading.Condition()
-        self._passes = lambda key: key in self._released
-        self._released = set()
+        self.held = 0  # how many callers have come
+        self._opened = threading.Event()
 
-    def __call__(self, key=None):
-        with self._change:
-            self.held.append(key)
-            assert self._change.wait_for(lambda: self._passes(key), PATIENCE)
-        if key in self.failing:
-            raise failure(errno.EIO)
+    def __call__(self, *arguments):
+        self.held += 1
+        assert self._opened.wait(PATIENCE)
 
     def open(self):
-        with self._change:
-            self._passes = lambda key: True
-            self._change.notify_all()
-
-    def release(self, key):
-        with self._change:
-            self._released.add(key)
-            self._change.notify_all()
+        self._opened.set()
 
     def wait_for(self, count=1):
         """Wait until so many callers have come."""
-        wait_until(lambda: len(self.held) >= count)
+        wait_until(lambda: self.held >= count, f'{count} callers are at the gate')
 
 
 @contextlib.contextmanager
 def blocked_syncs(disk):
-    """Block each fdatasync of a disk; yield the gate, whose keys are descriptors."""
+    """Block each fdatasync of a disk; yield the gate."""
     gate = Gate()
-    disk.before = lambda name, fd, *_: gate(fd) if name == 'fdatasync' else None
+    disk.before = lambda name, *arguments: gate() if name == 'fdatasync' else None
     try:
         yield gate
     finally:
@@ -326,20 +306,15 @@ def blocked_syncs(disk):
 # ---- what tests of the file store read and write without it
 
 
-def index_of(path, suffix=''):
-    """Return the path of the index of a plant file, or of a file beside the index."""
-    return path.with_name(f'{path.name}.index{suffix}')
-
-
 def files(path):
     """Return the files in the directory of the plant file: content by name."""
     return {entry.name: entry.read_bytes() for entry in path.parent.iterdir()}
 
 
 def take_side_files(path):
-    """Return the kept torn tails, and remove their side files."""
+    """Return what side files hold, and remove them."""
     kept = []
-    for side in path.parent.glob('*.torn-*'):
+    for side in sorted(path.parent.glob(f'{path.name}.*-[0-9]*')):
         kept.append(side.read_bytes())
         side.unlink()
     return kept
@@ -359,7 +334,7 @@ def lines(*plants):
 def raw_plants(content):
     """Return the plants of a sound file, read without the store's code."""
     assert not content or content.endswith(b'\n')
-    return [Plant(**json.loads(line)) for line in content.split(b'\n')[:-1]]
+    return [Plant(**json.loads(line)) for line in content.split(b'\n') if line.strip()]
 
 
 def fill(path, *plants):
@@ -390,7 +365,7 @@ def assert_stored(store, plants, free=()):
         with JSONLinesStore(store) as opened:
             assert_stored(opened, plants, free)
         return
-    store.ping()  # which may cut a torn tail off
+    store.ping()  # which may mend the end of the file
     before = store.path.read_bytes()
     others = [plant._replace(name='Another') for plant in plants]
     outcomes = store.add_many([*plants, *others])  # each id is looked up once
@@ -400,14 +375,3 @@ def assert_stored(store, plants, free=()):
     added = [Plant(id, 'Free') for id in free]
     assert store.add_many(added) == [True] * len(added)
     assert store.path.read_bytes() == before + lines(*added)
-
-
-def mark_of(path):
-    """Return the mark of an index: the end of the lines whose ids are in the table."""
-    with closing(sqlite3.connect(f'{index_of(path).as_uri()}?mode=ro', uri=True)) as db:
-        return db.execute('SELECT mark FROM state').fetchone()[0]
-
-
-def wait_for_flush(path):
-    """Wait until the table has the ids of all lines."""
-    wait_until(lambda: mark_of(path) == path.stat().st_size)
