@@ -73,8 +73,12 @@ def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Lin
     line = next(lines, Line(start, end, b'', None))
     if not line.reason:
         return line._replace(reason=NO_LINE_FEED)
-    rest = [each for each in lines if each.text.strip(b'\0' + record.WHITE_SPACE)]
-    are_whole = any(_is_whole(each) for each in rest)
+    # Not read to the end: a million plants may follow.
+    are_whole = any(
+        _is_whole(each)
+        for each in lines
+        if each.text.strip(b'\0' + record.WHITE_SPACE)
+    )
     if are_whole and is_opening and start >= end - LOST_WITHIN and _is_lost(line, end):
         return line._replace(reason=LOST_BLOCK)
     if not are_whole and is_torn(line, end):
