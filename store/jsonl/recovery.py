@@ -97,7 +97,8 @@ def _is_whole(line: Line) -> bool:
 def is_torn(line: Line, end: int) -> bool:
     """Whether a crash can have left a line, the last one, of a record of ours."""
     before, lost, _ = line.text.partition(b'\0')
-    if not BEGINNING.startswith(before[: len(BEGINNING)]):
+    is_longer = line.end - line.offset > len(line.text)  # than any record: not ours
+    if is_longer or not BEGINNING.startswith(before[: len(BEGINNING)]):
         return False
     if lost:
         return _is_lost(line, end)
