@@ -39,7 +39,8 @@ def read_lines(
             # Of a line that is too long the chunk has only the beginning.
             after = stop if len(text) == len(chunk) else offset + len(text)
             try:
-                is_blank = not text.strip(record.WHITE_SPACE)
+                is_whole = text.endswith(b'\n') or len(text) <= record.LONGEST
+                is_blank = is_whole and not text.strip(record.WHITE_SPACE)
                 plant = None if is_blank else record.decode(text)
                 yield Line(offset, after, text, plant)
             except record.DamagedRecord as ex:

@@ -153,10 +153,11 @@ def blank(
     REQUIRES: the lock.
     """
     side = copy_aside(path, fd, spans, kind)
-    for fill in b'\0', b' ':
+    # In several lines, or a reader would take it for one that is too long.
+    for fill in bytes(CHUNK), b' ' * (CHUNK - 1) + b'\n':
         for start, end in spans:
             for at in range(start, end - 1, CHUNK):
-                write(fd, fill * min(CHUNK, end - 1 - at), at)
+                write(fd, fill[: end - 1 - at], at)
             write(fd, b'\n', end - 1)
         sync()
     return side
