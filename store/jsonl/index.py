@@ -54,7 +54,8 @@ class Index:
         repeats = []
         for id, offset in zip(ids, offsets, strict=True):
             if (first := self.find(id)) is not None:
-                repeats.append((id, first, offset))
+                if first != offset:
+                    repeats.append((id, first, offset))
                 continue
             partition = (id * self._factor & _MASK) >> _SHIFT
             known = self._ids[partition]

@@ -96,7 +96,7 @@ class Known:
         Raises:
             StoreCorrupt: Two of them are different plants with one id.
         """
-        start, began = self.end, time.monotonic()
+        start, tail, began = self.end, self._tail, time.monotonic()
         reported = began
         is_load = not self.synced and size - start > disk.CHUNK
         repeats: Repeats = []
@@ -117,6 +117,7 @@ class Known:
             repeats += self._index.sort()
         for id, first, other in sorted(repeats, key=itemgetter(2)):
             if self._plant_at(fd, first, id) != self._plant_at(fd, other, id):
+                self.end, self._tail = start, tail  # the next use finds it again
                 raise corrupt(self._path, fd, other, REPEATED % id)
 
     def note(self, offsets: dict[int, int], lines: bytes) -> None:

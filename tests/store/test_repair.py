@@ -1,12 +1,15 @@
 """``check --repair``: damaged lines go to a side file, and are blanked in place."""
 
-from disk import assert_stored, lines, take_side_files
+from functools import partial
 
-from store import Plant
+import pytest
+from disk import append, assert_raise, assert_stored, lines, take_side_files
+
+from store import Plant, StoreCorrupt
 from store.jsonl import JSONLinesStore
 from store.jsonl.repair import Verified, verify
 
-FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade')
+FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 
 
 def test_damage_of_any_length_is_blanked(path):
@@ -21,3 +24,20 @@ def test_damage_of_any_length_is_blanked(path):
     assert path.stat().st_size == size + len(lines(Plant(3, 'Free')))
     with JSONLinesStore(path) as store:
         assert [plant.id for plant in store] == [1, 2, 3]
+
+
+@pytest.mark.parametrize('running', [True, False], ids=['running', 'at-open'])
+def test_second_plant_with_an_id_is_damage(path, running):
+    """It is refused until it is repaired; what follows it is kept and known."""
+    rival, repeat = FERN._replace(name='Reed'), FERN
+    with JSONLinesStore(path) as store:
+        if running:
+            store.add(FERN)
+            append(path, lines(repeat, rival, MOSS))
+        else:
+            path.write_bytes(lines(FERN, repeat, rival, MOSS))
+        uses = 2 * [partial(store.add, IVY), store.ping]
+        assert_raise(StoreCorrupt, *uses, match='line 3')
+        assert verify(path, repair=True).repaired
+        assert take_side_files(path) == [lines(rival)]
+        assert_stored(store, [FERN, MOSS], free=[IVY.id])
