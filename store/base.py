@@ -27,7 +27,8 @@ class Plant(NamedTuple):
     tag: str | None = None  # the same, or None if the plant has no tag
 
 
-OPTIONAL = frozenset(Plant._field_defaults)  # members that a plant may lack: None
+TEXTS = Plant._fields[1:]  # the members that are text
+OPTIONAL = frozenset(Plant._field_defaults)  # those that a plant may lack: None
 
 
 def check_plant(plant: Plant) -> None:
@@ -39,22 +40,23 @@ def check_plant(plant: Plant) -> None:
     Raises:
         ValueError: It is not valid; the message is a sentence that names the member.
     """
-    id, *texts = plant
+    id = plant.id
     if not isinstance(id, int) or isinstance(id, bool):
         raise ValueError(f'id: {reprlib.repr(id)} is not an integer')
     if not ID_MIN <= id <= ID_MAX:
         raise ValueError('id: it is not a 64-bit integer')
-    for member, text in zip(Plant._fields[1:], texts, strict=True):
+    for member, text in zip(TEXTS, plant[1:], strict=True):
         if text is None and member in OPTIONAL:
             continue
         if not isinstance(text, str):
             raise ValueError(f'{member}: {reprlib.repr(text)} is not a string')
         if '\0' in text:
             raise ValueError(f'{member}: it holds U+0000')
-        try:
-            text.isascii() or text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f'{member}: it holds a lone surrogate') from None
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f'{member}: it holds a lone surrogate') from None
 
 
 def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:

@@ -102,30 +102,24 @@ class CommittedStore(PlantStore):
         """Return the item of a plant for ``Backend.append``, and its size in bytes."""
 
     def add(self, plant: Plant) -> bool:
-        [outcome] = self._add([plant], WAIT_WITHIN)
-        if isinstance(outcome, IdTaken):
-            raise outcome
-        return outcome
+        check_plant(plant)
+        entry = Entry(*self._record(plant))
+        self._committer().submit((entry,))
+        if entry.error is not None:
+            raise entry.error
+        return entry.new
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         for plant in plants:
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
         for batch in [*batches(plants)] or [[]]:  # without plants it only opens
-            outcomes += self._add(batch, TIMEOUT_MAX)
-        return outcomes
-
-    def _add(self, plants: Sequence[Plant], within: float) -> list[bool | IdTaken]:
-        entries = []
-        for plant in plants:
-            check_plant(plant)
-            entries.append(Entry(*self._record(plant)))
-        self._committer().submit(entries, within=within)
-        outcomes: list[bool | IdTaken] = []
-        for entry in entries:
-            if entry.error is not None and not isinstance(entry.error, IdTaken):
-                raise entry.error
-            outcomes.append(entry.error or entry.new)
+            entries = [Entry(*self._record(plant)) for plant in batch]
+            self._committer().submit(entries, within=TIMEOUT_MAX)
+            for entry in entries:
+                if entry.error is not None and not isinstance(entry.error, IdTaken):
+                    raise entry.error
+                outcomes.append(entry.error or entry.new)
         return outcomes
 
     def ping(self) -> None:
@@ -231,8 +225,9 @@ class _Committer:
             raise StoreUnavailable(f'no thread can be started: {ex}') from ex
 
     def _ring(self) -> None:
-        with suppress(RuntimeError):  # it rings already
-            self._bell.release()
+        if len(self._waiting) >= self._crowd or self._store._closed:
+            with suppress(RuntimeError):  # it rings already
+                self._bell.release()
 
     # Methods of the thread, which nothing interrupts.
 
@@ -252,10 +247,11 @@ class _Committer:
 
     def _take_batch(self) -> list[_Call]:
         """Return the calls that wait, when there are some; none after ``close``."""
-        while len(self._waiting) < self._crowd and not self._store._closed:
+        while len(self._waiting) < self._crowd:
             left = self._gather_until - perf_counter()
             if left <= 0 or not self._bell.acquire(timeout=left):
                 break
+        self._crowd = 0  # before the next line looks: from here on each call rings
         batch: list[_Call] = []
         size = 0
         while not batch and not self._store._closed:

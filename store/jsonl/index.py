@@ -49,19 +49,22 @@ class Index:
                 return self._offsets[partition][place]
         return None if self._base is None else self._base.find(id)
 
-    def add(self, ids: Iterable[int], offsets: Iterable[int]) -> Repeats:
+    def add(self, id: int, offset: int) -> None:
+        """Enter a line. REQUIRES: ``find`` does not know its id."""
+        partition = (id * self._factor & _MASK) >> _SHIFT
+        ids = self._ids[partition]
+        place = bisect_left(ids, id) if ids and id < ids[-1] else len(ids)
+        ids.insert(place, id)
+        self._offsets[partition].insert(place, offset)
+
+    def enter(self, ids: Iterable[int], offsets: Iterable[int]) -> Repeats:
         """Enter lines; return those whose id was known."""
         repeats = []
         for id, offset in zip(ids, offsets, strict=True):
-            if (first := self.find(id)) is not None:
-                if first != offset:
-                    repeats.append((id, first, offset))
-                continue
-            partition = (id * self._factor & _MASK) >> _SHIFT
-            known = self._ids[partition]
-            place = bisect_left(known, id) if known and id < known[-1] else len(known)
-            known.insert(place, id)
-            self._offsets[partition].insert(place, offset)
+            if (first := self.find(id)) is None:
+                self.add(id, offset)
+            elif first != offset:
+                repeats.append((id, first, offset))
         return repeats
 
     def load(self, ids: Iterable[int], offsets: Iterable[int]) -> None:

@@ -105,7 +105,7 @@ class Known:
             if is_load:
                 self._index.load(ids, offsets)
             else:
-                repeats += self._index.add(ids, offsets)
+                repeats += self._index.enter(ids, offsets)
             self._move_end(end, chunk[: end - at])
             if end < at + len(chunk):
                 break
@@ -122,7 +122,8 @@ class Known:
 
     def note(self, offsets: dict[int, int], lines: bytes) -> None:
         """Note lines that this process has written at the end. REQUIRES: the lock."""
-        self._index.add(offsets.keys(), offsets.values())
+        for id, offset in offsets.items():
+            self._index.add(id, offset)
         self._move_end(self.end + len(lines), lines)
         self._length[0] = self.end
 

@@ -17,11 +17,12 @@ import re
 from itertools import accumulate
 from typing import Any
 
-from store.base import ID_MAX, ID_MIN, OPTIONAL, Plant, check_plant
+from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant
 from store.errors import StoreError
 
 # NOTE: a prebuilt encoder: json.dumps() with arguments builds one at every call.
 _quote = json.JSONEncoder(ensure_ascii=False).encode
+_HEADS = [f',"{member}":' for member in TEXTS]
 
 # Bytes of a record without its line feed, and of a body (PLANTS_MAX_BODY): enough for a
 # name of 2**20 characters, each escaped (\u0001). Reading may take 16 times as many.
@@ -32,11 +33,11 @@ WHITE_SPACE = b' \t\r\n'
 
 # A line that we write without escapes; the group is its id. Such a line is a record if
 # it is UTF-8 and its id has 64 bits. decode() takes six times as long.
-_TEXTS = ''.join(
+_MEMBERS = ''.join(
     rf'(?:,"{member}":"[^"\\\x00-\x1f]*+"){"?" * (member in OPTIONAL)}+'
-    for member in Plant._fields[1:]
+    for member in TEXTS
 )
-_OURS = rf'\{{"id":(0|-?[1-9][0-9]{{0,18}}+){_TEXTS}\}}\n'.encode()
+_OURS = rf'\{{"id":(0|-?[1-9][0-9]{{0,18}}+){_MEMBERS}\}}\n'.encode()
 _find_ours = re.compile(rb'(?m)^' + _OURS).findall
 _each_line = re.compile(_OURS + rb'|.*\n|.+').finditer
 
@@ -58,8 +59,8 @@ def encode(plant: Plant) -> bytes:
     Raises:
         StoreError: It would be longer than a record may be.
     """
-    texts = zip(Plant._fields[1:], plant[1:], strict=True)
-    rest = [f',"{name}":{_quote(text)}' for name, text in texts if text is not None]
+    texts = zip(_HEADS, plant[1:], strict=True)
+    rest = [head + _quote(text) for head, text in texts if text is not None]
     line = f'{{"id":{plant.id}{"".join(rest)}}}\n'.encode()
     if len(line) > LONGEST + 1:
         raise StoreError(f'the plant with id {plant.id}: as a line {TOO_LONG}')

@@ -83,7 +83,7 @@ def _find_damage(
         if line.is_blank:
             continue
         if line.plant:
-            for id, first, _ in index.add([line.plant.id], [line.offset]):
+            for id, first, _ in index.enter([line.plant.id], [line.offset]):
                 if line_at(fd, first).plant != line.plant:
                     line = line._replace(plant=None, reason=REPEATED % id)
         if line.plant:
