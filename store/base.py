@@ -151,8 +151,9 @@ class PlantStore(abc.ABC):
         """Read what children that are forked later can go on with.
 
         A server calls this in its master, with no other call in progress: at a start,
-        at a reload, and before each new worker, then without ``wait``. Nothing stays
-        open. A store that inherits nothing needs only this default.
+        at a reload, and before each new worker, then without ``wait``. It takes as long
+        as it takes, and nothing stays open. A store of which nothing can be inherited
+        needs only this default.
 
         Args:
             wait: Whether to open the store as an ``add`` would, and to raise what the

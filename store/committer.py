@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 from store.base import Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
-from store.scheduler import THREADS, Scheduler, Wake, run_to_end
+from store.scheduler import THREADS, Scheduler, Wake
 
 # Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
@@ -128,9 +128,6 @@ class CommittedStore(PlantStore):
 
     def load(self, *, wait: bool = True) -> None:
         self._check_open()
-        run_to_end(lambda: self._load(wait))
-
-    def _load(self, wait: bool) -> None:
         if wait:
             with closing(self._open_backend()) as backend:
                 backend.ping()

@@ -35,22 +35,3 @@ class Scheduler:
 
 
 THREADS: Final = Scheduler()
-
-
-def run_to_end(function: Callable[[], object]) -> None:
-    """Call a function in a thread, to its end, even if the caller is interrupted."""
-    errors: list[BaseException] = []
-    wait, wake = THREADS.waiter()
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as ex:
-            errors.append(ex)
-        wake()
-
-    # NOTE: not threading.Thread, whose start can be interrupted half way.
-    _thread.start_new_thread(run, ())
-    wait(_thread.TIMEOUT_MAX)
-    for error in errors:
-        raise error

@@ -75,9 +75,7 @@ def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Lin
         return line._replace(reason=NO_LINE_FEED)
     # Not read to the end: a million plants may follow.
     are_whole = any(
-        _is_whole(each)
-        for each in lines
-        if each.text.strip(b'\0' + record.WHITE_SPACE)
+        _is_whole(each) for each in lines if each.text.strip(b'\0' + record.WHITE_SPACE)
     )
     if are_whole and is_opening and start >= end - LOST_WITHIN and _is_lost(line, end):
         return line._replace(reason=LOST_BLOCK)
