@@ -1,38 +1,31 @@
 """What a message may show: of the URL of a store, and of the text of others."""
 
-import os
 import re
 from urllib.parse import unquote
 
-# The rest of a well-formed URL. A number in the place of a port is not shown: it may be
-# the password of a URL that lacks its host.
 _HOST = r'(?:(?:[\w.-]|%2[Ff])+|\[[\da-fA-F:.]+\])?(?::\d+)?'
-_AUTHORITY = rf'//([^/?#@\s]*@)?({_HOST}(?:,{_HOST})*)(/[\w.~-]*)?(\?[^@#]*)?'
+_URL = rf'//(?:[^/?#@\s]*@)?({_HOST}(?:,{_HOST})*)(/[\w.~-]*)?(?:\?[^@#]*)?'
 # C0, DEL, C1, line separators, and marks that change the direction of text.
 _CONTROL = re.compile('[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
 
 
 def is_path(text: str) -> bool:
-    """Whether a text exists as a path, or cannot be a URL (RFC 3986, section 4.2)."""
-    is_url = re.search(r'(?is)^[^/]*:|//.*[:@?#]|password\s*=', text)
-    return not is_url or os.path.exists(text)
+    """Whether a text cannot be a URL with a password (RFC 3986, section 4.2)."""
+    return not re.search(r'(?is)^[^/]*:|//.*[:@?#]|password\s*=', text)
 
 
 def masked(url: str) -> str:
-    """Return the URL of a store as a message may show it, with ``***`` for the rest.
-
-    It shows the scheme and, of a well-formed URL, the hosts and the path.
-    """
-    scheme, colon, rest = url.partition(':')
+    """Return of the URL of a store the scheme, hosts and database, or its path."""
+    scheme, colon, rest = url.strip().partition(':')
     if not re.fullmatch('[a-z][a-z0-9+.-]*:', scheme + colon):
         return '***'
     if not rest or (scheme == 'jsonl' and is_path(rest)):
-        return url
-    if not (found := re.fullmatch(_AUTHORITY, rest)):
+        return scheme + colon + rest
+    if not (found := re.fullmatch(_URL, rest)):
         return f'{scheme}:***'
-    user, ports, path, query = found.groups('')
-    hosts = re.sub(r':\d+(?=,|$)', '', ports)
-    return f'{scheme}://{user and "***@"}{hosts}{path}{query and "?***"}'
+    hosts, path = found.groups('')
+    # Without ports: in a URL that lacks its host, one may be the password.
+    return f'{scheme}://' + re.sub(r':\d+(?=,|$)', '', hosts) + path
 
 
 def escaped(text: str) -> str:
@@ -43,17 +36,8 @@ def escaped(text: str) -> str:
 
 
 def clean(text: str, url: str = '') -> str:
-    """Return text of a server, a library or a client as a message may show it.
-
-    The result is one line without control characters. Each part of ``url`` that
-    ``masked`` hides is ``***``: verbatim, percent-decoded, or as ``repr`` writes it.
-    """
-    parts = {*re.split(r'[:/?#@&=,\s]+', url), *re.findall(r'\w{3,}', url)}
-    parts |= set(map(unquote, parts))
-    parts |= {repr(part)[1:-1] for part in parts}
-    harmless = {'', *re.split(r'[]:/@,?[]+', masked(url))}
-    harmless.update([*map(unquote, harmless), *re.findall(r'[?&]([a-z_]+)=', url)])
-    longest_first = sorted(parts - harmless, key=len, reverse=True)
-    hidden = '|'.join(map(re.escape, longest_first)) or '(?!)'
-    text = re.sub(rf'(?<!\w)(?:{hidden})(?!\w)', '***', text)
+    """Return text of others as one line, with ``***`` for what ``masked`` hides."""
+    shown = {*re.findall(r'\w+', masked(url)), *re.findall(r'[?&](\w+)=', url)}
+    hidden = {*re.findall(r'\w+', f'{url} {unquote(url)}')} - shown
+    text = re.sub(r'\w+', lambda word: '***' if word[0] in hidden else word[0], text)
     return escaped(' '.join(text.split()))

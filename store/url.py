@@ -1,6 +1,7 @@
 """Opens the store that a URL names, even that of a package: see ``docs/stores.md``."""
 
-from collections.abc import Callable
+import os
+import shlex
 
 from store.base import PlantStore
 from store.errors import StoreError
@@ -17,7 +18,7 @@ def open_store(
 
     Args:
         url: ``memory:``, ``jsonl:PATH``, ``postgresql://...``, or a URL whose scheme an
-            installed package offers.
+            installed package offers; white space around URL and path is removed.
         create: Whether a missing plant file or table is made. A new store knows no old
             id, so readers and workers of a server make none.
         scheduler: How the callers of the store wait.
@@ -26,56 +27,77 @@ def open_store(
         ValueError: The URL names no store; the message says what is accepted.
         StoreUnavailable: A plant file is missing and cannot be made.
     """
+    url, path = url.strip(), url.partition(':')[2]
     scheme, _, rest = url.partition(':')
-    # NOTE: imported here, so that no store needs the packages of another.
-    if url == 'memory:':
-        from store.memory import MemoryStore
+    try:  # NOTE: imports are here, so that no store needs the packages of another.
+        if url == 'memory:':
+            from store.memory import MemoryStore
 
-        return MemoryStore()
-    if scheme == 'jsonl' and rest:
-        if not is_path(rest):
-            raise ValueError('jsonl: it is not a path; put ./ before one with a colon')
-        from store.jsonl import JSONLinesStore
+            return MemoryStore()
+        if scheme == 'jsonl' and rest:
+            from store.jsonl import JSONLinesStore
 
-        return JSONLinesStore(rest, create=create, scheduler=scheduler)
-    if scheme in ('postgresql', 'postgres') and rest.startswith('//'):  # both of libpq
-        try:
+            return JSONLinesStore(_clean(path), create=create, scheduler=scheduler)
+        if scheme in ('postgresql', 'postgres') and rest.startswith('//'):
             from store.postgresql import PostgreSQLStore
 
             return PostgreSQLStore(url, create=create, scheduler=scheduler)
-        except ImportError as ex:
-            need = f'{scheme}: it needs the package psycopg[binary] ({ex})'
-            raise ValueError(need) from ex
-        except ValueError as ex:
-            raise ValueError(f'{scheme}: {ex}') from ex
-    return _open_plugin(url, create, scheduler)
+    except (ImportError, ValueError) as ex:
+        need = isinstance(ex, ImportError) * 'it needs the package psycopg[binary]: '
+        raise ValueError(f'{scheme}: {need}{ex}') from ex
+    return _open_plugin(url, create=create, scheduler=scheduler)
 
 
-def _open_plugin(url: str, create: bool, scheduler: Scheduler) -> PlantStore:
-    # NOTE: imported here: the import doubles the time of commands without plugins.
+def _clean(text: str) -> str:
+    """Return the path of a plant file without white space around it.
+
+    Version 1 took white space and quotes for a part of the name. A new file with the
+    right name would give the ids of such a file again, so that file is renamed first.
+    """
+    path = text.strip()
+    plain = path.strip('"\'').strip()
+    for name in filter(os.path.lexists, {text, path} - {plain}):
+        old, new, free = map(_quoted, (name, plain, f'{plain}.renamed'))
+        move = f'mv -n -- {old} {new}'
+        if os.path.lexists(plain):
+            move = f'mv -n -- {old} {free} && python -m store copy {free} {new}'
+        raise ValueError(f'rename the file with white space or quotes: {move}')
+    if path.startswith('//'):
+        name = path.lstrip('/') if is_path(path) else 'PATH'
+        raise ValueError(f'write jsonl:/{name} or jsonl:{name}, without "//"')
+    if path != plain or not is_path(path):
+        raise ValueError('put no quotes around a path, and ./ before one with a colon')
+    return path
+
+
+def _quoted(path: str) -> str:
+    """Return an absolute path as a word that can be pasted into a shell."""
+    path = os.path.abspath(path)
+    # With a quote of one kind in it, repr() uses the other kind around it.
+    escaped = '$' + repr(os.fsencode(path) + b'"')[1:-2] + "'"
+    return shlex.quote(path) if path.isprintable() else escaped
+
+
+def _open_plugin(url: str, **options: object) -> PlantStore:
     from importlib.metadata import entry_points
 
-    installed = entry_points(group='plant_store.stores')
-    found = [plugin for plugin in installed if url.startswith(f'{plugin.name}:')]
-    if not found:
-        names = ', '.join(f'{plugin.name}:' for plugin in installed)
+    stores = entry_points(group='plant_store.stores')
+    found = [store for store in stores if url.startswith(f'{store.name}:')]
+    if len(found) != 1:
+        offers = [f'{it.name}: of {it.dist.name}' for it in stores if it.dist]
         raise ValueError(
-            'it is not a store: use memory:, jsonl:PATH, or postgresql://...; '
-            f'installed packages offer {names or "no other"}'
+            'it is not a store: use memory:, jsonl:PATH, or postgresql://..., without '
+            f'quotes, or what one package offers ({", ".join(offers) or "none does"})'
         )
-    packages = sorted(f'package {plugin.dist.name}' for plugin in found if plugin.dist)
-    where = f'{found[0].name}: {" and ".join(packages)}'
-    if len(found) > 1:
-        raise ValueError(f'{where} offer this scheme: remove one')
     try:
-        make: Callable[..., PlantStore] = found[0].load()
-        return make(url, create=create, scheduler=scheduler)
+        store: PlantStore = found[0].load()(url, **options)
     except StoreError:
         raise
     except Exception as ex:
-        # NOTE: "from None", and no text: both may hold a password. Only the text of a
-        # ValueError or an ImportError is shown, unless it repeats a masked part.
+        # NOTE: "from None", since it may hold a password. So may its text, which is
+        # shown only of these two classes, unless it repeats a hidden part of the URL.
         reason = clean(str(ex), url)
         if not isinstance(ex, (ValueError, ImportError)) or '***' in reason:
-            reason = f'{found[0].value} raised {type(ex).__name__}'
-        raise ValueError(f'{where}: {reason}') from None
+            reason = f'it raised {type(ex).__name__}'
+        raise ValueError(f'{found[0].name}: {found[0].value}: {reason}') from None
+    return store
