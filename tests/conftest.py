@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 # One character longer than TOKEN. No message may show either.
 OTHER = f'{TOKEN}r'
 
-pytest.register_assert_rewrite('disk')
+pytest.register_assert_rewrite('contract', 'disk')
 
 # A deadline would fail on a busy machine, and a database would make runs differ.
 settings.register_profile('tests', deadline=None, database=None, max_examples=60)

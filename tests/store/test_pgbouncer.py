@@ -2,6 +2,7 @@
 
 import psycopg
 import pytest
+from contract import samples
 from disk import assert_raise
 from postgresql import PgBouncer, refused
 from test_postgresql_faults import (  # noqa: F401
@@ -23,7 +24,6 @@ from waiting import in_threads, wait_until
 
 from store import Plant, StoreUnavailable, open_store
 from store.postgresql import connection
-from store.testing.plants import samples
 
 FERN = Plant(1, 'Fern')
 FULL = 'the connection pool of the database is full, or does not reach the database'
@@ -68,7 +68,7 @@ class TestPgBouncer(DirectContract):
     @pytest.fixture
     def store(self, narrow, database, monkeypatch):
         self.database = database
-        monkeypatch.setattr('store.testing.contract.samples', few_samples)
+        monkeypatch.setattr('contract.samples', few_samples)
         with open_store(narrow.new_url(**WRONG)) as opened:
             yield opened
 

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from contract import HOSTILE, IDS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from store import Plant
 from store.jsonl import record
 from store.jsonl.record import DamagedRecord, decode, encode, scan_ids
-from store.testing.plants import HOSTILE, IDS
 
 # The text of a plant: Unicode without U+0000 and lone surrogates.
 TEXTS = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\0'))

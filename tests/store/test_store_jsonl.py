@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from contract import StoreContract
 from disk import (
     append,
     assert_raise,
@@ -42,7 +43,6 @@ from store.jsonl import JSONLinesStore, index
 from store.jsonl import disk as disk_calls
 from store.jsonl import file as plant_file
 from store.jsonl.repair import Verified, verify
-from store.testing import StoreContract
 
 FERN = b'{"id":1,"name":"Fern"}\n'
 MOSS = b'{"id":2,"name":"Moss","tag":"shade"}\n'

@@ -3,10 +3,10 @@
 from contextlib import contextmanager, suppress
 
 import pytest
+from contract import StoreContract
 from psycopg.errors import UndefinedTable
 
 from store import Plant, open_store
-from store.testing import StoreContract
 
 
 class TestPostgreSQLStore(StoreContract):

@@ -1,0 +1,394 @@
+"""The tests that every store of plants must pass: a specification.
+
+Whoever writes a store copies this file. A subclass of ``StoreContract`` has a fixture
+``store``, which makes an empty store that was not used yet: see
+``docs/example_store/test_plants_in_sqlite.py``. A store that has a ``url`` is opened
+again by ``open_store``, also in other processes, so its package must be installed.
+
+The docstring of a test is the promise that it checks, with its number in the docstring
+of ``PlantStore``; pytest shows it with a failure.
+"""
+
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
+
+PATIENCE = float(os.environ.get('PATIENCE', '60'))  # seconds; then something hangs
+FORK = multiprocessing.get_context('fork')
+
+TEXTS = Plant._fields[1:]  # the members that hold a text
+OPTIONAL = Plant._field_defaults.keys()
+FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
+
+EDGES = [0, *(sign * 2**bits for bits in (3, 31, 32, 53, 63) for sign in (1, -1))]
+NEAR = sorted({edge + near for edge in EDGES for near in (-1, 0, 1)})
+IDS = [id for id in NEAR if -(2**63) <= id < 2**63]
+
+# Texts that a file, a database or a program may take for something else.
+HOSTILE = [
+    *('', ' \t ', '  Fern  ', 'null', 'NULL', '{"a,b",NULL}', '\ufeffFern'),
+    'a\nb\rc\r\nd\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\n',
+    '"\\"/\'`\\\\',
+    '\\u0000 \\ud800 \\n \\N \\. \\x00 %00 &#0;',
+    '{"id":1,"name":"x"}\n{"id":2,"name":"y"}\n',
+    "'); DROP TABLE plants; --",
+    '%s %(name)s {} {0} $1 :name ?',
+    '\U0001f468\u200d\U0001f469\u200d\U0001f467 e\u0301',
+]
+# Different texts, each beside the one that it is most easily taken for.
+ALIKE = ['', 'null', 'None', 'fern', 'FERN', 'fern ', 'fern\n', 'e\u0301', '\u00e9']
+ALIKE += ['x' * 5000, 'x' * 5001, '\u212b', '\u00c5']
+
+NO_IDS, NO_TEXTS = (
+    (True, 1.0, '1', None, 2**63, -(2**63) - 1),
+    (5, b'', 'M\0', '\ud800'),
+)
+NO_PLANTS = [MOSS._replace(id=id) for id in NO_IDS]
+NO_PLANTS += [MOSS._replace(**{name: no}) for name in TEXTS for no in NO_TEXTS]
+NO_PLANTS += [MOSS._replace(**{name: None}) for name in {*TEXTS} - {*OPTIONAL}]
+
+
+def samples():
+    """Return plants that have every kind of id and text, also a megabyte."""
+    every = ''.join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
+    texts = [*HOSTILE, *(character * 2**20 for character in 'x"\x01\U0001f331')]
+    texts += [every[at : at + 2**16] for at in range(0, len(every), 2**16)]
+    kinds = enumerate(itertools.product(texts, TEXTS), 7000)
+    plants = [Plant(id, *('Fern' for _ in TEXTS)) for id in IDS]
+    return plants + [Plant(id, 'Fern')._replace(**{m: text}) for id, (text, m) in kinds]
+
+
+def rivals():
+    """Yield pairs of plants with the same id that differ in one member, or two."""
+    for member in TEXTS:
+        values = [None, *ALIKE] if member in OPTIONAL else ALIKE
+        yield from itertools.pairwise(MOSS._replace(**{member: it}) for it in values)
+    for one, other in itertools.permutations(TEXTS, 2):
+        yield MOSS._replace(**{one: 'Fern'}), MOSS._replace(**{other: 'Fern'})
+
+
+class Interrupted(BaseException):
+    """What interrupts a caller, as Ctrl-C does."""
+
+
+def in_threads(*jobs):
+    """Run functions at once, each in a thread; fail if one fails or hangs."""
+    pool = ThreadPoolExecutor(len(jobs))
+    running = [pool.submit(job) for job in jobs]
+    pool.shutdown(wait=False)  # so that a thread that hangs fails its test
+    for job in running:
+        job.result(PATIENCE)
+
+
+def in_children(*jobs):
+    """Run functions at once, each in a forked child; fail if one fails or hangs."""
+    children = [FORK.Process(target=job, daemon=True) for job in jobs]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(PATIENCE)
+        child.kill()
+        child.join()
+    assert {child.exitcode for child in children} == {0}, 'a child failed, or hangs'
+
+
+def ends_before(point, function):
+    """Call a function, interrupt it at a point; return whether it ended before."""
+    points = itertools.count()
+
+    def interrupt(frame, event, argument):
+        # An interrupt in the callback of a weak reference reaches nobody.
+        of_caller = frame.f_globals['__name__'] != '_weakrefset'
+        if of_caller and event in ('c_return', 'call') and next(points) == point:
+            raise Interrupted
+
+    sys.setprofile(interrupt)
+    try:
+        function()
+    except Interrupted:
+        return False
+    finally:
+        sys.setprofile(None)
+    return True
+
+
+def uses(store):
+    """Return calls that need the plants of a store."""
+    add, add_many = partial(store.add, FERN), partial(store.add_many, [MOSS])
+    return [store.ping, add, add_many, partial(list, store), store.load]
+
+
+def open_files():
+    """Return the open files and sockets of this process; each name is a number."""
+    return {file for file in Path('/dev/fd').iterdir() if file.exists()}
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+class StoreContract:
+    """The tests of one store; a subclass says what they must know of it."""
+
+    def raw_plants(self, store):
+        """Return the plants of a store, open or not, read without its code."""
+        raise NotImplementedError
+
+    def url(self, store):
+        """Return the URL of the store, or ``None`` if its plants die with it."""
+
+    def unavailable(self, store):
+        """Return a context in which every add fails."""
+        pytest.skip('nothing can make this store unavailable')
+
+    def assert_holds(self, store, *plants):
+        """Check which plants are stored, with the code of the store and without it."""
+        assert sorted(self.raw_plants(store)) == sorted(plants)
+        assert sorted(store) == sorted(plants)
+
+    def test_added_plants_are_kept(self, store):
+        """1. When ``add`` returns, the plant is durable: any id, any text, a megabyte.
+
+        Added again, by another object too, it returns ``False``. 2. When it raises
+        ``IdTaken``, a different plant holds that id and the store is unchanged.
+        """
+        chance, plants = random.Random(1), {}
+        pairs = [[*pair] for pair in rivals()]
+        given = [it._replace(id=id) for id, pair in enumerate(pairs) for it in pair]
+        given += [*samples(), *samples()]
+        chance.shuffle(given)
+        self.assert_holds(store)
+        for plant in given:
+            is_new = plant.id not in plants
+            if plants.setdefault(plant.id, plant) == plant:
+                assert store.add(plant) is is_new
+            else:
+                with pytest.raises(IdTaken) as caught:
+                    store.add(plant)
+                assert caught.value.id == plant.id
+            if chance.random() < 0.02:
+                assert sorted(store) == sorted(plants.values())
+                if url := self.url(store):
+                    store.close()
+                    store = open_store(url)
+        self.assert_holds(store, *plants.values())
+        store.close()
+
+    def test_add_many_is_like_add(self, store):
+        """``add_many`` does for each plant what ``add`` would do, in the same order."""
+        new = samples()[: len(IDS)]
+        taken = [plant._replace(name='Reed') for plant in new[:2]]
+        outcomes = store.add_many([*new, *taken, new[0], *taken])
+        shown = [getattr(outcome, 'id', outcome) for outcome in outcomes]
+        refused = [plant.id for plant in taken]
+        assert shown == [True] * len(new) + refused + [False] + refused
+        assert store.add_many([]) == []
+        self.assert_holds(store, *new)
+
+    def test_unavailable_store_recovers(self, store):
+        """3. When ``add`` raises ``StoreUnavailable``: repeat the call.
+
+        6. ``ping`` raises what the ``add`` would raise, and so does ``load``.
+        """
+        store.add(FERN)
+        with self.unavailable(store):
+            for use in store.ping, partial(store.add, MOSS), store.load:
+                with pytest.raises(StoreUnavailable):
+                    use()
+        store.ping()
+        store.add(MOSS)
+        self.assert_holds(store, FERN, MOSS)
+
+    @pytest.mark.parametrize('run', [in_threads, in_children])
+    def test_adds_at_once(self, store, run):
+        """4. ``add`` may be called from many threads, and from many processes.
+
+        Each id has exactly one winner, and all may add the very same plants.
+        """
+        url = self.url(store) if run is in_children else None
+        if run is in_children and not url:
+            pytest.skip('the plants of this store die with it')
+        ids = {name: random.Random(name).sample(range(200), 120) for name in 'abcdefgh'}
+        same = [Plant(id, 'Fern') for id in range(200, 220)]
+        together, results = FORK.Barrier(len(ids)), FORK.SimpleQueue()
+
+        def add_all(name):
+            with open_store(url) if url else nullcontext(store) as shared:
+                together.wait(PATIENCE)
+                for plant in same:
+                    shared.add(plant)
+                for id in ids[name]:
+                    with suppress(IdTaken):
+                        shared.add(Plant(id, name))
+                        results.put((id, name))
+
+        run(*(partial(add_all, name) for name in ids))
+        results.put(None)
+        won = [Plant(*result) for result in iter(results.get, None)]
+        assert sorted(plant.id for plant in won) == sorted(set().union(*ids.values()))
+        self.assert_holds(store, *won, *same)
+        assert not any(map(store.add, [*won, *same]))
+
+    def test_iterate_while_adding(self, store):
+        """5. Iteration yields every plant that was added before it began, each once."""
+        before = [Plant(id, 'Fern') for id in range(50)]
+        assert all(map(store.add, before))
+        begun = [(next(iterator), iterator) for iterator in (iter(store), iter(store))]
+        for id in range(50, 100):
+            store.add(Plant(id, 'Moss'))
+        for first, others in begun:
+            plants = [first, *others]
+            assert len(plants) == len(set(plants))
+            assert set(plants) >= set(before)
+
+    @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
+    def test_closed_store_refuses(self, store, used):
+        """7. After ``close`` every use of the plants raises ``StoreClosed``.
+
+        A block closes its store, even after an exception; ``close`` may be repeated.
+        """
+        if used:
+            store.add(FERN)
+        with pytest.raises(ZeroDivisionError), store as entered:
+            raise ZeroDivisionError
+        assert entered is store
+        for use in 2 * uses(store):
+            with pytest.raises(StoreClosed):
+                use()
+            store.close()
+
+    def test_close_ends_concurrent_adds(self, store):
+        """7. ``close`` ends the adds of other threads; what was added is kept."""
+        added, enough = [], threading.Event()
+
+        def add_until_closed(first):
+            with suppress(StoreClosed):
+                for id in itertools.count(first, 4):
+                    store.add(Plant(id, 'Fern'))
+                    added.append(Plant(id, 'Fern'))
+                    if len(added) > 50:
+                        enough.set()
+
+        def close():
+            assert enough.wait(PATIENCE)
+            store.close()
+
+        in_threads(close, *(partial(add_until_closed, first) for first in range(4)))
+        assert set(added) <= set(self.raw_plants(store))
+
+    @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
+    def test_store_works_after_a_fork(self, store, used):
+        """8. A store that was made before a fork works after it, in both processes."""
+        before, by_child, by_parent = (Plant(id, 'Fern') for id in range(3))
+        files = open_files()
+        if used:
+            store.add(before)
+        files = open_files() - files
+
+        def use():
+            # What the parent process has opened is of no use in this one.
+            with open(os.devnull, 'r+b') as nothing:
+                for file in files:
+                    os.dup2(nothing.fileno(), int(file.name))
+            store.ping()
+            store.add(before)
+            with pytest.raises(IdTaken):
+                store.add(before._replace(name='Moss'))
+            store.add(by_child)
+            assert set(store) == {before, by_child}
+            store.close()
+
+        in_children(use)
+        shared = [by_child] if self.url(store) else []
+        for plant in shared:
+            with pytest.raises(IdTaken):
+                store.add(plant._replace(name='Moss'))
+        store.add(before)
+        store.add(by_parent)
+        self.assert_holds(store, before, by_parent, *shared)
+
+    def test_load_before_a_fork(self, store):
+        """Children that are forked after ``load`` go on with what was there.
+
+        It may be called again, waits by no scheduler, and leaves nothing open.
+        """
+        store.add(FERN)
+        url, added, scheduler = self.url(store), [FERN], Mock(THREADS, wraps=THREADS)
+        if url:
+            store.close()
+            store = open_store(url, create=False, scheduler=scheduler)
+        for id, wait in enumerate([True, True, False, False, True], 2):
+            files = open_files()
+            store.load(wait=wait)
+            assert open_files() == files
+            assert not scheduler.waiter.called
+
+            def use(new, *added):
+                for plant in added:
+                    assert store.add(plant) is False
+                    with pytest.raises(IdTaken):
+                        store.add(plant._replace(name='Reed'))
+                assert store.add(new)
+                assert set(store) == {*added, new}
+                store.close()
+
+            in_children(partial(use, Plant(id, 'Moss'), *added))
+            added += [Plant(id, 'Moss')] * bool(url)
+        self.assert_holds(store, *added)
+        store.close()
+
+    def test_missing_store_is_made_only_with_create(self, store, tmp_path):
+        """A store that was opened with ``create=False`` is not made by any use."""
+        url = self.url(store) or pytest.skip('this store is never missing')
+        for file in tmp_path.iterdir():  # some stores are made by their constructor
+            file.unlink()
+        with open_store(url, create=False) as missing:
+            for use in uses(missing):
+                with pytest.raises(StoreUnavailable):
+                    use()
+                assert not [*tmp_path.iterdir()], use
+        for create, is_new in (True, True), (False, False):
+            with open_store(url, create=create) as made:
+                assert made.add(FERN) is is_new
+
+    def test_plant_that_is_none_is_refused(self, store):
+        """9. ``add`` and ``add_many`` raise ``ValueError``, and nothing is stored."""
+        store.add(FERN)
+        sentence = f'^({"|".join(Plant._fields)}): '
+        for plant in NO_PLANTS:
+            with pytest.raises(ValueError, match=sentence):
+                store.add(plant)
+            with pytest.raises(ValueError, match=sentence):
+                store.add_many([MOSS, plant])
+        self.assert_holds(store, FERN)
+
+    def test_caller_may_be_interrupted(self, store):
+        """10. The plant of an interrupted caller is stored or not; others go on."""
+        ended, given, others = False, [], []
+        while not ended:
+            given.append(Plant(-len(given), 'Fern'))
+            others.append(Plant(len(given), 'Moss'))
+            ended = ends_before(len(given), partial(store.add, given[-1]))
+            assert store.add(others[-1])
+        stored = list(store)
+        assert {*others, given[-1]} <= {*stored} <= {*others, *given}
+        self.assert_holds(store, *set(stored))
+
+    def test_callers_wait_by_the_scheduler(self, store):
+        """``add`` and ``ping`` wait by a ``waiter`` of the scheduler."""
+        url = self.url(store) or pytest.skip('nobody waits for this store')
+        scheduler = Mock(THREADS, wraps=THREADS)
+        with open_store(url, scheduler=scheduler) as other:
+            for use in partial(other.add, FERN), other.ping:
+                scheduler.waiter.reset_mock()
+                use()
+                assert scheduler.waiter.called, f'no waiter for {use}'
