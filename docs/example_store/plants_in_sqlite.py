@@ -1,32 +1,29 @@
 """A store of plants in another package: a table in an SQLite file."""
 
-import os
 import sqlite3
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 
-from store import (
-    IdTaken,
-    Plant,
-    PlantStore,
-    StoreClosed,
-    StoreUnavailable,
-    check_plant,
-)
+from store import IdTaken, Plant, StoreUnavailable
+from store.committer import CommittedStore, Gather
 
-TABLE = 'CREATE TABLE IF NOT EXISTS plants (id INTEGER PRIMARY KEY, name, tag)'
+NAMES = ', '.join(Plant._fields)
+TABLE = f'CREATE TABLE IF NOT EXISTS plants ({NAMES}, PRIMARY KEY (id)) WITHOUT ROWID'
+MARKS = ', '.join('?' for _ in Plant._fields)
+INSERT = f'INSERT INTO plants ({NAMES}) VALUES ({MARKS}) ON CONFLICT DO NOTHING'
+SELECT = f'SELECT {NAMES} FROM plants'
 
 
-class SQLiteStore(PlantStore):
+class SQLiteStore(CommittedStore):
     """Keep plants in an SQLite file; they outlive a power cut.
 
-    Each call opens the file. So nothing is open at a fork, and threads share nothing.
+    The base class has the thread that uses the file, gathers plants into batches, and
+    lets callers wait.
 
     Args:
-        url: ``sqlite:PATH``.
-        create: Whether a missing file is made; ``first`` means the same as ``always``.
-        scheduler: How callers wait while SQLite works.
+        url: ``sqlite:PATH``. A ``ValueError`` must not repeat it.
+        create: Whether a missing file is made, at the first use.
+        scheduler: How callers wait.
     """
 
     def __init__(self, url, *, create, scheduler):
@@ -34,60 +31,62 @@ class SQLiteStore(PlantStore):
         self.path = Path(url.partition(':')[2]).absolute()
         if self.path.is_dir():
             raise ValueError('the path is a directory, not a database file')
-        self._create = create
-        self._call = scheduler.call
-        self._closed = False
-
-    def add(self, plant):
-        check_plant(plant)
-        return self._call(partial(self._add, plant))
-
-    def _add(self, plant):
-        with self._database() as database:
-            insert = 'INSERT INTO plants VALUES (?, ?, ?) ON CONFLICT DO NOTHING'
-            is_new = database.execute(insert, plant).rowcount == 1
-            row = 'SELECT id, name, tag FROM plants WHERE id = ?'
-            if Plant(*database.execute(row, [plant.id]).fetchone()) != plant:
-                raise IdTaken(plant.id)
-            return is_new
+        self._database = Database(self.path, create)
+        gather = Gather(slow=0.000_5, share=1.0)
+        super().__init__(str(self.path), gather, scheduler=scheduler)
 
     def __iter__(self):
-        with self._database() as database:
-            rows = database.execute('SELECT id, name, tag FROM plants').fetchall()
+        self._check_open()
+        with self._database.transaction() as connection:
+            rows = connection.execute(SELECT).fetchall()
         return iter([Plant(*row) for row in rows])
 
+    def _open_backend(self):
+        return self._database
+
+    def _record(self, plant):
+        return plant, sum(len(text or '') for text in plant[1:])
+
+
+class Database:
+    """The file. Each batch opens it, so no connection is open at a fork."""
+
+    def __init__(self, path, create):
+        self._path = path
+        self._create = create
+
+    def append(self, batch):
+        """Store a batch of plants, in one transaction."""
+        with self.transaction() as connection:
+            for entry in batch:
+                plant = entry.item
+                entry.new = connection.execute(INSERT, plant).rowcount == 1
+                row = connection.execute(f'{SELECT} WHERE id = ?', [plant.id])
+                if Plant(*row.fetchone()) != plant:
+                    entry.error = IdTaken(plant.id)
+
     def ping(self):
-        self._call(self._ping)
-
-    def _ping(self):
-        with self._database() as database:
-            database.execute('BEGIN IMMEDIATE')  # fails if an add would
-
-    def check_opening(self):
-        if self._closed or self.path.exists():
-            self.ping()
-        elif not os.access(self.path.parent, os.W_OK):
-            reason = 'its directory does not exist, or cannot be written to'
-            raise StoreUnavailable(reason, store=str(self.path))
+        """Begin a transaction as an add does, and end it."""
+        with self.transaction():
+            pass
 
     def close(self):
-        self._closed = True
+        """Release nothing: no connection is open."""
 
     @contextmanager
-    def _database(self):
+    def transaction(self):
         """Open the file for one transaction, which is durable when the block ends."""
-        if self._closed:
-            raise StoreClosed
-        mode = 'rw' if self._create == 'never' else 'rwc'
-        address = f'{self.path.as_uri()}?mode={mode}'
+        address = f'{self._path.as_uri()}?mode={"rwc" if self._create else "rw"}'
         try:
-            with closing(sqlite3.connect(address, timeout=20, uri=True)) as database:
+            # Callers wait for 5 seconds at most, and should hear the reason.
+            with closing(sqlite3.connect(address, timeout=4, uri=True)) as connection:
                 # With FULL a power cut may undo the last commit: in this journal mode
                 # the commit is the removal of a file.
-                database.execute('PRAGMA synchronous = EXTRA')
-                if mode == 'rwc':
-                    database.execute(TABLE)
-                with database:
-                    yield database
+                connection.execute('PRAGMA synchronous = EXTRA')
+                if self._create:
+                    connection.execute(TABLE)
+                with connection:
+                    connection.execute('BEGIN IMMEDIATE')
+                    yield connection
         except sqlite3.Error as ex:
-            raise StoreUnavailable(str(ex), store=str(self.path)) from ex
+            raise StoreUnavailable(str(ex), store=str(self._path)) from ex
