@@ -92,7 +92,7 @@ def check(cfg: Config, *, is_bound: bool, is_opened_next: bool) -> Settings:
         is_usable = not any(fault.startswith('PLANTS_STORE') for fault in faults)
         with faults.about('PLANTS_STORE'):
             if is_usable and (faults or not is_opened_next):
-                open_store(environ.get('PLANTS_STORE', DEFAULT_URL), create=False)
+                open_store(environ.get("PLANTS_STORE", DEFAULT_URL), create=False)
     for name in [] if is_bound or 'LISTEN_FDS' in os.environ else cfg.bind:
         with faults.about(f'bind: {name}'):
             _check_address(name, cfg.reuse_port)
