@@ -232,7 +232,13 @@ class _Committer:
         if not self._running.acquire(blocking=False):
             return  # another caller was faster
         while batch := self._take_batch():
-            self._commit(batch)
+            try:
+                self._commit(batch)
+            except BaseException as ex:  # for want of memory: nobody else would wake
+                for call in batch:
+                    call.error = ex
+            for call in batch:
+                call.wake()
         while self._waiting:
             call = self._waiting.popleft()
             call.error = StoreClosed()
@@ -275,8 +281,6 @@ class _Committer:
         slow, share, most = self._store._gather
         self._crowd = len(batch) + len(self._waiting) if self._took > slow else 0
         self._gather_until = perf_counter() + min(share * self._took, most)
-        for call in batch:
-            call.wake()
 
     def _append(self, calls: Sequence[_Call]) -> None:
         backend = self._open()

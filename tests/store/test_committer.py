@@ -1,0 +1,399 @@
+"""The committer: plants that wait together share one append and one sync."""
+
+import itertools
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+
+import pytest
+from disk import Gate, assert_raise
+from waiting import PATIENCE, in_threads, wait_until
+
+from store import IdTaken, Plant, Scheduler, StoreClosed, StoreUnavailable, committer
+from store.committer import CommittedStore, Gather
+
+LONG = 10**6  # seconds
+NEVER = Gather(slow=LONG, share=LONG, most=LONG)
+FULL = StoreUnavailable('full')
+
+
+class Commits(CommittedStore):
+    """A store whose calls take as long as a test wants, or fail."""
+
+    def __init__(self, gather=NEVER, **options):
+        super().__init__('commits', gather, **options)
+        self.before = {}  # from the name of a call to what may block or raise
+        self.choose = lambda entry: None  # sets what is wrong with one entry
+        self.batches = []  # the ids of each append
+        self.calls = []  # that have ended
+
+    def _open_backend(self):
+        self._do('open')
+        return Backend(self)
+
+    def _record(self, plant):
+        return plant.id, int(plant.name)
+
+    def _do(self, name, *ids):
+        self.before.get(name, lambda: None)()
+        self.calls.append((name, *ids))
+
+    def __iter__(self):
+        return iter(())
+
+    def put(self, *ids, size=1):
+        """Add one plant, or several by ``add_many``."""
+        plants = [Plant(id, str(size)) for id in ids]
+        return self.add(*plants) if len(plants) == 1 else self.add_many(plants)
+
+    def waiting(self):
+        """Return how many callers wait."""
+        return sum(len(each._waiting) for each in self._committers.values())
+
+    def put_behind(self, gate, *jobs):
+        """Run a job that blocks at a gate, and others that queue behind it."""
+
+        def follow(place, job):
+            wait_until(lambda: gate.held and self.waiting() == place)
+            job()
+
+        jobs = [*jobs, gate.open]
+        in_threads(
+            jobs[0], *map(partial, [follow] * len(jobs), range(len(jobs)), jobs[1:])
+        )
+
+
+class Backend:
+    """The open part of such a store."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def append(self, batch):
+        ids = [entry.item for entry in batch]
+        self.store.batches.append(ids)
+        self.store._do('append', *ids)
+        for entry in batch:
+            entry.new = True
+            self.store.choose(entry)
+        return lambda: self.store._do('sync', *ids)
+
+    def ping(self):
+        self.store._do('ping')
+
+    def close(self):
+        self.store._do('close')
+
+
+@pytest.mark.parametrize('where', ['open', 'append', 'sync'])
+@pytest.mark.parametrize(
+    ('sizes', 'batches'),
+    [
+        ([1] * 9, [[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
+        ([40, 40, 40, 40], [[1, 2, 3], [4]]),
+        ([100, 1, 99, 1], [[1], [2, 3], [4]]),
+        ([0, 0, 0], [[1, 2, 3]]),
+    ],
+)
+def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
+    """Plants that wait are one batch, in their order; it ends at BATCH_BYTES."""
+    monkeypatch.setattr(committer, 'BATCH_BYTES', 100)
+    with Commits() as store:
+        seen, gate = [], Gate()
+        store.on_sync = lambda *sync: seen.append((sync[0], sync[1] >= 0))
+        store.before[where] = gate
+        sizes = enumerate([1, *sizes])
+        store.put_behind(gate, *(partial(store.put, id, size=it) for id, it in sizes))
+        assert store.batches == [[0], *batches]
+        assert seen == [(len(batch), True) for batch in store.batches]
+        store.on_sync = lambda *sync: 1 / 0  # as it must not
+        assert store.put(99) is True
+
+
+@pytest.mark.parametrize('where', ['append', 'sync'])
+@pytest.mark.parametrize('error', [FULL, SystemExit(), MemoryError()], ids=repr)
+def test_failure_reaches_all_callers_of_the_batch(where, error):
+    """An append or a sync that raises fails all callers of its batch and no others."""
+    with Commits() as store:
+        gate, raised = Gate(), {}
+
+        def fail_second():
+            gate()
+            if len(store.batches) == 2:
+                raise error
+
+        def put(id):
+            try:
+                store.put(id)
+            except Exception as ex:  # a SystemExit would end the thread of each caller
+                raised[id] = ex
+
+        store.before[where] = fail_second
+        store.put_behind(gate, *(partial(put, id) for id in range(4)))
+        assert store.batches == [[0], [1, 2, 3]]
+        assert raised.keys() == {1, 2, 3}
+        store.before.clear()
+        assert store.put(4) is True
+
+
+def test_entry_fails_alone():
+    """What is wrong with one plant is told to its caller; that of a batch hides it."""
+
+    def choose(entry):
+        entry.error = IdTaken(entry.item) if entry.item % 2 else None
+
+    with Commits() as store:
+        store.choose = choose
+        assert [str(each) for each in store.put(1, 2)] == [str(IdTaken(1)), 'True']
+        store.before['sync'] = partial(failing, FULL)
+        assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
+
+
+def failing(error):
+    """Raise an error."""
+    raise error
+
+
+def test_gather_waits_for_the_whole_crowd():
+    """After a slow sync the next batch has who waited already and who was woken."""
+
+    class Eager(Scheduler):
+        """Wakes a caller, and goes on when it waits again."""
+
+        def waiter(self):
+            wait, wake = super().waiter()
+            self.waits = self.waits + 1
+            return wait, partial(self.wake, wake)
+
+        def wake(self, wake):
+            before = self.waits
+            wake()
+            wait_until(lambda: self.waits > before or is_over)
+
+        waits = 0
+
+    is_over, gate = [], Gate()
+    with Commits(Gather(0, LONG, LONG), scheduler=Eager()) as store:
+
+        def again(id):
+            for number in range(4):
+                store.put(id + 100 * number)
+            is_over.append(id)
+
+        def before_sync():
+            gate()
+            if len(store.batches) == 4:
+                store._gather = NEVER
+
+        store.before['sync'] = before_sync
+        store.put_behind(gate, *(partial(again, id) for id in range(3)))
+        assert [*map(len, store.batches)][:4] == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    'gather',
+    [NEVER, Gather(0, 0, LONG), Gather(0, LONG, 0.01)],
+    ids=['a quick sync', 'a share of the sync', 'a limit'],
+)
+def test_gather_ends_without_the_crowd(gather):
+    """If the crowd does not come back, one caller waits only for so long."""
+    with Commits(gather) as store:
+        gate = Gate()
+        store.before['sync'] = gate
+        store.put_behind(gate, *(partial(store.put, id) for id in range(9)))
+        assert store.put(9) is True
+
+
+@pytest.mark.parametrize(
+    ('before', 'reason'),
+    [([], 'in time|opened'), ([FULL], 'full'), ([FULL, None], 'in time')],
+    ids=['at first', 'in an outage', 'after it'],
+)
+def test_caller_leaves_in_time(monkeypatch, before, reason):
+    """Who waits too long hears why, and is not stored; in an outage within a second."""
+    with Commits() as store:
+        for outcome in before:
+            store.before = {'append': partial(failing, outcome)} if outcome else {}
+            with suppress(StoreUnavailable):
+                store.put(0)
+        is_outage = before == [FULL]
+        monkeypatch.setattr(committer, 'WAIT_WITHIN', LONG if is_outage else 0.05)
+        store.before['append'] = gate = Gate()
+        first = threading.Thread(target=partial(store.put, 1, 2), daemon=True)
+        first.start()  # a bulk add, which waits as long as it takes
+        gate.wait_for()
+        began = time.monotonic()
+        assert_raise(StoreUnavailable, partial(store.put, 3), match=reason)
+        assert time.monotonic() - began < 5
+        gate.open()
+        first.join(PATIENCE)
+        store.put(4)
+        assert store.batches[len(before) :] == [[1, 2], [4]]
+
+
+def test_interrupted_caller_takes_its_plant_along():
+    """A caller that a signal interrupts leaves the queue; others are served."""
+    with Commits() as store:
+        store.before['append'] = gate = Gate()
+        main = threading.get_ident()
+
+        def interrupt():
+            gate.wait_for()  # before that the first plant waits, too
+            wait_until(store.waiting)
+            while store.waiting():  # a signal just before the wait would not end it
+                signal.pthread_kill(main, signal.SIGINT)
+                with suppress(AssertionError):
+                    wait_until(lambda: not store.waiting(), seconds=1)
+            gate.open()
+            store.put(2)
+
+        # Signals interrupt only the main thread, so that one waits here.
+        jobs = partial(store.put, 0), interrupt
+        others = threading.Thread(target=in_threads, args=jobs, daemon=True)
+        others.start()
+        gate.wait_for()
+        with pytest.raises(KeyboardInterrupt):
+            store.put(1)
+        others.join()
+        assert store.batches == [[0], [2]]
+
+
+def test_pings_that_wait_share_one():
+    """A ping has not begun before it was called; its failure reaches no add."""
+    with Commits() as store:
+        gate = Gate()
+        store.before['append'] = gate
+        store.before['ping'] = partial(failing, FULL)
+        refused = partial(assert_raise, StoreUnavailable, store.ping, match='full')
+        jobs = partial(store.put, 0), refused, partial(store.put, 1), refused
+        store.put_behind(gate, *jobs)
+        assert store.batches == [[0], [1]]
+        del store.before['ping']
+        store.ping()
+        assert store.calls.count(('ping',)) == 1
+
+
+def test_opening_that_fails_is_tried_again():
+    """Each caller hears why; the next use tries to open again."""
+    with Commits() as store:
+        store.before['open'] = partial(failing, FULL)
+        assert_raise(StoreUnavailable, *[store.ping, partial(store.put, 0)] * 2)
+        store.before.clear()
+        assert store.put(1) is True
+        assert store.calls[0] == ('open',)
+    assert store.calls[-1] == ('close',)
+
+
+@pytest.mark.parametrize('where', ['open', 'append', 'sync'])
+@pytest.mark.parametrize('stuck', [False, True], ids=['slow', 'stuck'])
+def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
+    """It waits for a limited time; who is in the queue is refused, and all after it."""
+    monkeypatch.setattr(committer, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
+    store, gate, closed = Commits(), Gate(), threading.Event()
+    store.before[where] = gate
+    outcomes = {}
+
+    def put(id):
+        try:
+            outcomes[id] = store.put(id)
+        except StoreClosed:
+            outcomes[id] = 'closed'
+
+    def close():
+        gate.wait_for()
+        wait_until(store.waiting)
+        store.close()
+        closed.set()
+
+    def release():
+        gate.wait_for()
+        # A close that did not wait would end long before the short timeout.
+        assert closed.wait(PATIENCE if stuck else 0.2) == stuck
+        gate.open()
+
+    in_threads(partial(put, 0), lambda: gate.wait_for() or put(1), close, release)
+    assert outcomes == {0: 'closed' if where == 'open' else True, 1: 'closed'}
+    wait_until(lambda: store.calls[-1] == ('close',), 'the backend is closed')
+    assert_raise(StoreClosed, partial(store.put, 2), store.ping, store.load)
+    store.close()
+
+
+def test_thread_that_cannot_be_started(monkeypatch):
+    """It is told, and tried again by the next caller."""
+    with Commits() as store:
+        start = committer._thread.start_new_thread
+        refuse = lambda *arguments: failing(RuntimeError('no more'))  # noqa: E731
+        monkeypatch.setattr(committer._thread, 'start_new_thread', refuse)
+        assert_raise(StoreUnavailable, partial(store.put, 0), match='no more')
+        monkeypatch.setattr(committer._thread, 'start_new_thread', start)
+        assert store.put(1) is True
+    assert store.batches == [[1]]
+
+
+def test_error_between_two_batches_ends_no_thread():
+    """Want of memory reaches the callers of one batch; the next one is committed."""
+
+    class Broken(float):
+        def __mul__(self, other):
+            raise MemoryError
+
+    with Commits(Gather(slow=0, share=Broken())) as store:
+        assert_raise(MemoryError, partial(store.put, 0, 1))
+        store._gather = NEVER
+        assert store.put(2) is True
+
+
+@pytest.mark.parametrize('seed', range(2))
+@pytest.mark.parametrize('gather', [NEVER, Gather(0, 1, 0.01)], ids=['quick', 'slow'])
+@pytest.mark.parametrize('is_failing', [False, True], ids=['sound', 'failing'])
+def test_random_load_reports_every_outcome(monkeypatch, seed, gather, is_failing):
+    """Under random load and failures each caller learns the outcome of its plant."""
+    monkeypatch.setattr(committer, 'BATCH_BYTES', 40)
+    chance = random.Random(seed)
+    outcomes, returned, raised = {}, {}, {}  # the error of each plant, or None
+
+    def fails(*ids):
+        if not (is_failing and chance.random() < 0.1):
+            return None
+        error = StoreUnavailable(f'{ids}')
+        outcomes.update(dict.fromkeys(ids, error))
+        return error
+
+    def before(call):
+        if error := fails(*store.batches[-1]):
+            raise error
+
+    def choose(entry):
+        assert entry.item not in outcomes, 'appended twice'
+        outcomes[entry.item] = None
+        entry.error = fails(entry.item)
+
+    with Commits(gather) as store:
+        store.choose = choose
+        store.before = {call: partial(before, call) for call in ('append', 'sync')}
+
+        def put_all(name):
+            sizes = random.Random(name)
+            for number in range(100):
+                id = name * 1000 + number
+                try:
+                    store.put(id, size=sizes.randrange(30))
+                    returned[id] = len(store.calls)
+                except StoreUnavailable as ex:
+                    raised[id] = ex
+
+        in_threads(*(partial(put_all, name) for name in range(24)))
+    ids = {name * 1000 + number for name in range(24) for number in range(100)}
+    assert Counter(itertools.chain(*store.batches)) == Counter(ids)
+    assert returned.keys() | raised.keys() == ids
+    assert {id: ex.reason for id, ex in raised.items()} == {
+        id: error.reason for id, error in outcomes.items() if error
+    }
+    for number, (call, *synced) in enumerate(store.calls):
+        # It returned after its sync.
+        is_early = (returned.get(id, number + 1) <= number for id in synced)
+        assert call != 'sync' or not any(is_early)
