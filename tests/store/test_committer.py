@@ -13,7 +13,15 @@ import pytest
 from disk import Gate, assert_raise
 from waiting import PATIENCE, in_threads, wait_until
 
-from store import IdTaken, Plant, Scheduler, StoreClosed, StoreUnavailable, committer
+from store import (
+    THREADS,
+    IdTaken,
+    Plant,
+    Scheduler,
+    StoreClosed,
+    StoreUnavailable,
+    committer,
+)
 from store.committer import CommittedStore, Gather
 
 LONG = 10**6  # seconds
@@ -158,8 +166,13 @@ def failing(error):
     raise error
 
 
-def test_gather_waits_for_the_whole_crowd():
-    """After a slow sync the next batch has who waited already and who was woken."""
+@pytest.mark.parametrize('is_eager', [False, True], ids=['late', 'at once'])
+def test_gather_waits_for_the_whole_crowd(is_eager):
+    """After a slow sync the next batch has who waited already and who was woken.
+
+    Neither those that come back late are missed, nor those counted twice that come back
+    before others are woken.
+    """
 
     class Eager(Scheduler):
         """Wakes a caller, and goes on when it waits again."""
@@ -177,11 +190,14 @@ def test_gather_waits_for_the_whole_crowd():
         waits = 0
 
     is_over, gate = [], Gate()
-    with Commits(Gather(0, LONG, LONG), scheduler=Eager()) as store:
+    scheduler = Eager() if is_eager else THREADS
+    with Commits(Gather(0, LONG, LONG), scheduler=scheduler) as store:
 
         def again(id):
             for number in range(4):
                 store.put(id + 100 * number)
+                if not is_eager:
+                    time.sleep(0.05)  # a batch that did not wait would begin meanwhile
             is_over.append(id)
 
         def before_sync():
@@ -320,6 +336,18 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
     wait_until(lambda: store.calls[-1] == ('close',), 'the backend is closed')
     assert_raise(StoreClosed, partial(store.put, 2), store.ping, store.load)
     store.close()
+
+
+def test_call_that_meets_a_close_is_refused():
+    """It hears that the store is closed, at once, wherever the close comes between."""
+
+    class Closing(Scheduler):
+        def waiter(self):
+            store.close()
+            return super().waiter()
+
+    store = Commits(scheduler=Closing())
+    assert_raise(StoreClosed, partial(store.put, 0))
 
 
 def test_thread_that_cannot_be_started(monkeypatch):
