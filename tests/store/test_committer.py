@@ -338,18 +338,6 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
     store.close()
 
 
-def test_call_that_meets_a_close_is_refused():
-    """It hears that the store is closed, at once, wherever the close comes between."""
-
-    class Closing(Scheduler):
-        def waiter(self):
-            store.close()
-            return super().waiter()
-
-    store = Commits(scheduler=Closing())
-    assert_raise(StoreClosed, partial(store.put, 0))
-
-
 def test_thread_that_cannot_be_started(monkeypatch):
     """It is told, and tried again by the next caller."""
     with Commits() as store:
