@@ -22,10 +22,8 @@ LONGEST_PAUSE = 0.01  # seconds
 
 
 @contextmanager
-def held(
-    path: Path, fd: int, operation: int = fcntl.LOCK_EX, within: float = LOCK_WITHIN
-) -> Iterator[None]:
-    """Hold the lock; wait for ``within`` seconds at most."""
+def held(path: Path, fd: int, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold the lock; wait for ``LOCK_WITHIN`` seconds at most."""
     began = time.monotonic()
     while True:
         try:
@@ -33,7 +31,7 @@ def held(
             break
         except BlockingIOError as ex:
             waited = time.monotonic() - began
-            if waited >= within:
+            if waited >= LOCK_WITHIN:
                 reason = 'another process or thread holds the lock of the file'
                 raise StoreUnavailable(reason, store=str(path)) from ex
         time.sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * waited), LONGEST_PAUSE))

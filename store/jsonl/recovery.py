@@ -171,12 +171,12 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         yield file.fileno()
 
 
-def whole_size(path: Path, fd: int, within: float = lock.LOCK_WITHIN) -> int:
+def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that.
 
     No process changes a whole record before it, whatever happens.
     """
-    with lock.held(path, fd, fcntl.LOCK_SH, within):
+    with lock.held(path, fd, fcntl.LOCK_SH):
         return os.fstat(fd).st_size
 
 
