@@ -69,15 +69,19 @@ class JSONLinesStore(CommittedStore):
             self._read_on()
             return
         # While it changes, nothing is there to inherit: a child then reads the file.
-        known, self._known = self._known, None
+        known, self._known, length = self._known, None, self._length[0]
         try:
             file = PlantFile(self.path, self._length, known)
         except StoreUnavailable:
-            if known is None:
+            if not (known or length):
                 raise
-            # A start or a reload accepts the file that is there now.
+            # A start or a reload accepts the file that is there now, if it succeeds.
             self._length[0] = 0
-            file = PlantFile(self.path, self._length)
+            try:
+                file = PlantFile(self.path, self._length)
+            except BaseException:
+                self._length[0] = max(length, self._length[0])
+                raise
         with closing(file):
             file.ping()
             self._known = file.known

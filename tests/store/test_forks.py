@@ -1,0 +1,216 @@
+"""The file store in forked processes: what they inherit, and what they never use."""
+
+import os
+import shutil
+import threading
+from functools import partial
+
+import pytest
+from disk import (
+    Disk,
+    append,
+    assert_raise,
+    assert_stored,
+    fill,
+    installed,
+    lines,
+    open_paths,
+    take_side_files,
+)
+from machine import locked
+from waiting import in_child, in_threads
+
+from store import Plant, StoreClosed, StoreCorrupt, StoreUnavailable
+from store.jsonl import JSONLinesStore
+from store.jsonl import lock as plant_lock
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+
+PLANTS = [Plant(number, 'Fern') for number in range(1, 5)]
+MANY = [Plant(number, 'Moss' * 50) for number in range(100, 2_000)]
+IVY = Plant(9, 'Ivy')
+
+
+@pytest.fixture
+def store(path):
+    """Return a store as a server has it: loaded by a master, in use by its workers."""
+    fill(path, *PLANTS, *MANY)
+    with JSONLinesStore(path, create=False) as store:
+        store.load()
+        yield store
+
+
+def bytes_read(path, use):
+    """Return how many bytes of the plant file a use reads, in this process."""
+    sizes = []
+
+    class Counting(Disk):
+        def pread(self, *arguments):
+            data = super().pread(*arguments)
+            sizes.append(len(data))
+            return data
+
+    with installed(Counting(path)):
+        use()
+    return sum(sizes)
+
+
+def test_child_goes_on_with_what_was_loaded(path, store):
+    """It reads only what was appended since; another load or none makes no difference.
+
+    A load with nobody waiting reads on, too, but mends nothing.
+    """
+    whole = path.stat().st_size
+
+    def look(most):
+        assert bytes_read(path, store.ping) < most
+        assert_stored(store, [*PLANTS, MANY[0], MANY[-1]])
+
+    for wait in True, False:
+        in_child(partial(look, 5_000))
+        fill(
+            path, *(Plant(number + wait * 10**6, 'Oak' * 99) for number in range(2000))
+        )
+        in_child(partial(look, 2 * 10**6))
+        assert not [each for each in open_paths() if each.startswith(str(path))]
+        store.load(wait=wait)
+        assert path.stat().st_size > whole
+    append(path, b'{"id":')
+    store.load(wait=False)
+    assert not take_side_files(path)
+    in_child(partial(look, 5_000))  # it is an opening, which mends
+    assert take_side_files(path) == [b'{"id":']
+
+
+def test_load_is_a_start(path, store):
+    """It opens as an add would, and mends; without waiting it waits for no lock."""
+    append(path, b'{"id":')
+    with locked(path):
+        store.load(wait=False)
+    assert path.read_bytes().endswith(b'{"id":')
+    store.load()
+    assert take_side_files(path) == [b'{"id":']
+    append(path, b'?\n')
+    assert_raise(StoreCorrupt, store.load, store.load)
+    fresh = JSONLinesStore(path)
+    fresh.load(wait=False)  # nothing is loaded: it has nothing to go on with
+    fresh.close()
+    assert_raise(StoreClosed, fresh.load)
+
+
+def replace(path):
+    """Put a copy in the place of the file."""
+    shutil.copy2(path, path.with_name('copy'))
+    path.with_name('copy').replace(path)
+
+
+def edit(path):
+    """Change the last plant in place."""
+    path.write_bytes(path.read_bytes().replace(lines(MANY[-1])[:8], b'{"id":77'))
+
+
+def shorten(path):
+    """Cut off the last line."""
+    os.truncate(path, path.stat().st_size - len(lines(MANY[-1])))
+
+
+@pytest.mark.parametrize('change', [replace, edit, shorten])
+def test_child_believes_only_what_fits(path, store, change):
+    """If the file is another one, an add is refused until a reload reads it anew."""
+    change(path)
+    content = path.read_bytes()
+    refused = partial(assert_raise, StoreUnavailable, partial(store.add, IVY))
+    in_child(refused, refused)
+    assert path.read_bytes() == content
+    store.load()
+    in_child(lambda: store.add(IVY))
+    assert path.read_bytes() == content + lines(IVY)
+
+
+@pytest.mark.parametrize('is_reload', [False, True], ids=['', 'a reload that fails'])
+def test_what_another_worker_synced_is_not_forgotten(
+    path, store, monkeypatch, is_reload
+):
+    """A worker refuses a file that lacks what another one, now gone, has synced."""
+    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
+    loaded = path.stat().st_size
+    in_child(lambda: store.add(IVY))
+    os.truncate(path, loaded)
+    if is_reload:
+        with locked(path):
+            assert_raise(StoreUnavailable, store.load, match='holds the lock')
+    add = partial(store.add, Plant(10, 'Oak'))
+    in_child(lambda: assert_raise(StoreUnavailable, add, match='cut short'))
+    store.load()  # it accepts the loss
+    in_child(lambda: assert_stored(store, PLANTS, free=[IVY.id]))
+
+
+def test_child_closes_inherited_descriptors(path):
+    """A child closes the parent's descriptors, whether it uses the store or not."""
+
+    def opened():
+        return [name for name in open_paths() if name.startswith(str(path.parent))]
+
+    with JSONLinesStore(path) as store, JSONLinesStore(f'{path.parent}/2') as other:
+        other.ping()
+        store.add(PLANTS[0])
+        assert len(opened()) == 2
+
+        def look():
+            assert opened() == []
+            store.ping()
+            assert opened() == [str(path)]
+
+        in_child(look)
+        assert len(opened()) == 2
+        assert_stored(store, PLANTS[:1])
+
+
+def test_killed_parent_leaves_no_lock(path):
+    """A parent that is killed in the lock leaves none to a child that does nothing."""
+    JSONLinesStore(path).close()
+    reader, writer = os.pipe()
+
+    def fork_and_die(name, *arguments):
+        if name == 'pwrite' and lines(PLANTS[0]) in arguments:
+            if not os.fork():
+                os.close(writer)
+                os.read(reader, 1)  # until the test has ended
+            os._exit(0)
+
+    if not (parent := os.fork()):
+        with installed(Disk(path)) as disk:
+            disk.before = fork_and_die
+            JSONLinesStore(path).add(PLANTS[0])
+        os._exit(1)
+    os.close(reader)
+    with open(writer):
+        assert os.waitpid(parent, 0)[1] == 0
+        with JSONLinesStore(path) as store:
+            assert store.add(PLANTS[1])
+
+
+@pytest.mark.parametrize('is_loaded', [False, True], ids=['', 'loaded'])
+def test_fork_while_threads_add(path, is_loaded):
+    """A child of a parent whose threads add, or load, can use the store."""
+    done = threading.Event()
+    with JSONLinesStore(path) as store:
+        store.load()
+
+        def work(first):
+            number = first
+            while not done.is_set():
+                store.add(Plant(number, 'Fern'))
+                if is_loaded:
+                    store.load(wait=bool(number % 2))
+                number += 1
+
+        def fork():
+            try:
+                for number in range(25):
+                    in_child(lambda number=number: store.add(Plant(number, 'Moss')))
+            finally:
+                done.set()
+
+        in_threads(fork, lambda: work(10**6), lambda: is_loaded or work(10**7))
+        assert_stored(store, [Plant(number, 'Moss') for number in range(25)])
