@@ -229,7 +229,7 @@ def recorder(request, directory):
     """The recorder of a scenario, for all tests of its states."""
     recorder = record(directory, request.param)
     # Only 2 of 100 states of these show that a cut or a rollback is not synced.
-    recorder.factor = 3 if request.param in (torn_tail, full_disk) else 1
+    recorder.factor = 3 if request.param in (torn_tail_while_open, full_disk) else 1
     return recorder
 
 
