@@ -237,7 +237,10 @@ def test_caller_leaves_in_time(monkeypatch, before, reason):
             with suppress(StoreUnavailable):
                 store.put(0)
         is_outage = before == [FULL]
-        monkeypatch.setattr(committer, 'WAIT_WITHIN', LONG if is_outage else 0.05)
+        within = LONG if is_outage else 0.05
+        monkeypatch.setattr(committer, 'WAIT_WITHIN', within)
+        defaults = committer._Committer.submit.__kwdefaults__
+        monkeypatch.setitem(defaults, 'within', within)
         store.before['append'] = gate = Gate()
         first = threading.Thread(target=partial(store.put, 1, 2), daemon=True)
         first.start()  # a bulk add, which waits as long as it takes
