@@ -17,7 +17,6 @@ from machine import locked
 from server import REPOSITORY, command, finished
 from waiting import PATIENCE
 
-import store
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.__main__ import main
 from store.jsonl import record
@@ -250,15 +249,6 @@ class TestUsage:
         assert 'hush' not in ''.join(errors)
         assert 'error: ' in errors[-1]
         assert files(path) == {}
-
-    def test_help_and_version_are_printed(self, run):
-        """--help names the commands; --version prints the version of the store."""
-        code, output, _ = run('--version')
-        assert (code, output.split()[-1].decode()) == (0, store.__version__)
-        code, output, _ = run('--help')
-        assert code == 0
-        for words in b'list [URL]', b'check [--repair] [URL]', b'copy SRC DST':
-            assert words in output
 
 
 class TestOutput:
