@@ -57,8 +57,6 @@ NO_LINE_FEED, TORN_TAIL, LOST_BLOCK = 'no line feed', 'a torn tail', 'a lost blo
 
 Sync = Callable[[], object]
 
-_decode_utf_8 = codecs.getdecoder('utf-8')
-
 
 def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Line:
     """Return the first line after ``start`` that is no whole record.
@@ -104,7 +102,7 @@ def is_torn(line: Line, end: int) -> bool:
         return False
     try:
         # A part of a record is no JSON value, and does not begin with one.
-        json.JSONDecoder().raw_decode(_decode_utf_8(line.text)[0])
+        json.JSONDecoder().raw_decode(codecs.utf_8_decode(line.text)[0])
     except json.JSONDecodeError:
         return True
     except (UnicodeDecodeError, RecursionError):
