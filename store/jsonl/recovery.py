@@ -43,7 +43,7 @@ from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import lock, record
 from store.jsonl.disk import CHUNK, copy_aside, open_file, unavailable, write
-from store.jsonl.lines import Line, corrupt, read_lines
+from store.jsonl.lines import Line, corrupt, first_offset, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _is_lost(line: Line, end: int) -> bool:
 
 def check_ours(path: Path, fd: int, line: Line) -> None:
     """Refuse a file that never was one of plants in other words than damage."""
-    is_array = line.text.startswith(b'[')  # its last line may be a plant
+    is_array = line.text.startswith(b'[') and line.offset == first_offset(fd)
     if is_array or not any(each.plant for each in read_lines(fd, 0, sys.maxsize)):
         reason = 'it is a JSON array' if is_array else f'no line is one: {line.reason}'
         raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))
