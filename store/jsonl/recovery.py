@@ -113,7 +113,8 @@ def is_torn(line: Line, end: int) -> bool:
 def _is_lost(line: Line, end: int) -> bool:
     """Whether a line has lost blocks; ``blank`` may have been interrupted in it."""
     ends = [line.offset + run.end() for run in re.finditer(rb'\0+', line.text)]
-    edges = {end, line.end - 1}  # of the file, and the line feed of a line of NULs
+    # Of the file, and of a line of NULs before its line feed.
+    edges = {end, line.offset + len(line.text.rstrip(b'\n'))}
     return bool(ends) and all(at % BLOCK == 0 or at in edges for at in ends)
 
 
