@@ -12,21 +12,22 @@ from store import Plant, open_store
 class TestPostgreSQLStore(StoreContract):
     @pytest.fixture
     def store(self, url, database):
-        self.database = database
+        self.database, self.store_url = database, url
         with open_store(url) as store:
             yield store
 
     def raw_plants(self, store):
         rows = []
         with suppress(UndefinedTable):  # the store was not used yet
-            rows = self.database.execute('TABLE plants', url=store._url)
+            rows = self.database.execute('TABLE plants', url=self.store_url)
         return [Plant(*row) for row in rows]
 
     def url(self, store):
-        return store._url
+        return self.store_url
 
     @contextmanager
     def unavailable(self, store):
-        self.database.execute('ALTER TABLE plants RENAME TO shrubs', url=store._url)
+        rename = 'ALTER TABLE {} RENAME TO {}'
+        self.database.execute(rename.format('plants', 'shrubs'), url=self.store_url)
         yield
-        self.database.execute('ALTER TABLE shrubs RENAME TO plants', url=store._url)
+        self.database.execute(rename.format('shrubs', 'plants'), url=self.store_url)
