@@ -42,6 +42,10 @@ exit codes: 0 done, 1 a store is missing, damaged or unavailable, or plants conf
 """
 
 
+def _line(plant: Plant) -> str:
+    return record.encode(plant).decode()[:-1]
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with a message of argparse, cut before the argument that it repeats."""
@@ -91,8 +95,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     if options.repair and not isinstance(store, JSONLinesStore):
         parser.error('--repair is for a file of JSON lines')
     with store:
-        if options.command == 'list':
-            return _list(store)
+        if options.command == 'list':  # while somebody reads it
+            all(_print(_line(plant), flush=False) for plant in store)
+            return 0
         if options.command == 'check':
             return _check(store, options.repair)
         return _copy(store, _url(urls[1]))
@@ -104,13 +109,6 @@ def _url(text: str) -> str:
     return f'jsonl:{text}' if is_path(text) and text != '-' else text
 
 
-def _list(store: PlantStore) -> int:
-    for plant in store:
-        if not _print(_line(plant), flush=False):
-            break
-    return 0
-
-
 def _check(store: PlantStore, repair: bool) -> int:
     progress = _progress(store)
     if isinstance(store, JSONLinesStore):
@@ -119,14 +117,11 @@ def _check(store: PlantStore, repair: bool) -> int:
         found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
         _print(damage)
-    if found.unnamed:
-        _print(f'... and {found.unnamed} more')
-    outcome = found.repaired or 'no damage'
-    if is_damaged := bool(found.damaged and not found.repaired):
-        faults = len(found.damaged) + found.unnamed
-        outcome = f'damaged: {faults}; --repair moves damaged lines to a side file'
+    faults = len(found.damaged) + found.unnamed
+    outcome = f'damaged: {faults}; --repair moves damaged lines to a side file'
+    outcome = found.repaired or (outcome if faults else 'no damage')
     _print(f'{found.plants} plants verified, {outcome}')
-    return int(is_damaged)
+    return int(faults > 0 and not found.repaired)
 
 
 def _copy(source: PlantStore, url: str) -> int:
@@ -168,10 +163,6 @@ def _progress(source: object) -> Progress:
             lines, size = file.read(2**16), source.path.stat().st_size
             total = size * lines.count(b'\n') // max(1, len(lines))
     return partial(tqdm, total=total, unit=' plants', leave=False)
-
-
-def _line(plant: Plant) -> str:
-    return record.encode(plant).decode().removesuffix('\n')
 
 
 def _print(line: str = '', *, flush: bool = True) -> bool:

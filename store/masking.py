@@ -37,7 +37,7 @@ def escaped(text: str) -> str:
 
 def clean(text: str, url: str = '') -> str:
     """Return text of others as one line, with ``***`` for what ``masked`` hides."""
-    shown = {*re.findall(r'\w+', masked(url)), *re.findall(r'[?&](\w+)=', url)}
+    shown = {*re.findall(r'\w+', masked(url)), *re.findall(r'[?&]([a-z_]+)=', url)}
     hidden = {*re.findall(r'\w+', f'{url} {unquote(url)}')} - shown
     text = re.sub(r'\w+', lambda word: '***' if word[0] in hidden else word[0], text)
     return escaped(' '.join(text.split()))

@@ -57,7 +57,7 @@ def _clean(text: str) -> str:
     path = text.strip()
     plain = path.strip('"\'').strip()
     for name in filter(os.path.lexists, {text, path} - {plain}):
-        old, new, free = map(_quoted, (name, plain, f'{plain}.renamed'))
+        new, old, free = map(_quoted, (plain, name, f'{plain}.renamed'))
         move = f'mv -n -- {old} {new}'
         if os.path.lexists(plain):
             move = f'mv -n -- {old} {free} && python -m store copy {free} {new}'
@@ -93,11 +93,7 @@ def _open_plugin(url: str, **options: object) -> PlantStore:
         store: PlantStore = found[0].load()(url, **options)
     except StoreError:
         raise
-    except Exception as ex:
-        # NOTE: "from None", since it may hold a password. So may its text, which is
-        # shown only of these two classes, unless it repeats a hidden part of the URL.
-        reason = clean(str(ex), url)
-        if not isinstance(ex, (ValueError, ImportError)) or '***' in reason:
-            reason = f'it raised {type(ex).__name__}'
+    except Exception as ex:  # NOTE: "from None": it may hold a password
+        reason = f'{type(ex).__name__}: {clean(str(ex), url)}'
         raise ValueError(f'{found[0].name}: {found[0].value}: {reason}') from None
     return store
