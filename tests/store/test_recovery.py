@@ -204,6 +204,8 @@ def test_lost_block_before_records_is_blanked(path, lost):
     line, sound = destroyed(batch)
     assert sound
     path.write_bytes(TWO + batch)
+    assert_raise(StoreCorrupt, partial(list, JSONLinesStore(path)))  # as verify()
+    assert len(verify(path).damaged) == line.count(b'\n')
     assert_stored(path, [*PLANTS[:2], *sound], free=[100])
     assert take_side_files(path) == [line]
     assert path.read_bytes().startswith(TWO + batch[: batch.index(line)])

@@ -1,0 +1,381 @@
+"""The file store on a disk that fails, is full, or loses unsynced writes."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from disk import (
+    Disk,
+    Fault,
+    Gate,
+    append,
+    assert_raise,
+    assert_stored,
+    blocked_syncs,
+    failing,
+    failure,
+    fill,
+    installed,
+    lines,
+    open_paths,
+    path_of,
+    raw_plants,
+    take_side_files,
+    try_add,
+)
+from waiting import PATIENCE
+
+from store import IdTaken, Plant, StoreError, StoreUnavailable
+from store.jsonl import JSONLinesStore
+from store.jsonl import disk as disk_calls
+from store.jsonl.repair import verify
+
+FERN, MOSS, IVY, REED = PLANTS = [
+    Plant(number, name, 'shade' if number % 2 else None)
+    for number, name in enumerate(('Fern', 'Moss', 'Ivy', 'Reed'), 1)
+]
+TORN = b'{"id":7,"na'
+LOST = [Plant(number, 'Oak' * 300) for number in (11, 12, 13)]
+
+CALLS = ['open', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'unlink']
+# The store tells only ENOENT and what a file system lacks from the rest.
+EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
+EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
+EFFECTS['pwrite-full'] = 'pwrite', failing(errno.ENOSPC)
+
+
+def no_file(disk):
+    """Start without a plant file. Like the others, return the acknowledged plants."""
+    return set()
+
+
+def unsynced_line(disk, more=b''):
+    """Start with the file of a process that was killed before its sync."""
+    fill(disk.plants, FERN)
+    fd = disk.open(disk.plants, os.O_WRONLY)
+    disk.pwrite(fd, lines(MOSS) + more, disk.plants.stat().st_size)
+    os.close(fd)
+    return {FERN}
+
+
+def torn_line(disk):
+    """Start as after a kill in a write."""
+    return unsynced_line(disk, TORN)
+
+
+def lost_block(disk):
+    """Start as after a power cut: a block of a batch is lost, and the next is there."""
+    batch = lines(*LOST)
+    lost = 512 - len(lines(FERN, MOSS))
+    return unsynced_line(disk, bytes(lost) + batch[lost:])
+
+
+@pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
+@pytest.mark.parametrize(('call', 'effect'), EFFECTS.values(), ids=EFFECTS)
+@pytest.mark.parametrize('prepare', [no_file, unsynced_line, torn_line, lost_block])
+def test_failing_call_loses_nothing(tmp_path, prepare, call, effect, lasting):
+    """Whichever call fails, acknowledged plants stay and the file is sound."""
+    for nth in itertools.count(1):
+        disk = Disk(tmp_path / str(nth) / 'plants.jsonl')
+        disk.plants.parent.mkdir()
+        with installed(disk):
+            acknowledged = prepare(disk)
+            disk.before = fault = Fault(call, nth, effect, lasting)
+            for _ in range(2):
+                with contextlib.suppress(StoreUnavailable):
+                    store = JSONLinesStore(disk.plants)  # it may fail to make the file
+                    tries = 1 if lasting else 2
+                    added = (one for one in PLANTS if try_add(store, one, tries))
+                    acknowledged.update(added)
+                    store.close()
+            disk.resume()
+            check(disk, acknowledged)
+        if not fault.reached:
+            break
+    assert acknowledged == set(PLANTS)
+    assert not [each for each in open_paths() if each.startswith(str(tmp_path))]
+
+
+def check(disk, acknowledged):
+    """Check the file as it is, and some contents that a power cut could leave."""
+    path = disk.plants
+    assert disk.named or not acknowledged
+    contents = {
+        disk.image(),
+        disk.image(disk.unsynced() // 2),
+        disk.image(zeroed=True),
+        path.read_bytes() if path.exists() else b'',
+    }
+    for content in contents:
+        disk.restart(content)
+        fill(path)
+        stored = raw_plants(path.read_bytes())
+        assert acknowledged <= set(stored) <= {*PLANTS, *LOST}
+        assert len(stored) == len(set(stored))
+
+
+@pytest.fixture
+def store(path, disk):
+    """Return an open store with one plant."""
+    with JSONLinesStore(path) as store:
+        store.add(FERN)
+        yield store
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize('written', [0, 5])
+    def test_failed_write_leaves_no_byte(self, path, disk, store, written):
+        """A failed write is rolled back; the store is not ready until writes work."""
+
+        def effect(fd, data, offset):
+            if offset > len(lines(FERN)) or not written:
+                raise failure(errno.EDQUOT)
+            return written
+
+        disk.before = Fault('pwrite', 1, effect, lasting=True)
+        for use in (lambda: store.add(MOSS)), (lambda: store.add(IVY)), store.ping:
+            with pytest.raises(StoreUnavailable) as caught:
+                use()
+            assert caught.value.reason == os.strerror(errno.EDQUOT)
+            assert path.read_bytes() == lines(FERN)
+        assert store.add(FERN) is False
+        assert_raise(IdTaken, lambda: store.add(FERN._replace(name='Moss')))
+        disk.resume()
+        store.ping()
+        assert store.add(MOSS) is True
+        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+        assert [*path.parent.iterdir()] == [path]
+
+    def test_ping_tells_what_an_add_would(self, path, disk, store):
+        """It writes elsewhere; after a failed write at that place and length, too."""
+        disk.calls.clear()
+        store.ping()
+        assert disk.calls_on(path) == []
+        room = len(lines(FERN)) + 10
+
+        def effect(fd, data, offset):
+            if offset + len(data) > room:
+                raise failure(errno.EFBIG)
+
+        disk.before = Fault('pwrite', 1, effect, lasting=True)
+        store.ping()  # there is room for a small plant
+        assert not try_add(store, MOSS)
+        assert_raise(StoreUnavailable, store.ping, match='large')
+        # What ails the plant file alone: it was made immutable, for example.
+        disk.before = lambda name, target, *arguments: (
+            name == 'pwrite' and path_of(target) == str(path) and effect(0, b'', 10**9)
+        )
+        assert_raise(StoreUnavailable, store.ping)
+        disk.resume()
+        store.ping()
+        assert path.read_bytes() == lines(FERN)
+
+    def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
+        disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
+        assert_raise(StoreUnavailable, partial(store.add, MOSS))
+        assert path.read_bytes() == lines(FERN)
+
+    def test_failed_rollback_is_made_up_for(self, path, disk, store):
+        """A partial line that cannot be rolled back is cut off once that works."""
+        limits = iter([5])
+
+        def before(name, *arguments):
+            if name in ('pwrite', 'ftruncate'):
+                for limit in limits:
+                    return limit
+                raise failure(errno.EIO if name == 'pwrite' else errno.EROFS)
+            return None
+
+        disk.before = before
+        adds = (partial(store.add, plant) for plant in (MOSS, MOSS, IVY, FERN))
+        assert_raise(StoreUnavailable, *adds, match=os.strerror(errno.EIO))
+        assert path.read_bytes() == lines(FERN) + lines(MOSS)[:5]
+        disk.resume()
+        store.add(IVY)
+        assert disk.durable == lines(FERN, IVY)
+        assert take_side_files(path) == [lines(MOSS)[:5]]
+
+    @pytest.mark.parametrize('call', ['fsync', 'ftruncate', 'pwrite'])
+    def test_failed_cut_changes_nothing(self, path, disk, store, call):
+        """Without room for a copy a torn tail stays, and leaves no copies behind."""
+        append(path, TORN)
+        disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
+        assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
+        assert path.read_bytes() == lines(FERN) + TORN
+        assert len(take_side_files(path)) == (3 if call == 'ftruncate' else 0)
+        disk.resume()
+        store.add(MOSS)
+        assert TORN in take_side_files(path)
+
+    def test_cut_is_told_though_the_next_write_fails(self, path, disk, store, caplog):
+        """The log names a side file at once, not when the disk has room again."""
+        append(path, TORN)
+        disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
+        assert not try_add(store, MOSS)
+        assert 'a copy is in plants.jsonl.torn-1' in caplog.text
+
+    @pytest.mark.parametrize('nth', range(1, 8))
+    @pytest.mark.parametrize('written', [None, 100])
+    def test_repair_that_fails_is_completed(self, path, disk, nth, written):
+        """By the same command, wherever the disk is full; no plant is lost."""
+        damage = b'{"id":7,"name":null}%b\n' % bytes(b'x' * 2000)
+        path.write_bytes(lines(FERN) + damage + lines(MOSS))
+        limits = iter([written] * bool(written))
+
+        def effect(*arguments):
+            for limit in limits:
+                return limit
+            raise failure(errno.ENOSPC)
+
+        disk.before = fault = Fault('pwrite', nth, effect, lasting=True)
+        with contextlib.suppress(StoreError):
+            verify(path, repair=True)
+        disk.resume()
+        assert verify(path, repair=True).plants == 2
+        assert_stored(path, [FERN, MOSS])
+        assert damage in take_side_files(path)
+        assert fault.reached == (nth < 6)
+
+
+# A call after which the sync must latch: its name, and what is at the end of the file.
+LATCHES = {
+    'an append': ('', b''),
+    'a rollback': ('pwrite', b''),
+    'a cut': ('', TORN),
+}
+
+
+class TestFailedSync:
+    @pytest.mark.parametrize(('call', 'end'), LATCHES.values(), ids=LATCHES)
+    def test_store_refuses_after_a_failed_sync(self, path, disk, store, call, end):
+        """Wherever a sync fails: the kernel reports it once, and drops the pages."""
+        append(path, end)
+        limits = iter([5])
+
+        def before(name, target, *arguments):
+            if name == 'fdatasync':
+                raise failure(errno.EIO)
+            if name == call:
+                for limit in limits:
+                    return limit
+                raise failure(errno.ENOSPC)
+            return None
+
+        disk.before = before
+        assert not try_add(store, MOSS)
+        disk.resume()
+        adds = [partial(store.add, plant) for plant in (MOSS, IVY, FERN)]
+        assert_raise(StoreUnavailable, *2 * [*adds, store.ping], match='reload')
+        assert disk.durable == lines(FERN)
+        fill(path, MOSS)  # as a reload does
+        assert disk.durable == lines(FERN, MOSS)
+
+    @pytest.mark.parametrize('failures', [0, 3])
+    @pytest.mark.parametrize('prepare', [unsynced_line, torn_line, lost_block])
+    def test_open_writes_doubtful_lines_again(self, path, disk, prepare, failures):
+        """Lines in doubt stay so while the syncs of each open fail."""
+        prepare(disk)
+        with JSONLinesStore(path) as store:
+            disk.before = Fault('fdatasync', 1, failing(errno.EIO), lasting=True)
+            for _ in range(failures):
+                assert not try_add(store, MOSS)
+            disk.resume()
+        with JSONLinesStore(path) as store:
+            store.add(MOSS)
+            # A sync alone would lose them: the kernel takes their pages for clean.
+            assert disk.durable == path.read_bytes()
+            assert {FERN, MOSS} <= {*raw_plants(disk.durable)}
+
+    def test_others_notice_a_failed_sync(self, path, disk, store):
+        """Each process that has the file open learns of it: none acknowledges."""
+        with JSONLinesStore(path) as other:
+            other.ping()
+            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
+            assert not try_add(store, MOSS)
+            disk.resume()
+            adds = partial(other.add, MOSS), partial(other.add, IVY)
+            assert_raise(StoreUnavailable, *adds, match='reload')
+
+    def test_failed_sync_during_a_close_leaves_doubt(self, path, disk, store):
+        gate = Gate()
+
+        def before(name, *arguments):
+            if name == 'fdatasync':
+                gate()
+                raise failure(errno.EIO)
+
+        disk.before = before
+        with ThreadPoolExecutor(2) as pool:
+            add = pool.submit(store.add, MOSS)
+            gate.wait_for(1)
+            close = pool.submit(store.close)
+            gate.open()
+            assert_raise(StoreUnavailable, partial(add.result, PATIENCE))
+            close.result(PATIENCE)
+        disk.resume()
+        fill(path, MOSS)
+        assert disk.durable == lines(FERN, MOSS)
+
+
+@pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
+@pytest.mark.parametrize('plant', [MOSS, MOSS._replace(name='Fern')], ids=repr)
+def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
+    """A repeat or a refusal waits until the line that it rests on is durable."""
+    store = JSONLinesStore(path)
+    with store, store if shared else JSONLinesStore(path) as other:
+        store.add(FERN)
+        other.add(FERN)
+        with ThreadPoolExecutor(2) as pool, blocked_syncs(disk) as gate:
+            first = pool.submit(store.add, MOSS)
+            gate.wait_for(1)
+            answer = pool.submit(other.add, plant)
+            if not shared:
+                gate.wait_for(2)
+            with pytest.raises(TimeoutError):
+                answer.result(0.05)
+            assert disk.durable == lines(FERN)
+            gate.open()
+            assert (answer.exception(PATIENCE) is None) is (plant == MOSS)
+            assert first.result(PATIENCE)
+            disk.calls.clear()
+            assert other.add(FERN) is False  # it was durable before
+            assert 'fdatasync' not in disk.calls_on(path)
+    assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+
+
+def test_plants_of_a_batch_share_a_write_and_a_sync(path, disk, store):
+    """However many they are."""
+    disk.calls.clear()
+    store.add_many([MOSS, IVY, REED])
+    assert disk.calls_on(path) == ['pwrite', 'fdatasync']
+
+
+# Errors of F_FULLFSYNC: none, of file systems that lack it, of a disk.
+FULL_SYNCS = 0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO
+
+
+@pytest.mark.parametrize('error', FULL_SYNCS)
+def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error):
+    """A sync on macOS is F_FULLFSYNC, or fsync if the file system has none."""
+
+    def full_sync(fd, command):
+        disk.calls.append(('F_FULLFSYNC', fd))
+        if error:
+            raise failure(error)
+
+    mac = vars(fcntl) | {'F_FULLFSYNC': 51, 'fcntl': full_sync}
+    monkeypatch.setattr(disk_calls, 'fcntl', SimpleNamespace(**mac))
+    disk.calls.clear()
+    if error == errno.EIO:
+        assert_raise(StoreUnavailable, partial(store.add, MOSS), store.ping)
+        assert disk.calls_on(path) == ['pwrite', 'F_FULLFSYNC']
+    else:
+        store.add(MOSS)
+        syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
+        assert disk.calls_on(path) == ['pwrite', *syncs]
