@@ -74,11 +74,12 @@ class PlantFile:
         with lock.held(self._path, self._fd, fcntl.LOCK_SH):
             size = self.known.check(self._fd)
         self.known.read_on(self._fd, size)
+        synced = self.known.synced  # before a sync of what is mended, which is too early
         with self._locked():
             self._catch_up(is_opening=True)
             # Lines of others may be unsynced, and a repeat acknowledges them.
             end = self.known.end
-            start = max(self.known.synced, end - UNSYNCED)
+            start = max(synced, end - UNSYNCED)
             for data in disk.pieces(self._fd, start, end):
                 disk.write(self._fd, data, start)
                 start += len(data)
