@@ -1,10 +1,9 @@
-"""Real servers on real sockets, and a client that can send any bytes."""
+"""Real servers on real sockets, in their own processes."""
 
 import json
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import socket
@@ -12,12 +11,12 @@ import ssl
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rawclient import TOKEN, RawClient, request
 from waiting import PATIENCE, wait_until
-from warm import WarmProcess
+from warm import WarmProcess, cold_process
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The files of a checkout that a server needs.
@@ -27,7 +26,6 @@ GUNICORN = (
     *(sys.executable, '-m', 'gunicorn', '--pythonpath', str(REPOSITORY)),
     *('-c', str(REPOSITORY / 'gunicorn.conf.py')),
 )
-TOKEN = 'a-token-that-no-log-may-show'
 
 
 def installed(program, packages):
@@ -50,16 +48,16 @@ def make_certificate(directory):
 
 
 def configured(directory, *lines):
-    """Return arguments for gunicorn: our configuration with lines added at its end."""
-    path = directory / 'more.conf.py'
+    """Return arguments for gunicorn: our configuration with lines added at its end.
+
+    The lines may use all modules of ``serving`` by their names.
+    """
     ours = REPOSITORY / 'gunicorn.conf.py'
-    begin = [
-        'from pathlib import Path',
-        f'__file__ = {str(ours)!r}',
-        'exec(Path(__file__).read_bytes())',
-        'from serving import client',
-    ]
-    path.write_text('\n'.join([*begin, *lines]))
+    modules = {path.stem for path in REPOSITORY.glob('serving/*.py')} - {'__init__'}
+    begin = f'__file__ = {str(ours)!r}\n{ours.read_text()}\n'
+    begin += f'from serving import {", ".join(sorted(modules))}\n'
+    path = directory / 'more.conf.py'
+    path.write_text(begin + '\n'.join(lines))
     return '-c', str(path)
 
 
@@ -73,15 +71,11 @@ def finished(command, **options):
 @contextmanager
 def command(*arguments, **options):
     """Run a command of the store in a child process; kill it at the end."""
-    environment = {
-        name: text for name, text in os.environ.items() if name != 'PYTHONUNBUFFERED'
-    }
-    with subprocess.Popen(
-        [sys.executable, '-m', 'store', *map(str, arguments)],
-        cwd=REPOSITORY,
-        env=environment,
-        **{'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, **options},
-    ) as process:
+    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    environment = {k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'}
+    options = {'cwd': REPOSITORY, 'env': environment, **pipes, **options}
+    words = [sys.executable, '-m', 'store', *map(str, arguments)]
+    with subprocess.Popen(words, **options) as process:
         try:
             yield process
         finally:
@@ -108,111 +102,6 @@ def is_alive(pid):
         return False
 
 
-def request(method='POST', target='/plants', body=b'', *, version='1.1', **headers):
-    """Return a request with a token; a header may be a list, or None to omit it."""
-    if not isinstance(body, bytes):
-        body = json.dumps(body).encode()
-    defaults = {'host': 'localhost', 'authorization': f'Bearer {TOKEN}'}
-    if body:
-        defaults['content_type'] = 'application/json'
-        if 'transfer_encoding' not in headers:
-            defaults['content_length'] = str(len(body))
-    lines = [f'{method} {target} HTTP/{version}']
-    for name, value in (defaults | headers).items():
-        for text in value if isinstance(value, list) else [value]:
-            if text is not None:
-                lines.append(f'{name.replace("_", "-")}: {text}')
-    return '\r\n'.join([*lines, '', '']).encode('latin-1') + body
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer. Its header names are in lower case."""
-
-    status: int
-    headers: dict
-    body: bytes
-
-    @property
-    def json(self):
-        assert self.headers['content-type'] == 'application/json', self
-        return json.loads(self.body)
-
-    @property
-    def announces_close(self):
-        return self.headers.get('connection') == 'close'
-
-
-class RawClient:
-    """One connection: send bytes, receive answers one after another."""
-
-    def __init__(self, port=None, *, source=None, trust=None, over=None):
-        if over is None:
-            bound = source and (source, 0)
-            over = socket.create_connection(('127.0.0.1', port), PATIENCE, bound)
-            if trust:
-                over = trust.wrap_socket(over, server_hostname='localhost')
-        self._socket = over
-        self._stream = self._socket.makefile('rb')
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc_info):
-        self.close()
-
-    def send(self, data):
-        # A server may refuse a body and close while we still send it. Its answer can
-        # be received all the same.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.sendall(data)
-
-    def receive(self, *, head=False):
-        """Return the next answer, or ``None`` if the server closed the connection."""
-        try:
-            line = self._stream.readline()
-            if not line:
-                return None
-            status = int(re.fullmatch(rb'HTTP/1\.[01] (\d{3}) [ -~]*\r\n', line)[1])
-            headers = self._headers()
-            length = 0 if head or status == 100 else int(headers['content-length'])
-            body = self._stream.read(length)
-        except ConnectionResetError:
-            return None
-        if len(body) < length:
-            raise ConnectionError(f'the body ends after {len(body)} of {length} bytes')
-        return Answer(status, headers, body)
-
-    def ask(self, data):
-        """Send a request and return its answer."""
-        self.send(data)
-        return self.receive()
-
-    def is_readable(self, seconds=0):
-        """Whether an answer, or the end of the stream, can be received."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
-
-    def finish_sending(self):
-        """Send the end of the stream; answers can still be received."""
-        with suppress(OSError):  # the server may have closed already
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        self._stream.close()
-        self._socket.close()
-
-    def _headers(self):
-        headers = {}
-        while (line := self._stream.readline()) != b'\r\n':
-            if not line:
-                raise ConnectionError('the answer ends in its head')
-            name, value = re.fullmatch(rb'([!-9;-~]+): (.*)\r\n', line).groups()
-            name = name.decode().lower()
-            assert name not in headers, f'{name} comes twice'
-            headers[name] = value.decode('latin-1')
-        return headers
-
-
 class Server:
     """A server in a process group of its own, with its files in a directory."""
 
@@ -222,12 +111,12 @@ class Server:
         self.directory = directory
         if conf:  # lines at the end of gunicorn.conf.py
             arguments = *configured(directory, *conf), *arguments
-        self._command = [*command, *arguments]
+        self._command = [str(word) for word in (*command, *arguments)]
         # To measure the coverage of a process, Python must be started for it.
         is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
         self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not is_covered
         # Counters and measurements are files, which a server that is killed leaves.
-        self._is_killed = not (is_covered or environment.get('PLANTS_METRICS'))
+        self._is_killed = not (is_covered or environment.get('PLANTS_METRICS_TOKEN'))
         self._workers = workers
         self._log_path = directory / 'server.log'
         settings = {
@@ -237,12 +126,10 @@ class Server:
             'WEB_CONCURRENCY': workers and str(workers),
             **environment,
         }
-        ours = ('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY')
-        self._environment = {
-            name: text
-            for name, text in (os.environ | settings).items()
-            if text is not None and (name in settings or not name.startswith(ours))
-        }
+        ours = ('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY', 'PROMETHEUS_')
+        others = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        variables = others | settings
+        self._environment = {k: v for k, v in variables.items() if v is not None}
 
     def __enter__(self):
         self.start()
@@ -261,21 +148,10 @@ class Server:
     def start(self):
         """Start the server without waiting for it."""
         self._port = None
-        with self._log_path.open('wb') as log:
-            if self._is_warm:
-                self._process = WarmProcess(
-                    self._command, self.directory, self._environment, self._log_path
-                )
-                return
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self.directory,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        start = WarmProcess if self._is_warm else cold_process
+        self._log_path.write_bytes(b'')
+        arguments = self._command, self.directory, self._environment, self._log_path
+        self._process = start(*arguments)
 
     def stop(self):
         """Kill the server; one that has files to remove may end by itself before."""

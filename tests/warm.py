@@ -19,16 +19,29 @@ FORKSERVER.set_forkserver_preload(
     [
         *('gunicorn.app.wsgiapp', 'gunicorn.arbiter', 'gunicorn.workers.ggevent'),
         *('falcon', 'jsonschema', 'jsonschema_rs'),
-        *('difflib', 'hmac', 'logging.config', 'secrets', 'sqlite3', 'uuid'),
+        *('difflib', 'hmac', 'logging.config', 'secrets', 'uuid'),
     ]
 )
 
 
-class WarmProcess:
+def cold_process(command, directory, environment, log):
+    """Start a program as the leader of a process group, with its output in a file."""
+    with open(log, 'ab') as file:
+        return subprocess.Popen(
+            command,
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+class warm_process:
     """``python -m gunicorn``, with the part of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, command, cwd, env, log):
-        command = [str(word) for word in command]
         self._process = FORKSERVER.Process(target=_serve, args=(command, cwd, env, log))
         self._process.start()
         self.pid = self._process.pid
