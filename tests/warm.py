@@ -38,7 +38,7 @@ def cold_process(command, directory, environment, log):
         )
 
 
-class warm_process:
+class WarmProcess:
     """``python -m gunicorn``, with the part of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, command, cwd, env, log):
