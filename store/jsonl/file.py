@@ -74,7 +74,7 @@ class PlantFile:
         with lock.held(self._path, self._fd, fcntl.LOCK_SH):
             size = self.known.check(self._fd)
         self.known.read_on(self._fd, size)
-        synced = self.known.synced  # before a sync of what is mended, which is too early
+        synced = self.known.synced  # not by a sync of what is mended: too early
         with self._locked():
             self._catch_up(is_opening=True)
             # Lines of others may be unsynced, and a repeat acknowledges them.
