@@ -34,8 +34,7 @@ from store.scheduler import THREADS, Scheduler, Wake
 WAIT_WITHIN = 5.0
 OUTAGE_WITHIN = 1.0  # seconds; after a batch has failed the reason is known
 CLOSE_WITHIN = 5.0  # seconds; a write that hangs keeps its files until it ends
-# The size of a full batch: a crowd of large plants must not make a small one slow.
-BATCH_BYTES = 1024 * 1024
+BATCH_BYTES = 1024 * 1024  # a crowd of large plants must not make a small one slow
 
 
 class Gather(NamedTuple):
@@ -63,13 +62,11 @@ class Backend(Protocol):
     def append(self, batch: Sequence[Entry]) -> Callable[[], object] | None:
         """Store plants; return the function that makes them durable, if any.
 
-        What either raises reaches every caller of the batch. Both may set the ``error``
-        of an entry instead, for its caller alone.
+        What either raises reaches all callers, the ``error`` of an entry one of them.
         """
 
     def ping(self) -> None: ...
-    def close(self) -> None:
-        """Release everything, also if an error is raised."""
+    def close(self) -> None: ...  # releases everything, also if it raises
 
 
 class CommittedStore(PlantStore):
@@ -77,11 +74,7 @@ class CommittedStore(PlantStore):
 
     A child uses no committer of its parent: after a fork that thread does not exist,
     and a lock that was held stays held. So a committer belongs to a process id.
-
-    Args:
-        shown: The name of the store in errors.
-        gather: When the committer waits for the crowd.
-        scheduler: How the callers wait.
+    ``shown`` is the name of the store in errors.
     """
 
     def __init__(
@@ -177,7 +170,6 @@ class _Committer:
         self._gather_until = 0.0
 
     # Methods of the callers, which may be interrupted anywhere.
-
     def submit(
         self,
         entries: Sequence[Entry],
@@ -190,7 +182,10 @@ class _Committer:
         call = _Call(entries, is_ping, wake)
         try:
             if not self._running.locked():
-                self._start()
+                try:
+                    _thread.start_new_thread(self._run, ())
+                except RuntimeError as ex:
+                    raise StoreUnavailable(f'no thread can be started: {ex}') from ex
             self._waiting.append(call)
             self._ring_soon()
             if self._store._closed:  # perhaps since then: no batch takes it
@@ -215,19 +210,12 @@ class _Committer:
         if self._running.acquire(timeout=CLOSE_WITHIN):
             self._running.release()
 
-    def _start(self) -> None:
-        try:
-            _thread.start_new_thread(self._run, ())
-        except RuntimeError as ex:
-            raise StoreUnavailable(f'no thread can be started: {ex}') from ex
-
     def _ring(self) -> None:
         if len(self._waiting) >= self._crowd or self._store._closed:
             with suppress(RuntimeError):  # it rings already
                 self._bell.release()
 
     # Methods of the thread, which nothing interrupts.
-
     def _run(self) -> None:
         if not self._running.acquire(blocking=False):
             return  # another caller was faster
@@ -270,11 +258,14 @@ class _Committer:
         pings = [call for call in batch if call.is_ping]
         adds = [call for call in batch if not call.is_ping]
         self._took = 0.0
-        for calls, answer in (adds, self._append), (pings, self._ping):
+        for calls in filter(None, (adds, pings)):
             try:
-                if calls:
-                    answer(calls)
-                    self._failure = None
+                backend = self._open()
+                if calls is pings:
+                    backend.ping()
+                else:
+                    self._append(backend, calls)
+                self._failure = None
             except BaseException as ex:
                 self._fail(calls, ex)
         # Counted before anybody is woken: the first come back before the last is woken.
@@ -282,8 +273,7 @@ class _Committer:
         self._crowd = len(batch) + len(self._waiting) if self._took > slow else 0
         self._gather_until = perf_counter() + min(share * self._took, most)
 
-    def _append(self, calls: Sequence[_Call]) -> None:
-        backend = self._open()
+    def _append(self, backend: Backend, calls: Sequence[_Call]) -> None:
         entries = [entry for call in calls for entry in call.entries]
         if not entries or (sync := backend.append(entries)) is None:
             return
@@ -294,13 +284,8 @@ class _Committer:
             with suppress(Exception):  # it should raise none
                 self._store.on_sync(len(entries), self._took)
 
-    def _ping(self, calls: Sequence[_Call]) -> None:
-        self._open().ping()
-
     def _open(self) -> Backend:
         if self._backend is None:
-            for pid in self._store._committers.keys() - {os.getpid()}:  # of parents
-                del self._store._committers[pid]
             self._backend = self._store._open_backend()
             if self._store._closed:  # meanwhile
                 raise StoreClosed
