@@ -32,7 +32,7 @@ from web.documents import ReadOnlyResource, document_resources
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
-from web.tokens import Tokens, make_token
+from web.tokens import Tokens, make_token, show_token
 
 
 class PlantsApp(falcon.App[PlantsRequest, Response]):
@@ -132,7 +132,10 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
     atexit.register(store.close)
-    tokens = settings.tokens or make_token('http://HOST:PORT')
+    tokens: Tokens | list[str] | None = settings.tokens
+    if tokens is None:
+        tokens = [make_token()]
+        show_token(tokens[0], 'http://HOST:PORT')
     return create_app(store, tokens=tokens, **settings.app_options())
 
 

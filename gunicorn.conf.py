@@ -12,38 +12,28 @@ from pathlib import Path
 if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
     sys.path.insert(0, directory)
 
-from serving import lifecycle, master
+from serving import lifecycle, service
 from serving.log import PlantsLogger
 from serving.worker import PlantsWorker
 
 # ---- what to run
 
-wsgi_app = 'app:app'
-master.install(lifecycle.before_run)
+wsgi_app = 'serving.service:build()'
+# In the master: all workers have the same settings, schemas, tokens and plants.
+preload_app = True
 
 # ---- processes
 
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
-    workers = lifecycle.default_workers()
-# For each worker. A connection takes 9 to 168 KiB (docs/deploying.md) and no thread.
+    workers = service.default_workers()
+# For each worker. A connection takes some KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000
 # For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
 if Path('/dev/shm').is_dir():
     worker_tmp_dir = '/dev/shm'
 # A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
 control_socket_disable = True
-
-# ---- requests
-
-# The C parser accepts heads that RFC 9112 refuses, and is not faster here.
-http_parser = 'python'
-# By default a client on this machine may set SCRIPT_NAME and PATH_INFO with headers,
-# and get a 500 for it.
-forwarder_headers = ''
-
-# 8,190 bytes and 2 for the line end, which gunicorn does not count in a request line.
-limit_request_field_size = 8_192
 
 # ---- time limits, in seconds
 
@@ -53,16 +43,14 @@ keepalive = 15
 # Longer than an add waits (5 s): a worker answers what it has begun before it stops.
 graceful_timeout = 30
 
-# ---- the log
+# ---- the log, and the hooks
 
 logger_class = PlantsLogger
-
-# ---- hooks
-
+on_starting = lifecycle.on_starting
 when_ready = lifecycle.when_ready
+pre_fork = lifecycle.pre_fork
+post_worker_init = lifecycle.post_worker_init
 worker_exit = lifecycle.worker_exit
 child_exit = lifecycle.child_exit
-nworkers_changed = lifecycle.nworkers_changed
-on_reload = lifecycle.on_reload
 pre_exec = lifecycle.pre_exec
 on_exit = lifecycle.on_exit

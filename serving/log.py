@@ -3,22 +3,18 @@
 import json
 import logging
 import os
-import re
-import sys
-import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
 from gunicorn.config import Config
-from gunicorn.glogging import Logger, loggers
+from gunicorn.glogging import Logger
 
 from store.masking import escaped
 from web.settings import is_json_log
-
-BATCH_SECONDS = 0.005  # how long a line may wait for more lines
 
 _encode = json.JSONEncoder(default=str).encode
 
@@ -61,48 +57,30 @@ class JSONFormatter(logging.Formatter):
         return escaped(_encode(line))  # JSON leaves DEL as it is
 
 
-class Assignment(str):
-    """NAME=VALUE of ``--env``; its ``repr``, which gunicorn may log, hides VALUE."""
+class Buffer(logging.Handler):
+    """Collects the lines of the service, and writes many with one system call.
 
-    def __repr__(self) -> str:
-        return repr(re.sub('(?s)^[^=]*$|(?<==).*', '***', self, count=1))
-
-
-class BatchingHandler(logging.Handler):
-    """Collects lines for a few milliseconds; targets write them with one system call.
-
-    A line takes 12 us in a batch, and 28 in the middle of a request. The lines of the
-    last ``BATCH_SECONDS`` may be lost when a worker is killed.
+    That saves 13 % of the processor time of an add. Where ``is_flushed`` is set the
+    worker calls ``flush`` every few milliseconds, and when it ends. If it is killed the
+    latest lines are lost; a warning or an error is written at once.
     """
 
-    def __init__(self, targets: Iterable[logging.Handler]) -> None:
+    def __init__(self, targets: Sequence[logging.Handler]) -> None:
         super().__init__()
-        self._targets = list(targets)
-        self._records: list[logging.LogRecord] = []
-        self._thread = 0
-
-    def batch_with(self, loop: Any) -> None:
-        """Write the lines of this thread in batches, from a timer of an event loop."""
-        self._loop = loop
-        self._thread = threading.get_ident()
+        self._targets = targets
+        self._records: deque[logging.LogRecord] = deque()  # of several threads
+        self.is_flushed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if threading.get_ident() != self._thread:
-            self._write([record])
-        else:
-            self._records.append(record)
-            if len(self._records) == 1:
-                # A new one: a timer of gevent fires at once when it is started again.
-                self._timer = self._loop.timer(BATCH_SECONDS)
-                self._timer.start(self.flush)
+        self._records.append(record)
+        if not self.is_flushed or record.levelno > logging.INFO:
+            self.flush()
 
     def flush(self) -> None:
-        records, self._records = self._records, []
-        if records:
-            self._write(records)
-
-    def _write(self, records: list[logging.LogRecord]) -> None:
-        for target in self._targets:
+        records = []
+        while self._records:
+            records.append(self._records.popleft())
+        for target in self._targets if records else ():
             try:
                 if isinstance(target, logging.StreamHandler):
                     lines = [f'{target.format(record)}\n' for record in records]
@@ -112,8 +90,7 @@ class BatchingHandler(logging.Handler):
                 else:
                     for record in records:
                         target.handle(record)
-            except Exception:
-                # A full disk must not turn a 200 into a 500.
+            except Exception:  # a full disk must not turn a 200 into a 500
                 target.handleError(records[0])
 
 
@@ -127,43 +104,19 @@ class PlantsLogger(Logger):  # type: ignore[misc]
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
-        formatter: logging.Formatter | None = None
-        is_ours = not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json)
         # Switches to save time: our lines show no thread, process name or source file.
-        logging.logThreads = logging.logMultiprocessing = not is_ours
-        logging._srcfile = None if is_ours else logging.__file__
-        if is_ours:
-            formatter = TextFormatter(self.error_fmt, self.datefmt)
-        if is_json_log(os.environ | cfg.env):  # gunicorn sets --env later
-            formatter = JSONFormatter()
-            for handler in self.access_log.handlers:
-                handler.setFormatter(formatter)
-        for handler in self.error_log.handlers if formatter else ():
-            if isinstance(handler, logging.StreamHandler):
-                handler.setFormatter(formatter)
-        self.batching = BatchingHandler(self.error_log.handlers)
+        logging.logThreads = logging.logMultiprocessing = False
+        logging._srcfile = None
+        is_json = is_json_log(os.environ | cfg.env)  # gunicorn sets raw_env later
+        if not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json):
+            text = TextFormatter(self.error_fmt, self.datefmt)
+            for handler in self.error_log.handlers:
+                handler.setFormatter(JSONFormatter() if is_json else text)
+        for handler in self.access_log.handlers if is_json else ():
+            handler.setFormatter(JSONFormatter())
+        self.buffer = Buffer(self.error_log.handlers)
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)
-            logger.handlers = [self.batching]
+            logger.handlers = [self.buffer]
             logger.setLevel(self.error_log.level)
             logger.propagate = False
-
-    def reopen_files(self) -> None:
-        """Open the log files again; go on with an old one where that fails.
-
-        gunicorn's own method would end the server if the disk is full. Here the new
-        file gets the old descriptor, for all that hold the stream (``wsgi.errors``).
-        """
-        handlers = [handler for logger in loggers() for handler in logger.handlers]
-        files = [x for x in handlers if isinstance(x, logging.FileHandler) and x.stream]
-        opened: list[Any] = [(file.baseFilename, file.stream) for file in files]
-        if self.logfile:  # --capture-output
-            streams = self.logfile, sys.stdout, sys.stderr
-            opened += [(self.logfile.name, stream) for stream in streams]
-        for path, stream in opened:
-            try:
-                with open(path, 'a') as new:
-                    inherits = os.get_inheritable(stream.fileno())
-                    os.dup2(new.fileno(), stream.fileno(), inherits)
-            except OSError as ex:
-                self.error_log.error('%s: could not be opened again: %s', path, ex)

@@ -3,11 +3,9 @@
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
-import stat
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -167,31 +165,22 @@ def _parse(text: str) -> dict[bytes, Token]:
     return tokens
 
 
-def make_token(address: str, directory: str | None = None) -> str:
-    """Make a token, and show it with a ``curl`` line for an address.
+def make_token() -> str:
+    """Make a token for a start without a configured one: no service runs open."""
+    return secrets.token_hex()  # no "-" at its start: commands take it for an option
 
-    The token goes to the standard error if this is a terminal or a pipe, or else to the
-    terminal. Without one the log only names a new file that has it: others read logs.
-    """
-    token = secrets.token_hex()  # no "-" at its start: commands take it for an option
-    where, shown, path = f':\n\n    {token}', token, ''
-    try:
-        is_seen = os.isatty(2) or stat.S_ISFIFO(os.fstat(2).st_mode)
-        file = os.dup(2) if is_seen else os.open('/dev/tty', os.O_WRONLY | os.O_NOCTTY)
-    except OSError:
-        file, path = tempfile.mkstemp(prefix='plants-token-', dir=directory)
-        where, shown = f', in the file {path}', f'$(cat {path})'
-    text = (
-        f'No token is configured (PLANTS_TOKENS), so this start made one{where}\n\n'
-        'Add a plant with it:\n\n'
-        f'    curl {address}/plants -H "Authorization: Bearer {shown}" '
+
+def show_token(token: str, url: str) -> None:
+    """Print a made token, once, to the standard error, with a ``curl`` line."""
+    print(
+        f'No token is configured (PLANTS_TOKENS), so this start made one:\n\n'
+        f'    {token}\n\n'
+        f'Add a plant with it:\n\n'
+        f'    curl {url}/plants -H "Authorization: Bearer {token}" '
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
         f'Each start makes a new token; the tokens of earlier starts are not valid. '
-        f'To keep this one, start with PLANTS_TOKENS={shown}\n'
+        f'To keep this one, start with PLANTS_TOKENS={token}\n',
+        file=sys.stderr,
+        flush=True,
     )
-    with open(file, 'w') as output:
-        output.write(token if path else text)
-    if path:
-        log.warning('%s', text)
-    return token

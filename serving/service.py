@@ -1,0 +1,137 @@
+"""What a server serves: the application and the store that its workers inherit.
+
+One function builds it, for a start, a reload and ``gunicorn --check-config``: settings,
+tokens, schemas, TLS. Another one loads the store, which a check does not do.
+"""
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+from gunicorn.app.wsgiapp import WSGIApplication
+from gunicorn.config import Config
+from gunicorn.sock import ssl_context
+
+from app import PlantsApp, create_app
+from serving.scheduler import GeventScheduler
+from serving.worker import PlantsWorker
+from store import THREADS, PlantStore, open_store
+from store.jsonl.disk import file_system
+from web.settings import Settings, is_in_memory
+from web.tokens import make_token
+
+log = logging.getLogger('plants')
+
+# File systems whose files end with a machine or a container.
+SHORT_LIVED = {'tmpfs', 'ramfs', 'overlay'}
+
+
+class Service(NamedTuple):
+    """What a master serves, and its workers inherit."""
+
+    settings: Settings
+    store: PlantStore
+    app: PlantsApp
+
+
+services: list[Service] = []  # what this master serves: one, after ``build``
+made_tokens: list[str] = []  # because none was configured; a reload keeps it
+counters: list[str] = []  # the directory of the metrics
+
+
+def default_workers() -> int:
+    """Return the number of workers: one for each core, or 1 with a store in memory."""
+    if is_in_memory(os.environ):
+        return 1
+    if hasattr(os, 'sched_getaffinity'):  # macOS has none
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def build() -> PlantsApp:
+    """Build the application for gunicorn; end the process if anything is wrong."""
+    cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
+    try:
+        services[:] = [build_from(cfg, os.environ | cfg.env)]
+    except (ValueError, OSError) as ex:
+        end(ex)
+    return services[0].app
+
+
+def build_from(cfg: Config, environ: Mapping[str, str]) -> Service:
+    """Build what a configuration describes, beside what runs.
+
+    Raises:
+        ValueError: It is wrong; with a line for each fault.
+    """
+    settings = Settings.from_environ(environ)
+    if cfg.reload:
+        raise ValueError('reload: it is not supported; for new settings send SIGHUP')
+    if is_in_memory(environ) and cfg.workers > 1:
+        raise ValueError(f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}')
+    if settings.tokens is None and (cfg.daemon or (services and not made_tokens)):
+        raise ValueError('PLANTS_TOKENS: nobody would see a token that is made: set it')
+    if cfg.is_ssl:
+        try:
+            with as_user(cfg):
+                ssl_context(cfg)
+        except OSError as ex:
+            raise ValueError(f'certfile, keyfile: {ex.strerror or ex}') from ex
+    if settings.tokens is None and not made_tokens:
+        made_tokens.append(make_token())
+    if settings.metrics_token and not cfg.check_config:
+        _sharecounters(cfg)
+    if services and services[0].settings.store == settings.store:
+        store = services[0].store  # with all that it has read
+    else:
+        is_ours = issubclass(cfg.worker_class, PlantsWorker)
+        scheduler = GeventScheduler() if is_ours else THREADS
+        store = open_store(settings.store, create=False, scheduler=scheduler)
+    tokens = settings.tokens or made_tokens
+    app = create_app(store, tokens=tokens, **settings.app_options())
+    return Service(settings, store, app)
+
+
+def end(ex: Exception) -> NoReturn:
+    """End a start with a line for each fault."""
+    for fault in str(ex).splitlines():
+        log.critical('%s', fault)
+    sys.exit(1)
+
+
+def _sharecounters(cfg: Config) -> None:
+    """Make the directory of the metrics before their package is imported.
+
+    At its import the package chooses the mode for several processes.
+    """
+    if not counters:
+        counters.append(tempfile.mkdtemp(dir=cfg.worker_tmp_dir))
+        os.chown(counters[0], cfg.uid, cfg.gid)
+        os.environ['PROMETHEUS_MULTIPROC_DIR'] = counters[0]
+
+
+@contextmanager
+def as_user(cfg: Config) -> Iterator[None]:
+    """Act as the user that serves (``--user``)."""
+    user, group = os.geteuid(), os.getegid()
+    try:
+        os.setegid(cfg.gid)
+        os.seteuid(cfg.uid)
+        yield
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
+
+
+def load(service: Service, cfg: Config) -> None:
+    """Make the store if it is missing, and read it, however long that takes."""
+    with as_user(cfg):
+        open_store(service.settings.store, create=True).close()
+        service.store.load()
+    path = getattr(service.store, 'path', None)
+    if path is not None and (kind := file_system(path)) in SHORT_LIVED:
+        log.warning('%s: it is on %s, and may end with this container', path, kind)
