@@ -1,14 +1,14 @@
 """The plant store over HTTP: a WSGI application.
 
-    POST /plants        200, 400, 401, 403, 500, 503    add a plant
-    GET  /livez         200                             the process answers
-    GET  /readyz        200, 500, 503                   a plant can be stored now
-    GET  /openapi.json  200                             the OpenAPI description
-    GET  /docs          200, 404                        a page to try the service
-    GET  /metrics       200, 401, 403                   for Prometheus, if switched on
+    POST /plants        200, 400, 401, 500, 503    add a plant
+    GET  /livez         200                        the process answers
+    GET  /readyz        200, 500, 503              a plant can be stored now
+    GET  /openapi.json  200                        the OpenAPI description
+    GET  /docs          200, 404                   a page to try the service
+    GET  /metrics       200, 401                   for Prometheus, if switched on
 
-HEAD works where GET does. An unknown path or method is refused: 401, 403, 404 or 405.
-An answer of 400 or more is an ``Error``: ``schemas/Error.json``, ``web/errors.py``.
+HEAD works where GET does. An unknown path or method is refused: 401, 404 or 405. An
+answer of 400 or more is an ``Error``: ``schemas/Error.json``, ``web/errors.py``.
 
 ``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
 application that the environment configures (``web/settings.py``).
@@ -24,10 +24,9 @@ from typing import Any
 import falcon
 from falcon import Response
 
-import schemas
-from schemas import Schema, encode
 from store import Plant, PlantStore, open_store
 from web import errors
+from web.body import Schema, encode, load_schemas, read_plant
 from web.documents import ReadOnlyResource, document_resources
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
 from web.request import PlantsRequest, read_body
@@ -35,8 +34,10 @@ from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
 from web.tokens import Tokens, make_token, show_token
 
 
-class PlantsApp(falcon.App[PlantsRequest, Response]):
+class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the class
     """The WSGI application. It also answers the requests that a server refuses."""
+
+    max_body_bytes = DEFAULT_MAX_BODY_BYTES
 
     def __init__(self, middleware: list[Any]) -> None:
         super().__init__(request_type=PlantsRequest, middleware=middleware)
@@ -54,13 +55,10 @@ class PlantsResource:
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
         """Add a plant; respond with the plant without its id."""
-        new_plant = self._schema.read(read_body(req, self._max_body_bytes))
-        plant = Plant(new_plant['id'], new_plant['name'], new_plant.get('tag'))
+        plant = read_plant(read_body(req, self._max_body_bytes), self._schema)
         self._store.add(plant)
-        answer = {'name': plant.name}
-        if plant.tag is not None:
-            answer['tag'] = plant.tag
-        resp.data = encode(answer)
+        members = zip(Plant._fields[1:], plant[1:], strict=True)
+        resp.data = encode({name: text for name, text in members if text is not None})
 
 
 def create_app(
@@ -68,7 +66,7 @@ def create_app(
     *,
     tokens: Tokens | Mapping[str, str] | Iterable[str],
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    metrics: bool | Path = False,
+    metrics_token: str | None = None,
     cors_origins: Iterable[str] = (),
 ) -> PlantsApp:
     """Build the WSGI application.
@@ -78,22 +76,21 @@ def create_app(
         tokens: The accepted tokens: one, several, a mapping from names to tokens, or a
             ``Tokens``. ``sha256:`` and a digest stand for the token with that digest.
         max_body_bytes: The longest body that is read.
-        metrics: ``True`` serves ``/metrics`` about this process; a directory, empty at
-            first, about all processes that share it. Both need ``prometheus_client``.
+        metrics_token: Serves ``/metrics``, to this token alone; needs the package
+            ``prometheus_client``.
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
 
     Raises:
         TypeError: ``store`` is not a ``PlantStore``: it is a URL, for example.
-        ValueError: There is no token, a token cannot be sent in a header, no browser
-            sends such an origin, or a schema file is wrong.
+        ValueError: There is no token, a token cannot be sent in a header, one is for
+            plants and metrics, no browser sends such an origin, or a schema is wrong.
     """
-    if not hasattr(store, 'ping'):  # not isinstance(): a reload makes new classes
+    if not isinstance(store, PlantStore):
         # Do not show the value: a URL may have a password in it.
         kind = type(store).__name__
         raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
-    if not isinstance(tokens, Tokens):
-        tokens = Tokens(tokens)
-    files = schemas.load()  # read once: description and rules must agree
+    accepted = {'': tokens if isinstance(tokens, Tokens) else Tokens(tokens)}
+    files = load_schemas()  # read once: description and rules must agree
     plants = PlantsResource(store, Schema('NewPlant', files), max_body_bytes)
 
     def ready() -> bytes:
@@ -103,22 +100,23 @@ def create_app(
     public = {
         '/livez': ReadOnlyResource(lambda: encode({'status': 'live'})),
         '/readyz': ReadOnlyResource(ready),
-        **document_resources(files, max_body_bytes, metrics=bool(metrics)),
+        **document_resources(files, max_body_bytes, metrics=bool(metrics_token)),
     }
-    routes: dict[str, object] = {'/plants': plants}
+    routes: dict[str, object] = {'/plants': plants, **public}
     # Requests pass through these in this order, responses in reverse order.
     middleware: list[Any] = [RequestLog()]
-    if metrics:
+    if metrics_token:
         from web.metrics import Metrics  # its package is optional
 
-        directory = None if metrics is True else metrics
-        routes['/metrics'] = measure = Metrics(store, tokens, directory)
+        accepted[''].refuse(metrics_token)
+        accepted['/metrics'] = Tokens({'metrics': metrics_token})
+        routes['/metrics'] = measure = Metrics(store, accepted[''])
         middleware.insert(0, measure)
     if cors_origins:
         middleware.append(CrossOrigin(cors_origins))
-    middleware += [BearerAuth(tokens, public), StrictRouting()]
-    app = PlantsApp(middleware)
-    for path, resource in (routes | public).items():
+    app = PlantsApp([*middleware, BearerAuth(accepted, public), StrictRouting()])
+    app.max_body_bytes = max_body_bytes
+    for path, resource in routes.items():
         app.add_route(path, resource)
     return app
 
@@ -126,16 +124,16 @@ def create_app(
 def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     """Build the application that the environment configures.
 
-    The store is closed when the process ends. If no token is configured, ``make_token``
-    makes and shows a random one: the service never runs open.
+    The store is closed when the process ends. If no token is configured, one is made
+    and printed: the service never runs open.
     """
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
     atexit.register(store.close)
-    tokens: Tokens | list[str] | None = settings.tokens
+    tokens = settings.tokens
     if tokens is None:
-        tokens = [make_token()]
-        show_token(tokens[0], 'http://HOST:PORT')
+        tokens = Tokens(token := make_token())
+        show_token(token, 'http://HOST:PORT')
     return create_app(store, tokens=tokens, **settings.app_options())
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import falcon
 from falcon import Response
 
-import schemas
 from store import __version__
+from web.body import encode
 from web.errors import ErrorValue, Fault
 from web.request import PlantsRequest
 
@@ -25,11 +25,6 @@ _HEADERS = {
     ),
     'X-Content-Type-Options': 'nosniff',
 }
-
-_COMPONENTS = '#/components/schemas/'
-# The keywords of a schema whose members can be copied into another object.
-_OF_MEMBERS = {'$comment', '$defs', 'description', 'examples', 'title', 'type'}
-_OF_MEMBERS |= {'properties', 'required'}
 
 # The files of the page, by path: name, media type, and for how many seconds clients may
 # cache it (Swagger UI changes only with its package). No other file is served.
@@ -64,19 +59,22 @@ def document_resources(
 ) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path.
 
-    ``files`` is what ``schemas.load`` has returned; it becomes part of the description.
-    The URL of the service in the description is relative (OpenAPI 3.1.0, section
-    4.8.5), so it is right under any prefix.
+    ``files`` is what ``load_schemas`` has returned. The URL of the service in the
+    description is relative (OpenAPI 3.1.0, section 4.8.5), so it is right under any
+    prefix.
     """
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
-    description['components']['schemas'] = _components(files)
+    description['components']['schemas'] = {
+        file.removesuffix('.json'): _merged(schema, files)
+        for file, schema in files.items()
+    }
     body = description['paths']['/plants']['post']['requestBody']
     body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
     if not metrics:
         del description['paths']['/metrics']
-    encoded = schemas.encode(description)
+    encoded = encode(description)
     resources = {'/openapi.json': ReadOnlyResource(lambda: encoded, max_age=0)}
     for path, (name, mime_type, max_age) in _PAGE.items():
         read = cache(partial(_read_page, name))  # all clients share the bytes
@@ -95,48 +93,17 @@ def _read_page(name: str) -> bytes:
     return (ours if ours.exists() else Path(swagger_ui_path, name)).read_bytes()
 
 
-def _components(files: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema files as components, which refer to each other as components.
-
-    NOTE: an ``$id`` would be a base for references. Without ``$id`` a reference means
-    the same to tools that know JSON Schema and to tools that know only OpenAPI.
-    """
-    for file, schema in files.items():
-        for part in schemas.subschemas(schema):
-            target, _, place = part.get('$ref', 'none').partition('#')
-            target = target or file
-            # An anchor (#name) stays: it is found anywhere in a document.
-            if target in files and place[:1] in ('', '/'):
-                name = target.removesuffix('.json')
-                part['$ref'] = f'{_COMPONENTS}{name}{place}'
-        schema.pop('$id', None)
-    components = {file.removesuffix('.json'): files[file] for file in files}
-    for schema in files.values():
-        _include(schema, components)
-    return components
-
-
-def _include(schema: dict[str, Any], components: dict[str, Any]) -> None:
-    """Replace ``allOf`` by the members of its schemas, if these have no other rules.
+def _merged(schema: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with the members of its ``allOf`` parts, which may be files.
 
     Many client generators make no type of ``allOf``, or a type that lacks members.
     """
-    parts: list[dict[str, Any]] = []
-    for part in schema.get('allOf', [None]):
-        if isinstance(part, dict) and part.keys() == {'$ref'}:
-            part = components.get(part['$ref'].removeprefix(_COMPONENTS))
-        if not isinstance(part, dict) or part.get('type') != 'object':
-            return
-        parts.append(part)
-    others = {keyword for part in parts for keyword in part} - _OF_MEMBERS
-    if others or 'additionalProperties' in schema or '$anchor' in str(parts):
-        return
-    del schema['allOf']
-    schema['type'] = 'object'
-    required = schema.setdefault('required', [])
-    properties = schema.setdefault('properties', {})
-    for part in parts:
-        required += [name for name in part.get('required', []) if name not in required]
-        for name, rules in part.get('properties', {}).items():
-            if properties.setdefault(name, rules) != rules:
-                properties[name] = {'allOf': [properties[name], rules]}
+    merged = {
+        name: rule for name, rule in schema.items() if name not in ('$id', 'allOf')
+    }
+    for part in schema.get('allOf', []):
+        part = files.get(part.get('$ref'), part)
+        for keyword, empty in ('properties', {}), ('required', []):
+            of_part, own = part.get(keyword, empty), merged.get(keyword, empty)
+            merged[keyword] = {**own, **of_part} if empty == {} else [*own, *of_part]
+    return merged

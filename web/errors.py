@@ -7,8 +7,8 @@ from typing import Any, Self
 import falcon
 from falcon import Response
 
-from schemas import Invalid, NotJSON, encode
 from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
+from web.body import Invalid, NotJSON, encode
 
 log = logging.getLogger('plants')
 
@@ -30,7 +30,6 @@ class ErrorValue(enum.IntEnum):
     ID_TAKEN = 400_06, 'the id is taken by a different plant'
     NO_TOKEN = 401_00, 'there is no bearer token'
     INVALID_TOKEN = 401_01, 'the token is not valid'
-    WRONG_SCOPE = 403_00, 'the token is not for this path'
     NO_SUCH_PATH = 404_00, 'there is no such path'
     METHOD_NOT_ALLOWED = 405_00, 'the method is not allowed here'
     INTERNAL = 500_00, 'an unexpected fault of the service'
@@ -56,7 +55,8 @@ def answer(req: Any, resp: Response, ex: Exception, params: object) -> None:
     """Answer an exception with an ``Error``; an error handler of the application."""
     fault = _as_fault(ex, req.id)
     req.error = int(fault.value)
-    resp.status = fault.value // 100
+    # A status line: agents that wrap Falcon expect one.
+    resp.status = falcon.code_to_http_status(fault.value // 100)
     for name, text in fault.headers.items():
         resp.set_header(name.replace('_', '-'), text)
     resp.content_type = falcon.MEDIA_JSON

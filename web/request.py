@@ -5,7 +5,7 @@ from typing import Any
 
 import falcon
 
-from schemas import show
+from web.body import show
 from web.errors import ErrorValue, Fault
 
 
@@ -70,7 +70,7 @@ def _media_type_fault(req: PlantsRequest) -> str:
     if content_type.lower() != falcon.MEDIA_JSON:
         return 'the Content-Type must be application/json'
     charset = parameters.get('charset', 'utf-8')
-    if charset.lower() != 'utf-8':
+    if charset.lower() not in ('utf-8', 'utf8'):
         return f'the charset must be utf-8, not {show(charset)}'
     if req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower() != 'identity':
         return 'the body must not have a Content-Encoding'

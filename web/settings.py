@@ -1,5 +1,6 @@
 """The settings of the service: the only reader of the ``PLANTS_`` variables."""
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,22 +14,24 @@ from store.jsonl.record import LONGEST
 from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
+log = logging.getLogger('plants')
+
 DEFAULT_MAX_BODY_BYTES = 65_536
 
 VARIABLES = (
     *('PLANTS_STORE', 'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE', 'PLANTS_MAX_BODY'),
-    *('PLANTS_LOG', 'PLANTS_METRICS', 'PLANTS_CORS_ORIGINS'),
+    *('PLANTS_LOG', 'PLANTS_METRICS_TOKEN', 'PLANTS_CORS_ORIGINS'),
 )
 
 
 def is_in_memory(environ: Mapping[str, str]) -> bool:
     """Whether the store is in memory: each process would have plants of its own."""
-    return environ.get('PLANTS_STORE') == 'memory:'
+    return environ.get('PLANTS_STORE', '').strip() == 'memory:'
 
 
 def is_json_log(environ: Mapping[str, str]) -> bool:
     """Whether the log is JSON; needed before a bad setting can be reported."""
-    return environ.get('PLANTS_LOG') == 'json'
+    return environ.get('PLANTS_LOG', '').strip() == 'json'
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,24 @@ class Settings:
     store: str = field(default=DEFAULT_URL, repr=False)  # it may have a password
     tokens: Tokens | None = None  # None: no token is configured
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    metrics: bool = False
+    metrics_token: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()  # whose pages may read answers; * means all
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read the variables; a ``ValueError`` has a line for each that is wrong."""
+        """Read the variables, without the white space around their values.
+
+        Raises:
+            ValueError: Values are wrong; a line for each says what is accepted.
+        """
         fields: dict[str, Any] = {}
         faults = []
         if environ.keys() >= {'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'}:
             faults.append('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
         for name, text in sorted({'PLANTS_STORE': DEFAULT_URL, **environ}.items()):
             try:
-                fields |= _read(name, text)
+                # The store's URL as it is: a file may exist under the uncleaned name.
+                fields |= _read(name, text if name == 'PLANTS_STORE' else text.strip())
             except ValueError as ex:
                 faults.append(f'{name}: {ex}')
         if faults:
@@ -72,7 +80,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
                 raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
             # Opens no file. The code is imported now: --user may be unable to read it.
             open_store(text, create=False)
-            return {'store': text}
+            return {'store': text.strip()}
         case 'PLANTS_TOKENS':
             return {'tokens': Tokens(filter(None, map(str.strip, text.split(','))))}
         case 'PLANTS_TOKENS_FILE':
@@ -85,24 +93,17 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_LOG':  # see is_json_log
             if text not in ('text', 'json'):
                 raise ValueError(f'{text!r} is not text or json')
-        case 'PLANTS_METRICS':
-            if text not in ('0', '1'):
-                raise ValueError(f'{text!r} is not 0 or 1')
-            if text == '1' and find_spec('prometheus_client') is None:
+        case 'PLANTS_METRICS_TOKEN':
+            Tokens(text)  # raises for a wrong token
+            if find_spec('prometheus_client') is None:
                 raise ValueError('it needs the package prometheus_client')
-            return {'metrics': text == '1'}
+            return {'metrics_token': text}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))
             CrossOrigin(origins)  # raises for a wrong origin
             return {'cors_origins': origins}
-        case _:
-            # A misspelt setting would be ignored. Names with PLANT_ may belong to other
-            # programs, so one is refused only if an S makes it a setting of ours.
-            meant = re.sub('^PLANT_', 'PLANTS_', name)
-            if name.startswith('PLANTS_') or meant in VARIABLES:
-                (nearest,) = get_close_matches(meant, VARIABLES, 1, cutoff=0)
-                advice = f'the nearest one is {nearest}'
-                if re.search('PORT|HOST|BIND|ADDRESS|LISTEN|WORKER', name):
-                    advice = 'use the options of gunicorn: -b HOST:PORT, -w WORKERS'
-                raise ValueError(f'there is no such setting; {advice}')
+        case _ if name.startswith('PLANTS_'):
+            # No fault: Kubernetes sets PLANTS_PORT for a service named plants.
+            [nearest] = get_close_matches(name, VARIABLES, 1, cutoff=0)
+            log.warning('%s: no such setting; the nearest one is %s', name, nearest)
     return {}

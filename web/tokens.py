@@ -5,33 +5,29 @@ import hmac
 import logging
 import re
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from threading import Thread
-from typing import NamedTuple
-
-from schemas import read_file
 
 log = logging.getLogger('plants')
-
-
-class Token(NamedTuple):
-    """What is known about an accepted token."""
-
-    name: str  # for the log
-    scope: str = 'plants'  # or metrics: it reads /metrics and does nothing else
 
 
 class Tokens:
     """The accepted bearer tokens, kept as digests.
 
-    Without names they are ``token-1``, ``token-2``. No ``ValueError`` shows a token.
+    Args:
+        tokens: One, several, or a mapping from their names (for the log) to them;
+            without names they are ``token-1``, ``token-2``.
+
+    Raises:
+        ValueError: One is not valid, or there is none; no message shows a token.
     """
 
     # Called when a changed file cannot be used; metrics count it.
     on_failed_reload: Callable[[], None] = staticmethod(lambda: None)
+    _refused: bytes | None = None  # the digest of a token that is for something else
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
@@ -39,40 +35,37 @@ class Tokens:
         if not isinstance(tokens, Mapping):
             # ``tokens`` may be None, from a variable that is not set.
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
-        self._accept(
-            {_digest(text, name): Token(name) for name, text in tokens.items()}
-        )
+        self._accept({_digest(text, name): name for name, text in tokens.items()})
 
-    def _accept(self, tokens: dict[bytes, Token]) -> None:
+    def _accept(self, names: dict[bytes, str]) -> None:
         """Accept these tokens, given by their digests, and no others."""
-        if not tokens:
+        if not names:
             raise ValueError('there is no token')
-        if not all(token.name.isprintable() for token in tokens.values()):
+        if not all(name.isprintable() for name in names.values()):
             raise ValueError('the name of a token may have only printable characters')
-        self._tokens = tokens
+        if self._refused in names:
+            raise ValueError(f'{names[self._refused]}: it is the token for metrics')
+        self._names = names
+
+    def refuse(self, token: str) -> None:
+        """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
+        self._refused = _digest(token, 'the token for metrics')
+        self._accept(self._names)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._names)
 
-    def find(self, text: str) -> Token | None:
-        """Return what is known about a token, or ``None`` if it is not accepted.
+    def find(self, text: str) -> str | None:
+        """Return the name of a token, or ``None`` if it is not accepted.
 
         The duration does not depend on how much of the text is right.
         """
         digest = hashlib.sha256(text.encode('latin-1')).digest()
         found = None
-        for known, token in self._tokens.items():
+        for known, name in self._names.items():
             if hmac.compare_digest(known, digest):
-                found = token
+                found = name
         return found
-
-    def scope_of(self, path: str) -> str:
-        """Return the scope that a token needs for a path.
-
-        Every token may read ``/metrics`` as long as no token is for metrics alone.
-        """
-        scopes = (token.scope for token in self._tokens.values())
-        return 'metrics' if path == '/metrics' and 'metrics' in scopes else 'plants'
 
 
 def _digest(token: str, where: str) -> bytes:
@@ -93,34 +86,28 @@ def _digest(token: str, where: str) -> bytes:
 
 
 class TokensFile(Tokens):
-    """Tokens in a file, one entry a line, read again when the file has changed.
+    """Tokens in a regular file, one a line, read again when the file has changed.
 
-    While the file is broken, the old tokens stay: a forked process has its parent's.
+    While the file is broken, the old tokens stay.
     """
 
-    CHECK_EVERY = 0.5  # seconds
-    CHECK_WITHIN = 0.25  # seconds; a file on a dead mount must not stop the requests
+    CHECK_EVERY = 1.0  # seconds
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._next_check = time.monotonic() + self.CHECK_EVERY
         self._version = self._stat()
-        self._reader = Thread()  # not started
         self._read()
 
-    def find(self, text: str) -> Token | None:
-        # One thread at a time: it may hang forever. A forked child finds it ended.
-        if time.monotonic() >= self._next_check and not self._reader.is_alive():
-            self._next_check = time.monotonic() + self.CHECK_EVERY
-            self._reader = Thread(target=self._refresh, daemon=True)
-            self._reader.start()
-            self._reader.join(self.CHECK_WITHIN)
+    def find(self, text: str) -> str | None:
+        if (now := time.monotonic()) >= self._next_check:
+            self._next_check = now + self.CHECK_EVERY
+            before, self._version = self._version, self._stat()
+            if self._version != before:
+                self._refresh()
         return super().find(text)
 
     def _refresh(self) -> None:
-        before, self._version = self._version, self._stat()
-        if self._version == before:
-            return
         try:
             self._read()
         except ValueError as ex:
@@ -138,31 +125,28 @@ class TokensFile(Tokens):
 
     def _read(self) -> None:
         try:
-            self._accept(_parse(read_file(self._path).decode('utf-8-sig')))
+            if not stat.S_ISREG(self._path.stat().st_mode):
+                raise ValueError('it is not a regular file')
+            self._accept(_parse(self._path.read_bytes().decode('utf-8-sig')))
         except (OSError, ValueError) as ex:
             reason = ex.strerror if isinstance(ex, OSError) else ex
             raise ValueError(f'{self._path}: {reason}') from ex
 
 
-def _parse(text: str) -> dict[bytes, Token]:
-    """Return the tokens of a tokens file by their digests; # begins a comment."""
-    tokens: dict[bytes, Token] = {}
-    lines: dict[bytes, int] = {}  # the first line of each digest
+def _parse(text: str) -> dict[bytes, str]:
+    """Return the names of the tokens of a file by their digests; # begins a comment."""
+    names: dict[bytes, str] = {}
     for number, line in enumerate(re.split('\r\n?|\n', text), 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
-        if words[2:] not in ([], ['metrics']):
+        if len(words) > 2:
             raise ValueError(
-                f'line {number}: it is not TOKEN, NAME TOKEN or NAME TOKEN metrics'
+                f'line {number}: it is not TOKEN or NAME TOKEN; a token for metrics '
+                f'goes into PLANTS_METRICS_TOKEN'
             )
         if words:
-            name = words[0] if len(words) > 1 else f'token-{number}'
-            digest = _digest(words[:2][-1], f'line {number}')
-            token = Token(name, *words[2:])
-            first = lines.setdefault(digest, number)
-            if tokens.setdefault(digest, token).scope != token.scope:
-                raise ValueError(f'lines {first} and {number}: one token, two scopes')
-            tokens[digest] = token
-    return tokens
+            name = words[0] if len(words) == 2 else f'token-{number}'
+            names[_digest(words[-1], f'line {number}')] = name
+    return names
 
 
 def make_token() -> str:
