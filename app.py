@@ -29,7 +29,7 @@ from web import errors
 from web.body import Schema, encode, load_schemas, read_plant
 from web.documents import ReadOnlyResource, document_resources
 from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
-from web.request import PlantsRequest, read_body
+from web.request import PlantsRequest
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
 from web.tokens import Tokens, make_token, show_token
 
@@ -55,7 +55,7 @@ class PlantsResource:
 
     def on_post(self, req: PlantsRequest, resp: Response) -> None:
         """Add a plant; respond with the plant without its id."""
-        plant = read_plant(read_body(req, self._max_body_bytes), self._schema)
+        plant = read_plant(req, self._schema, self._max_body_bytes)
         self._store.add(plant)
         members = zip(Plant._fields[1:], plant[1:], strict=True)
         resp.data = encode({name: text for name, text in members if text is not None})

@@ -13,25 +13,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
+import falcon
 import jsonschema_rs
 from jsonschema import Draft202012Validator, SchemaError
 
 from store import Plant, check_plant
+from web.errors import ErrorValue, Fault
+from web.request import PlantsRequest
 
 DIRECTORY = Path(__file__).parent.parent / 'schemas'
 MAX_SHOWN_LENGTH = 60  # characters of the client's input that a message repeats
-LARGEST = float.fromhex('0x1.fffffffffffffp+1023')
 
 # Stands for the value in a message of jsonschema-rs, which would not cut a long one.
 _MASK = '\0'
 
 
-class NotJSON(Exception):
+class _NotJSON(ValueError):
     """Bytes are not JSON text; the message says why."""
-
-
-class Invalid(Exception):
-    """A value breaks rules of a schema; the message names every fault."""
 
 
 # NOTE: json.dumps() or json.loads() with arguments builds a new coder at each call.
@@ -47,22 +45,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise NotJSON(f'the member {show(twice)} is there more than once')
+        raise _NotJSON(f'the member {show(twice)} is there more than once')
     return members
 
 
-def _float(literal: str) -> float:
-    # The nearest finite number: JSON has no infinity.
-    return max(-LARGEST, min(float(literal), LARGEST))
-
-
 def _constant(literal: str) -> NoReturn:
-    raise NotJSON(f'{literal} is not JSON')
+    raise _NotJSON(f'{literal} is not JSON')
 
 
-_decode = json.JSONDecoder(
-    object_pairs_hook=_object, parse_float=_float, parse_constant=_constant
-).decode
+_decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
 
 
 class Schema:
@@ -85,43 +76,96 @@ class Schema:
             raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
 
     def read(self, text: bytes) -> Any:
-        """Return the value of JSON text.
-
-        Raises:
-            NotJSON: It is none, or has more levels or digits than Python takes.
-            Invalid: It breaks the rules of the schema.
-        """
+        """Return the value of JSON text, or raise ``Fault``."""
         try:
-            decoded = text.decode()
-            if decoded.startswith('\ufeff'):
-                raise NotJSON('it begins with a byte order mark')
-            value = _decode(decoded)
-            if '\\u' in decoded:  # only an escape can make a lone surrogate
-                encode(value)
+            value = _parse(text)
             if self._validator.is_valid(value):
                 return value
             # A schema may include two others that find the same fault.
             faults = dict.fromkeys(map(_describe, self._validator.iter_errors(value)))
-        except UnicodeDecodeError as ex:
-            raise NotJSON(f'byte {ex.start} is not UTF-8') from ex
-        except UnicodeEncodeError as ex:
-            raise NotJSON('a string holds a lone surrogate') from ex
-        except json.JSONDecodeError as ex:
-            raise NotJSON(f'{ex.msg.removesuffix(" at")} at character {ex.pos}') from ex
+        except _NotJSON as ex:
+            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}') from ex
         except (RecursionError, ValueError) as ex:
-            raise NotJSON('it has too many levels, or a number too many digits') from ex
-        raise Invalid('; '.join(faults))
+            reason = 'it has too many levels, or a number too many digits'
+            raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {reason}') from ex
+        raise Fault(ErrorValue.NOT_A_NEW_PLANT, '; '.join(faults))
 
 
-def read_plant(text: bytes, schema: Schema) -> Plant:
-    """Return the plant of a body that the schema accepts; raises as ``Schema.read``."""
-    value = schema.read(text)
+def _parse(text: bytes) -> Any:
+    try:
+        decoded = text.decode()
+        if decoded.startswith('\ufeff'):
+            raise _NotJSON('it begins with a byte order mark')
+        value = _decode(decoded)
+        if '\\u' in decoded:  # only an escape can make a lone surrogate
+            encode(value)
+    except UnicodeDecodeError as ex:
+        raise _NotJSON(f'byte {ex.start} is not UTF-8') from ex
+    except UnicodeEncodeError as ex:
+        raise _NotJSON('a string holds a lone surrogate') from ex
+    except json.JSONDecodeError as ex:
+        raise _NotJSON(f'{ex.msg.removesuffix(" at")} at character {ex.pos}') from ex
+    return value
+
+
+def read_plant(req: PlantsRequest, schema: Schema, limit: int) -> Plant:
+    """Return the plant of a body of at most ``limit`` bytes, or raise ``Fault``."""
+    value = schema.read(read_body(req, limit))
     plant = Plant(*map(value.get, Plant._fields))
     try:
         check_plant(plant)  # a JSON Schema takes 1.0 for an integer
     except ValueError as ex:
-        raise Invalid(str(ex)) from ex
+        raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
     return plant
+
+
+def read_body(req: PlantsRequest, limit: int) -> bytes:
+    """Return the body of a request that must have one, of at most ``limit`` bytes."""
+    # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored. Then the
+    # server must mark the end of the body in the input.
+    chunked = 'HTTP_TRANSFER_ENCODING' in req.env
+    length = 0 if chunked else req.content_length or 0
+    is_there = req.env.get('wsgi.input_terminated') if chunked else length
+    if not is_there:
+        message = 'the body is missing; send it with a Content-Length'
+        raise Fault(ErrorValue.BODY_MISSING, message)
+    if fault := _media_type_fault(req):
+        raise Fault(ErrorValue.WRONG_MEDIA_TYPE, fault)
+    body = b'' if length > limit else _read_up_to(req, length or limit + 1)
+    if max(length, len(body)) > limit:
+        raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
+    if len(body) < length:
+        message = f'the body ended after {len(body)} of {length} bytes'
+        raise Fault(ErrorValue.BAD_REQUEST, message)
+    if not body:
+        raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
+    return body
+
+
+def _read_up_to(req: PlantsRequest, size: int) -> bytes:
+    pieces = []
+    try:
+        # NOTE: a read may return fewer bytes than it was asked for before the end.
+        while size and (piece := req.stream.read(size)):
+            pieces.append(piece)
+            size -= len(piece)
+    except Exception as ex:
+        # Bad chunks, or the client is gone. Each server raises exceptions of its own.
+        raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
+    return b''.join(pieces)
+
+
+def _media_type_fault(req: PlantsRequest) -> str:
+    """Return what is wrong with the media type, or nothing."""
+    content_type, parameters = falcon.parse_header(req.content_type or '')
+    if content_type.lower() != falcon.MEDIA_JSON:
+        return 'the Content-Type must be application/json'
+    charset = parameters.get('charset', 'utf-8')
+    if charset.lower() not in ('utf-8', 'utf8'):
+        return f'the charset must be utf-8, not {show(charset)}'
+    if req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower() != 'identity':
+        return 'the body must not have a Content-Encoding'
+    return ''
 
 
 def load_schemas() -> dict[str, Any]:

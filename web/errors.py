@@ -1,6 +1,7 @@
 """The errors of the interface: their values, and the answer to each exception."""
 
 import enum
+import json
 import logging
 from typing import Any, Self
 
@@ -8,7 +9,6 @@ import falcon
 from falcon import Response
 
 from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
-from web.body import Invalid, NotJSON, encode
 
 log = logging.getLogger('plants')
 
@@ -60,7 +60,8 @@ def answer(req: Any, resp: Response, ex: Exception, params: object) -> None:
     for name, text in fault.headers.items():
         resp.set_header(name.replace('_', '-'), text)
     resp.content_type = falcon.MEDIA_JSON
-    resp.data = encode({'error': int(fault.value), 'message': str(fault)})
+    error = {'error': int(fault.value), 'message': str(fault)}
+    resp.data = json.dumps(error, ensure_ascii=False).encode()
 
 
 def _as_fault(ex: Exception, request_id: str) -> Fault:
@@ -72,10 +73,6 @@ def _as_fault(ex: Exception, request_id: str) -> Fault:
             return Fault(ErrorValue.NO_SUCH_PATH, 'no such path; plants go to /plants')
         case falcon.HTTPError():
             return Fault(100 * ex.status_code, ex.description or ex.title)
-        case NotJSON():
-            return Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {ex}')
-        case Invalid():
-            return Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex))
         case IdTaken():
             return Fault(ErrorValue.ID_TAKEN, str(ex))
         case StoreError():

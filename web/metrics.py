@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 import prometheus_client as prometheus
 from falcon import Response
@@ -20,6 +20,7 @@ from web.documents import ReadOnlyResource
 from web.request import PlantsRequest
 from web.tokens import Tokens
 
+_LABELS = 'method', 'route', 'status', 'error'
 # The values of the label ``method``; clients may send any number of other methods.
 _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
 # Upper bounds of the histogram buckets, in seconds.
@@ -35,40 +36,31 @@ class Metrics(ReadOnlyResource):
     def __init__(self, store: PlantStore, tokens: Tokens) -> None:
         super().__init__(self._render, prometheus.CONTENT_TYPE_LATEST)
         self._store = store
-        registry = prometheus.CollectorRegistry()  # each application has its own
-        self._registry = registry
-        requests = prometheus.Histogram(
-            'plants_request_seconds',
-            'Seconds from the head of a request to its answer.',
-            ['method', 'route', 'status', 'error'],
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._registry = registry = prometheus.CollectorRegistry()
+        seconds = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
+        name, meaning = 'plants_request_seconds', 'Seconds to answer a request.'
         # NOTE: labels() costs more than observe(), so what it returns is kept.
-        self._requests = cache(requests.labels)
-        self._in_progress = prometheus.Gauge(
+        self._requests = cache(seconds(name, meaning, _LABELS).labels)
+        name, meaning = (
+            'plants_store_sync_seconds',
+            'Seconds to sync a batch of plants.',
+        )
+        self._syncs = seconds(name, meaning)
+        name, meaning = 'plants_store_batch_plants', 'Plants that were synced together.'
+        powers = [2**power for power in range(9)]
+        self._batches = seconds(name, meaning, buckets=powers)
+        name, meaning = (
             'plants_requests_in_progress',
             'Requests that are being answered.',
-            multiprocess_mode='livesum',
-            registry=registry,
         )
-        self._syncs = prometheus.Histogram(
-            'plants_store_sync_seconds',
-            'Seconds that the store took to sync a batch of plants.',
-            buckets=_SECONDS,
-            registry=registry,
+        self._in_progress = prometheus.Gauge(
+            name, meaning, registry=registry, multiprocess_mode='livesum'
         )
-        self._batches = prometheus.Histogram(
-            'plants_store_batch_plants',
-            'Plants that were synced together.',
-            buckets=[2**power for power in range(9)],
-            registry=registry,
-        )
-        failed_reloads = prometheus.Counter(
+        name, meaning = (
             'plants_token_reload_failures',
-            'How often a changed tokens file could not be used.',
-            registry=registry,
+            'Broken changes of the tokens file.',
         )
+        failed_reloads = prometheus.Counter(name, meaning, registry=registry)
         store.on_sync = self._observe_sync
         tokens.on_failed_reload = failed_reloads.inc
 

@@ -32,13 +32,11 @@ class Tokens:
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
             tokens = [tokens]
-        if not isinstance(tokens, Mapping):
-            # ``tokens`` may be None, from a variable that is not set.
+        if not isinstance(tokens, Mapping):  # None if a variable is not set
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         self._accept({_digest(text, name): name for name, text in tokens.items()})
 
     def _accept(self, names: dict[bytes, str]) -> None:
-        """Accept these tokens, given by their digests, and no others."""
         if not names:
             raise ValueError('there is no token')
         if not all(name.isprintable() for name in names.values()):
@@ -103,18 +101,14 @@ class TokensFile(Tokens):
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + self.CHECK_EVERY
             before, self._version = self._version, self._stat()
-            if self._version != before:
-                self._refresh()
+            try:
+                if self._version != before:
+                    self._read()
+                    log.info('%s: tokens accepted now: %d', self._path, len(self))
+            except ValueError as ex:
+                log.error('%s; the tokens stay as they were', ex)
+                self.on_failed_reload()
         return super().find(text)
-
-    def _refresh(self) -> None:
-        try:
-            self._read()
-        except ValueError as ex:
-            log.error('%s; the tokens stay as they were', ex)
-            self.on_failed_reload()
-        else:
-            log.info('%s: tokens that are accepted now: %d', self._path, len(self))
 
     def _stat(self) -> tuple[int, ...]:
         try:
@@ -157,14 +151,11 @@ def make_token() -> str:
 def show_token(token: str, url: str) -> None:
     """Print a made token, once, to the standard error, with a ``curl`` line."""
     print(
-        f'No token is configured (PLANTS_TOKENS), so this start made one:\n\n'
-        f'    {token}\n\n'
-        f'Add a plant with it:\n\n'
+        f'No token is configured, so this start made one. Add a plant with it:\n\n'
         f'    curl {url}/plants -H "Authorization: Bearer {token}" '
         f"-H 'Content-Type: application/json' "
         f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
-        f'Each start makes a new token; the tokens of earlier starts are not valid. '
-        f'To keep this one, start with PLANTS_TOKENS={token}\n',
+        f'The next start makes another one. To keep it: PLANTS_TOKENS={token}\n',
         file=sys.stderr,
         flush=True,
     )
