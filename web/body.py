@@ -57,12 +57,10 @@ _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).
 
 
 class Schema:
-    """The schema in ``{name}.json``, built once to check bodies.
-
-    ``files`` is what ``load_schemas`` has returned.
+    """The schema in ``{name}.json`` of the files of ``load_schemas``, built once.
 
     Raises:
-        ValueError: The schema is wrong.
+        ValueError: It is wrong.
     """
 
     def __init__(self, name: str, files: dict[str, Any]) -> None:
@@ -109,8 +107,8 @@ def _parse(text: bytes) -> Any:
 
 
 def read_plant(req: PlantsRequest, schema: Schema, limit: int) -> Plant:
-    """Return the plant of a body of at most ``limit`` bytes, or raise ``Fault``."""
-    value = schema.read(read_body(req, limit))
+    """Return the plant in a body of at most ``limit`` bytes, or raise ``Fault``."""
+    value = schema.read(_read_body(req, limit))
     plant = Plant(*map(value.get, Plant._fields))
     try:
         check_plant(plant)  # a JSON Schema takes 1.0 for an integer
@@ -119,24 +117,22 @@ def read_plant(req: PlantsRequest, schema: Schema, limit: int) -> Plant:
     return plant
 
 
-def read_body(req: PlantsRequest, limit: int) -> bytes:
-    """Return the body of a request that must have one, of at most ``limit`` bytes."""
+def _read_body(req: PlantsRequest, limit: int) -> bytes:
     # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored. Then the
     # server must mark the end of the body in the input.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
     length = 0 if chunked else req.content_length or 0
     is_there = req.env.get('wsgi.input_terminated') if chunked else length
     if not is_there:
-        message = 'the body is missing; send it with a Content-Length'
-        raise Fault(ErrorValue.BODY_MISSING, message)
+        raise Fault(ErrorValue.BODY_MISSING, 'the body is missing: send its length')
     if fault := _media_type_fault(req):
         raise Fault(ErrorValue.WRONG_MEDIA_TYPE, fault)
     body = b'' if length > limit else _read_up_to(req, length or limit + 1)
     if max(length, len(body)) > limit:
         raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
     if len(body) < length:
-        message = f'the body ended after {len(body)} of {length} bytes'
-        raise Fault(ErrorValue.BAD_REQUEST, message)
+        ended = f'the body ended after {len(body)} of {length} bytes'
+        raise Fault(ErrorValue.BAD_REQUEST, ended)
     if not body:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
     return body
@@ -169,7 +165,7 @@ def _media_type_fault(req: PlantsRequest) -> str:
 
 
 def load_schemas() -> dict[str, Any]:
-    """Check the schemas and return them, without $schema, by the names of their files.
+    """Return the schemas, without $schema, by the names of their files.
 
     Raises:
         ValueError: A file is not a JSON Schema; the sentence names it.

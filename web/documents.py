@@ -26,14 +26,13 @@ _HEADERS = {
     'X-Content-Type-Options': 'nosniff',
 }
 
-# The files of the page, by path: name, media type, and for how many seconds clients may
-# cache it (Swagger UI changes only with its package). No other file is served.
+# The files of the page, by path, with their media types. No other file is served.
 _PAGE = {
-    '/docs': ('docs.html', 'text/html', 0),
-    '/docs/docs.css': ('docs.css', 'text/css', 0),
-    '/docs/docs.js': ('docs.js', 'text/javascript', 0),
-    '/docs/swagger-ui.css': ('swagger-ui.css', 'text/css', 86_400),
-    '/docs/swagger-ui-bundle.js': ('swagger-ui-bundle.js', 'text/javascript', 86_400),
+    '/docs': ('docs.html', 'text/html'),
+    '/docs/docs.css': ('docs.css', 'text/css'),
+    '/docs/docs.js': ('docs.js', 'text/javascript'),
+    '/docs/swagger-ui.css': ('swagger-ui.css', 'text/css'),
+    '/docs/swagger-ui-bundle.js': ('swagger-ui-bundle.js', 'text/javascript'),
 }
 
 
@@ -76,9 +75,12 @@ def document_resources(
         del description['paths']['/metrics']
     encoded = encode(description)
     resources = {'/openapi.json': ReadOnlyResource(lambda: encoded, max_age=0)}
-    for path, (name, mime_type, max_age) in _PAGE.items():
+    for path, (name, media_type) in _PAGE.items():
         read = cache(partial(_read_page, name))  # all clients share the bytes
-        resources[path] = ReadOnlyResource(read, f'{mime_type}; charset=utf-8', max_age)
+        max_age = 86_400 * name.startswith('swagger')  # changes with its package only
+        resources[path] = ReadOnlyResource(
+            read, f'{media_type}; charset=utf-8', max_age
+        )
     return resources
 
 

@@ -73,11 +73,8 @@ _ORIGIN = re.compile(
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
-    A preflight request (Fetch standard, section 3.3.2) has no token. It is answered
-    alike for every path, so the answer does not tell which paths exist.
-
-    Raises:
-        ValueError: No browser sends such an origin.
+    A preflight request (Fetch standard, section 3.3.2) has no token, so the answer is
+    the same for every path. A ``ValueError`` names an origin that no browser sends.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
@@ -85,8 +82,8 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
         for origin in origins:
             if origins != ['*'] and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f'{origin!r} is not an origin like https://example.org (in lower '
-                    f'case, no default port, nothing after it), and not * alone'
+                    f'{origin!r} is not an origin as browsers send it, like '
+                    f'https://example.org, and not * alone'
                 )
         exposed = ['X-Request-Id', 'Retry-After']
         super().__init__('*' if origins == ['*'] else origins, exposed)
@@ -108,9 +105,7 @@ class BearerAuth:
 
     It runs before the router: without a token a path that does not exist is 401.
 
-    Args:
-        tokens: The accepted tokens, by path; those of '' are for all other paths.
-        public: Paths that need no token.
+    ``tokens`` has the accepted ones by path; those of '' are for all other paths.
     """
 
     def __init__(self, tokens: Mapping[str, Tokens], public: Iterable[str]) -> None:
