@@ -1,30 +1,20 @@
-"""How greenlets wait: for a store, for their clients, and for each other.
+"""How greenlets wait for a store.
 
 One thread serves all connections of a worker, each in a greenlet. Calls that block (a
 sync, a database, a lock) run in other threads: nothing is monkey-patched.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import gevent
 from gevent.hub import Waiter
-from gevent.monkey import get_original
-from greenlet import getcurrent
 
 from store.scheduler import Scheduler, Wait, Wake
 
 
 class GeventScheduler(Scheduler):
-    """How greenlets wait in a store; its threads are never patched by gevent."""
-
-    def start(self, function: Callable[[], object]) -> None:
-        get_original('_thread', 'start_new_thread')(function, ())
-
-    def lock(self) -> Any:
-        return get_original('_thread', 'allocate_lock')()
+    """Callers of a store are greenlets; its threads are not."""
 
     def waiter(self) -> tuple[Wait, Wake]:
         waiter = Waiter()
@@ -72,60 +62,3 @@ class Gathering:
         self._check.stop()
         self._idle.stop()
         self._function()
-
-
-class Turns:
-    """Decides which greenlets go on when the event loop has polled its sockets.
-
-    First all whose clients have sent something, in the order of arrival. (The event
-    loop reports the latest first: some requests would take twice as long as others.)
-
-    Then one greenlet whose client has pipelined its next request. With ``sleep(0)`` all
-    greenlets of such clients would go on before any other: beside 300 of them a healthy
-    client waited twice as long, and under one load forever.
-    """
-
-    def __init__(self) -> None:
-        self._hub = hub = gevent.get_hub()
-        self._waiting = set[Any]()
-        self._arrived: list[Any] = []
-        self._pipelined = deque[Any]()
-        self._idle = hub.loop.idle()
-        self._check = hub.loop.check()
-        self._check.priority = hub.loop.MINPRI + 1  # before a Gathering looks
-        self._check.start(self._next)
-
-    def wait_for_data(self, readable: Any) -> None:
-        """Return when a watcher has reported its socket."""
-        greenlet = getcurrent()
-        self._waiting.add(greenlet)
-        if not readable.active:  # to stop and start it each time takes a system call
-            readable.start(self._report, readable, greenlet)
-        self._hub.switch()
-
-    def _report(self, readable: Any, greenlet: Any) -> None:
-        if greenlet in self._waiting:
-            self._waiting.remove(greenlet)
-            self._arrived.append(greenlet)
-        else:
-            readable.stop()  # until its greenlet waits again
-
-    def wait_for_others(self, *, is_next: bool = False) -> None:
-        """Return after the arrived greenlets and, unless ``is_next``, the pipelined."""
-        if not self._pipelined:
-            self._idle.start(lambda: None)  # so the loop does not sleep
-        greenlet = getcurrent()
-        (self._pipelined.appendleft if is_next else self._pipelined.append)(greenlet)
-        try:
-            self._hub.switch()
-        except BaseException:  # Ctrl-C ends the worker also here
-            self._pipelined.remove(greenlet)
-            raise
-
-    def _next(self) -> None:
-        while self._arrived:
-            self._arrived.pop().switch()
-        if self._pipelined:
-            self._pipelined.popleft().switch()
-            if not self._pipelined:
-                self._idle.stop()
