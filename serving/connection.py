@@ -54,6 +54,7 @@ class Connection:
         self._greenlet: Any = None  # while it waits for the client
         self._has_ended = False  # the client sends no more
         self.is_idle = True
+        self.since, self.deadline = 0.0, 0.0
         self._limit(FIRST_REQUEST)
 
     def run(self) -> None:

@@ -20,11 +20,12 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from app import PlantsApp
 from serving.connection import LINGER, Connection
+from serving.log import Buffer, PlantsLogger
 from web.middleware import RequestLog
 
 OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
 TICK = 0.2  # seconds between two looks for late clients, and for a signal to stop
-FLUSH = 0.005  # seconds that a line of the log may wait for more lines
+FLUSH = 0.02  # seconds that a line of the log may wait for more lines
 # A worker that has accepted a connection leaves the next to others for so long: all
 # wait at one socket, and some kept connections often ended up at one worker.
 ACCEPT_PAUSE = 0.001
@@ -75,9 +76,15 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # This application answers the requests that ours must not serve.
         is_ours = isinstance(self.wsgi, PlantsApp)
         self.refusals = self.wsgi if is_ours else PlantsApp([RequestLog()])
-        if hasattr(self.log, 'batching'):
-            self.log.batching.batch_with(gevent.get_hub().loop)
+        if isinstance(self.log, PlantsLogger):
+            self.log.buffer.is_flushed = True
+            gevent.spawn(self._flush, self.log.buffer)
         self.max_body = getattr(self.wsgi, 'max_body_bytes', MAX_BODY)
+
+    def _flush(self, buffer: Buffer) -> None:
+        while True:
+            gevent.sleep(FLUSH)
+            buffer.flush()
 
     def _serve(self) -> None:
         """Accept connections until the worker is to stop."""
