@@ -95,7 +95,7 @@ class TestMissing:
 class TestInterrupted:
     """A copy that ends early keeps what it has copied, and may be repeated."""
 
-    PLANTS = many(100_000)
+    PLANTS = many(30_000)
 
     @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL])
     def test_copy_that_is_interrupted_may_be_repeated(self, make, run, path, number):
@@ -110,14 +110,14 @@ class TestInterrupted:
         assert process.returncode == (130 if number == signal.SIGINT else -number)
         assert errors == b''
         done = len(plants_in(f'jsonl:{path}'))
-        assert 0 < done < 100_000
+        assert 0 < done < 30_000
         if number == signal.SIGINT:
             copied, there, conflicting = counts(output)
             # It may not have counted all of the last batch that it has stored.
             assert done - 1000 <= copied <= done
             assert (there, conflicting) == (0, 0)
         code, output, _ = run('copy', source, path)
-        assert (code, counts(output)) == (0, (100_000 - done, done, 0))
+        assert (code, counts(output)) == (0, (30_000 - done, done, 0))
         assert plants_in(f'jsonl:{path}') == self.PLANTS
 
     def test_copy_ends_with_its_target(self, make, run, monkeypatch):
