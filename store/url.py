@@ -44,7 +44,8 @@ def open_store(
             return PostgreSQLStore(url, create=create, scheduler=scheduler)
     except (ImportError, ValueError) as ex:
         need = isinstance(ex, ImportError) * 'it needs the package psycopg[binary]: '
-        raise ValueError(f'{scheme}: {need}{ex}') from ex
+        reason = str(ex) if scheme == 'jsonl' else clean(str(ex), url)
+        raise ValueError(f'{scheme}: {need}{reason}') from None
     return _open_plugin(url, create=create, scheduler=scheduler)
 
 

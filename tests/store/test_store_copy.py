@@ -192,7 +192,8 @@ class TestProgress:
         os.close(master)
         assert re.search(rb'\d+%\|.*\| \d+/3\d\d\d \[', shown)
         printed = re.split(rb'[\r\n]+', shown)
-        assert any(line.endswith(b'{"id":1,"name":"Reed"}') for line in printed)
+        conflict = rb'[a-z]+: \{"id":1,"name":"Reed"\}'  # on a line of its own
+        assert any(re.fullmatch(conflict, line) for line in printed)
         assert counts(b'\n'.join(printed).strip()) == (3000, 0, 1)
 
     @pytest.mark.parametrize('kind', KINDS)
