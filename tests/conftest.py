@@ -1,9 +1,7 @@
 """Fixtures of all tests: application, command line, plant file, PostgreSQL."""
 
 import gc
-import itertools
 import json
-import logging
 import os
 import shutil
 import signal
@@ -15,10 +13,10 @@ import pytest
 from hypothesis import settings
 from server import TOKEN
 
-import schemas
 from app import create_app
 from store.__main__ import main
 from store.memory import MemoryStore
+from web import body
 
 with warnings.catch_warnings():
     # WebOb imports cgi, which warns that it will be removed.
@@ -126,8 +124,8 @@ def anonymous(app):
 def edit_schema(tmp_path, monkeypatch):
     """Return a function that changes the schema of a name, in a copy of the files."""
     directory = tmp_path / 'schemas'
-    shutil.copytree(schemas.DIRECTORY, directory)
-    monkeypatch.setattr(schemas, 'DIRECTORY', directory)
+    shutil.copytree(body.DIRECTORY, directory)
+    monkeypatch.setattr(body, 'DIRECTORY', directory)
 
     def edit_schema(name, change):
         path = directory / f'{name}.json'
@@ -184,23 +182,3 @@ def disk(path):
 
     with installed(Disk(path)) as disk:
         yield disk
-
-
-@pytest.fixture
-def slow_syncs(monkeypatch):
-    """Let every sync appear to take a second, so that several may be in flight."""
-    ticks = itertools.count()
-    monkeypatch.setattr('store.group_commit.perf_counter', lambda: next(ticks))
-
-
-@pytest.fixture
-def rebuilt(caplog):
-    """Return a function: whether the log reported a new index since its last call."""
-    caplog.set_level(logging.INFO, logger='store')
-
-    def rebuilt():
-        found = 'building the index' in caplog.text
-        caplog.clear()
-        return found
-
-    return rebuilt

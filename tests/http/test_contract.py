@@ -3,17 +3,12 @@
 import io
 import json
 import logging
-import tracemalloc
 from unittest.mock import MagicMock, Mock
 
 import pytest
 from exchange import assert_error
-from server import REPOSITORY
 
-from store import Plant, StoreClosed, StoreCorrupt, StoreError, StoreUnavailable
-from web.tokens import TokensFile
-
-PLANT = json.loads((REPOSITORY / 'schemas/Plant.json').read_bytes())
+from store import Plant, PlantStore, errors
 
 FERN = {'id': 1, 'name': 'Fern', 'tag': 'shade'}
 FERN_ANSWER = {'name': 'Fern', 'tag': 'shade'}
@@ -31,7 +26,7 @@ def assert_plant(response, plant):
 def faulty_store(fault):
     """Return a store of which ``add`` and ``ping`` raise an exception."""
     fail = Mock(side_effect=fault)
-    return Mock(add=fail, ping=fail)
+    return Mock(PlantStore, add=fail, ping=fail)
 
 
 class UnreadableBody(io.BytesIO):
@@ -47,15 +42,6 @@ def test_answer_is_the_plant_without_its_id(client, store):
     assert_plant(client.add(body), FERN_ANSWER)
     assert_plant(client.add({'id': 2, 'name': 'Moss'}), {'name': 'Moss'})
     assert list(store) == [Plant(1, 'Fern', 'shade'), Plant(2, 'Moss', None)]
-
-
-def test_every_member_of_the_schema_is_stored_and_answered(client, store):
-    """No member that the schema names is accepted and then forgotten."""
-    members = PLANT['properties'].items()
-    answer = {name: member['examples'][0] for name, member in members}
-    assert {*Plant._fields} == {'id', *answer}
-    assert_plant(client.add({'id': 1, **answer}), answer)
-    assert list(store) == [Plant(1, **answer)]
 
 
 def test_repeat_is_answered_as_the_first_and_another_plant_refused(client, store):
@@ -90,12 +76,11 @@ def test_chunked_body_is_read_to_its_end(client):
     body = io.BytesIO(json.dumps(FERN).encode().ljust(65_536))
     pieces = MagicMock(read=lambda size: body.read(min(size, 3)))
     assert_plant(send(pieces), FERN_ANSWER)
+    assert_error(send(io.BytesIO(b' ' * 65_537)), 40003)
     assert_error(send(io.BytesIO()), 40001)
-    assert 'Content-Length' in assert_error(send(UnreadableBody(), False), 40001)
+    assert_error(send(UnreadableBody(), False), 40001)
     broken = MagicMock(read=Mock(side_effect=OSError('peer 10.0.0.1 has gone')))
     assert '10.0.0.1' not in assert_error(send(broken), 40000)
-    for length in (None, '0'):
-        assert_error(client.send(b'', content_length=length), 40001)
 
 
 @pytest.mark.parametrize(
@@ -105,38 +90,31 @@ def test_wrong_length_is_40000(length, client, store):
     """A Content-Length that is no number, or longer than the body, is 40000."""
     client.lint = False  # it would refuse such a length
     body = json.dumps(FERN).encode().ljust(43)
-    message = assert_error(client.send(body, content_length=length), 40000)
-    assert message.startswith(('The value', 'the body ended'))
+    assert len(assert_error(client.send(body, content_length=length), 40000)) < 200
     assert list(store) == []
 
 
-@pytest.mark.parametrize(
-    'content_type',
-    ['APPLICATION/Json;', 'application/json;charset="UTF-8"', 'application/json; a=4'],
-)
-def test_json_media_type_is_accepted(content_type, client):
-    """``application/json`` may be in any case, with parameters; UTF-8 is required."""
-    assert client.add(FERN, content_encoding='identity').status_int == 200
-    assert client.add(FERN, content_type=content_type).status_int == 200
+OURS = ['APPLICATION/Json;', 'application/json; a=4']
+OURS += [f'application/json;charset={name}' for name in ('utf-8', '"UTF-8"', 'utf8')]
+OTHERS = [None, ';', 'é/ü', 'application/json, a', 'text/json', 'application/jsonp']
+OTHERS += ['application/json; charset=latin1']  # RFC 8259, section 8.1
 
 
-@pytest.mark.parametrize('content_type', [None, ';', 'é/ü', 'application/json, a/b'])
-def test_other_media_type_is_40002(content_type, client, store):
-    """Any other type, none, another charset than UTF-8, and compression are 40002."""
-    message = assert_error(client.add(FERN, content_type=content_type), 40002)
-    assert message == 'the Content-Type must be application/json'
-    latin1 = client.add(FERN, content_type='application/json; charset=latin1')
-    # RFC 8259, section 8.1.
-    assert assert_error(latin1, 40002) == 'the charset must be utf-8, not "latin1"'
+def test_media_type_is_json_in_utf_8(client, store):
+    """It may be in any case, with parameters; any other type, and none, is 40002."""
+    for content_type in OTHERS:
+        assert_error(client.add(FERN, content_type=content_type), 40002)
     assert_error(client.add(FERN, content_encoding='gzip, identity'), 40002)
     assert list(store) == []
+    for content_type in OURS:
+        assert client.add(FERN, content_type=content_type).status_int == 200
+    assert client.add(FERN, content_encoding='identity').status_int == 200
 
 
 # Each step corrects what the step before was refused for; the rest stays wrong.
 LADDER = [
     (40100, {}),
     (40101, {'token': 'wrong'}),
-    (40300, {'token': 'for-metrics'}),
     (40400, {'token': 'right'}),
     (40500, {'path': '/plants'}),
     (40001, {'method': 'POST'}),
@@ -148,11 +126,9 @@ LADDER = [
 ]
 
 
-def test_first_fault_in_the_order_of_checks_is_answered(serve, store, tmp_path):
+def test_first_fault_in_the_order_of_checks_is_answered(serve, store):
     """Of several faults the first is answered; no body is read after a bad head."""
-    path = tmp_path / 'tokens'
-    path.write_text('right\nprometheus for-metrics metrics')
-    client = serve(store, tokens=TokensFile(path))
+    client = serve(store, tokens='right')
     store.add(Plant(**FERN))
     request = {'token': None, 'path': '/nowhere', 'method': 'PUT', 'type': 'x/y'}
     request['body'] = UnreadableBody()
@@ -173,24 +149,20 @@ def test_first_fault_in_the_order_of_checks_is_answered(serve, store, tmp_path):
 def test_other_method_is_40500(path, client):
     """Every other method is 40500 with Allow; on /plants it is 401 without a token."""
     client.lint = False  # it takes an unknown method for a fault of the server
-    others, allowed = ['POST'], 'GET, HEAD'
-    if path == '/plants':
-        others, allowed = ['GET', 'HEAD'], 'POST'
+    allowed = 'POST' if path == '/plants' else 'GET, HEAD'
+    other = 'GET' if path == '/plants' else 'POST'
     # Falcon knows some of these, and treats the last two in its own way.
-    for method in (*others, 'PUT', 'TRACE', 'BREW', 'post', 'OPTIONS', 'WEBSOCKET'):
+    for method in (other, 'PUT', 'TRACE', 'BREW', 'post', 'OPTIONS', 'WEBSOCKET'):
         response = client.request(path, method=method)
-        if method == 'HEAD':
-            assert (response.status_int, response.body) == (405, b'')
-        else:
-            assert_error(response, 40500)
+        assert_error(response, 40500)
         assert response.headers['Allow'] == allowed
         if path == '/plants':
             refused = client.request(path, method=method, headers={'Authorization': ''})
             assert refused.status_int == 401
 
 
-UNKNOWN = ['/', '/plants/', '/Plants', '/livez/', '/%2Flivez', '/%00', '/%ff']
-UNKNOWN += ['/docs/', '/docs/docs.html', '/docs/../app.py']
+UNKNOWN = ['/', '/plants/', '//plants', '/Plants', '/livez/', '/%2Flivez', '/%00']
+UNKNOWN += ['/%ff', '/docs/', '/docs/docs.html', '/docs/../app.py']
 
 
 @pytest.mark.parametrize('path', UNKNOWN)
@@ -198,27 +170,23 @@ def test_unknown_path_is_40400(path, client):
     """A path that does not exist is 40400, but only to a client with a token."""
     client.lint = False
     for method in ('GET', 'POST', 'OPTIONS', 'BREW'):
-        message = assert_error(client.request(path, method=method), 40400)
-        assert message.endswith('/plants')
+        assert_error(client.request(path, method=method), 40400)
     client.authorization = None
     assert_error(client.get(path), 40100)
 
 
-def test_query_is_ignored(client):
+def test_query_is_ignored(client, anonymous):
     """A query string changes nothing, and a token in it is not accepted."""
-    assert client.send(json.dumps(FERN).encode(), '/plants?id=2').status_int == 200
-    token = client.authorization[1]
-    client.authorization = None
-    query = f'/plants?access_token={token}'
-    assert_error(client.send(json.dumps(FERN).encode(), query), 40100)
+    query = f'/plants?id=2&access_token={client.authorization[1]}'
+    assert client.add(FERN, path=query).status_int == 200
+    assert_error(anonymous.add(FERN, path=query), 40100)
 
 
 @pytest.mark.parametrize('path', PUBLIC)
 def test_public_path_needs_no_token(path, anonymous):
     """A public path needs no token, with GET and with HEAD."""
-    response = anonymous.get(path)
+    response, head = anonymous.get(path), anonymous.head(path)
     assert response.status_int == 200, response.text
-    head = anonymous.head(path)
     assert (head.status_int, head.body) == (200, b'')
     assert head.headers['Content-Type'] == response.headers['Content-Type']
     # What is true only now is not kept; the documents say for how long they may be.
@@ -229,33 +197,34 @@ def test_public_path_needs_no_token(path, anonymous):
 
 
 @pytest.mark.parametrize(
-    ('value', 'fault', 'seconds', 'reason'),
+    ('value', 'fault', 'reason'),
     [
-        (50300, StoreUnavailable('it is full', store='/srv/green'), '1', 'it is full'),
-        # An operator must act first: that takes longer than a lock or a full disk.
-        (50300, StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'not JSON'), '60', ''),
-        (50300, StoreClosed(), '60', ''),
-        (50300, StoreError('/srv/green'), '60', ''),
-        (50000, KeyError('green'), None, ''),
+        (
+            50300,
+            errors.StoreUnavailable('it is full', store='/srv/green'),
+            'it is full',
+        ),
+        (50300, errors.StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'not JSON'), ''),
+        (50300, errors.StoreClosed(), ''),
+        (50300, errors.StoreError('/srv/green'), ''),
+        (50000, KeyError('green'), ''),
     ],
     ids=lambda fault: type(fault).__name__,
 )
-def test_only_the_log_has_the_details_of_a_fault(
-    value, fault, seconds, reason, serve, caplog
-):
+def test_only_the_log_has_the_details_of_a_fault(value, fault, reason, serve, caplog):
     """A store that fails is 50300, with a reason if it may work soon; others 50000."""
     client = serve(faulty_store(fault))
     for response in client.add(FERN, x_request_id='find-me'), client.get('/readyz'):
         message = assert_error(response, value)
         assert reason in message
-        assert response.headers.get('Retry-After') == seconds
         assert 'green' not in str(response.headers)
         for secret in ('/', 'green', 'plants.jsonl', 'repair'):
             assert secret not in message
     assert client.head('/readyz').status_int == value // 100
     assert client.get('/livez').json == {'status': 'live'}
-    assert f'find-me: {fault if value == 50300 else "unexpected"}' in caplog.text
-    assert (f'KeyError: {fault}' in caplog.text) == (value == 50000)
+    assert 'find-me: ' in caplog.text
+    assert str(fault) in caplog.text
+    assert ('Traceback' in caplog.text) == (value == 50000)
 
 
 # For 200 and some error values, a request that is answered with it.
@@ -268,7 +237,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize('accept', ['application/xml', 'x'])
+@pytest.mark.parametrize('accept', ['application/xml', 'text/html', 'x'])
 def test_answer_is_json_whatever_is_accepted(accept, client, serve):
     """``Accept`` does not change an answer: there is one representation."""
     broken = serve(faulty_store(RuntimeError()))
@@ -278,6 +247,26 @@ def test_answer_is_json_whatever_is_accepted(accept, client, serve):
     for value in REQUESTS.keys() - {200}:
         assert_error(REQUESTS[value](client), value)
     assert_error(broken.add(FERN), 50000)
+
+
+def test_status_is_a_status_line(serve, store):
+    """Agents that wrap Falcon take ``resp.status`` apart: it is not a number."""
+    seen = []
+
+    class Agent:
+        def process_response(self, req, resp, resource, is_answered):
+            seen.append(resp.status)
+
+    client = serve(store, cors_origins='*')
+    broken = serve(faulty_store(errors.StoreClosed()))
+    for one in (client, broken):
+        one.app.add_middleware(Agent())
+    for request in REQUESTS.values():
+        request(client)
+    client.options('/plants', headers={'Access-Control-Request-Method': 'POST'})
+    broken.add(FERN)
+    codes = [text.partition(' ')[0] for text in seen]
+    assert codes == ['200', '400', '401', '404', '405', '204', '503']
 
 
 @pytest.mark.parametrize('request_id', ['', 'a b', 'x' * 129, 'é', '"a"', 'a\n'])
@@ -293,20 +282,17 @@ def test_request_id_is_returned_or_generated(request_id, anonymous, client):
 
 
 @pytest.mark.parametrize('value', REQUESTS)
-def test_each_request_is_logged(value, client, serve, store, caplog):
+def test_each_request_is_logged(value, client, caplog):
     """One line has id, token, method, path, status, value, duration and bytes."""
     caplog.set_level(logging.INFO, 'plants')
     response = REQUESTS[value](client)
-    (line,) = caplog.messages
     name = '-' if value in (40101, 40500) else 'tester'
     path = {40400: '/nowhere', 40500: '/livez'}.get(value, '/plants')
-    error = 0 if value == 200 else value
-    status = response.status_int
-    request_id = response.headers['X-Request-Id']
+    status, error = (200, 0) if value == 200 else (value // 100, value)
+    request_id, size = response.headers['X-Request-Id'], len(response.body)
+    (line,) = caplog.messages
     assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
-    assert line.endswith(f' ms {len(response.body)} bytes')
-    serve(store, tokens={'': 'x'}).add(FERN, authorization='Bearer x')
-    assert ' - POST /plants 200 ' in caplog.messages[1]
+    assert line.endswith(f' ms {size} bytes')
 
 
 @pytest.mark.parametrize('path', ['/a%0Ab', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
@@ -319,18 +305,3 @@ def test_path_cannot_break_a_log_line(path, anonymous, caplog):
     assert line.isascii()
     assert line.isprintable()
     assert len(line.split()) == 10
-
-
-def test_paths_of_strangers_are_not_kept(anonymous, caplog, monkeypatch):
-    """Any number of long paths leave 2 MiB behind at most: anybody can send them."""
-    caplog.set_level(logging.INFO, 'plants')
-    monkeypatch.setattr(logging.getLogger('plants'), 'propagate', False)
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        for number in range(100):
-            anonymous.get(f'/{number}' + '%FF' * 2600)
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert after - before < 2 * 2**20

@@ -1,4 +1,4 @@
-"""The application under other WSGI servers."""
+"""The application under other WSGI servers, and below the path of another one."""
 
 import threading
 from contextlib import contextmanager, suppress
@@ -10,12 +10,14 @@ import waitress.server
 import waitress.wasyncore
 from conftest import Client
 from exchange import assert_error, chunked
-from server import PATIENCE, TOKEN, RawClient, request
+from rawclient import TOKEN, RawClient, request
+from server import PATIENCE
 from test_contract import FERN, FERN_ANSWER
 
 from store import Plant
 
 MAX_BODY = 200  # bytes; small, so that a larger body still goes out in one piece
+JSON = 'application/json'
 
 
 @contextmanager
@@ -57,73 +59,66 @@ def served_by_cheroot(app):
         yield server.bind_addr[1]
 
 
-def exchange(port, data):
-    """Send one request and return its answer."""
-    with RawClient(port) as client:
-        return client.ask(data)
+@pytest.mark.parametrize('served', [served_by_waitress, served_by_cheroot])
+def test_other_servers_serve_the_application(serve, store, served):
+    """Each kind of answer reaches the client; the WSGI validator finds no fault."""
 
+    def ask(data):
+        with RawClient(port) as client:
+            return client.ask(data)
 
-each_server = pytest.mark.parametrize(
-    'served', [served_by_waitress, served_by_cheroot], ids=['waitress', 'cheroot']
-)
-
-
-@each_server
-def test_answers_are_valid_wsgi(serve, store, served):
-    """Each kind of answer reaches the client, and the WSGI validator finds no fault."""
     app = serve(store, max_body_bytes=MAX_BODY).app
     with served(validator(app)) as port:
-        assert_error(exchange(port, request()), 40001)
-        assert_error(exchange(port, request(body=b' ' * (MAX_BODY + 1))), 40003)
-        options = request('OPTIONS', '/livez', authorization=None)
-        assert_error(exchange(port, options), 40500)
-        assert exchange(port, request(body=FERN)).json == FERN_ANSWER
-    assert list(store) == [Plant(**FERN)]
-
-
-@pytest.mark.parametrize('length', [None, '10'])  # the chunks say how long the body is
-@each_server
-def test_chunked_body_is_read(app, store, served, length):
-    """A chunked body is read where the server marks its end; bad chunks are 40000."""
-    how = {'content_type': 'application/json', 'content_length': length}
-    pieces = b'{"id": 1, "name": ', b'"Fern", "tag": "shade"}'
-    with served(app) as port:
-        answer = exchange(port, chunked(*pieces, **how))
-        if served is served_by_cheroot:  # waitress refuses them itself
-            bad = exchange(port, chunked(*pieces, end=b'seven\r\n', **how))
-            assert_error(bad, 40000)
-    assert (answer.status, answer.json) == (200, FERN_ANSWER)
-    assert list(store) == [Plant(**FERN)]
+        assert_error(ask(request()), 40001)
+        assert_error(ask(request(body=b' ' * (MAX_BODY + 1))), 40003)
+        assert_error(ask(request('OPTIONS', '/livez', authorization=None)), 40500)
+        assert ask(request(body=FERN)).json == FERN_ANSWER
+    with served(app) as port:  # the validator hides that the server ends the input
+        answer = ask(chunked(b'{"id": 2, "name": ', b'"Moss"}', content_type=JSON))
+    assert answer.json == {'name': 'Moss'}
+    assert list(store) == [Plant(**FERN), Plant(2, 'Moss')]
 
 
 @pytest.fixture
-def add(app):
-    """A function that adds a plant, with variables set, or with None removed."""
+def mounted(app):
+    """A function: a client of the application, with variables set, or None removed."""
 
-    def add(**variables):
+    def mounted(**variables):
         def changed(environ, start_response):
             environ |= variables
             kept = {name: text for name, text in environ.items() if text is not None}
             return app(kept, start_response)
 
-        return Client(changed, TOKEN).add(FERN)
+        return Client(changed, TOKEN)
 
-    return add
+    return mounted
+
+
+@pytest.mark.parametrize('prefix', ['', '/garden', '/my/garden', '/plants'])
+def test_paths_are_those_below_the_prefix(mounted, prefix):
+    """Under any prefix each path works as without one, and so does every refusal."""
+    client = mounted(SCRIPT_NAME=prefix)
+    assert client.add(FERN).json == FERN_ANSWER
+    assert client.get('/livez', headers={'Authorization': ''}).status_int == 200
+    assert client.get('/openapi.json').json['servers'][0]['url'] == '.'
+    assert_error(client.get('/plants', headers={'Authorization': ''}), 40100)
+    assert_error(client.get('/plants/plants'), 40400)
+    assert_error(client.get('/plants'), 40500)
+
+
+VARIABLES = {
+    'PATH_INFO': 40400,
+    'CONTENT_LENGTH': 40001,
+    'CONTENT_TYPE': 40002,
+    'HTTP_AUTHORIZATION': 40100,
+}
 
 
 @pytest.mark.parametrize('nothing', ['', None], ids=['empty', 'absent'])
-@pytest.mark.parametrize(
-    ('variable', 'value'),
-    [
-        *[('PATH_INFO', 40400), ('CONTENT_LENGTH', 40001)],
-        *[('CONTENT_TYPE', 40002), ('HTTP_AUTHORIZATION', 40100)],
-    ],
-)
-def test_empty_variable_is_like_an_absent_one(add, variable, value, nothing):
+def test_empty_variable_is_like_an_absent_one(mounted, nothing):
     """An empty variable of the environ and an absent one mean the same."""
-    assert_error(add(SCRIPT_NAME='/garden', **{variable: nothing}), value)
-
-
-def test_query_and_prefix_may_be_absent(add):
-    """The environ of a server may lack them."""
-    assert add(SCRIPT_NAME=None, QUERY_STRING=None).json == FERN_ANSWER
+    for variable, value in VARIABLES.items():
+        client = mounted(SCRIPT_NAME='/garden', **{variable: nothing})
+        assert_error(client.add(FERN), value)
+    client = mounted(SCRIPT_NAME=nothing, QUERY_STRING=nothing)
+    assert client.add(FERN).json == FERN_ANSWER

@@ -1,10 +1,9 @@
-"""Bearer tokens: which are accepted, what each may do, and the tokens file."""
+"""Bearer tokens: which are accepted, for what, and the tokens file."""
 
 import hashlib
 import hmac
 import logging
 import os
-import threading
 from unittest import mock
 
 import pytest
@@ -15,11 +14,9 @@ from waiting import PATIENCE
 
 from app import create_app
 from store.memory import MemoryStore
-from web import tokens as tokens_module
-from web.tokens import Token, Tokens, TokensFile
+from web.tokens import Tokens, TokensFile
 
 FERN = {'id': 1, 'name': 'Fern'}
-WITHIN = TokensFile.CHECK_EVERY + TokensFile.CHECK_WITHIN  # seconds
 
 
 def sha256(token):
@@ -41,6 +38,12 @@ def path(tmp_path):
     return path
 
 
+@pytest.fixture
+def always_checked(monkeypatch):
+    """Look at the tokens file at every request."""
+    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
+
+
 def serve_tokens(tokens, **options):
     """Return a client, without a token, of a service that accepts these tokens."""
     return Client(create_app(MemoryStore(), tokens=tokens, **options))
@@ -58,11 +61,8 @@ def value_of(client, authorization, path='/plants'):
     return response.json['error']
 
 
-BAD_TOKENS = [
-    *['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é', f'{OTHER}=x'],
-    *[f'name:{OTHER}', sha256(OTHER)[:-1], sha256(OTHER)[:-1] + 'g', None, b'abc'],
-    f'{sha256(OTHER)}00',
-]
+BAD_TOKENS = ['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é', None]
+BAD_TOKENS += [f'{OTHER}=x', f'name:{OTHER}', sha256(OTHER)[:-1], f'{sha256(OTHER)}00']
 
 
 @pytest.mark.parametrize('bad', BAD_TOKENS, ids=ascii)
@@ -87,147 +87,108 @@ def test_no_application_is_made_without_a_token_and_a_printable_name(tokens):
 def assert_accepts(tokens, names):
     """Check that exactly these tokens are accepted, under these names."""
     assert len(tokens) == len(names)
-    assert {text: tokens.find(text).name for text in names} == names
+    assert {text: tokens.find(text) for text in names} == names
     for text in ('', 'token', 'garden', sha256(TOKEN), f' {TOKEN}', TOKEN.upper()):
         assert tokens.find(text) is None
 
 
-@pytest.mark.parametrize(
-    ('tokens', 'names'),
-    [
-        (TOKEN, {TOKEN: 'token-1'}),
-        (sha256(TOKEN), {TOKEN: 'token-1'}),
-        (iter([TOKEN, sha256(OTHER)]), {TOKEN: 'token-1', OTHER: 'token-2'}),
-        ({'garden': TOKEN, 'shed': sha256(OTHER)}, {TOKEN: 'garden', OTHER: 'shed'}),
-        ({'a': TOKEN, 'b': TOKEN}, {TOKEN: 'b'}),
-        ({'the # garden': TOKEN, '': OTHER}, {TOKEN: 'the # garden', OTHER: ''}),
-        (['-._~+/=='], {'-._~+/==': 'token-1'}),
-    ],
-    ids=['text', 'digest', 'iterator', 'mapping', 'twice', 'odd names', 'characters'],
-)
-def test_tokens_are_named_by_number_or_mapping(tokens, names):
+def test_tokens_are_named_by_number_or_mapping():
     """Tokens or their digests are named by number, or by the keys of a mapping."""
-    assert_accepts(Tokens(tokens), names)
+    for one in (TOKEN, sha256(TOKEN)):
+        assert_accepts(Tokens(one), {TOKEN: 'token-1'})
+    several = iter([TOKEN, sha256(OTHER), '-._~+/=='])
+    names = {TOKEN: 'token-1', OTHER: 'token-2', '-._~+/==': 'token-3'}
+    assert_accepts(Tokens(several), names)
+    named = {'garden': TOKEN, 'shed': sha256(OTHER)}
+    assert_accepts(Tokens(named), {TOKEN: 'garden', OTHER: 'shed'})
 
 
 # The scheme may be in any case, with any number of spaces after it.
 ACCEPTED = [f'Bearer {TOKEN}', f'bearer {TOKEN}', f'BEARER   {TOKEN} ']
-NO_BEARER_TOKEN = [
-    *[None, '', 'Bearer  ', TOKEN, f'Basic {TOKEN}', f'Bearer:{TOKEN}'],
-    f'Basic YTpi, Bearer {TOKEN}',
-]
-WRONG_TOKENS = [
-    *['wrong', TOKEN[:-1], OTHER, TOKEN.upper(), f'"{TOKEN}"', f'{TOKEN} x'],
-    *[f'garden {TOKEN}', 'garden', sha256(TOKEN), '\xe9\xff', 'x' * 100_000],
-    f'{TOKEN}\xa0',
-]
+NO_BEARER_TOKEN = [None, '', 'Bearer  ', TOKEN, f'Basic {TOKEN}', f'Bearer:{TOKEN}']
+NO_BEARER_TOKEN += [f'Basic YTpi, Bearer {TOKEN}']
+WRONG_TOKENS = ['wrong', TOKEN[:-1], OTHER, TOKEN.upper(), f'"{TOKEN}"', f'{TOKEN} x']
+WRONG_TOKENS += [f'garden {TOKEN}', 'garden', sha256(TOKEN), '\xe9\xff', f'{TOKEN}\xa0']
+WRONG_TOKENS += ['x' * 100_000]
 
 
-@pytest.mark.parametrize(
-    ('value', 'authorization'),
-    [
-        *[(200, header) for header in ACCEPTED],
-        *[(40100, header) for header in NO_BEARER_TOKEN],
-        *[(40101, f'Bearer {token}') for token in WRONG_TOKENS],
-    ],
-    ids=lambda value: ascii(value)[:40],
-)
-def test_authorization_needs_a_bearer_token_of_ours(value, authorization):
+def test_authorization_needs_a_bearer_token_of_ours():
     """No bearer token is 40100, and one that is not exactly one of ours 40101."""
-    assert value_of(serve_tokens({'garden': TOKEN}), authorization) == value
+    client = serve_tokens({'garden': TOKEN})
+    for header in ACCEPTED:
+        assert value_of(client, header) == 200
+    for header in NO_BEARER_TOKEN:
+        assert value_of(client, header) == 40100, header
+    for token in WRONG_TOKENS:
+        assert value_of(client, f'Bearer {token}') == 40101, token
 
 
-def test_time_of_a_comparison_tells_nothing(monkeypatch):
+def test_time_of_a_comparison_tells_nothing():
     """Every digest is compared in constant time, also after the right one."""
-    compare = mock.Mock(wraps=hmac.compare_digest)
-    monkeypatch.setattr('hmac.compare_digest', compare)
     tokens = Tokens(['first', 'second', 'third'])
-    for text in ('first', 'unknown'):
-        tokens.find(text)
+    with mock.patch('hmac.compare_digest', wraps=hmac.compare_digest) as compare:
+        assert (tokens.find('first'), tokens.find('unknown')) == ('token-1', None)
     assert compare.call_count == 6
 
 
-def test_metrics_token_reads_metrics_and_nothing_else(path):
-    """Once a token is for metrics, only that reads them, and it is 40300 elsewhere."""
-    path.write_text(f'shop {TOKEN}\n')
-    client = serve_tokens(TokensFile(path), metrics=True)
-    assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 200
-    path.write_text(f'shop {TOKEN}\nprometheus {sha256(OTHER)} metrics  # scrapes\n')
-    client = serve_tokens(TokensFile(path), metrics=True)
-    assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 40300
-    assert value_of(client, f'Bearer {TOKEN}') == 200
+@pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
+def test_metrics_token_reads_metrics_and_nothing_else(form):
+    """Only that token reads metrics, and it is 40101 everywhere else."""
+    client = serve_tokens(TOKEN, metrics_token=form(OTHER))
     assert value_of(client, f'Bearer {OTHER}', '/metrics') == 200
-    for other_path in ('/plants', '/nowhere', '/', '/metrics2'):
-        assert value_of(client, f'Bearer {OTHER}', other_path) == 40300
-    refused = client.add(FERN, authorization=f'Bearer {OTHER}')
-    challenge = 'Bearer error="insufficient_scope", scope="plants"'
-    assert refused.headers['WWW-Authenticate'] == challenge
+    assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 40101
+    assert value_of(client, f'Bearer {TOKEN}') == 200
+    for path in ('/plants', '/nowhere', '/', '/metrics2', '/metrics/', '/Metrics'):
+        assert value_of(client, f'Bearer {OTHER}', path) == 40101
 
 
-@pytest.mark.parametrize(
-    ('lines', 'names'),
-    [
-        ([f'  {TOKEN}\t'], {TOKEN: 'token-1'}),
-        ([f'garden\t {TOKEN}'], {TOKEN: 'garden'}),
-        ([f'garden {sha256(TOKEN)}'], {TOKEN: 'garden'}),
-        ([f'sha256:{sha256(TOKEN)[7:].upper()}'], {TOKEN: 'token-1'}),
-        ([f'a {TOKEN}', f'a {OTHER}'], {TOKEN: 'a', OTHER: 'a'}),
-        ([TOKEN, f'b {sha256(TOKEN)}'], {TOKEN: 'b'}),
-        (['#', f'#a {OTHER}', f'a#b {TOKEN}'], {TOKEN: 'a#b'}),
-        (['', '# comment', f'{TOKEN} # mine'], {TOKEN: 'token-3'}),
-        (['metrics metrics'], {'metrics': 'metrics'}),
-        (['x' * 10_000], {'x' * 10_000: 'token-1'}),
-        # of another editor
-        ([f'\ufeffa {TOKEN}\r', '\r', f'b {OTHER}'], {TOKEN: 'a', OTHER: 'b'}),
-    ],
-    ids=lambda value: ascii(value)[:50],
-)
-def test_line_of_a_tokens_file_is_read(lines, names, path):
+@pytest.mark.parametrize('metrics_form', [str, sha256], ids=['token', 'digest'])
+@pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
+def test_metrics_token_is_none_for_plants(
+    form, metrics_form, path, always_checked, caplog
+):
+    """The same token for both is refused, also when the tokens file changes later."""
+    with pytest.raises(ValueError, match='garden') as raised:
+        serve_tokens({'a': TOKEN, 'garden': form(OTHER)}, metrics_token=sha256(OTHER))
+    tokens = TokensFile(path)
+    client = serve_tokens(tokens, metrics_token=metrics_form(OTHER))
+    path.write_text(f'new {TOKEN[::-1]}\nshop {form(OTHER)}\n')
+    assert value_of(client, f'Bearer {OTHER}') == 40101
+    assert value_of(client, f'Bearer {TOKEN}') == 200
+    assert [line.levelname for line in caplog.records if 'shop' in line.message]
+    assert_shows_no_token(str(raised.value) + caplog.text)
+    path.write_text(f'new {TOKEN[::-1]}\n')
+    assert value_of(client, f'Bearer {TOKEN[::-1]}') == 200
+
+
+LINES = {
+    f'  {TOKEN}\t': {TOKEN: 'token-1'},
+    f'garden\t {sha256(TOKEN)}': {TOKEN: 'garden'},
+    f'a {TOKEN}\na {OTHER}': {TOKEN: 'a', OTHER: 'a'},
+    f'{TOKEN}\nb {sha256(TOKEN).swapcase().replace("SHA", "sha")}': {TOKEN: 'b'},
+    f'#\n#a {OTHER}\na#b {TOKEN} # mine': {TOKEN: 'a#b'},
+    f'\n# comment\n{TOKEN}': {TOKEN: 'token-3'},
+    f'\ufeffa {TOKEN}\r\n\r\nb {OTHER}\r': {TOKEN: 'a', OTHER: 'b'},
+}
+
+
+@pytest.mark.parametrize('text', LINES, ids=ascii)
+def test_line_of_a_tokens_file_is_read(text, path):
     """A line is a token or its digest, with or without a name."""
-    path.write_bytes('\n'.join(lines).encode())
-    assert_accepts(TokensFile(path), names)
+    path.write_bytes(text.encode())
+    assert_accepts(TokensFile(path), LINES[text])
 
 
 @pytest.mark.parametrize(
-    ('line', 'words'),
-    [
-        (f'one two {OTHER}', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
-        (f'one {OTHER} Metrics', 'not TOKEN, NAME TOKEN or NAME TOKEN metrics'),
-        (f'garden {OTHER}" metrics', 'letters, digits'),
-        (f'garden:{OTHER}', 'sha256: and 64 hexadecimal digits'),
-    ],
+    'line', ['one two {}', 'garden {}"', 'garden:{}', 'a {} metrics']
 )
-def test_bad_line_is_refused_by_its_number(line, words, path):
-    """The message has the number of the line and what a line may be, not the line."""
-    path.write_text(f'old {TOKEN}\n\n# comment\n{line}')
+def test_bad_line_is_refused_by_its_number(line, path):
+    """The message has the line's number; of a scope of version 1 the new variable."""
+    path.write_text(f'old {TOKEN}\n\n# comment\n{line.format(OTHER)}')
     with pytest.raises(ValueError, match=rf'^{path}: line 4: ') as raised:
         TokensFile(path)
-    assert words in str(raised.value)
+    assert ('PLANTS_METRICS_TOKEN' in str(raised.value)) >= line.endswith('metrics')
     assert_shows_no_token(str(raised.value))
-
-
-@pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
-@pytest.mark.parametrize('scopes', [('', ' metrics'), (' metrics', '')])
-def test_token_with_two_scopes_is_refused(scopes, form, path, always_checked, caplog):
-    """A token of two scopes is refused with both lines: no line wins by its place."""
-    first, second = (f'a {TOKEN}{scopes[0]}', f'b {form(TOKEN)}{scopes[1]}')
-    tokens = TokensFile(path)
-    path.write_text(f'{OTHER}\n{first}\n\n{second}\n')
-    sentence = f'^{path}: lines 2 and 4: one token, two scopes$'
-    with pytest.raises(ValueError, match=sentence) as raised:
-        TokensFile(path)
-    assert tokens.find(OTHER) is None  # a running server keeps the tokens it has
-    assert 'lines 2 and 4' in caplog.text
-    assert_shows_no_token(str(raised.value) + caplog.text)
-    path.write_text(f'{first}\n{first}\n')
-    assert len(TokensFile(path)) == 1
-
-
-@pytest.fixture
-def always_checked(monkeypatch):
-    """Look at the tokens file at every request, and wait for it."""
-    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', 0)
-    monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', PATIENCE)
 
 
 def test_tokens_file_of_the_same_size_and_time_is_read(path, always_checked):
@@ -241,23 +202,18 @@ def test_tokens_file_of_the_same_size_and_time_is_read(path, always_checked):
     wait_until(has_another_ctime, 'the clock of the file system goes on')
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert tokens.find(TOKEN) is None
-    assert tokens.find(TOKEN[::-1]) == Token('new')
+    assert tokens.find(TOKEN[::-1]) == 'new'
 
 
-def test_tokens_file_that_is_replaced_during_a_read(path, always_checked, monkeypatch):
-    """It is read again, after the first reading and after a later one."""
-    texts, read_file = [OTHER, TOKEN[::-1]], tokens_module.read_file
+def test_tokens_file_that_changes_during_a_read_is_read_again(path, always_checked):
+    """What was written after the first reading began is taken up."""
 
-    def read_too_early(path):
-        content = read_file(path)
-        if texts:
-            path.unlink()
-            path.write_text(texts.pop())
-        return content
+    def read_too_early():
+        path.write_text(OTHER)
+        return TOKEN.encode()
 
-    monkeypatch.setattr(tokens_module, 'read_file', read_too_early)
-    tokens = TokensFile(path)
-    assert tokens.find(TOKEN[::-1])
+    with mock.patch.object(type(path), 'read_bytes', side_effect=read_too_early):
+        tokens = TokensFile(path)
     assert tokens.find(OTHER)
 
 
@@ -266,11 +222,13 @@ DAMAGE = {
     'a directory': lambda path: (path.unlink(), path.mkdir()),
     'a FIFO': lambda path: (path.unlink(), os.mkfifo(path)),
     'a device': lambda path: (path.unlink(), path.symlink_to('/dev/zero')),
-    'too long': lambda path: path.write_text(f'{OTHER}\n{"#" * 2**20}'),
+    'a loop': lambda path: (path.unlink(), path.symlink_to(path)),
     'empty': lambda path: path.write_text(''),
+    'a scope': lambda path: path.write_text(f'prometheus {OTHER} metrics\n'),
     'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
     'name that is not printable': lambda path: path.write_text(f'a\x7f {OTHER}\n'),
     'not UTF-8': lambda path: path.write_bytes(OTHER.encode() + b'\n\xff\n'),
+    'UTF-16': lambda path: path.write_bytes(OTHER.encode('utf-16')),
 }
 
 
@@ -278,8 +236,10 @@ DAMAGE = {
 def test_broken_tokens_file_keeps_the_old_tokens(damage, path, always_checked, caplog):
     """A tokens file that cannot be used changes nothing; it is logged and counted."""
     caplog.set_level(logging.INFO, 'plants')
-    client = serve_tokens(TokensFile(path), metrics=True)
+    client = serve_tokens(TokensFile(path), metrics_token='for-metrics')
     DAMAGE[damage](path)
+    with pytest.raises(ValueError, match=str(path)):
+        TokensFile(path)
     for _ in range(3):
         assert value_of(client, f'Bearer {TOKEN}') == 200
         assert value_of(client, f'Bearer {OTHER}') == 40101
@@ -291,40 +251,15 @@ def test_broken_tokens_file_keeps_the_old_tokens(damage, path, always_checked, c
     path.write_text(f'new {OTHER}\n')
     assert value_of(client, f'Bearer {OTHER}') == 200
     assert value_of(client, f'Bearer {TOKEN}') == 40101
-    assert 'tokens that are accepted now: 1' in caplog.text
     assert_shows_no_token(caplog.text)
-    metrics = client.get('/metrics', headers={'Authorization': f'Bearer {OTHER}'})
+    metrics = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
     assert 'plants_token_reload_failures_total 1.0\n' in metrics.text
 
 
 def test_tokens_file_is_not_looked_at_for_each_request(path, monkeypatch):
-    """Only one request every half a second pays for it."""
+    """Only one request a second pays for it."""
     monkeypatch.setattr(TokensFile, 'CHECK_EVERY', PATIENCE)
     tokens = TokensFile(path)
     path.unlink()
     path.write_text(OTHER)
     assert tokens.find(TOKEN)
-
-
-def test_requests_go_on_while_the_tokens_file_does_not_answer(
-    path, always_checked, monkeypatch
-):
-    """One thread at a time waits for a file on a dead mount; then it is read."""
-    assert WITHIN < 1
-    monkeypatch.setattr(TokensFile, 'CHECK_WITHIN', 0.01)
-    tokens = TokensFile(path)
-    answers = threading.Event()
-    waiting = []
-
-    def stat():
-        waiting.append(threading.current_thread())
-        assert answers.wait(PATIENCE)
-        return path.stat()
-
-    tokens._path = mock.Mock(wraps=path, stat=stat)
-    for _ in range(20):
-        assert tokens.find(TOKEN)
-    assert len(waiting) == 1
-    assert waiting[0].daemon, 'the process could not end'
-    answers.set()
-    waiting[0].join()
