@@ -48,6 +48,7 @@ graceful_timeout = 30
 logger_class = PlantsLogger
 on_starting = lifecycle.on_starting
 when_ready = lifecycle.when_ready
+nworkers_changed = lifecycle.nworkers_changed
 pre_fork = lifecycle.pre_fork
 post_worker_init = lifecycle.post_worker_init
 worker_exit = lifecycle.worker_exit

@@ -21,6 +21,7 @@ from gunicorn.app.wsgiapp import WSGIApplication
 
 from serving import service
 from store import StoreError, masked
+from web.settings import is_in_memory
 from web.tokens import show_token
 
 log = logging.getLogger('plants')
@@ -30,8 +31,9 @@ FIXED = 'address', 'uid', 'gid', 'pidfile'  # settings that a reload cannot chan
 
 def on_starting(server: Any) -> None:
     """Load the store, as the user that serves."""
-    # Until gunicorn has handlers: as process 1, this one would ignore it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Until gunicorn has handlers: the pid file is removed, and process 1 ends, too.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, lambda *_: sys.exit(0))
     has_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     server.handle_hup = partial(_hang_up, server, server.handle_hup, has_terminal)
     try:
@@ -60,6 +62,13 @@ def when_ready(server: Any) -> None:
     }
     lines = ['%(message)s', *(f'    {name:9}%({name})s' for name in facts)]
     log.info('\n'.join(lines), {'message': 'the plant store is ready', **facts})
+
+
+def nworkers_changed(server: Any, new: int, old: int | None) -> None:
+    """Keep one worker of a store in memory (SIGTTIN): each would have its own plants."""
+    if old is not None and new > 1 and is_in_memory(os.environ | server.cfg.env):
+        server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
+        server.num_workers = 1
 
 
 def pre_fork(server: Any, worker: Any) -> None:
