@@ -136,19 +136,6 @@ class TestInterrupted:
         assert (code, counts(output)) == (1, (2000, 0, 0))
         assert error.isprintable()
 
-    def test_copy_ends_with_its_database(self, make, run, database):
-        """A database that is gone ends the copy with 1, and a repeat completes it."""
-        source, target = make('jsonl', *many(10)), make('postgresql')
-        database.stop()
-        try:
-            for words in ('copy', source, target), ('copy', target, source):
-                code, _, errors = run(*words)
-                assert (code, errors[-1][:6]) == (1, 'Error:')
-        finally:
-            database.start()
-        assert run('copy', source, target)[0] == 0
-        assert plants_in(target) == many(10)
-
     def test_damaged_source_ends_the_copy(self, path, make, run):
         """A damaged line ends the copy with its place; what was copied stays."""
         target, last, sound = make('jsonl'), Plant(-1, 'Moss'), lines(*many(2500))
