@@ -5,10 +5,6 @@ BIN = .venv/bin
 RUN = $(BIN)/python -m
 PEERS = bench/peers
 
-# Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
-# the tests of a module together, because they share a database or a browser.
-TEST = $(RUN) pytest --numprocesses 4 --dist worksteal
-
 # If the environment forbids to write bytecode, every server, command and process of
 # pytest compiles its imports again. An empty value means that the variable is not set.
 export PYTHONDONTWRITEBYTECODE =
@@ -26,13 +22,15 @@ all: test lint
 run: .venv/run .venv/works
 	exec $(RUN) gunicorn
 
+# Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
+# the tests of a module together, because they share a database or a browser.
 test: .venv/test
-	$(TEST)
+	$(RUN) pytest --numprocesses 4 --dist worksteal $(TEST)
 
 # Prints the branches that no test takes. Servers and commands are traced too, so this
 # takes twice as long as make test.
-coverage: .venv/test
-	$(TEST) --cov
+coverage: TEST = --cov
+coverage: test
 
 # Tries every state that a crash may leave; make test tries a sample.
 crash: .venv/test
@@ -44,8 +42,6 @@ lint: .venv/test
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) mypy --platform darwin --cache-dir .mypy_cache/darwin
-
-venv: .venv/run
 
 # The check runs under any Python. On macOS gevent has no wheel for 3.11.
 .venv/run: requirements.txt constraints.txt
@@ -77,15 +73,16 @@ constraints: .venv/test
 bench: .venv/test $(PEERS)/.venv/installed
 	$(RUN) bench $(BENCH)
 
+bench-scale bench-hostile: bench-%: .venv/test
+	$(RUN) bench.$* $(BENCH)
+
 # The servers that make bench compares with. npm compiles better-sqlite3.
 $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 	$(PYTHON) -m venv $(PEERS)/.venv
-	$(PEERS)/.venv/bin/pip install --quiet --disable-pip-version-check \
+	$(PEERS)/.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-user --target= --root=/ --prefix=$(CURDIR)/$(PEERS)/.venv \
 		-r $(PEERS)/requirements.txt
 	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
 	touch $@
 
-bench-scale bench-hostile: bench-%: .venv/test
-	$(RUN) bench.$* $(BENCH)
-
-.PHONY: all run test coverage crash lint venv constraints bench bench-scale bench-hostile
+.PHONY: all run test coverage crash lint constraints bench bench-scale bench-hostile
