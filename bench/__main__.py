@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.contenders import CONTENDERS, HERE, TOP, Contender, add_options, chosen
 from bench.load import TOKEN, check_answers, first_answer, load
-from bench.report import CASES, ON_THIS_DISK, Case, Run, markdown
+from bench.report import CASES, DISKS, Case, Run, connections, markdown
 from bench.serving import Failed, cpu_time, memory, serving
 from store.jsonl.disk import sync
 
@@ -32,17 +32,17 @@ WARM_IDS, HOT_IDS = 1_000, 500_000_000  # the first ids; the ranges do not overl
 
 
 def main() -> None:
-    """Measure, and print the tables."""
+    """Measure, and print the table."""
     options = parse_options()
     with tempfile.TemporaryDirectory(dir=TOP, prefix='.bench-') as name:
         directory = Path(name)
         directory.chmod(0o711)  # PostgreSQL runs as another user
         run = Run(chosen(options), describe_conditions(options, directory))
         measure_all(run, options, directory)
-    tables = markdown(run)
-    print(tables)
+    table = markdown(run)
+    print(table)
     if options.report:
-        options.report.write_text(f'{tables}\n')
+        options.report.write_text(f'{table}\n')
     for case, reason in run.failed.items():
         print(f'FAILED, and left out: {describe(case)}: {reason}', file=sys.stderr)
     sys.exit(bool(run.failed))
@@ -59,7 +59,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument('--seconds', type=int, default=3, help='of each measurement')
     add_options(parser, default=list(CONTENDERS))
     parser.add_argument(
-        '--report', type=Path, metavar='FILE', help='write the tables to FILE, too'
+        '--report', type=Path, metavar='FILE', help='write the table to FILE, too'
     )
     options = parser.parse_args()
     if not shutil.which('wrk'):
@@ -74,7 +74,7 @@ def measure_all(run: Run, options: argparse.Namespace, directory: Path) -> None:
         Case(name, *case)
         for case in CASES
         for name, contender in run.contenders.items()
-        if contender.syncs or case in ON_THIS_DISK
+        if contender.syncs or not case[1]
     ]
     for number in range(options.rounds):
         for case in reversed(cases) if number % 2 else cases:
@@ -105,7 +105,7 @@ def measure(
     preload = {
         'LD_PRELOAD': f'{shim}',
         'SYNC_COUNT': f'{sync_count}',
-        'SYNC_DELAY': f'{1000 * case.delay_ms}',
+        **DISKS[case.disk],
     }
     figures = {}
     with (
@@ -122,8 +122,7 @@ def measure(
         }
         with serving(contender.command, environ, contender.directory) as server:
             first_answer_s = first_answer(server)
-            if contender.checks:
-                check_answers(server)
+            check_answers(server)
             if case == Case(case.name):
                 time.sleep(1)  # until all workers are started and idle
                 figures['first_answer_s'] = first_answer_s
@@ -136,7 +135,7 @@ def measure(
             cpu_s = cpu_time(server.process.pid) - cpu_s
         acknowledged = 1 + warm.answers + hot.answers
         stored = acknowledged
-        if contender.checks and database.stored is not None:
+        if database.stored is not None:
             stored = database.stored()
     # wrk stops twice; each time, requests in flight may be stored unanswered.
     if not acknowledged <= stored <= acknowledged + 2 * case.connections:
@@ -148,8 +147,8 @@ def measure(
     return figures | {
         'rate': hot.rate,
         'p99_ms': hot.p99_ms,
-        'syncs_per_add': synced / hot.answers,
         'cpu_us': 1e6 * cpu_s / hot.answers,
+        **({'adds_per_sync': hot.answers / synced} if synced else {}),
     }
 
 
@@ -176,7 +175,8 @@ def describe_conditions(options: argparse.Namespace, directory: Path) -> str:
         f'{cores} cores, Python {platform.python_version()}; '
         f'a write and its sync take {sync_ms(directory):.2f} ms. '
         'wrk and PostgreSQL run on the same cores. '
-        '2 workers or processes, unless stated otherwise. '
+        '2 workers or processes, unless stated otherwise. Each request has a new '
+        'traceparent and X-Request-Id. '
         'Plants added a second and, in brackets, the p99 in ms: '
         f'medians of {options.rounds} rounds of {options.seconds} s. '
         'Memory is the PSS of all processes of the idle server, CPU the time of all '
@@ -198,8 +198,7 @@ def sync_ms(directory: Path) -> float:
 
 def describe(case: Case) -> str:
     """Return a case in words."""
-    disk = f', syncs {case.delay_ms} ms slower' if case.delay_ms else ''
-    return f'{case.name}, {case.connections} connections{disk}'
+    return ', '.join(filter(None, (case.name, connections(case), case.disk)))
 
 
 if __name__ == '__main__':

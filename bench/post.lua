@@ -1,4 +1,5 @@
--- wrk script: post plants with new ids to the URL.
+-- wrk script: post plants with new ids to the URL. Each request has a new traceparent and
+-- a new X-Request-Id, as behind a tracing proxy: no server may know a head already.
 -- Arguments: the token, the first id, and the body with %d for the id.
 local threads = 0
 
@@ -18,6 +19,9 @@ end
 
 function request()
    id = id + 1
+   local trace = string.format("%016x", id * 7919)
+   headers["traceparent"] = "00-" .. trace .. trace .. "-" .. trace .. "-01"
+   headers["X-Request-Id"] = trace
    return wrk.format("POST", nil, headers, string.format(body, id))
 end
 
