@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from store import __version__
-from store.base import Plant, PlantStore, batches
+from store.base import PlantStore, batches
 from store.errors import IdTaken, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
@@ -40,10 +40,6 @@ A URL names a store, by default that of PLANTS_STORE, or jsonl:plants.jsonl:
 exit codes: 0 done, 1 a store is missing, damaged or unavailable, or plants conflict,
             2 the command or a URL is wrong, 130 interrupted by Ctrl-C
 """
-
-
-def _line(plant: Plant) -> str:
-    return record.encode(plant).decode()[:-1]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,7 +92,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         parser.error('--repair is for a file of JSON lines')
     with store:
         if options.command == 'list':  # while somebody reads it
-            all(_print(_line(plant), flush=False) for plant in store)
+            all(_print(record.encode(it).decode()[:-1], flush=False) for it in store)
             return 0
         if options.command == 'check':
             return _check(store, options.repair)
@@ -139,7 +135,8 @@ def _copy(source: PlantStore, url: str) -> int:
                     if isinstance(outcome, IdTaken):
                         counts['conflicting'] += 1
                         with bar_hidden():
-                            _print(f'conflicting: {_line(plant)}')
+                            line = record.encode(plant).decode()[:-1]
+                            _print(f'conflicting: {line}')
                     else:
                         counts['copied' if outcome else 'already there'] += 1
                 batch = next(parts, [])
