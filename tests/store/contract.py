@@ -51,13 +51,13 @@ HOSTILE = [
 ALIKE = ['', 'null', 'None', 'fern', 'FERN', 'fern ', 'fern\n', 'e\u0301', '\u00e9']
 ALIKE += ['x' * 5000, 'x' * 5001, '\u212b', '\u00c5']
 
-NO_IDS, NO_TEXTS = (
-    (True, 1.0, '1', None, 2**63, -(2**63) - 1),
-    (5, b'', 'M\0', '\ud800'),
-)
-NO_PLANTS = [MOSS._replace(id=id) for id in NO_IDS]
-NO_PLANTS += [MOSS._replace(**{name: no}) for name in TEXTS for no in NO_TEXTS]
-NO_PLANTS += [MOSS._replace(**{name: None}) for name in {*TEXTS} - {*OPTIONAL}]
+# What is no plant: a wrong id, a wrong text, a required text that is missing.
+NO_PLANTS = [MOSS._replace(id=no) for no in (True, 1.0, '1', None, 2**63, -(2**63) - 1)]
+NO_PLANTS += [
+    MOSS._replace(**{member: no})
+    for member in TEXTS
+    for no in (5, b'', 'M\0', '\ud800', *([] if member in OPTIONAL else [None]))
+]
 
 
 def samples():
