@@ -49,9 +49,9 @@ _HOST = re.compile(_AUTHORITY)  # section 3.2
 # Section 2.2: a line feed alone ends no line here, so such a head would never end.
 _BARE_FEED = re.compile(rb'(?<!\r)\n')
 
-# Section 7.1.
+# Section 7.1, without the white space that only recipients of old need to allow.
 _QUOTED = r'"(?:[\t !#-\[\]-~\x80-\xff]|\\[\t -~\x80-\xff])*+"'
-_EXTENSION = rf'[\t ]*+;[\t ]*+{_TOKEN}(?:[\t ]*+=[\t ]*+(?:{_TOKEN}|{_QUOTED}))?+'
+_EXTENSION = rf';{_TOKEN}(?:=(?:{_TOKEN}|{_QUOTED}))?+'
 _CHUNK = re.compile(rf'([0-9A-Fa-f]{{1,16}})(?:{_EXTENSION})*+\r\n'.encode('latin-1'))
 _TRAILERS = re.compile(rf'{_FIELDS}\r\n'.encode('latin-1'))
 
@@ -65,7 +65,7 @@ def _key(name: str) -> str:
 
     It would have the key of a name with a hyphen, which a proxy may have checked.
     """
-    if '_' in name:
+    if '_' in name or not name:
         return ''
     key = name.upper().replace('-', '_')
     return key if key in ('CONTENT_TYPE', 'CONTENT_LENGTH') else f'HTTP_{key}'
@@ -112,7 +112,8 @@ class Request:
         """
         self.environ = environ = common.copy()
         self.fault, self.keeps, self.expects = 0, False, False
-        self._limit, self._body, self._excess = limit, bytearray(), 0
+        self._limit, self._length, self._excess = limit, 0, 0
+        self._body = bytearray()
         match = _HEAD.fullmatch(head.decode('latin-1'))
         if match is None or len(head) > MAX_HEAD or head.find(b'\r') > MAX_LINE:
             self.fault = _refusal(head)
