@@ -179,6 +179,7 @@ class TestFullDisk:
     def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
         disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
         assert_raise(StoreUnavailable, partial(store.add, MOSS))
+        assert disk.calls_on(path).count('pwrite') == 2  # of the two plants
         assert path.read_bytes() == lines(FERN)
 
     def test_failed_rollback_is_made_up_for(self, path, disk, store):
