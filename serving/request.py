@@ -38,7 +38,7 @@ _HEAD = re.compile(
     r"(?P<method>[!#$%&'*+.^_`|~0-9A-Z-]{1,20}) "
     # Section 3.2.1, origin-form, or 3.2.2, absolute-form, whose host is not empty (RFC
     # 9110, section 4.2.1). Not 3.2.3: this is no proxy for CONNECT.
-    r'(?P<target>(?=/|[Hh])(?:[Hh][Tt]{2}[Pp][Ss]?://(?=[^:/?])' + _AUTHORITY + r')?'
+    r'(?P<target>(?=/|[Hh])(?:[Hh][Tt]{2}[Pp][Ss]?://(?=[^:/? ])' + _AUTHORITY + r')?'
     rf'(?P<path>{_PATH})(?:\?(?P<query>{_QUERY}))?'
     # Section 3.2.4, asterisk-form.
     r'|(?<=^OPTIONS )\*)'
