@@ -17,7 +17,7 @@ SECRET = 'a-token-that-nobody-knows'
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
 # Configuration lines: a connection may idle for longer than a test waits.
-SHORT_LIMITS = ['client.REQUEST_TIMEOUT = 1', 'keepalive = 60']
+SHORT_LIMITS = ['connection.REQUEST_TIMEOUT = 1', 'keepalive = 60']
 # Not for the start, which fails for a database that a busy machine delays.
 SHORT_DATABASE_LIMITS = [
     'from store.postgresql import connection',
