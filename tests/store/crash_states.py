@@ -12,8 +12,8 @@ What is modelled
       end that it had then may be NULs;
     * the file is as long as it was at one of these moments, or a whole number of blocks
       between two of them: a file system may make a file longer before it writes;
-    * each change to the directory since *its* last sync is lost or not: a new file, a
-      removal, a rename. A sync of a file does not cover its name.
+    * each change to the directory since *its* last sync is lost or not: a new file or a
+      removal. A sync of a file does not cover its name.
 
     A sync covers what was written before it began. It counts from when it has ended.
 
@@ -47,10 +47,7 @@ from unittest import mock
 
 from disk import path_of
 
-CHANGES = (
-    *('link', 'open', 'remove', 'rename', 'replace', 'truncate', 'unlink'),
-    *('ftruncate', 'posix_fallocate', 'pwrite', 'write'),
-)
+CHANGES = 'open', 'unlink', 'ftruncate', 'pwrite', 'write'
 SYNCS = 'fdatasync', 'fsync'
 UNSEEN = 'a write that bypassed os'
 
@@ -61,7 +58,8 @@ class Change(NamedTuple):
     """A change to the directory."""
 
     moment: int
-    names: dict  # from a name to the number of its file from then on, or to None
+    name: str
+    number: int | None  # of its file from then on, if any
 
 
 class File:
@@ -223,15 +221,10 @@ class Recorder:
 
 
 def _changes(moment, before, after):
-    """Yield what has changed in a directory, a rename as one change."""
-    gone = {number: name for name, number in before.items() if name not in after}
-    for name, number in after.items():
-        if before.get(name) != number:
-            renamed = gone.pop(number, None)
-            moved = {} if renamed is None else {renamed: None}
-            yield Change(moment, {name: number, **moved})
-    for name in gone.values():
-        yield Change(moment, {name: None})
+    """Yield what has changed in a directory: new names, and names that are gone."""
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            yield Change(moment, name, after.get(name))
 
 
 class State(NamedTuple):
@@ -280,8 +273,7 @@ class Crash:
         synced = max((count for ended, count in syncs if ended <= moment), default=0)
         for at in range(synced, len(self._changes)):
             self.questions['directory', at] = 2
-        numbers = {it for change in self._changes for it in change.names.values()}
-        for number in numbers - {None}:
+        for number in {change.number for change in self._changes} - {None}:
             contents = recorder.files[number].possible(moment)
             sizes = dict.fromkeys(map(len, contents))
             offsets = range(0, max(sizes), block)
@@ -298,7 +290,7 @@ class Crash:
         names = {}
         for at, change in enumerate(self._changes):
             if not choices.get(('directory', at)):
-                names |= change.names
+                names[change.name] = change.number
         files = {}
         for name, number in names.items():
             if number is not None:

@@ -89,17 +89,19 @@ class Disk:
         self._killed = False
 
     def __getattr__(self, name):
-        return getattr(os, name)
+        function = getattr(os, name)
+
+        def call(*arguments):
+            self._enter(name, *arguments)
+            return function(*arguments)
+
+        return call if name in ('pread', 'unlink') else function
 
     def open(self, path, flags, mode=0o777):
         self._enter('open', path, flags)
         fd = os.open(path, flags, mode)
         self._reported[fd] = self._failures
         return fd
-
-    def pread(self, fd, size, offset):
-        self._enter('pread', fd, size, offset)
-        return os.pread(fd, size, offset)
 
     def pwrite(self, fd, data, offset):
         try:
@@ -114,10 +116,6 @@ class Disk:
         os.ftruncate(fd, size)
         if self._is_plant_file(fd):
             self._changes.append((size, None))
-
-    def unlink(self, path):
-        self._enter('unlink', path)
-        os.unlink(path)
 
     def fdatasync(self, fd):
         self._sync('fdatasync', fd)

@@ -1,11 +1,7 @@
 """The committer: plants that wait together share one append and one sync."""
 
-import itertools
-import random
-import signal
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from functools import partial
 
@@ -254,33 +250,6 @@ def test_caller_leaves_in_time(monkeypatch, before, reason):
         assert store.batches[len(before) :] == [[1, 2], [4]]
 
 
-def test_interrupted_caller_takes_its_plant_along():
-    """A caller that a signal interrupts leaves the queue; others are served."""
-    with Commits() as store:
-        store.before['append'] = gate = Gate()
-        main = threading.get_ident()
-
-        def interrupt():
-            gate.wait_for()  # before that the first plant waits, too
-            wait_until(store.waiting)
-            while store.waiting():  # a signal just before the wait would not end it
-                signal.pthread_kill(main, signal.SIGINT)
-                with suppress(AssertionError):
-                    wait_until(lambda: not store.waiting(), seconds=1)
-            gate.open()
-            store.put(2)
-
-        # Signals interrupt only the main thread, so that one waits here.
-        jobs = partial(store.put, 0), interrupt
-        others = threading.Thread(target=in_threads, args=jobs, daemon=True)
-        others.start()
-        gate.wait_for()
-        with pytest.raises(KeyboardInterrupt):
-            store.put(1)
-        others.join()
-        assert store.batches == [[0], [2]]
-
-
 def test_pings_that_wait_share_one():
     """A ping has not begun before it was called; its failure reaches no add."""
     with Commits() as store:
@@ -294,17 +263,6 @@ def test_pings_that_wait_share_one():
         del store.before['ping']
         store.ping()
         assert store.calls.count(('ping',)) == 1
-
-
-def test_opening_that_fails_is_tried_again():
-    """Each caller hears why; the next use tries to open again."""
-    with Commits() as store:
-        store.before['open'] = partial(failing, FULL)
-        assert_raise(StoreUnavailable, *[store.ping, partial(store.put, 0)] * 2)
-        store.before.clear()
-        assert store.put(1) is True
-        assert store.calls[0] == ('open',)
-    assert store.calls[-1] == ('close',)
 
 
 @pytest.mark.parametrize('where', ['open', 'append', 'sync'])
@@ -364,55 +322,3 @@ def test_error_between_two_batches_ends_no_thread():
         assert_raise(MemoryError, partial(store.put, 0, 1))
         store._gather = NEVER
         assert store.put(2) is True
-
-
-@pytest.mark.parametrize('seed', range(2))
-@pytest.mark.parametrize('gather', [NEVER, Gather(0, 1, 0.01)], ids=['quick', 'slow'])
-@pytest.mark.parametrize('is_failing', [False, True], ids=['sound', 'failing'])
-def test_random_load_reports_every_outcome(monkeypatch, seed, gather, is_failing):
-    """Under random load and failures each caller learns the outcome of its plant."""
-    monkeypatch.setattr(committer, 'BATCH_BYTES', 40)
-    chance = random.Random(seed)
-    outcomes, returned, raised = {}, {}, {}  # the error of each plant, or None
-
-    def fails(*ids):
-        if not (is_failing and chance.random() < 0.1):
-            return None
-        error = StoreUnavailable(f'{ids}')
-        outcomes.update(dict.fromkeys(ids, error))
-        return error
-
-    def before(call):
-        if error := fails(*store.batches[-1]):
-            raise error
-
-    def choose(entry):
-        assert entry.item not in outcomes, 'appended twice'
-        outcomes[entry.item] = None
-        entry.error = fails(entry.item)
-
-    with Commits(gather) as store:
-        store.choose = choose
-        store.before = {call: partial(before, call) for call in ('append', 'sync')}
-
-        def put_all(name):
-            sizes = random.Random(name)
-            for number in range(100):
-                id = name * 1000 + number
-                try:
-                    store.put(id, size=sizes.randrange(30))
-                    returned[id] = len(store.calls)
-                except StoreUnavailable as ex:
-                    raised[id] = ex
-
-        in_threads(*(partial(put_all, name) for name in range(24)))
-    ids = {name * 1000 + number for name in range(24) for number in range(100)}
-    assert Counter(itertools.chain(*store.batches)) == Counter(ids)
-    assert returned.keys() | raised.keys() == ids
-    assert {id: ex.reason for id, ex in raised.items()} == {
-        id: error.reason for id, error in outcomes.items() if error
-    }
-    for number, (call, *synced) in enumerate(store.calls):
-        # It returned after its sync.
-        is_early = (returned.get(id, number + 1) <= number for id in synced)
-        assert call != 'sync' or not any(is_early)

@@ -99,17 +99,6 @@ def add_and_be_killed(crashing, killed, process, *plants, last='pwrite'):
         crashing.add(killed, *plants)
 
 
-def killed_last_process(crashing, opened):
-    """A process is killed after a write, and the next one opens the file."""
-    killed = opened(process := Disk(crashing.path))
-    crashing.add(killed, FERN)
-    add_and_be_killed(crashing, killed, process, *LONG, LONGER[0])
-    with opened() as store:
-        store.ping()
-        crashing.add(store, LONG[1])
-        crashing.add(store, IVY)
-
-
 def random_kills(crashing, opened):
     """Random processes, which are killed at random calls, add random plants."""
     chance = Random(SEED)
@@ -134,19 +123,6 @@ def random_kills(crashing, opened):
                 store.close()
     with opened() as store:
         crashing.add(store, OTHERS[0])
-
-
-def torn_tail(crashing, opened):
-    """A torn tail is cut off, and another plant is written in its place."""
-    with opened() as store:
-        crashing.add(store, FERN, *LONG)
-    crashing.send(*LONGER)
-    torn = lines(*LONGER)[:3000]  # one whole line, and a part of the next
-    crashing.append(torn)
-    crashing.keep(torn.rpartition(b'\n')[2])
-    with opened() as store:
-        crashing.add(store, MOSS)
-        crashing.add(store, *OTHERS)
 
 
 def torn_tail_while_open(crashing, opened):
@@ -210,8 +186,8 @@ def repaired(crashing, opened):
 
 
 SCENARIOS = [
-    *(new_store, batches, killed_process, killed_last_process, random_kills),
-    *(torn_tail, torn_tail_while_open, lost_block, full_disk, repaired),
+    *(new_store, batches, killed_process, random_kills),
+    *(torn_tail_while_open, lost_block, full_disk, repaired),
 ]
 
 

@@ -13,7 +13,6 @@ import pytest
 from disk import (
     Disk,
     Fault,
-    Gate,
     append,
     assert_raise,
     assert_stored,
@@ -47,7 +46,7 @@ CALLS = ['open', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'unlink']
 # The store tells only ENOENT and what a file system lacks from the rest.
 EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
 EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
-EFFECTS['pwrite-full'] = 'pwrite', failing(errno.ENOSPC)
+EFFECTS['pwrite-nothing'] = 'pwrite', lambda *arguments: 0
 
 
 def no_file(disk):
@@ -176,12 +175,6 @@ class TestFullDisk:
         store.ping()
         assert path.read_bytes() == lines(FERN)
 
-    def test_write_of_zero_bytes_is_an_error(self, path, disk, store):
-        disk.before = Fault('pwrite', 1, lambda *arguments: 0, lasting=True)
-        assert_raise(StoreUnavailable, partial(store.add, MOSS))
-        assert disk.calls_on(path).count('pwrite') == 2  # of the two plants
-        assert path.read_bytes() == lines(FERN)
-
     def test_failed_rollback_is_made_up_for(self, path, disk, store):
         """A partial line that cannot be rolled back is cut off once that works."""
         limits = iter([5])
@@ -201,18 +194,6 @@ class TestFullDisk:
         store.add(IVY)
         assert disk.durable == lines(FERN, IVY)
         assert take_side_files(path) == [lines(MOSS)[:5]]
-
-    @pytest.mark.parametrize('call', ['fsync', 'ftruncate', 'pwrite'])
-    def test_failed_cut_changes_nothing(self, path, disk, store, call):
-        """Without room for a copy a torn tail stays, and leaves no copies behind."""
-        append(path, TORN)
-        disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
-        assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
-        assert path.read_bytes() == lines(FERN) + TORN
-        assert len(take_side_files(path)) == (3 if call == 'ftruncate' else 0)
-        disk.resume()
-        store.add(MOSS)
-        assert TORN in take_side_files(path)
 
     def test_cut_is_told_though_the_next_write_fails(self, path, disk, store, caplog):
         """The log names a side file at once, not when the disk has room again."""
@@ -302,26 +283,6 @@ class TestFailedSync:
             disk.resume()
             adds = partial(other.add, MOSS), partial(other.add, IVY)
             assert_raise(StoreUnavailable, *adds, match='reload')
-
-    def test_failed_sync_during_a_close_leaves_doubt(self, path, disk, store):
-        gate = Gate()
-
-        def before(name, *arguments):
-            if name == 'fdatasync':
-                gate()
-                raise failure(errno.EIO)
-
-        disk.before = before
-        with ThreadPoolExecutor(2) as pool:
-            add = pool.submit(store.add, MOSS)
-            gate.wait_for(1)
-            close = pool.submit(store.close)
-            gate.open()
-            assert_raise(StoreUnavailable, partial(add.result, PATIENCE))
-            close.result(PATIENCE)
-        disk.resume()
-        fill(path, MOSS)
-        assert disk.durable == lines(FERN, MOSS)
 
 
 @pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])

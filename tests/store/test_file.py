@@ -2,12 +2,10 @@
 
 import errno
 import fcntl
-import itertools
 import os
 import shutil
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -311,54 +309,3 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch):
         assert not_open.add(MOSS)  # an error releases it
         store.ping()
     assert path.read_bytes() == lines(FERN, MOSS)
-
-
-def test_every_add_has_one_deadline(path, monkeypatch):
-    """An add waits in all for as long as in the queue, and says what was in its way."""
-    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.5)
-    waited = []
-
-    def add(store, place):
-        time.sleep(0.1 * place)  # so that they are in different batches
-        began = time.monotonic()
-        assert_raise(StoreUnavailable, lambda: store.add(Plant(place, 'Fern')))
-        waited.append(time.monotonic() - began)
-
-    with JSONLinesStore(path) as opened, JSONLinesStore(path) as not_open:
-        opened.add(FERN)
-        adds = itertools.product([opened, not_open], range(12))
-        with locked(path):
-            in_threads(*(partial(add, *each) for each in adds))
-        assert max(waited) < 5
-        assert opened.add(MOSS)
-        assert not_open.add(MOSS) is False
-
-
-@pytest.mark.parametrize('held_for', [0.000_3, 0.002, 0.03, 1])
-def test_free_lock_is_noticed_soon(path, monkeypatch, held_for):
-    """A caller sleeps only for a share of its wait, or it would miss the lock often."""
-    clock = [0.0]
-    monkeypatch.setattr(plant_lock.time, 'monotonic', lambda: clock[0])
-    path.touch()
-    with path.open('rb') as other, path.open('rb') as file:
-        fcntl.flock(other, fcntl.LOCK_EX)
-
-        def sleep(seconds):
-            clock[0] += seconds
-            if clock[0] >= held_for:
-                fcntl.flock(other, fcntl.LOCK_UN)
-
-        monkeypatch.setattr(plant_lock.time, 'sleep', sleep)
-        with plant_lock.held(path, file.fileno()):
-            assert clock[0] <= held_for + max(0.000_05, held_for / 8)
-
-
-def test_close_leaves_no_descriptor(path):
-    """A closed store holds no descriptor, whether its open succeeded or not."""
-    fill(path, FERN)
-    path.write_bytes(lines(FERN) + b'?\n' + lines(MOSS))
-    assert_raise(StoreCorrupt, partial(fill, path))
-    path.unlink()
-    with JSONLinesStore(path, create=False) as store:
-        assert_raise(StoreUnavailable, store.ping)
-    assert not [it for it in open_paths() if it.startswith(str(path.parent))]

@@ -21,7 +21,7 @@ from zlib import crc32
 import gevent
 import pytest
 from greenlet import getcurrent
-from waiting import PATIENCE, in_threads, wait_until
+from waiting import in_threads, wait_until
 
 from serving.scheduler import GeventScheduler
 from store import (
@@ -225,26 +225,3 @@ def test_interrupted_threads_lose_nothing(path, seed):
             in_threads(*(partial(add, name) for name in 'uvwxyz'), interrupt)
         assert history.judge() > 50
     wait_until(partial(is_released, before))
-
-
-@pytest.mark.parametrize('seed', SEEDS)
-def test_killed_greenlets_lose_nothing(path, seed):
-    """Adds in greenlets that are killed lose nothing, and end."""
-    chance, scheduler = random.Random(seed), GeventScheduler()
-    with open_store(f'jsonl:{path}', scheduler=scheduler) as store:
-        history = History(store, seed)
-
-        def kill():
-            adding = []
-            for name in range(300):
-                adding.append(gevent.spawn(history.add_until_over, name))
-                gevent.sleep(chance.uniform(0, 0.002))
-                if len(adding) > 8:
-                    gone = adding.pop(chance.randrange(8))
-                    gone.kill(chance.choice([gevent.GreenletExit, gevent.Timeout]))
-            wait_until(lambda: gevent.sleep(0.01) or len(history.acknowledged) > 50)
-            history.is_over = True
-            gevent.joinall(adding, timeout=PATIENCE, raise_error=True)
-
-        gevent.spawn(kill).get()
-        assert gevent.spawn(history.judge).get() > 50

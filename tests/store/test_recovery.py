@@ -5,7 +5,6 @@ No record is ever cut, and no byte is lost: it is in the file, or in a side file
 
 import contextlib
 import json
-import logging
 from functools import partial
 
 import pytest
@@ -14,7 +13,6 @@ from disk import (
     assert_raise,
     assert_stored,
     files,
-    fill,
     lines,
     raw_plants,
     take_side_files,
@@ -23,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from store import Plant, StoreCorrupt, StoreError, StoreUnavailable
-from store.jsonl import JSONLinesStore, known
+from store.jsonl import JSONLinesStore
 from store.jsonl.repair import Verified, verify
 
 PLANTS = [
@@ -103,16 +101,6 @@ def test_torn_tail_is_cut_off(path, running, torn):
         assert_stored(store, PLANTS[:2], free=[3])
     assert take_side_files(path) == [torn]
     assert verify(path) == Verified(3)
-
-
-@RUNNING
-@pytest.mark.parametrize('torn', [b'{', b'{"id"', b'{"id":1,"name":"Fe', bytes(600)])
-def test_first_record_may_be_torn(path, running, torn):
-    """Also before any record is there, and it leaves the file as new."""
-    with opened(path, running, b'') as store:
-        append(path, torn)
-        assert_stored(store, [], free=[1])
-    assert take_side_files(path) == [torn]
 
 
 IVY = '{"id":3,"name":"Ivy"}'
@@ -210,33 +198,6 @@ def test_lost_block_before_records_is_blanked(path, lost):
     assert take_side_files(path) == [line]
     assert path.read_bytes().startswith(TWO + batch[: batch.index(line)])
     assert verify(path) == Verified(2 + len(sound) + 1)
-
-
-def test_many_lost_blocks(path):
-    """Each of them is blanked, in a time that is proportional to their number."""
-    batch = lines(*(Plant(id, 'Moss' * 9) for id in range(10, 2_000)))
-    content = bytearray(TWO + batch)
-    for at in range(1024, len(content) - 512, 1024):
-        content[at : at + 512] = bytes(512)
-    path.write_bytes(content)
-    sound = [line for line in content.splitlines(keepends=True) if b'\0' not in line]
-    assert_stored(path, raw_plants(b''.join(sound)))
-
-
-HALF = lines(BATCH[0])[:-1]
-BLANKS = {
-    'by NULs': bytes(len(HALF)),
-    'by spaces in part': b' ' * 20 + bytes(len(HALF) - 20),
-    'by spaces': b' ' * len(HALF),
-}
-
-
-@pytest.mark.parametrize('blanked', BLANKS.values(), ids=BLANKS)
-def test_blanking_that_a_crash_interrupted_is_completed(path, blanked):
-    """By the next opening; the line was kept before."""
-    path.write_bytes(TWO + blanked + b'\n' + lines(*BATCH[1:]))
-    assert_stored(path, [*PLANTS[:2], *BATCH[1:]], free=[10])
-    assert verify(path) == Verified(2 + len(BATCH))
 
 
 NOT_LOST = {
@@ -345,26 +306,3 @@ def test_file_that_is_none_of_plants_is_left_alone(path, content, running, repai
         assert_raise(StoreUnavailable, *uses, match='not a file of plants')
         assert_raise(StoreError, partial(list, store))
     assert files(path) == {path.name: content}
-
-
-@RUNNING
-def test_damage_mended_in_place_is_read(path, running):
-    """As soon as somebody has mended the line the store goes on, without a restart."""
-    damage = b'{"id":3,"name":"Ivy"\n'
-    with opened(path, running) as store:
-        append(path, damage + lines(PLANTS[3]))
-        assert_raise(StoreCorrupt, partial(store.add, OAK))
-        text = path.read_bytes().replace(damage, b'{"id":3,"name":"Iv"}\n')
-        with path.open('r+b') as file:
-            file.write(text)
-        mended = [*PLANTS[:2], Plant(3, 'Iv'), PLANTS[3]]
-        assert_stored(store, mended, free=[100])
-
-
-def test_opening_tells_its_progress(path, monkeypatch, caplog):
-    """A long one logs how much of the file is read."""
-    path.write_bytes(lines(OAK))
-    monkeypatch.setattr(known, 'PROGRESS_EVERY', -1)
-    caplog.set_level(logging.INFO)
-    fill(path)
-    assert f'{path}: 100 %' in caplog.text

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from disk import append, assert_raise, assert_stored, lines, take_side_files
+from disk import append, assert_raise, assert_stored, fill, lines, take_side_files
 
 from store import Plant, StoreCorrupt
 from store.jsonl import JSONLinesStore
@@ -41,3 +41,20 @@ def test_second_plant_with_an_id_is_damage(path, running):
         assert verify(path, repair=True).repaired
         assert take_side_files(path) == [lines(rival)]
         assert_stored(store, [FERN, MOSS], free=[IVY.id])
+
+
+def test_check_beside_a_server_confirms_damage(path):
+    """A torn tail that a server mends meanwhile is no damage."""
+    two = [Plant(1, 'Fern'), Plant(2, 'Moss')]
+    path.write_bytes(lines(*two) + b'{"id":3,"name":"Iv')
+
+    def progress(found):
+        for line in found:
+            if line.offset == len(lines(*two)):
+                fill(path, *(Plant(id, f'Ivy {id}') for id in range(3, 100)))
+            yield line
+
+    assert verify(path, progress=progress) == Verified(2)
+    assert verify(path) == Verified(99)
+    append(path, b'{"id":\n')
+    assert len(verify(path).damaged) == 1
