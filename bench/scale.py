@@ -46,9 +46,7 @@ def main() -> None:
     print('|---|---|')
     print(f'| bring them in, in batches of {BATCH:,} | {filled:.1f} s |')
     print(f'| open the file | {seconds:.2f} s |')
-    print(
-        f'| peak memory meanwhile, above an empty file | {memory / count:.0f} bytes a plant |'
-    )
+    print(f'| peak memory, above an empty file | {memory / count:.0f} bytes a plant |')
     print(
         f'| adds a second / adds a second to an empty file | {rate / empty_rate:.2f} |'
     )
