@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.contenders import CONTENDERS, HERE, TOP, Contender, add_options, chosen
 from bench.load import TOKEN, check_answers, first_answer, load
-from bench.report import CASES, DISKS, Case, Run, connections, markdown
+from bench.report import CASES, DISKS, Case, Run, connections, markdown, write_pages
 from bench.serving import Failed, cpu_time, memory, serving
 from store.jsonl.disk import sync
 
@@ -41,8 +41,8 @@ def main() -> None:
         measure_all(run, options, directory)
     table = markdown(run)
     print(table)
-    if options.report:
-        options.report.write_text(f'{table}\n')
+    if options.pages:
+        write_pages(run)
     for case, reason in run.failed.items():
         print(f'FAILED, and left out: {describe(case)}: {reason}', file=sys.stderr)
     sys.exit(bool(run.failed))
@@ -59,7 +59,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument('--seconds', type=int, default=3, help='of each measurement')
     add_options(parser, default=list(CONTENDERS))
     parser.add_argument(
-        '--report', type=Path, metavar='FILE', help='write the table to FILE, too'
+        '--pages', action='store_true', help='write the tables into the pages, too'
     )
     options = parser.parse_args()
     if not shutil.which('wrk'):

@@ -1,11 +1,13 @@
 """The figures of a run, and their table in Markdown."""
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
-from bench.contenders import Contender
+from bench.contenders import TOP, Contender
 
 # Environment variables of the library in slow_sync.c, by disk; the first is this one.
 DISKS = {
@@ -64,6 +66,23 @@ def connections(case: Case) -> str:
 def markdown(run: Run) -> str:
     """Return the table, a row for each contender."""
     return '\n'.join([run.conditions, '', *lines(run)])
+
+
+def write_pages(run: Run) -> None:
+    """Replace the tables in the pages; the README has the durable ones, in short."""
+    _replace(TOP / 'docs/benchmarks.md', markdown(run))
+    short = ['| | 16 connections | 64 | 16, syncs 2 ms slower, one at a time |']
+    short.append('|---|---|---|---|')
+    for contender, line in zip(run.contenders.values(), [*lines(run)][2:], strict=True):
+        if contender.syncs:
+            cells = [cell.strip() for cell in line.split('|')[1:-1]]
+            short.append(f'| {" | ".join([*cells[:3], cells[5]])} |')
+    _replace(TOP / 'README.md', '\n'.join(short))
+
+
+def _replace(page: Path, table: str) -> None:
+    between = re.compile('(?<=<!-- bench -->\n).*(?=<!-- /bench -->)', re.DOTALL)
+    page.write_text(between.sub(lambda _: f'{table}\n', page.read_text()))
 
 
 def lines(run: Run) -> Iterator[str]:

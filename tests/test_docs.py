@@ -88,10 +88,11 @@ def test_make_targets_are_listed():
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():
-    """Each row of the README's table of speed is a row of the page about it."""
-    table = rows('README.md', 'Speed')
-    measured = [cells[: len(table[0])] for cells in rows('docs/benchmarks.md', 'Adds')]
-    assert [cells for cells in table if cells not in measured] == []
+    """Each row of the README's table of speed is in the page about it."""
+    columns = 0, 1, 2, 5
+    page = rows('docs/benchmarks.md', 'Adds')
+    measured = [[cells[column] for column in columns] for cells in page]
+    assert all(cells in measured for cells in rows('README.md', 'Speed'))
 
 
 # ---- what can be run
