@@ -1,33 +1,32 @@
-"""Worker classes: gunicorn's own, and ours with TLS and with other applications."""
+"""Workers: sockets of each kind, failures, and every way to stop."""
 
+import json
 import os
-import random
 import re
 import signal
 import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
-from itertools import product
 from statistics import median
 
 import pytest
 from exchange import (
     LARGE_FILE,
     SHORT_LIMITS,
+    Load,
     ask_in_step,
     assert_error,
+    chunked,
     fern,
-    parse_json_log,
     receive_last,
+    table,
 )
-from machine import client_at, stop
-from server import RawClient, Server, TLSServer, request
-from waiting import PATIENCE, wait_until
+from machine import client_at, locked, only_worker, stop
+from server import PATIENCE, RawClient, Server, TLSServer, is_alive, request, wait_until
 
 
-@pytest.mark.parametrize('kind', ['gthread', 'sync', 'gevent'])
+@pytest.mark.parametrize('kind', ['gthread', 'sync'])
 def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
     """Gunicorn's own workers serve the same application, also many adds at once."""
     with Server(tmp_path, '-k', kind, workers=2) as server:
@@ -46,6 +45,8 @@ def test_tls_is_served(tmp_path):
         with server.connect() as client:
             for _ in range(3):
                 assert ask_in_step(client, request(body=fern())).status == 200
+            body = json.dumps(fern()).encode().ljust(60_000)  # four records
+            assert ask_in_step(client, request(body=body)).status == 200
             client.send(request(body=fern()) * 20)
             assert {client.receive().status for _ in range(20)} == {200}
             assert len(client.ask(request('GET', LARGE_FILE)).body) > 2**20
@@ -55,8 +56,8 @@ def test_tls_is_served(tmp_path):
 
 
 def test_connection_without_a_handshake_is_closed(tmp_path):
-    """A client without TLS is disconnected, delays nobody, and is named in the log."""
-    lines = [*SHORT_LIMITS, 'client.FIRST_REQUEST = 1']
+    """A client without TLS is disconnected, and delays nobody."""
+    lines = [*SHORT_LIMITS, 'connection.FIRST_REQUEST = 1']
     with TLSServer(tmp_path, conf=lines) as server:
         with ExitStack() as opened:
             silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
@@ -71,18 +72,140 @@ def test_connection_without_a_handshake_is_closed(tmp_path):
                 client.send(request()[:30])
                 assert client.is_readable(PATIENCE)
         assert server.ask(request(body=fern())).status == 200
-        sentence = 'a connection was refused (HTTP to a port for HTTPS?)'
-        wait_until(lambda: server.log.count(sentence) == 3, 'it is logged')
         assert 'Traceback' not in server.log
 
 
-def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path):
-    """A stop before a handshake: one request is answered, silent clients are closed."""
+def test_several_sockets_are_served(tmp_path):
+    """Two ports and a Unix socket are served, whatever address a client has."""
+    path = tmp_path / 's'
+    bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
+    with Server(tmp_path, *bound) as server, ExitStack() as opened:
+        ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
+        clients = [opened.enter_context(RawClient(int(port))) for port in ports]
+        clients += [opened.enter_context(client_at(path, source=f'{path}-client'))]
+        clients += [opened.enter_context(client_at(path))]
+        for client in clients:
+            for data in (request(body=fern()), chunked(json.dumps(fern()).encode())):
+                assert ask_in_step(client, data).status == 200
+        assert len(server.plants()) == 2 * len(clients)
+
+
+FAILING = """
+def post_worker_init(worker):
+    def fail(environ, start_response, served=worker.wsgi):
+        if environ['PATH_INFO'] == '/raised':
+            raise ValueError('raised')
+        if environ['PATH_INFO'] == '/value':
+            start_response('200 OK', [('a', 'b\\r\\nc: d')])
+            return [b'']
+        if environ['PATH_INFO'] == '/broken':
+            start_response('200 OK', [])
+            return (0 / 0 for _ in 'x')
+        return served(environ, start_response)
+    worker.wsgi = fail
+"""
+
+
+def test_application_that_fails_ends_only_its_connection(tmp_path):
+    """After an exception, also in the middle of a body, the answer is 500."""
+    with Server(tmp_path, conf=[FAILING]) as server, server.connect() as kept:
+        for target in ('/raised', '/value', '/broken'):
+            assert kept.ask(request('GET', '/livez')).status == 200
+            with server.connect() as client:
+                client.send(request('GET', '/livez') + request('GET', target))
+                assert client.receive().status == 200
+                answer = receive_last(client)
+            assert_error(answer, 50000)
+            assert f'{answer.headers["x-request-id"]}: request failed' in server.log
+        assert server.log.count('Traceback') == 3
+
+
+def test_worker_ends_after_its_last_request(tmp_path):
+    """With max_requests a worker announces the end, and another one takes over."""
+    with Server(tmp_path, '--max-requests', '5') as server:
+        pid = only_worker(server)
+        with server.connect() as client:
+            while not client.ask(request(body=fern())).announces_close:
+                pass
+            assert client.receive() is None
+        wait_until(lambda: server.worker_pids() - {pid}, 'another one starts')
+        assert server.ask(request(body=fern())).status == 200
+
+
+STOPS = {
+    'TERM': (signal.SIGTERM, False),
+    'QUIT': (signal.SIGQUIT, False),
+    'INT': (signal.SIGINT, False),
+    'QUIT to the workers': (signal.SIGQUIT, True),
+    'the master is killed': (signal.SIGKILL, False),
+}
+
+
+@table('number, of_workers', STOPS)
+def test_no_stop_answers_that_the_store_is_closed(tmp_path, number, of_workers):
+    """On every stop a client gets 200 or the end of its connection, and no 503."""
+    with Server(tmp_path, workers=2) as server, Load(server) as load:
+        load.wait_for_all()
+        pids = server.worker_pids()
+        for pid in pids if of_workers else [server.pid]:
+            os.kill(pid, number)
+        wait_until(lambda: not any(map(is_alive, pids)), 'the workers end')
+        if of_workers:
+            load.wait_for_all()
+    added = [plant['id'] for plant in server.plants()]
+    assert {plant['id'] for plant in load.added} <= set(added)
+    assert len(added) == len(set(added))
+    assert 'Traceback' not in server.log
+
+
+def test_request_that_has_begun_as_the_server_stops_is_answered(tmp_path):
+    """A stop in a pipeline, or while a body is read: one more answer, with the end."""
+    plants = [fern(), fern(), fern()]
+    bodies = [json.dumps(plant).encode() for plant in plants]
+    how = {'expect': '100-continue', 'content_type': 'application/json'}
+    sent = [b''.join(request(body=plant) for plant in (plants[0], fern(), fern()))]
+    sent += [request(body=bodies[1], **how), chunked(bodies[2], **how)]
+    with Server(tmp_path) as server, ExitStack() as opened:
+        clients = [opened.enter_context(server.connect()) for _ in sent]
+        with locked(tmp_path / 'plants.jsonl'):
+            for client, data in zip(clients, sent, strict=True):
+                client.send(data[:-10])
+            for client in clients[1:]:
+                assert client.receive().status == 100
+            stop(server)
+        for client, data in zip(clients, sent, strict=True):
+            client.send(data[-10:])
+            assert receive_last(client).status == 200
+        assert server.wait() == 0
+        assert sorted(map(str, server.plants())) == sorted(map(str, plants))
+
+
+@pytest.mark.parametrize('is_killed', [False, True])
+def test_open_connection_has_one_more_answer_as_the_server_stops(tmp_path, is_killed):
+    """An idle client, and one whose answer has begun, may send one more request."""
+    lines = ['connection.LINGER = 60']
+    with Server(tmp_path, conf=lines) as server, ExitStack() as opened:
+        idle, busy = (opened.enter_context(server.connect()) for _ in range(2))
+        assert idle.ask(request('GET', '/livez')).status == 200
+        busy.send(request('GET', LARGE_FILE))
+        assert busy.is_readable(PATIENCE)
+        if is_killed:
+            server.signal(signal.SIGKILL)
+            wait_until(lambda: 'the master is gone' in server.log, 'it is noticed')
+        else:
+            stop(server)
+        assert not busy.receive().announces_close
+        assert not idle.is_readable(0.5)
+        for client in (idle, busy):
+            client.send(request(body=fern()))
+            assert receive_last(client).status == 200
+
+
+def test_silent_client_does_not_delay_a_stop(tmp_path):
+    """Clients that idle before a handshake are closed soon, a late one is answered."""
     with TLSServer(tmp_path) as server, ExitStack() as opened:
         silent = opened.enter_context(RawClient(server.port))
-        over = opened.enter_context(
-            socket.create_connection(('127.0.0.1', server.port))
-        )
+        over = socket.create_connection(('127.0.0.1', server.port))
         # Connections are accepted in their order.
         assert server.ask(request(body=fern())).status == 200
         stop(server)
@@ -93,214 +216,6 @@ def test_handshake_that_is_made_as_the_server_stops_is_answered(tmp_path):
         assert silent.is_readable(PATIENCE)
         assert server.wait() == 0
         assert 'Traceback' not in server.log
-
-
-def test_open_connection_has_one_more_answer_as_the_server_stops(tmp_path):
-    """An idle client, and one whose answer has begun, may send one more request."""
-    lines = ['from serving import worker', 'worker.LINGER = 60']
-    with Server(tmp_path, conf=lines) as server, ExitStack() as opened:
-        idle, busy = (opened.enter_context(server.connect()) for _ in range(2))
-        assert idle.ask(request('GET', '/livez')).status == 200
-        busy.send(request('GET', LARGE_FILE))
-        assert busy.is_readable(PATIENCE)
-        stop(server)
-        assert not busy.receive().announces_close
-        assert not idle.is_readable(0.5)
-        for client in (idle, busy):
-            client.send(request(body=fern()))
-            assert receive_last(client).status == 200
-
-
-OTHER_APP = """
-from pathlib import Path
-
-def app(environ, start_response):
-    size = Path(__file__).stat().st_size
-    if environ['PATH_INFO'] == '/header':
-        start_response('200 OK', [('a b', 'c')])
-    if environ['PATH_INFO'] == '/value':
-        start_response('200 OK', [('a', 'b\\nc')])
-    if environ['PATH_INFO'] == '/raised':
-        raise ValueError('raised')
-    if environ['PATH_INFO'] == '/missing':
-        open('/nowhere/missing')
-    start_response('200 OK', [('Content-Length', str(size))])
-    if environ['PATH_INFO'] == '/broken':
-        return broken()
-    return environ['wsgi.file_wrapper'](open(__file__, 'rb'))
-
-def broken():
-    yield b'begun'
-    raise ValueError('broken')
-"""
-
-
-def test_application_that_fails_ends_only_its_connection(tmp_path):
-    """After an exception, also in mid-answer, a worker goes on and calls its hooks."""
-    path = tmp_path / 'other.py'
-    path.write_text(OTHER_APP)
-    hook = 'post_request = lambda worker, a, b, c: worker.log.info("hook called")'
-    how = {'conf': [hook], 'workers': None, 'PLANTS_LOG': 'json'}
-    with Server(tmp_path, 'other:app', **how) as server:
-        hooks = server.log.count('hook called')
-        with server.connect() as kept:
-            assert kept.ask(request('GET')).body == path.read_bytes()
-            with pytest.raises(ConnectionError, match='after 5 of'):
-                server.ask(request('GET', '/broken'))
-            assert kept.ask(request('GET')).body == path.read_bytes()
-        for target in ('/header', '/value', '/raised', '/missing'):
-            with server.connect() as client:
-                client.send(request('GET') + request('GET', target))
-                assert client.receive().body == path.read_bytes()
-                answer = client.receive()
-            assert_error(answer, 50000)
-            assert f'{answer.headers["x-request-id"]}: request failed' in server.log
-        logged = [line.get('exception', '') for line in parse_json_log(server.log)]
-        assert sum(text.startswith('Traceback') for text in logged) == 5
-        assert sum(text.endswith('\nValueError: broken') for text in logged) == 1
-        assert server.log.count('hook called') >= hooks + 11
-
-
-ENVIRON_APP = """
-import json
-
-class Body(list):
-    def close(self):
-        print('the body is closed', flush=True)
-
-def app(environ, start_response):
-    environ['wsgi.errors'].write('seen\\n')
-    body = environ['wsgi.input'].read()
-    names = [name for name in environ if name.startswith(('HTTP_', 'REMOTE_'))]
-    names += ['wsgi.url_scheme', 'wsgi.multithread', 'SERVER_PORT']
-    seen = {name: environ.pop(name) for name in names} | {'body': body.decode()}
-    environ.clear()
-    text = json.dumps(seen).encode()
-    headers = [('Content-Type', 'application/json'), ('Content-Length', str(len(text)))]
-    start_response('200 OK', headers)
-    return Body([text])
-"""
-
-
-@pytest.fixture
-def serve_environ(tmp_path):
-    """A function that serves an application which answers with its environ."""
-    (tmp_path / 'environ.py').write_text(ENVIRON_APP)
-    return partial(Server, tmp_path, 'environ:app', '-w1', workers=None)
-
-
-def test_requests_with_the_same_head_keep_their_environ(serve_environ):
-    """What is cached of a head does not include the body and the client."""
-    bound = 2 * ('--bind', '127.0.0.1:0')
-    with serve_environ('--forwarded-allow-ips', '127.0.0.2', *bound) as server:
-        ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
-        for source, port in product(('127.0.0.1', '127.0.0.2'), ports):
-            with RawClient(int(port), source=source) as client:
-                for body in (b'{"id": 1}', b'{"id": 2}'):
-                    data = request(body=body, x_forwarded_proto='https')
-                    seen = client.ask(data).json
-                    assert seen['body'] == body.decode()
-                    assert seen['REMOTE_ADDR'] == source
-                    assert seen['SERVER_PORT'] == str(port)
-                    assert seen['wsgi.multithread'] is True
-                    assert seen['REMOTE_PORT'] == str(client._socket.getsockname()[1])
-                    scheme = 'https' if source == '127.0.0.2' else 'http'
-                    assert seen['wsgi.url_scheme'] == scheme
-        assert server.log.count('seen') == server.log.count('the body is closed') >= 6
-
-
-def test_clients_of_a_unix_socket_keep_their_addresses(serve_environ, tmp_path):
-    """Clients that are bound to paths have these as addresses, whatever they send."""
-    with serve_environ('--bind', '127.0.0.1:0', '--bind', f'unix:{tmp_path}/s'):
-        for path in (f'{tmp_path}/1', f'{tmp_path}/2', ''):
-            with client_at(tmp_path / 's', path) as client:
-                for _ in range(2):
-                    assert client.ask(request('GET')).json['REMOTE_ADDR'] == path
-
-
-V1 = b'PROXY TCP4 192.0.2.1 192.0.2.2 1234 80\r\n'
-V2 = b'\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\2\1\xc0\0\2\2\4\xd2\0\x50'
-V2_LOCAL = V2[:12] + b'\x20\0\0\0'
-V1_FORM = re.compile(rb'PROXY TCP4 ([0-9.]+) [0-9.]+ ([1-9][0-9]*) [1-9][0-9]*\r\n')
-
-
-def client_of(answer):
-    """Return the address and the port that the application was told."""
-    return answer.json['REMOTE_ADDR'].encode(), answer.json['REMOTE_PORT'].encode()
-
-
-def test_proxy_header_is_believed_or_refused(serve_environ):
-    """It is about its whole connection; with a byte changed, it is so, or refused."""
-    choose = random.Random(0)
-    accepted, data = 0, request('GET')
-    with serve_environ('--proxy-protocol') as server:
-        for announced, address in ((b'', '127.0.0.1'), (V1, '192.0.2.1')) * 2:
-            with server.connect() as client:
-                for sent in (announced + data, data, data):
-                    assert client.ask(sent).json['REMOTE_ADDR'] == address
-        address, port = client_of(server.ask(V2_LOCAL + data))
-        assert (address, port != b'None') == (b'127.0.0.1', True)
-        for header, place in [(each, n) for each in (V1, V2) for n in range(len(each))]:
-            for byte in {0, 9, 43, 48, 57, 95, 128, 255, choose.randrange(256)}:
-                sent = header[:place] + bytes([byte]) + header[place + 1 :]
-                with server.connect() as client:
-                    client.send(sent + data)
-                    client.finish_sending()
-                    answer = client.receive()
-                if answer is None:  # it announced more bytes than came
-                    assert (header, place) in [(V2, 14), (V2, 15)]
-                elif answer.status != 200:
-                    assert_error(answer, 40000)
-                elif header is V1:
-                    accepted += 1
-                    assert client_of(answer) == V1_FORM.fullmatch(sent).groups()
-                else:
-                    accepted += 1
-                    address = socket.inet_ntop(socket.AF_INET, sent[16:20])
-                    announced = address, str(int.from_bytes(sent[24:26]))
-                    assert client_of(answer) == tuple(map(str.encode, announced))
-    assert accepted > 20
-    assert 'Traceback' not in server.log
-
-
-CHANGE_REQUEST = """
-numbers = iter(range(9))
-
-def pre_request(worker, request):
-    request.headers.append(('X-NUMBER', str(next(numbers))))
-"""
-
-
-def test_pre_request_may_change_each_request(serve_environ):
-    """What the operator's hook does with a request is not in the next one."""
-    with serve_environ(conf=[CHANGE_REQUEST]) as server:
-        seen = [server.ask(request('GET')).json for _ in range(3)]
-    numbers = [int(one['HTTP_X_NUMBER']) for one in seen]
-    assert numbers == list(range(numbers[0], numbers[0] + 3))
-
-
-COUNTING = """
-from serving.master import connection_counts
-
-def post_request(worker, request, environ, response):
-    worker.log.info('open: %d %d', sum(connection_counts), len(worker._clients))
-"""
-
-
-def test_connections_that_ended_are_not_counted(tmp_path):
-    """Neither a closed connection nor a dead worker is counted, or kept."""
-    with Server(tmp_path, conf=[COUNTING]) as server:
-
-        def all_have_ended(since=0):  # one worker counts as one, and this connection
-            server.ask(request('GET', '/livez'))
-            found = re.findall('open: (.*)', server.log[since:])
-            return len(found) > 5 and found[-1] == '2 1'
-
-        wait_until(all_have_ended, 'they are not counted')
-        (victim,), since = server.worker_pids(), len(server.log)
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: server.worker_pids() - {victim}, 'another one starts')
-        wait_until(lambda: all_have_ended(since), 'it is not counted')
 
 
 @pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
