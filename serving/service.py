@@ -130,7 +130,9 @@ def as_user(cfg: Config) -> Iterator[None]:
 def load(service: Service, cfg: Config) -> None:
     """Make the store if it is missing, and read it, however long that takes."""
     with as_user(cfg):
-        open_store(service.settings.store, create=True).close()
+        with open_store(service.settings.store, create=True) as made:
+            if not hasattr(made, 'path'):  # a file is made by now, a table is not
+                made.load()
         service.store.load()
     path = getattr(service.store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:
