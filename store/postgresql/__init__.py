@@ -6,22 +6,34 @@
 * A plant is *acknowledged* after a commit that the database has confirmed, and its
   synchronous standby, if any. To compare a repeat the store locks the row and commits.
 * A connection that was lost before a batch was sent is opened again. If it is lost
-  between sending and answer nobody knows what was stored, so the answer is no.
+  between sending and answer, nobody knows what was stored: the adds are refused.
 * Every wait has a limit at the server, and a longer one here for a server that hangs.
 * Engines that scale out lack advisory locks, sequences and table locks: none is used.
 """
 
-from collections.abc import Iterator
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 
 from store.base import Plant
-from store.committer import CommittedStore, Gather
-from store.masking import masked
-from store.postgresql.plants import Plants
-from store.postgresql.target import Target
+from store.committer import CommittedStore, Entry, Gather
+from store.errors import IdTaken
+from store.postgresql.connection import ANSWER_WITHIN
+from store.postgresql.database import Database, Target
+from store.postgresql.reasons import Unavailable
+from store.postgresql.table import Table
 from store.scheduler import THREADS, Scheduler
 
-# Commits of a server that has nothing else to do take less than 1.5 ms.
-GATHER = Gather(slow=0.0015, share=0.5)
+log = logging.getLogger(__name__)
+
+GATHER = Gather(slow=0.0015, share=0.5)  # with 0.5 ms it fires on quick commits
+ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
+LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
+PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
 
 class PostgreSQLStore(CommittedStore):
@@ -33,15 +45,127 @@ class PostgreSQLStore(CommittedStore):
     def __init__(
         self, url: str, *, create: bool = True, scheduler: Scheduler = THREADS
     ) -> None:
-        super().__init__(masked(url), GATHER, scheduler=scheduler)
         self._target = Target(url, create)
+        super().__init__(self._target.shown, GATHER, scheduler=scheduler)
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
         return self._open_backend().read()
 
-    def _open_backend(self) -> Plants:
+    def _open_backend(self) -> 'Plants':
         return Plants(self._target)
 
     def _record(self, plant: Plant) -> tuple[Plant, int]:
         return plant, sum([len(text or '') for text in plant[1:]])
+
+
+class Plants:
+    """Adds plants to a database, and reads them.
+
+    If the database refuses a batch, each plant is tried by itself. If another session
+    has locked a plant, its repeats are refused at once for a while, and delay no batch.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._database = Database(target)
+        self._table = Table(self._database)
+        self._probed = -math.inf  # when the last probe of a whole add began
+        self._refusal: Unavailable | None = None  # what it found
+        # Of plants that were found locked: until when to repeat the error.
+        self._locked: dict[int, tuple[float, Unavailable]] = {}
+        self._problem = ''  # that the log tells
+        self.close = self._database.close
+
+    def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
+        return partial(self._tell, self._add, batch)
+
+    def ping(self) -> None:
+        self._tell(self._ping)
+
+    def read(self) -> Iterator[Plant]:
+        """Yield all plants, over a connection of its own; a standby suffices."""
+        with closing(Database(self._target, to_read=True)) as database:
+            try:
+                yield from Table(database).read()
+            except Unavailable as ex:
+                if not (ex.code == '42P01' and self._target.create):  # an add makes it
+                    raise
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function; log what is wrong when that changes.
+
+        A batch has many callers, who may be gone when a connection fails. So what libpq
+        and the server said is logged here, once, and not with each answer.
+        """
+        problem = ''
+        try:
+            function(*arguments)
+        except Unavailable as ex:
+            problem = self._problem
+            if ex.retry not in ('each', 'batch'):  # these are of one plant
+                problem, ex.args = ex.full, (f'{ex.store}: {ex.reason}',)
+            raise
+        finally:
+            if problem != self._problem:
+                log.warning('%s', problem or f'{self._target.shown}: it takes plants')
+            self._problem = problem
+
+    def _ping(self) -> None:
+        self._table.check()
+        # Anybody may ask, so one ping a second does all that an add does.
+        if (now := time.monotonic()) >= self._probed + PROBE_EVERY:
+            self._probed, self._refusal = now, None
+            try:
+                self._table.probe()
+            except Unavailable as ex:
+                self._refusal = ex
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)
+
+    def _add(self, batch: Sequence[Entry]) -> None:
+        now = time.monotonic()
+        self._locked = {id: it for id, it in self._locked.items() if now < it[0]}
+        for entry in batch:
+            _, entry.error = self._locked.get(entry.item.id, (now, None))
+        if free := [entry for entry in batch if entry.error is None]:
+            self._store(free, now + ANSWER_WITHIN)
+
+    def _store(self, batch: Sequence[Entry], deadline: float) -> None:
+        """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
+        for attempt in range(ATTEMPTS):
+            try:
+                self._insert_or_compare(batch)
+                return
+            except Unavailable as ex:
+                error = ex
+            if error.retry != 'batch':
+                break
+            time.sleep(random.uniform(0, 0.002 * 2**attempt))
+        if error.retry not in ('each', 'batch'):
+            raise error
+        if len(batch) == 1:
+            batch[0].error = error
+            if error.code == '55P03':
+                until = time.monotonic() + LOCKED_FOR
+                self._locked[batch[0].item.id] = until, error
+            return
+        for entry in batch:
+            if time.monotonic() < deadline:
+                self._store([entry], deadline)
+            else:  # nothing is known of this one
+                entry.error = Unavailable('57014', self._target.shown)
+
+    def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
+        """Insert the plants whose ids are free, and compare the others."""
+        first = {entry.item.id: entry for entry in reversed(batch)}
+        # In one order everywhere, so that two batches never wait for each other.
+        plants = [first[id].item for id in sorted(first)]
+        stored: dict[int, Plant] = {}
+        for id in self._table.insert(plants):
+            first[id].new, stored[id] = True, first[id].item
+        if left := [plant for plant in plants if plant.id not in stored]:
+            stored |= self._table.lock(left)
+        for entry in batch:
+            if stored[entry.item.id] != entry.item:
+                entry.error = IdTaken(entry.item.id)

@@ -5,10 +5,10 @@ import os
 import select
 import threading
 import time
-import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 import psycopg
 from psycopg import errors, generators, waiting
@@ -24,8 +24,8 @@ logging.getLogger('psycopg').addHandler(logging.NullHandler())
 Result = TypeVar('Result')
 
 # In seconds. A caller waits for 5, whatever a batch waits for.
-CONNECT_WITHIN = 2  # for each address, its first statements included
-CONNECT_ALL_WITHIN = 4  # for all of them; each has its share of what is left
+CONNECT_WITHIN = 2  # for each address, first statements included
+CONNECT_ALL_WITHIN = 4  # for all; each has its share of what is left
 STATEMENT_WITHIN = 3  # at the server, whose error says what happened
 ANSWER_WITHIN = 3.8  # for a server that hangs, before the statement is cancelled
 CANCEL_WITHIN = 0.8  # on top, until a cancelled statement ends
@@ -40,13 +40,11 @@ SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4:.0f}ms'; """
 # For readers: a policy that hides plants from the role is an error, not a short list.
 READER_SETTINGS = 'SET {1} row_security TO off; '
 
-_open: 'weakref.WeakSet[Connection]' = weakref.WeakSet()
-
 
 class Connection(psycopg.Connection[Any]):
     """A connection on which no wait is long, and no commit unsafe."""
 
-    is_spent = False  # not to be used again: a late cancel may hit the next statement
+    is_spent = False  # a late cancel may hit the next statement
     _begin = ''  # of each transaction
     _within: float = ANSWER_WITHIN
     _warning: str | None = None
@@ -55,49 +53,47 @@ class Connection(psycopg.Connection[Any]):
     def open(cls, parameters: dict[str, Any], *, to_read: bool = False) -> Self:
         """Connect to the first host that takes plants.
 
-        A standby may lack the latest plants, so it is read only if no other host is
-        there.
+        A standby may lack the latest plants, so readers ask one only if they must.
 
         Raises:
             psycopg.Error: No host does. It has the words of each.
         """
         for kind in ('read-write', 'any') if to_read else ('read-write',):
-            found: list[psycopg.Error] = []
-            attempts: list[Any] = []
+            found: dict[str, str] = {}  # words, and what they mean
+            addresses: list[Any] = []
             for host in split_attempts({**parameters, 'target_session_attrs': kind}):
                 try:
-                    attempts += conninfo_attempts(host)
-                except psycopg.Error as ex:
-                    found.append(ex)
-                except UnicodeError as ex:  # for example of a label that is too long
-                    words = f'failed to resolve host {host["host"]!r}: {ex}'
-                    found.append(Fault('08', words))
-            for attempt, within in _shared(attempts):
+                    addresses += conninfo_attempts(host)
+                except (psycopg.Error, UnicodeError) as ex:  # a label may be too long
+                    found[f'{host.get("host")}: {ex}'] = '08'
+            until = time.monotonic() + CONNECT_ALL_WITHIN
+            for place, address in enumerate(addresses):
+                share = (until - time.monotonic()) / (len(addresses) - place)
+                within = max(0.1, min(CONNECT_WITHIN, share))
                 try:
-                    return cls._open_one(make_conninfo('', **attempt), within, to_read)
-                except errors._WaitTimeout:
-                    place = f'{attempt.get("host")}, port {attempt.get("port", 5432)}'
-                    found.append(Fault('08', f'{place}: no answer in {within:.2g} s'))
+                    return cls._open_one(make_conninfo('', **address), within, to_read)
                 except psycopg.Error as ex:
-                    found.append(ex)
-        if len(found) == 1:
-            raise found[0]
-        codes = {meaning(it) for it in found}
-        words = '; '.join(str(it).partition('\n')[0] for it in found)
-        raise Fault(codes.pop() if len(codes) == 1 else 'hosts', words)
+                    words = str(ex).partition('\n')[0]
+                    port = address.get('port') or 5432
+                    found[f'{address.get("host")}:{port}: {words}'] = meaning(ex)
+        codes = {*found.values()}
+        raise Fault(codes.pop() if len(codes) == 1 else 'hosts', '; '.join(found))
 
     @classmethod
     def _open_one(cls, conninfo: str, within: float, to_read: bool) -> Self:
         until = time.monotonic() + within
-        connection = cls(waiting.wait_conn(generators.connect(conninfo), 0.1, within))
+        try:
+            pgconn = waiting.wait_conn(generators.connect(conninfo), 0.1, within)
+        except errors._WaitTimeout:
+            raise Fault('08', f'no answer in {within:.2g} s') from None
+        _open.add(connection := cls(pgconn))
         try:
             connection._within = max(0.1, until - time.monotonic())
             connection._configure(to_read)
-            connection._within = READ_WITHIN if to_read else ANSWER_WITHIN
         except BaseException:
             connection.close()
             raise
-        _open.add(connection)
+        connection._within = READ_WITHIN if to_read else ANSWER_WITHIN
         return connection
 
     def _configure(self, to_read: bool) -> None:
@@ -109,18 +105,18 @@ class Connection(psycopg.Connection[Any]):
         self.autocommit = True
         self.add_notice_handler(self._note)
         if (name := self.info.parameter_status('server_encoding')) != 'UTF8':
-            raise Fault('encoding', f'the encoding is {name}')
+            raise Fault('encoding', f'it is encoded in {name}')
         ((pid, level),) = self.execute(
             "SELECT pg_backend_pid(), current_setting('synchronous_commit')"
         )
         safe = level if level == 'remote_apply' else 'on'  # only that is safer
         limits = (
-            (READ_WITHIN, 3000) if to_read else (STATEMENT_WITHIN, 1e3 * LOCK_WITHIN)
+            (READ_WITHIN, 3e3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN * 1e3)
         )
         settings = SETTINGS + READER_SETTINGS * to_read
         if pid == self.info.backend_pid:
-            session = 'SESSION CHARACTERISTICS AS TRANSACTION', 'SESSION'
-            self.execute(settings.format(*session, safe, *limits))
+            kinds = 'SESSION CHARACTERISTICS AS TRANSACTION', 'SESSION'
+            self.execute(settings.format(*kinds, safe, *limits))
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
 
@@ -176,21 +172,16 @@ class Connection(psycopg.Connection[Any]):
             self._warning = diagnostic.message_primary
 
     def __del__(self, *_: Any) -> None:
-        """Warn of nothing: psycopg leaves the connection of a parent open."""
+        """Warn of nothing: a child leaves the connections of its parent open."""
 
 
-def _shared(attempts: list[Any]) -> Iterator[tuple[Any, float]]:
-    """Yield each attempt with its time, in seconds."""
-    until = time.monotonic() + CONNECT_ALL_WITHIN
-    for place, attempt in enumerate(attempts):
-        left = (until - time.monotonic()) / (len(attempts) - place)
-        yield attempt, max(0.1, min(CONNECT_WITHIN, left))
+_open: WeakSet[Connection] = WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close the sockets of the parent in its child, which would keep its sessions.
+    """Close the sockets of the parent in its child, which would keep the sessions.
 
-    NOTE: their numbers stay taken, since libpq in the child goes on with them.
+    NOTE: their numbers stay taken, since libpq in the child still knows them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for connection in list(_open):

@@ -1,16 +1,69 @@
 """A database over one connection, which is opened again if it was lost."""
 
 import math
+import re
+import sys
 import time
 from typing import Any
+from urllib.parse import unquote
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
+from store.masking import masked
 from store.postgresql.connection import Connection
 from store.postgresql.reasons import Unavailable, explain
-from store.postgresql.target import Target
 
-RETRY_AFTER = 0.05  # seconds between two attempts to connect
+SECRETS = 'password', 'sslpassword'
+RETRY_AFTER = 0.03  # seconds between two attempts to connect
+
+KNOWN = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
+DEFAULTS = {
+    'fallback_application_name': 'plants',
+    # An idle connection whose server is gone is noticed within 9 s.
+    'keepalives_idle': 5,
+    'keepalives_interval': 2,
+    'keepalives_count': 2,
+    'tcp_user_timeout': 5000,
+    # libpq's GSSAPI ends a forked process on macOS (gunicorn issue 1701).
+    **({'gssencmode': 'disable'} if sys.platform == 'darwin' else {}),
+}
+
+
+class Target:
+    """The database that a URL names, and its table, once that was found.
+
+    Raises:
+        ValueError: libpq would not accept the URL. The message shows no part of it but
+            the name of a parameter.
+    """
+
+    table = ''  # from then on none is made
+
+    def __init__(self, url: str, create: bool) -> None:
+        self.shown, self.create = masked(url), create
+        rest = url.partition('://')[2]
+        # libpq takes the rest of a password after such a character for the host or a
+        # parameter, and shows it in an error. An @ in a parameter looks the same.
+        if re.search('(?si)@.*@|[/?#].*@|%(?![0-9a-f]{2})', rest):
+            raise ValueError(
+                'percent-encode in the password: % as %25, @ %40, / %2F, ? %3F, # %23'
+            )
+        for pair in filter(None, rest.partition('?')[2].split('&')):
+            name = unquote(pair.partition('=')[0])
+            if name not in {*KNOWN, 'ssl'} or pair.count('=') != 1:
+                # It may also be the rest of a password, after an & in it.
+                is_name = re.fullmatch(r'[a-z]\w*', name) and 'password=' not in rest
+                shown = name if is_name or name in KNOWN else 'after &'
+                raise ValueError(f'remove the parameter {shown}: libpq refuses it')
+        try:
+            parameters: dict[str, Any] = conninfo_to_dict(url)
+        except psycopg.Error:
+            raise ValueError('it is not a URL that libpq accepts') from None
+        if not re.fullmatch('[0-9,]*', str(parameters.get('port', ''))):
+            raise ValueError('the port is not a number')
+        self.parameters = DEFAULTS | parameters | {'client_encoding': 'utf8'}
+        self.secrets = ' '.join(str(parameters.get(it)) for it in SECRETS)
 
 
 class Database:
@@ -25,19 +78,20 @@ class Database:
     def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them.
 
-        They are executed once more over a new connection if that may help, and the
-        server has said that the first one has stored nothing.
+        If the server has refused them, so that nothing is stored, and a new connection
+        may help, they are executed once more.
         """
-        was_open = self._is_connected()
+        if self._connection is not None and self._connection.has_ended():
+            self.close()
+        was_open = self._connection is not None
         while True:
             connection = self._connection or self._connect()
             try:
                 return connection.transact(statements, *values, begin=begin)
             except psycopg.Error as ex:
-                error = self._explain(ex)
+                error = explain(ex, self.target.shown, self.target.secrets)
                 if error.retry != 'connect' or connection.closed or not was_open:
-                    # NOTE: psycopg's error shows DETAIL.
-                    raise error from None
+                    raise error from None  # NOTE: psycopg's error shows DETAIL
                 was_open, connection.is_spent = False, True
             finally:
                 if connection.is_spent or connection.closed:
@@ -49,24 +103,14 @@ class Database:
             self._connection.close()
         self._connection = None
 
-    def _is_connected(self) -> bool:
-        if self._connection is not None and self._connection.has_ended():
-            self.close()
-        return self._connection is not None
-
     def _connect(self) -> Connection:
         if self._outage is not None and time.monotonic() < self._next_attempt:
             raise self._outage.with_traceback(None)
         try:
             found = Connection.open(self.target.parameters, to_read=self.to_read)
         except psycopg.Error as ex:
-            self._outage = self._explain(ex)
+            self._outage = explain(ex, self.target.shown, self.target.secrets)
             self._next_attempt = time.monotonic() + RETRY_AFTER
             raise self._outage from None
         self._connection, self._outage = found, None
         return found
-
-    def _explain(self, error: psycopg.Error) -> Unavailable:
-        given = self.target.parameters
-        secrets = f'{given.get("password")} {given.get("sslpassword")}'
-        return explain(error, self.target.shown, secrets)

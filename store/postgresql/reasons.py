@@ -15,12 +15,11 @@ TABLE = """
 0A              connect the table plants is not as the store needs it
 22,23,44,54,P0  each    a rule of the table plants does not permit it
 25006           connect the database is read-only
-26,42P05        connect a connection pooler has mixed up sessions
+26,42P05        connect a connection pooler mixes up sessions
 28              -       the database refuses the login
 3D              -       there is no such database
 3F              -       the search_path leads to no schema
 40              batch   the database is busy with other changes of the same plants
-40003           -       the database does not say whether the plant is safe
 42,55           each    the table plants is not as the store needs it
 42501           each    the database does not permit it
 42P01           each    there is no table plants
@@ -37,8 +36,6 @@ function        each    a trigger of the table plants fails
 hosts           -       no host takes plants
 lacks           -       the table plants lacks a column
 locked          -       another session has locked the table plants
-parameter       -       the connection pooler does not accept a parameter of the URL
-pool            -       the connection pooler does not reach the database
 sync            -       a synchronous standby of the database does not confirm commits
 two             -       the search_path leads to two tables plants
 """
@@ -47,8 +44,6 @@ MEANINGS = {code: row for codes, *row in ROWS for code in codes.split(',')}
 
 # The words, without SQLSTATE, for a connection that cannot be made. The first counts.
 WORDS = {
-    'query_wait_timeout|server_login': 'pool',
-    'startup parameter': 'parameter',
     'too many c|more connections|connection slots': '53300',
     'the database system is|shutting down': '57',
     'read-only|hot standby|recovery': '25006',
@@ -73,6 +68,7 @@ class Unavailable(StoreUnavailable):
         row = MEANINGS.get(code) or MEANINGS.get(code[:2], MEANINGS['other'])
         self.code, (self.retry, reason) = code, row
         super().__init__(reason.format(code), store=store, detail=detail)
+        self.full = str(self)  # for the log, which then tells the detail once
 
 
 def meaning(error: psycopg.Error) -> str:
