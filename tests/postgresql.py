@@ -42,6 +42,14 @@ dynamic_shared_memory_type = mmap
 log_min_messages = warning
 """
 
+# Of a table: keeps what each insertion sees.
+WITNESS = (
+    'CREATE TABLE seen (seen text); '
+    'CREATE FUNCTION see() RETURNS trigger AS $$BEGIN INSERT INTO seen SELECT {}; '
+    'RETURN NEW; END$$ LANGUAGE plpgsql; '
+    'CREATE TRIGGER see BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION see()'
+)
+
 
 def run(program, *arguments):
     """Run a program to its end, as the user that runs the server."""

@@ -33,9 +33,9 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, fault):
             added = []
             with Crowd(server, added, itertools.count(1), fault) as crowd:
                 wait_until(lambda: len(added) > 40, 'all add')
-                with open_store(standby.url(), create='never') as store:
+                with open_store(standby.url(), create=False) as store:
                     wait_until(lambda: len(list(store)) > 40, 'the standby is read')
-                    with refused('the database is a standby (read-only)'):
+                    with refused('the database is read-only'):
                         store.ping()
                 if fault == 'silent':  # as a machine without power
                     proxy.stop()
@@ -62,10 +62,11 @@ def test_each_host_is_named_once(tmp_path):
     with running() as (primary, standby), Proxy(primary.port) as proxy:
         hosts = f'127.0.0.1:{proxy.port},127.0.0.1:{standby.port}'
         url = f'postgresql://gardener@{hosts}/postgres'
-        words = (
-            f'no host takes plants (127.0.0.1:{proxy.port}: no answer within 2 s; '
-            f'127.0.0.1:{standby.port}: a standby (read-only))'
-        )
+        words = [f'127.0.0.1:{port}: ' for port in (proxy.port, standby.port)]
+
+        def told(log):
+            return sum(all(it in line for it in words) for line in log.splitlines())
+
         with Server(tmp_path, workers=1, PLANTS_STORE=url) as server:
             proxy.stop()
             ready = request('GET', '/readyz')
@@ -73,10 +74,9 @@ def test_each_host_is_named_once(tmp_path):
             wait_until(lambda: server.ask(ready).json['message'] == short, 'it is told')
             for _ in range(5):
                 assert server.ask(ready).status == 503
-            wait_until(lambda: server.log.count(words) == 1, 'it is logged')
-            assert 'the database is read-only' not in server.log
+            wait_until(lambda: told(server.log) == 1, 'it is logged')
             proxy.go_on()
             wait_until(lambda: server.ask(ready).status == 200, 'it is ready')
             proxy.stop()
-            wait_until(lambda: server.ask(ready) and server.log.count(words) == 2)
+            wait_until(lambda: server.ask(ready) and told(server.log) == 2)
             proxy.go_on()

@@ -3,8 +3,7 @@
 import psycopg
 import pytest
 from contract import samples
-from disk import assert_raise
-from postgresql import PgBouncer, refused
+from postgresql import WITNESS, PgBouncer, assert_refused
 from test_postgresql_faults import (  # noqa: F401
     can_add,
     far,
@@ -12,25 +11,20 @@ from test_postgresql_faults import (  # noqa: F401
     short_limits,
     store,
     test_cancelled_commit_is_not_acknowledged,
+    test_connection_lost_before_the_answer_is_no_success,
     test_each_id_has_one_winner_while_sessions_end,
     test_locked_row_delays_no_other_add,
-    test_lost_response_is_asked_for_once_more,
     test_lost_response_is_unavailable,
     test_nothing_is_acknowledged_without_the_standby,
     test_ping_waits_for_the_standby,
 )
 from test_store_postgresql import TestPostgreSQLStore as DirectContract
-from waiting import in_threads, wait_until
+from waiting import in_threads
 
-from store import Plant, StoreUnavailable, open_store
-from store.postgresql import connection
-
-FERN = Plant(1, 'Fern')
-FULL = 'the connection pool of the database is full, or does not reach the database'
+from store import Plant, open_store
 
 # Of the role. The store would lose plants with them, or wait for long.
 WRONG = {
-    'array_nulls': 'off',
     'default_transaction_isolation': 'serializable',
     'lock_timeout': '0',
     'statement_timeout': '0',
@@ -67,25 +61,19 @@ def few_samples():
 class TestPgBouncer(DirectContract):
     @pytest.fixture
     def store(self, narrow, database, monkeypatch):
-        self.database = database
+        self.database, self.store_url = database, narrow.new_url(**WRONG)
         monkeypatch.setattr('contract.samples', few_samples)
-        with open_store(narrow.new_url(**WRONG)) as opened:
+        with open_store(self.store_url) as opened:
             yield opened
 
 
-WITNESS = """
-CREATE TABLE seen (settings text);
-CREATE FUNCTION see() RETURNS trigger AS $$BEGIN INSERT INTO seen SELECT
-concat_ws(' ', current_setting('synchronous_commit'), current_setting('lock_timeout'),
-current_setting('statement_timeout'), current_setting('transaction_isolation'));
-RETURN NEW; END$$ LANGUAGE plpgsql;
-CREATE TRIGGER see BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION see()
-"""
+SETTINGS = ['synchronous_commit', 'lock_timeout', 'transaction_isolation']
 
 
 def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     """Each plant is committed with the settings that must hold; none is left behind."""
-    database.execute(WITNESS, url=url)
+    shown = ", ' ', ".join(f"current_setting('{setting}')" for setting in SETTINGS)
+    database.execute(WITNESS.format(f'concat({shown})'), url=url)
 
     def add_all(start):
         for id in range(start, start + 20):
@@ -93,55 +81,31 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
                 assert store.add(Plant(id, 'Fern')) is new
 
     in_threads(*(lambda at=at: add_all(100 * at) for at in range(8)))
-    seen = 'SELECT settings, count(*) FROM seen GROUP BY 1'
-    assert database.execute(seen, url=url) == [('on 300ms 3s read committed', 8 * 40)]
+    seen = database.execute('SELECT DISTINCT seen FROM seen', url=url)
+    assert seen == [('on 300ms read committed',)]
     with psycopg.connect(url, autocommit=True) as other:
         left = other.execute('SHOW lock_timeout').fetchone()
         assert left == (WRONG['lock_timeout'],)
 
 
-@pytest.mark.parametrize(
-    ('mode', 'options', 'reason'),
-    [
-        ('statement', '', 'the connection pooler is in statement mode'),
-        ('session', '?options=-cx%3Dy', 'the connection pooler does not accept'),
-    ],
-)
-def test_pooler_that_cannot_do_is_refused(database, mode, options, reason):
-    """A pooler is refused with its reason if it ends sessions in a transaction."""
-    with (
-        PgBouncer(database, mode) as pooler,
-        open_store(pooler.new_url() + options) as opened,
-    ):
-        uses = opened.ping, opened.check_opening, lambda: opened.add(FERN)
-        assert_raise(StoreUnavailable, *uses, match=reason)
+def test_parameter_that_a_pooler_refuses_is_told(pooler):
+    """PgBouncer takes no options; the start is refused with its words."""
+    with open_store(f'{pooler.new_url()}?options=-cx%3Dy') as opened:
+        for detail in assert_refused(None, opened.load, opened.ping):
+            assert 'options' in detail
 
 
-def test_pool_is_not_full_because_it_was(database, url, far, proxy, monkeypatch):  # noqa: F811
-    """A connection that is lost after a cancelled statement tells of no full pool."""
-    monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.4)
-    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 3)  # a machine may be busy
-    rule = 'ALTER TABLE plants ADD CHECK (pg_sleep(0.8) IS NOT NULL)'
-    database.execute(rule, url=url)
-    with refused('the database did not answer in time'):
-        far.add(FERN)
-    database.execute('ALTER TABLE plants DROP CONSTRAINT plants_check', url=url)
-    wait_until(lambda: can_add(far))
-    proxy.stop()
-    with refused('there is no connection to the database'):
-        far.add(FERN)
-    proxy.go_on()
-
-
-def test_full_pool_is_named(database, monkeypatch):
-    """A pool of one session is enough for a store; another one says what is full."""
-    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.5)
-    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.2)
-    with PgBouncer(database, 'session') as pooler:
+@pytest.mark.parametrize('mode', ['session', 'statement'])
+def test_few_sessions_are_enough(database, mode):
+    """A store keeps one session, and one more while it reads; each adds and reads."""
+    with PgBouncer(database, mode, size=2) as pooler:
         url = pooler.new_url()
-        with open_store(url) as first, open_store(url) as other:
+        with open_store(url) as first:
+            first.load()
             in_threads(*(lambda at=at: first.add(Plant(at, 'Fern')) for at in range(8)))
-            with refused(FULL):
+            assert len(list(first)) == 8
+            with open_store(url, create=False) as other:
                 other.ping()
+                assert other.add(Plant(1, 'Fern')) is False
         with open_store(url) as again:
             assert len(list(again)) == 8

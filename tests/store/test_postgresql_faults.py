@@ -1,6 +1,7 @@
 """The PostgreSQL store while a real server or the network fails."""
 
-import math
+import itertools
+import logging
 import random
 import socket
 import threading
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import psycopg
@@ -19,16 +20,16 @@ from proxy import Proxy
 from waiting import PATIENCE, in_child, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store, postgresql
-from store.postgresql import connection, pool
+from store.postgresql import connection
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(5_000)]
-# Seconds of the longest add: its limit, that of a caller that it waited behind, and
-# 2 s for a busy machine.
-LONGEST = 2 + 2 * (connection.ANSWER_WITHIN + connection.CANCEL_WITHIN)
-# Of a process that adds with any number of threads: four batches, and a probe.
-MOST_CONNECTIONS = 5
+LONGEST = 5 + 2  # seconds of an add, and of a busy machine
+# One adds, and one may be at its end: cancelled, or lost.
+MOST_CONNECTIONS = 2
+AWAY = 'there is no connection to the database'
+LATE = 'the database did not answer in time'
 STANDBY = 'a synchronous standby of the database does not confirm commits'
 
 
@@ -135,52 +136,80 @@ def test_restart_loses_no_acknowledged_plant(database, url, store, end):
     store.ping()
 
 
-def test_ended_idle_sessions_fail_no_add(database, store):
-    """Sessions that ended while idle are replaced, and no add fails."""
-    backend, far = store._backend().pool, math.inf
-    for use in (lambda: store.add(FERN), store.ping):
-        with backend.lend(far), backend.lend(far), backend.lend(far):
-            pass
-        # Those of the test before may take a moment to end.
-        wait_until(lambda: len(database.sessions()) == 3)
+def test_ended_idle_session_fails_no_add(database, store):
+    """A session that ended while it was idle is replaced, and no add fails."""
+    for use in (lambda: store.add(FERN), store.ping) * 3:
         database.terminate_sessions()
+        wait_until(lambda: not database.sessions())
         use()
     assert store.add(FERN) is False
+    assert len(database.sessions()) == 1
+
+
+def test_change_of_an_outage_is_logged_once(database, store, caplog):
+    """The log has one line when what is wrong changes, with the words of libpq."""
+    caplog.set_level(logging.WARNING, logger='store')
+    database.stop()
+    try:
+        assert_refused(None, *5 * [store.ping, partial(store.add, FERN)], pause=0.02)
+    finally:
+        database.start()
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(f'port {database.port} failed: ' in line for line in lines)
+    assert all(one != other for one, other in itertools.pairwise(lines))
+    assert len(lines) <= 2  # the server may have told that it ends
+    wait_until(lambda: can_add(store))
+    wait_until(lambda: len(caplog.records) == len(lines) + 1)
 
 
 # ---- the server or the network hangs
 
 
+def test_server_that_hangs_delays_nobody_for_long(database, url, far, proxy):
+    """While the server hangs every add ends in time; then the store adds at once."""
+    took, ended = [], threading.Event()
+
+    def add_all():
+        while not ended.is_set():
+            began = time.monotonic()
+            can_add(far)
+            took.append(time.monotonic() - began)
+            time.sleep(0.005)
+
+    def hang():
+        wait_until(lambda: len(took) > 100)
+        proxy.stop()
+        took.clear()
+        wait_until(lambda: len(took) >= 16)
+        proxy.go_on()
+        wait_until(lambda: can_add(far))
+        ended.set()
+
+    in_threads(hang, *[add_all] * 8)
+    assert max(took) < LONGEST
+    assert rows(database, url) == [FERN]
+
+
 def test_first_uses_of_a_server_that_hangs_wait_at_once(url, proxy):
     """If the server hangs at the first use, callers do not wait one after another."""
-    assert connection.ANSWER_WITHIN + connection.CANCEL_WITHIN < 5
     proxy.stop()
     with open_store(proxy.url(url)) as store:
-        # 20 times the limit of a connection is longer.
         add = partial(assert_refused, None, partial(store.add, FERN), within=LONGEST)
         in_threads(*[add] * 20)
         proxy.go_on()
         wait_until(lambda: can_add(store))
 
 
-def test_statement_ends_with_the_time_of_its_call(store):
-    """A statement has what earlier ones of the same call have left."""
-    sleep = connection.Connection.transact, 'SELECT pg_sleep(2)'
-    with refused('the database did not answer in time'):
-        store._backend().pool.run(time.monotonic() + 0.5, *sleep)
-
-
-def test_addresses_of_a_name_share_the_time_of_a_call(url, proxy, monkeypatch):
-    """All addresses of a name share the time of one call."""
-    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 50
-    monkeypatch.setattr(connection, 'ANSWER_WITHIN', 1)
-    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.5)
+def test_all_addresses_have_one_limit(url, proxy, monkeypatch):
+    """All addresses of a name share the time to connect."""
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 12
     monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: addresses)
+    monkeypatch.setattr(connection, 'CONNECT_ALL_WITHIN', 0.5)
     proxy.stop()
-    with open_store(proxy.url(url).replace('127.0.0.1', 'many.invalid')) as store:
-        with refused('there is no connection to the database') as caught:
-            store.add(FERN)
-        assert 'no answer within' in caught.value.detail
+    within = refused(AWAY, within=12 * connection.CONNECT_WITHIN / 2)
+    many = proxy.url(url).replace('127.0.0.1', 'many.invalid')
+    with open_store(many) as store, within:
+        store.load()
 
 
 def test_host_that_only_answers_the_login_is_left_in_time(url, proxy, monkeypatch):
@@ -192,103 +221,44 @@ def test_host_that_only_answers_the_login_is_left_in_time(url, proxy, monkeypatc
         assert store.add(FERN) is True
 
 
-def no_threads():
-    """Return a context in which a connection can start no thread."""
-    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
-    return patch.object(connection, 'threading', SimpleNamespace(Thread=refuse))
-
-
-def test_lookup_that_cannot_start_is_repeated(url):
-    """A name is looked up again if there was no thread for it."""
-    with open_store(url.replace('127.0.0.1', 'localhost')) as store:
-        database = store._backend()
-        with no_threads(), refused('there is no connection to the database'):
-            database.ping()
-        wait_until(lambda: can_add(store))
-
-
-def test_cancel_that_cannot_start_is_left_out(far, proxy, short_limits, monkeypatch):
+def test_cancel_that_cannot_start_is_left_out(short_limits, far, proxy, monkeypatch):
     """If there is no thread for a cancel request, the reason is told all the same."""
-    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.1)
     far.add(FERN)
-    for _ in range(4):  # more than there are places for cancel requests
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+    with monkeypatch.context() as patched:
+        patched.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
         proxy.stop(1)
-        with no_threads(), refused('there is no connection to the database'):
+        with refused(LATE):
             far.add(FERN)
-        proxy.go_on()
-        wait_until(lambda: can_add(far))
-    assert connection._cancels._value == 3
+    assert refuse.called
+    proxy.go_on()
+    wait_until(lambda: can_add(far))
 
 
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])
-def test_lost_response_is_unavailable(far, proxy, short_limits, after):
+def test_lost_response_is_unavailable(short_limits, far, proxy, after):
     """A statement without a response fails in time, whichever statement it is."""
     wait_until(lambda: can_add(far))
     proxy.stop(after)
     for _ in range(2):
-        with refused('there is no connection to the database', LONGEST):
+        with refused(within=LONGEST):
             far.add(FERN)
     proxy.go_on()
     wait_until(lambda: can_add(far))
     assert far.add(FERN) is False
 
 
-def test_one_caller_at_a_time_tries(far, proxy, short_limits, monkeypatch):
-    """While the server is silent one caller at a time tries; others fail at once."""
-    wait_until(lambda: can_add(far))
-    monkeypatch.setattr(pool, 'WAIT_WITHIN', 0.1)
-    lender = far._backend().pool
-    connecting = threading.Thread(target=lambda: can_add(far))
-    with lender.lend(math.inf):
-        proxy.stop()
-        with refused():
-            far.add(MOSS)
-        monkeypatch.setattr(pool, 'RETRY_AFTER', PATIENCE)
-        wait_until(lambda: time.monotonic() > lender._next_attempt)
-        connecting.start()
-        wait_until(lambda: lender._next_attempt == math.inf)
-        outage = lender._outage
-    assert_refused(None, *10 * [far._backend().ping, partial(far.add, MOSS)])
-    assert connecting.is_alive()
-    assert lender._outage is outage  # also after a caller from before it has ended
-    connecting.join(PATIENCE)
-    monkeypatch.undo()
-    proxy.go_on()
-    lender._next_attempt = 0
-    wait_until(lambda: can_add(far))
-
-
-def test_failed_connections_wait_for_no_other(url, monkeypatch):
-    """Callers that connect at once in vain fail at once, not after a time limit."""
-    monkeypatch.setattr(pool, 'WAIT_WITHIN', PATIENCE)
-    monkeypatch.setattr(connection, 'ANSWER_WITHIN', PATIENCE)
-    together = threading.Barrier(4)
-
-    def connect(*arguments):
-        together.wait(PATIENCE)
-        raise psycopg.OperationalError('refused')
-
-    monkeypatch.setattr(connection.Connection, 'open', connect)
-    with open_store(url) as store:
-        ping = store._backend().ping
-        away = 'there is no connection to the database'
-        in_threads(*[partial(assert_refused, away, ping)] * 4)
-
-
 @pytest.mark.parametrize('stored', [False, True])
-def test_lost_response_is_asked_for_once_more(database, url, far, proxy, stored):
-    """After a lost response the store repeats the statement once, and never guesses."""
+def test_connection_lost_before_the_answer_is_no_success(
+    database, url, far, proxy, stored
+):
+    """If the connection is lost before the answer, the add is refused: no guess."""
     if stored:
         far.add(FERN)
     proxy.cut()
-    assert far.add(FERN) is False  # the first attempt has stored it
-    proxy.cut()
-    with pytest.raises(IdTaken):
-        far.add(FERN._replace(name='Moss'))
-    proxy.cut(times=2)
-    with refused('there is no connection to the database'):
+    with refused(AWAY):
         far.add(FERN)
-    wait_until(lambda: can_add(far))
+    assert far.add(FERN) is False  # the first attempt has stored it
     assert rows(database, url) == [FERN]
 
 
@@ -297,9 +267,8 @@ def test_close_does_not_wait_for_a_server_that_hangs(far, proxy):
     proxy.stop()
     adding = threading.Thread(target=lambda: can_add(far))
     adding.start()
-    wait_until(lambda: not far._backend().pool._idle)
+    wait_until(lambda: far._committers)
     far.close()
-    assert adding.is_alive()
     proxy.go_on()
     adding.join(PATIENCE)
     with pytest.raises(StoreClosed):
@@ -402,11 +371,16 @@ def test_full_disk_is_unavailable(database, url, store, monkeypatch):
     assert sorted(rows(database, url)) == [FERN, MOSS]
 
 
-def test_read_only_session_is_left(database, store):
+def test_read_only_session_is_left(database, url, store):
     """A session that has become read-only is replaced, and the add goes on."""
     sessions = database.sessions()
-    with store._backend().pool.lend(math.inf) as session:
-        session.execute('SET default_transaction_read_only = on')
+    database.execute(
+        TRIGGER.replace("nextval('turn') <> 4", "NEW.name = 'Ivy'").format(
+            "PERFORM set_config('default_transaction_read_only', 'on', false)"
+        ),
+        url=url,
+    )
+    assert store.add(Plant(3, 'Ivy')) is True
     assert store.add(FERN) is True
     wait_until(lambda: not sessions & database.sessions())
 
@@ -457,7 +431,7 @@ def test_cancelled_commit_is_not_acknowledged(database, url, store, stored):
 
 
 def test_nothing_is_acknowledged_without_the_standby(
-    database, url, store, short_limits
+    database, url, short_limits, store
 ):
     """While the standby is away adds are refused, and sessions do not pile up."""
     plants = [FERN, *(Plant(id, 'Ivy') for id in range(2, 9))]
@@ -485,7 +459,7 @@ def test_nothing_is_acknowledged_without_the_standby(
 
 @pytest.mark.parametrize('plants', [[], [FERN]], ids=['empty', 'used'])
 def test_ping_waits_for_the_standby(
-    database, url, store, short_limits, monkeypatch, plants
+    database, url, short_limits, store, monkeypatch, plants
 ):
     """A ping waits for what an add waits for; of many pings few do, and none writes."""
     store.add_many(plants)
@@ -521,20 +495,6 @@ def test_reader_that_stops_leaves_no_session(database, store):
     in_threads(reader.close)
     wait_until(lambda: database.sessions() == before)
     assert sorted(store) == MANY
-
-
-def test_reader_may_wait_longer_than_a_connection(database, url, store, monkeypatch):
-    """The time limit of a connection ends before the plants are read."""
-    store.add(FERN)
-    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 1)
-    own = closing(psycopg.connect(database.own(url)))
-    with ThreadPoolExecutor(1) as threads, own as other:
-        other.execute('LOCK TABLE plants')
-        reading = threads.submit(list, store)
-        with pytest.raises(TimeoutError):
-            reading.result(1.2)
-        other.rollback()
-        assert reading.result() == [FERN]
 
 
 # ---- processes
