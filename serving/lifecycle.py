@@ -26,14 +26,22 @@ from web.tokens import show_token
 
 log = logging.getLogger('plants')
 
-FIXED = 'address', 'uid', 'gid', 'pidfile'  # settings that a reload cannot change
+# Attributes and names of settings that a reload cannot change.
+FIXED = {'address': 'bind', 'reuse_port': 'reuse_port', 'uid': 'user', 'gid': 'group'}
+FIXED |= {'pidfile': 'pidfile'}
+ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}
 
 
 def on_starting(server: Any) -> None:
     """Load the store, as the user that serves."""
     # Until gunicorn has handlers: the pid file is removed, and process 1 ends, too.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+    for number in ENDING:
         signal.signal(number, lambda *_: sys.exit(0))
+    mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
+    unmask = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
+    os.register_at_fork(
+        before=mask, after_in_parent=unmask, after_in_child=partial(_end_early, unmask)
+    )
     has_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     server.handle_hup = partial(_hang_up, server, server.handle_hup, has_terminal)
     try:
@@ -65,7 +73,7 @@ def when_ready(server: Any) -> None:
 
 
 def nworkers_changed(server: Any, new: int, old: int | None) -> None:
-    """Keep one worker of a store in memory (SIGTTIN): each would have its own plants."""
+    """Keep one worker of a store in memory: a second one has plants of its own."""
     if old is not None and new > 1 and is_in_memory(os.environ | server.cfg.env):
         server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
         server.num_workers = 1
@@ -112,6 +120,17 @@ def on_exit(server: Any) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _end_early(unmask: Callable[[], object]) -> None:
+    """Let a worker end that has no handlers yet.
+
+    It has those of the master, which queue a signal for a loop that it does not run, so
+    the server would wait for ``graceful_timeout``.
+    """
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    unmask()
+
+
 def _has_terminal() -> bool:
     with suppress(OSError):
         os.close(os.open('/dev/tty', os.O_RDWR | os.O_NOCTTY))
@@ -125,17 +144,19 @@ def _hang_up(server: Any, reload: Callable[[], None], had_terminal: bool) -> Non
         raise StopIteration  # as gunicorn's handler of SIGTERM
     app, old, served = server.app, server.cfg, service.services.copy()
     before = [(each, vars(each).copy()) for each in (server, app)]
+    environ, directory = os.environ.copy(), os.getcwd()
     messages = io.StringIO()
     try:
         with redirect_stderr(messages):
             cfg = WSGIApplication().cfg
         cfg.env_orig = old.env_orig
-        for name in FIXED:
+        for name, setting in FIXED.items():
             if getattr(cfg, name) != getattr(old, name):
-                raise ValueError(f'{name}: another one needs a restart')
-        theirs = {name: os.environ[name] for name in os.environ.keys() - old.env.keys()}
+                raise ValueError(f'{setting}: another one needs a restart')
+        theirs = {name: environ[name] for name in environ.keys() - old.env.keys()}
         new = service.build_from(cfg, old.env_orig | theirs | cfg.env)
         service.load(new, cfg)
+        server.log.setup(cfg)  # gunicorn would go on without
         # All of it has worked: gunicorn reads nothing again, and starts workers.
         service.services[:] = [new]
         app.cfg, app.callable, app.reload = cfg, new.app, lambda: None
@@ -146,7 +167,9 @@ def _hang_up(server: Any, reload: Callable[[], None], had_terminal: bool) -> Non
         service.services[:] = served
         for changed, values in before:
             vars(changed).update(values)
-        server.log.setup(server.cfg)
-        printed = [line for line in messages.getvalue().split('\n') if line][-1:]
-        for fault in printed or str(ex).splitlines():
+        os.environ.clear()
+        os.environ.update(environ)
+        os.chdir(directory)
+        server.log.setup(old)
+        for fault in service.faults(ex, messages.getvalue()):
             log.error('Not reloaded, and nothing has changed: %s', fault)

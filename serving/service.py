@@ -84,7 +84,7 @@ def build_from(cfg: Config, environ: Mapping[str, str]) -> Service:
     if settings.tokens is None and not made_tokens:
         made_tokens.append(make_token())
     if settings.metrics_token and not cfg.check_config:
-        _sharecounters(cfg)
+        _share_counters(cfg)
     if services and services[0].settings.store == settings.store:
         store = services[0].store  # with all that it has read
     else:
@@ -96,14 +96,23 @@ def build_from(cfg: Config, environ: Mapping[str, str]) -> Service:
     return Service(settings, store, app)
 
 
-def end(ex: Exception) -> NoReturn:
+def faults(ex: BaseException, printed: str = '') -> list[str]:
+    """Return what was wrong, without a traceback: a line of ours for each fault."""
+    if lines := [line.strip() for line in printed.splitlines() if line.strip()]:
+        where = [line for line in lines if line.startswith('File ')][-1:]
+        return [': '.join(dict.fromkeys([lines[0], *where, lines[-1]]))]
+    lines = str(ex).splitlines() or [type(ex).__name__]
+    return lines if isinstance(ex, ValueError | OSError) else lines[:1]
+
+
+def end(ex: BaseException) -> NoReturn:
     """End a start with a line for each fault."""
-    for fault in str(ex).splitlines():
+    for fault in faults(ex):
         log.critical('%s', fault)
     sys.exit(1)
 
 
-def _sharecounters(cfg: Config) -> None:
+def _share_counters(cfg: Config) -> None:
     """Make the directory of the metrics before their package is imported.
 
     At its import the package chooses the mode for several processes.
