@@ -222,7 +222,7 @@ class Connection:
                 fields, body = self._run(worker.wsgi, request)
         except Exception as ex:
             fields, body = self._refuse(request, 500, ex)
-        keeps = request.keeps and worker.alive and not self._has_ended
+        keeps = request.keeps and worker.alive and worker.keepalive > 0
         head = (
             f'HTTP/1.1 {self._status}\r\nServer: gunicorn\r\n'
             f'Date: {_http_date(int(time.time()))}\r\n'

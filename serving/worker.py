@@ -97,6 +97,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """Tell the master that the worker lives, wait, and end late waits."""
         self.tmp.notify()
         gevent.sleep(TICK)
+        gevent.sleep(0.001)  # after a pause of this process: first see who has sent
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
