@@ -10,26 +10,21 @@
 HEAD works where GET does. An unknown path or method is refused: 401, 404 or 405. An
 answer of 400 or more is an ``Error``: ``schemas/Error.json``, ``web/errors.py``.
 
-``create_app`` is for programs that embed the service. ``app:app`` is for servers: the
-application that the environment configures (``web/settings.py``).
+``create_app`` is for programs that embed the service, ``app:app`` for servers.
 """
 
 import atexit
 import os
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import falcon
-from falcon import Response
 
 from store import Plant, PlantStore, open_store
-from web import errors
-from web.body import Schema, encode, load_schemas, read_plant
+from web import errors, middleware
+from web.body import PlantReader, encode, load_schemas
 from web.documents import ReadOnlyResource, document_resources
-from web.middleware import BearerAuth, CrossOrigin, RequestLog, StrictRouting
-from web.request import PlantsRequest
+from web.middleware import PlantsRequest
 from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
 from web.tokens import Tokens, make_token, show_token
 
@@ -37,7 +32,7 @@ from web.tokens import Tokens, make_token, show_token
 class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the class
     """The WSGI application. It also answers the requests that a server refuses."""
 
-    max_body_bytes = DEFAULT_MAX_BODY_BYTES
+    max_body_bytes: int  # a server need not read longer ones
 
     def __init__(self, middleware: list[Any]) -> None:
         super().__init__(request_type=PlantsRequest, middleware=middleware)
@@ -46,16 +41,15 @@ class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the cla
 
 
 class PlantsResource:
-    """``/plants``; the body of a request has at most ``max_body_bytes``."""
+    """``/plants``."""
 
-    def __init__(self, store: PlantStore, schema: Schema, max_body_bytes: int) -> None:
+    def __init__(self, store: PlantStore, reader: PlantReader) -> None:
         self._store = store
-        self._schema = schema
-        self._max_body_bytes = max_body_bytes
+        self._reader = reader
 
-    def on_post(self, req: PlantsRequest, resp: Response) -> None:
+    def on_post(self, req: PlantsRequest, resp: falcon.Response) -> None:
         """Add a plant; respond with the plant without its id."""
-        plant = read_plant(req, self._schema, self._max_body_bytes)
+        plant = self._reader.read(req)
         self._store.add(plant)
         members = zip(Plant._fields[1:], plant[1:], strict=True)
         resp.data = encode({name: text for name, text in members if text is not None})
@@ -69,52 +63,44 @@ def create_app(
     metrics_token: str | None = None,
     cors_origins: Iterable[str] = (),
 ) -> PlantsApp:
-    """Build the WSGI application.
+    """Build the WSGI application; a ``ValueError`` says which argument is wrong.
 
     Args:
         store: Where the plants go; the caller closes it.
-        tokens: The accepted tokens: one, several, a mapping from names to tokens, or a
-            ``Tokens``. ``sha256:`` and a digest stand for the token with that digest.
+        tokens: One, several, a mapping from names to tokens, or a ``Tokens``; for each
+            ``sha256:`` and its digest may stand.
         max_body_bytes: The longest body that is read.
-        metrics_token: Serves ``/metrics``, to this token alone; needs the package
-            ``prometheus_client``.
+        metrics_token: Switches ``/metrics`` on, for this token alone.
         cors_origins: Origins whose pages may read answers; ``*`` stands for all.
-
-    Raises:
-        TypeError: ``store`` is not a ``PlantStore``: it is a URL, for example.
-        ValueError: There is no token, a token cannot be sent in a header, one is for
-            plants and metrics, no browser sends such an origin, or a schema is wrong.
     """
-    if not isinstance(store, PlantStore):
-        # Do not show the value: a URL may have a password in it.
-        kind = type(store).__name__
-        raise TypeError(f'the store is a {kind}, not a PlantStore: use open_store(URL)')
-    accepted = {'': tokens if isinstance(tokens, Tokens) else Tokens(tokens)}
+    if not isinstance(store, PlantStore):  # not shown: a URL may have a password
+        raise TypeError(f'{type(store).__name__} is no PlantStore: use open_store(URL)')
+    tokens = tokens if isinstance(tokens, Tokens) else Tokens(tokens)
     files = load_schemas()  # read once: description and rules must agree
-    plants = PlantsResource(store, Schema('NewPlant', files), max_body_bytes)
 
     def ready() -> bytes:
         store.ping()
-        return encode({'status': 'ready'})
+        return b'{"status": "ready"}'
 
     public = {
-        '/livez': ReadOnlyResource(lambda: encode({'status': 'live'})),
+        '/livez': ReadOnlyResource(lambda: b'{"status": "live"}'),
         '/readyz': ReadOnlyResource(ready),
         **document_resources(files, max_body_bytes, metrics=bool(metrics_token)),
     }
-    routes: dict[str, object] = {'/plants': plants, **public}
+    routes: dict[str, object] = dict(public)
+    routes['/plants'] = PlantsResource(store, PlantReader(files, max_body_bytes))
     # Requests pass through these in this order, responses in reverse order.
-    middleware: list[Any] = [RequestLog()]
+    layers: list[Any] = [middleware.RequestLog()]
+    if cors_origins:
+        layers.append(middleware.CrossOrigin(cors_origins))
+    layers.append(middleware.BearerAuth(tokens, public, metrics_token))
+    layers.append(middleware.StrictRouting())
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
 
-        accepted[''].refuse(metrics_token)
-        accepted['/metrics'] = Tokens({'metrics': metrics_token})
-        routes['/metrics'] = measure = Metrics(store, accepted[''])
-        middleware.insert(0, measure)
-    if cors_origins:
-        middleware.append(CrossOrigin(cors_origins))
-    app = PlantsApp([*middleware, BearerAuth(accepted, public), StrictRouting()])
+        routes['/metrics'] = measure = Metrics(store, tokens)
+        layers.insert(0, measure)
+    app = PlantsApp(layers)
     app.max_body_bytes = max_body_bytes
     for path, resource in routes.items():
         app.add_route(path, resource)
@@ -124,16 +110,14 @@ def create_app(
 def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     """Build the application that the environment configures.
 
-    The store is closed when the process ends. If no token is configured, one is made
-    and printed: the service never runs open.
+    If no token is configured, one is made and printed: the service never runs open.
     """
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
     atexit.register(store.close)
-    tokens = settings.tokens
-    if tokens is None:
-        tokens = Tokens(token := make_token())
-        show_token(token, 'http://HOST:PORT')
+    if (tokens := settings.tokens) is None:
+        show_token(token := make_token(), 'http://HOST:PORT')
+        tokens = Tokens(token)
     return create_app(store, tokens=tokens, **settings.app_options())
 
 
@@ -143,9 +127,3 @@ def __getattr__(name: str) -> PlantsApp:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     application = globals()['app'] = get_app()
     return application
-
-
-if __name__ == '__main__':
-    configuration = Path(__file__).with_name('gunicorn.conf.py')
-    command = [sys.executable, '-m', 'gunicorn', '-c', str(configuration)]
-    os.execv(sys.executable, command + sys.argv[1:])

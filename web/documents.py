@@ -8,32 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import falcon
-from falcon import Response
 
 from store import __version__
 from web.body import encode
 from web.errors import ErrorValue, Fault
-from web.request import PlantsRequest
 
 _HEADERS = {
-    # The page may run its own scripts and talk to this service, nothing else. The style
-    # sheet of Swagger UI contains its images.
-    'Content-Security-Policy': (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    ),
+    # The page runs its own scripts and talks to this service; its style has its images.
+    'Content-Security-Policy': "default-src 'none'; script-src 'self'; style-src 'self'"
+    "; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    "; frame-ancestors 'none'",
     'X-Content-Type-Options': 'nosniff',
 }
 
-# The files of the page, by path, with their media types. No other file is served.
-_PAGE = {
-    '/docs': ('docs.html', 'text/html'),
-    '/docs/docs.css': ('docs.css', 'text/css'),
-    '/docs/docs.js': ('docs.js', 'text/javascript'),
-    '/docs/swagger-ui.css': ('swagger-ui.css', 'text/css'),
-    '/docs/swagger-ui-bundle.js': ('swagger-ui-bundle.js', 'text/javascript'),
-}
+# The files of the page, ours and those of Swagger UI. No other file is served.
+_PAGE = 'docs.html', 'docs.css', 'docs.js', 'swagger-ui.css', 'swagger-ui-bundle.js'
+_TYPES = {'.html': 'text/html', '.css': 'text/css', '.js': 'text/javascript'}
 
 
 @dataclass(eq=False)
@@ -44,7 +34,7 @@ class ReadOnlyResource:
     media_type: str = falcon.MEDIA_JSON
     max_age: int | None = None  # of a document, in seconds; nothing else is cached
 
-    def on_get(self, req: PlantsRequest, resp: Response) -> None:
+    def on_get(self, req: falcon.Request, resp: falcon.Response) -> None:
         resp.data = self.read()  # NOTE: first, since it may raise
         resp.content_type = self.media_type
         if self.max_age is not None:
@@ -56,12 +46,7 @@ class ReadOnlyResource:
 def document_resources(
     files: dict[str, Any], max_body_bytes: int, *, metrics: bool
 ) -> dict[str, ReadOnlyResource]:
-    """Return the resources for the description and the files of the page, by path.
-
-    ``files`` is what ``load_schemas`` has returned. The URL of the service in the
-    description is relative (OpenAPI 3.1.0, section 4.8.5), so it is right under any
-    prefix.
-    """
+    """Return the resources for the description and the files of the page, by path."""
     template = Path(__file__).with_name('openapi.json').read_bytes()
     description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
@@ -75,12 +60,12 @@ def document_resources(
         del description['paths']['/metrics']
     encoded = encode(description)
     resources = {'/openapi.json': ReadOnlyResource(lambda: encoded, max_age=0)}
-    for path, (name, media_type) in _PAGE.items():
+    for name in _PAGE:
         read = cache(partial(_read_page, name))  # all clients share the bytes
+        kind = f'{_TYPES[Path(name).suffix]}; charset=utf-8'
+        path = '/docs' if name == 'docs.html' else f'/docs/{name}'
         max_age = 86_400 * name.startswith('swagger')  # changes with its package only
-        resources[path] = ReadOnlyResource(
-            read, f'{media_type}; charset=utf-8', max_age
-        )
+        resources[path] = ReadOnlyResource(read, kind, max_age)
     return resources
 
 
@@ -96,16 +81,11 @@ def _read_page(name: str) -> bytes:
 
 
 def _merged(schema: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with the members of its ``allOf`` parts, which may be files.
-
-    Many client generators make no type of ``allOf``, or a type that lacks members.
-    """
-    merged = {
-        name: rule for name, rule in schema.items() if name not in ('$id', 'allOf')
-    }
+    """Return a schema with the members of its ``allOf``, which generators misread."""
+    merged = {key: rule for key, rule in schema.items() if key not in ('$id', 'allOf')}
     for part in schema.get('allOf', []):
         part = files.get(part.get('$ref'), part)
-        for keyword, empty in ('properties', {}), ('required', []):
-            of_part, own = part.get(keyword, empty), merged.get(keyword, empty)
-            merged[keyword] = {**own, **of_part} if empty == {} else [*own, *of_part]
+        members, required = part.get('properties', {}), part.get('required', [])
+        merged['properties'] = merged.get('properties', {}) | members
+        merged['required'] = [*merged.get('required', []), *required]
     return merged

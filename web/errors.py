@@ -3,12 +3,11 @@
 import enum
 import json
 import logging
-from typing import Any, Self
+from typing import Any
 
 import falcon
-from falcon import Response
 
-from store import IdTaken, StoreClosed, StoreError, StoreUnavailable
+from store import IdTaken, StoreError, StoreUnavailable
 
 log = logging.getLogger('plants')
 
@@ -19,39 +18,31 @@ FAULT = 'plants.fault'
 class ErrorValue(enum.IntEnum):
     """The ``error`` member of an ``Error``: its first three digits are the status."""
 
-    meaning: str  # for people, the same for every request
-
-    BAD_REQUEST = 400_00, 'the request could not be understood, or its body ended early'
-    BODY_MISSING = 400_01, 'the body is missing or empty'
-    WRONG_MEDIA_TYPE = 400_02, 'the media type is not application/json'
-    BODY_TOO_LARGE = 400_03, 'the body is larger than the limit'
-    NOT_JSON = 400_04, 'the body is not JSON'
-    NOT_A_NEW_PLANT = 400_05, 'the body is JSON, but not a NewPlant'
-    ID_TAKEN = 400_06, 'the id is taken by a different plant'
-    NO_TOKEN = 401_00, 'there is no bearer token'
-    INVALID_TOKEN = 401_01, 'the token is not valid'
-    NO_SUCH_PATH = 404_00, 'there is no such path'
-    METHOD_NOT_ALLOWED = 405_00, 'the method is not allowed here'
-    INTERNAL = 500_00, 'an unexpected fault of the service'
-    STORE_UNAVAILABLE = 503_00, 'the store cannot take plants now'
-
-    def __new__(cls, value: int, meaning: str = '') -> Self:
-        member = int.__new__(cls, value)
-        member._value_ = value
-        member.meaning = meaning
-        return member
+    BAD_REQUEST = 400_00  # it cannot be understood, or its body ended early
+    BODY_MISSING = 400_01
+    WRONG_MEDIA_TYPE = 400_02
+    BODY_TOO_LARGE = 400_03
+    NOT_JSON = 400_04
+    NOT_A_NEW_PLANT = 400_05
+    ID_TAKEN = 400_06
+    NO_TOKEN = 401_00
+    INVALID_TOKEN = 401_01
+    NO_SUCH_PATH = 404_00
+    METHOD_NOT_ALLOWED = 405_00
+    INTERNAL = 500_00  # the log has the reason
+    STORE_UNAVAILABLE = 503_00
 
 
 class Fault(Exception):
-    """A request ends with an ``Error``."""
+    """A request ends with an ``Error`` of this value, with a message for people."""
 
-    def __init__(self, value: int, message: str = '', **headers: str) -> None:
-        self.value = value  # the error of the response, which also gives the status
+    def __init__(self, value: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.value = value
         self.headers = headers  # of the response, with _ for - in their names
-        super().__init__(message or ErrorValue(value).meaning)  # for people
 
 
-def answer(req: Any, resp: Response, ex: Exception, params: object) -> None:
+def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> None:
     """Answer an exception with an ``Error``; an error handler of the application."""
     fault = _as_fault(ex, req.id)
     req.error = int(fault.value)
@@ -77,11 +68,11 @@ def _as_fault(ex: Exception, request_id: str) -> Fault:
             return Fault(ErrorValue.ID_TAKEN, str(ex))
         case StoreError():
             log.error('%s: %s', request_id, ex)
-            value = ErrorValue.STORE_UNAVAILABLE
+            reason, seconds = 'see the log of the server', '60'  # an operator must act
             if isinstance(ex, StoreUnavailable):
-                return Fault(value, f'{value.meaning}: {ex.reason}', retry_after='1')
-            reason = ex if isinstance(ex, StoreClosed) else 'see the log of the server'
-            return Fault(value, f'{value.meaning}: {reason}', retry_after='60')
+                reason, seconds = ex.reason, '1'
+            message = f'the store cannot take plants now: {reason}'
+            return Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after=seconds)
         case _:
             log.exception('%s: unexpected exception', request_id)
-            return Fault(ErrorValue.INTERNAL)
+            return Fault(ErrorValue.INTERNAL, 'an unexpected fault of the service')

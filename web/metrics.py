@@ -17,17 +17,15 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from store import PlantStore, __version__
 from web.documents import ReadOnlyResource
-from web.request import PlantsRequest
+from web.middleware import PlantsRequest
 from web.tokens import Tokens
 
 _LABELS = 'method', 'route', 'status', 'error'
 # The values of the label ``method``; clients may send any number of other methods.
 _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
-# Upper bounds of the histogram buckets, in seconds.
-_SECONDS = (
-    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
-    *(0.1, 0.25, 0.5, 1, 2.5, 5, 10),
-)
+# Upper bounds of buckets: a quick disk syncs in 0.1 ms, and a request may take 10 s.
+_SECONDS = [step * 10**power for power in range(-4, 1) for step in (1, 2.5, 5)] + [10]
+_PLANTS = [2**power for power in range(9)]
 
 
 class Metrics(ReadOnlyResource):
@@ -36,39 +34,19 @@ class Metrics(ReadOnlyResource):
     def __init__(self, store: PlantStore, tokens: Tokens) -> None:
         super().__init__(self._render, prometheus.CONTENT_TYPE_LATEST)
         self._store = store
-        self._registry = registry = prometheus.CollectorRegistry()
-        seconds = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
-        name, meaning = 'plants_request_seconds', 'Seconds to answer a request.'
+        registry = self._registry = prometheus.CollectorRegistry()
+        histogram = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
+        name, help = 'plants_request_seconds', 'Seconds to answer a request.'
         # NOTE: labels() costs more than observe(), so what it returns is kept.
-        self._requests = cache(seconds(name, meaning, _LABELS).labels)
-        name, meaning = (
-            'plants_store_sync_seconds',
-            'Seconds to sync a batch of plants.',
-        )
-        self._syncs = seconds(name, meaning)
-        name, meaning = 'plants_store_batch_plants', 'Plants that were synced together.'
-        powers = [2**power for power in range(9)]
-        self._batches = seconds(name, meaning, buckets=powers)
-        name, meaning = (
-            'plants_requests_in_progress',
-            'Requests that are being answered.',
-        )
-        self._in_progress = prometheus.Gauge(
-            name, meaning, registry=registry, multiprocess_mode='livesum'
-        )
-        name, meaning = (
-            'plants_token_reload_failures',
-            'Broken changes of the tokens file.',
-        )
-        failed_reloads = prometheus.Counter(name, meaning, registry=registry)
-        store.on_sync = self._observe_sync
-        tokens.on_failed_reload = failed_reloads.inc
-
-    def process_request(self, req: PlantsRequest, resp: Response) -> None:
-        self._in_progress.inc()
+        self._requests = cache(histogram(name, help, _LABELS).labels)
+        self._syncs = histogram('plants_store_sync_seconds', 'Seconds of a sync.')
+        name, help = 'plants_store_batch_plants', 'Plants that were synced together.'
+        self._batches = histogram(name, help, buckets=_PLANTS)
+        name, help = 'plants_token_reload_failures', 'Changes that broke a tokens file.'
+        failures = prometheus.Counter(name, help, registry=registry)
+        store.on_sync, tokens.on_failed_reload = self._observe_sync, failures.inc
 
     def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
-        self._in_progress.dec()
         method = req.method if req.method in _METHODS else 'other'
         # Not the path: clients may send any number of unknown paths.
         route = req.uri_template or ''
@@ -90,11 +68,11 @@ class Metrics(ReadOnlyResource):
 
     def collect(self) -> Iterator[prometheus.Metric]:
         """Yield the metrics whose values are looked up for each answer."""
-        meaning = 'Version of the plant store; the value is always 1.'
-        yield InfoMetricFamily('plant_store_build', meaning, {'version': __version__})
+        help = 'Version of the plant store; the value is always 1.'
+        yield InfoMetricFamily('plant_store_build', help, {'version': __version__})
         ready = False
         with suppress(Exception):  # /readyz reports the reason
             self._store.ping()
             ready = True
-        meaning = 'Whether the store can take plants now: 1 or 0.'
-        yield GaugeMetricFamily('plants_store_ready', meaning, ready)
+        help = 'Whether the store can take plants now: 1 or 0.'
+        yield GaugeMetricFamily('plants_store_ready', help, ready)

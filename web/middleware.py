@@ -1,10 +1,10 @@
-"""Middleware for every request: id and log line, CORS, token, path and method."""
+"""What every request meets: its id and log line, CORS, the token, path and method."""
 
 import logging
 import random
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
@@ -13,37 +13,47 @@ import falcon
 from falcon import Response
 
 from web.errors import FAULT, ErrorValue, Fault
-from web.request import PlantsRequest
 from web.tokens import Tokens
 
 log = logging.getLogger('plants')
 
-# A request id that a client may choose: nothing that could break a line or a header.
+# What a client may choose: nothing that could break a line or a header.
 _SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
 
 # Percent-encoded text cannot break a line of the log.
 _quote = lru_cache(maxsize=32)(quote)  # small: a stranger may fill it
 
 
-class RequestLog:
-    """Middleware: give each request an id, and the log a line about it.
+class PlantsRequest(falcon.Request):
+    """A request, with what the log says about it."""
 
-    The ``args`` of the log record are a mapping, for formatters that write members.
-    """
+    id = '-'
+    token_name = '-'  # of the accepted token
+    error = 0  # the ErrorValue of the answer, or 0
+
+    def __init__(self, env: dict[str, Any], *args: Any, **options: Any) -> None:
+        self.began = time.perf_counter()
+        env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
+        super().__init__(env, *args, **options)
+        if self.method == 'WEBSOCKET':
+            # Falcon answers 400 to this method before any middleware runs, so without a
+            # request id and a check of the token. In lower case it is just unknown.
+            self.method = 'websocket'
+
+
+class RequestLog:
+    """Middleware: give each request an id, and the log a line about it."""
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         id = req.env.get('HTTP_X_REQUEST_ID', '')
-        is_sane = _SANE_ID.fullmatch(id)
-        req.id = id if is_sane else f'{random.getrandbits(64):016x}'
+        req.id = id if _SANE_ID.fullmatch(id) else f'{random.getrandbits(64):016x}'
         resp.set_header('X-Request-Id', req.id)
         resp.set_header('Cache-Control', 'no-store')  # documents have their own
         if FAULT in req.env:
             raise req.env[FAULT]
 
     def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
-        if not log.isEnabledFor(logging.INFO):
-            return
-        members = {
+        members = {  # a mapping, for a log in JSON
             'message': 'request',
             'request_id': req.id,
             'token': req.token_name,
@@ -62,11 +72,9 @@ class RequestLog:
         )
 
 
-# An origin as browsers write it: in lower case, without a path or a default port (RFC
-# 6454, section 6.2).
+# As browsers write it: in lower case, no path, no default port (RFC 6454, section 6.2).
 _ORIGIN = re.compile(
-    r'(?!http:.*:80$|https:.*:443$)'
-    r'[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?'
+    r'(?!http:.*:80$|https:.*:443$)[a-z0-9+.-]+://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d+)?'
 )
 
 
@@ -74,17 +82,13 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
     """Middleware: let pages of other origins send requests and read the answers.
 
     A preflight request (Fetch standard, section 3.3.2) has no token, so the answer is
-    the same for every path. A ``ValueError`` names an origin that no browser sends.
+    the same for every path. An origin that no browser sends is a ``ValueError``.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
         origins = [origins] if isinstance(origins, str) else list(origins)
-        for origin in origins:
-            if origins != ['*'] and not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f'{origin!r} is not an origin as browsers send it, like '
-                    f'https://example.org, and not * alone'
-                )
+        if origins != ['*'] and not all(map(_ORIGIN.fullmatch, origins)):
+            raise ValueError('an origin is like https://example.org, or * alone')
         exposed = ['X-Request-Id', 'Retry-After']
         super().__init__('*' if origins == ['*'] else origins, exposed)
 
@@ -101,16 +105,20 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 
 
 class BearerAuth:
-    """Middleware: only ``public`` paths are open without a bearer token (RFC 6750).
+    """Middleware: without a bearer token (RFC 6750) only ``public`` paths are open.
 
-    It runs before the router: without a token a path that does not exist is 401.
-
-    ``tokens`` has the accepted ones by path; those of '' are for all other paths.
+    It runs before the router, so it does not tell which other paths exist.
     """
 
-    def __init__(self, tokens: Mapping[str, Tokens], public: Iterable[str]) -> None:
+    def __init__(
+        self, tokens: Tokens, public: Iterable[str], metrics_token: str | None
+    ) -> None:
         self._tokens = tokens
         self._public = frozenset(public)
+        self._for_metrics = tokens
+        if metrics_token:
+            tokens.refuse(metrics_token)
+            self._for_metrics = Tokens({'metrics': metrics_token})
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         if req.path in self._public:
@@ -125,29 +133,22 @@ class BearerAuth:
                 raise falcon.HTTPSeeOther(f'{mount}/docs')
             message = "send the header 'Authorization: Bearer TOKEN'; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
-        tokens = self._tokens.get(req.path, self._tokens[''])
+        tokens = self._for_metrics if req.path == '/metrics' else self._tokens
         if (name := tokens.find(text)) is None:
+            message = 'the token is not valid'
             challenge = 'Bearer error="invalid_token"'
-            raise Fault(ErrorValue.INVALID_TOKEN, www_authenticate=challenge)
-        req.token_name = name
+            raise Fault(ErrorValue.INVALID_TOKEN, message, www_authenticate=challenge)
+        req.token_name = name or '-'
 
 
 class StrictRouting:
-    """Middleware: another spelling of a path is 404, a method without responder 405.
+    """Middleware: 404 for ``//plants``, 405 for OPTIONS; Falcon would answer both."""
 
-    Falcon takes ``//plants`` for ``/plants``, answers OPTIONS by itself, and refuses a
-    method that it does not know with 400.
-    """
-
-    def process_resource(
-        self, req: PlantsRequest, resp: Response, resource: object, params: object
-    ) -> None:
+    def process_resource(self, req: Any, resp: Any, resource: Any, *_: Any) -> None:
         if req.path != req.uri_template:
             raise falcon.HTTPNotFound()
-        responder = f'on_{req.method.lower()}'
-        if not req.method.isupper() or not hasattr(resource, responder):
-            allowed = ', '.join(
-                name[3:].upper() for name in dir(resource) if name.startswith('on_')
-            )
-            value = ErrorValue.METHOD_NOT_ALLOWED
-            raise Fault(value, f'{value.meaning}; allowed: {allowed}', allow=allowed)
+        if not (req.method.isupper() and hasattr(resource, f'on_{req.method.lower()}')):
+            names = [name for name in dir(resource) if name.startswith('on_')]
+            allowed = ', '.join(names).replace('on_', '').upper()
+            message = f'the method is not allowed here; allowed: {allowed}'
+            raise Fault(ErrorValue.METHOD_NOT_ALLOWED, message, allow=allowed)

@@ -46,11 +46,7 @@ class Settings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read the variables, without the white space around their values.
-
-        Raises:
-            ValueError: Values are wrong; a line for each says what is accepted.
-        """
+        """Read the variables; a ``ValueError`` has a line for each that is wrong."""
         fields: dict[str, Any] = {}
         faults = []
         if environ.keys() >= {'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE'}:
@@ -67,17 +63,14 @@ class Settings:
 
     def app_options(self) -> dict[str, Any]:
         """Return the arguments of ``create_app``, without store and tokens."""
-        options = vars(self).copy()
-        del options['store'], options['tokens']
-        return options
+        others = 'store', 'tokens'
+        return {name: own for name, own in vars(self).items() if name not in others}
 
 
 def _read(name: str, text: str) -> dict[str, Any]:
-    """Return the fields that a variable sets."""
+    """Return the fields that a variable sets; a ``ValueError`` if it is wrong."""
     match name:
         case 'PLANTS_STORE':
-            if re.fullmatch(r'[\w./-]+\.jsonl', text):
-                raise ValueError(f'{text!r} is not a store: use jsonl:{text}')
             # Opens no file. The code is imported now: --user may be unable to read it.
             open_store(text, create=False)
             return {'store': text.strip()}
@@ -87,20 +80,19 @@ def _read(name: str, text: str) -> dict[str, Any]:
             return {'tokens': TokensFile(Path(text))}
         case 'PLANTS_MAX_BODY':
             if not re.fullmatch('[1-9][0-9]{0,17}', text) or int(text) > LONGEST:
-                reason = f'is not a positive number of bytes up to {LONGEST}'
-                raise ValueError(f'{text!r} {reason}')
+                raise ValueError(f'{text!r} is not a number of bytes up to {LONGEST}')
             return {'max_body_bytes': int(text)}
         case 'PLANTS_LOG':  # see is_json_log
             if text not in ('text', 'json'):
                 raise ValueError(f'{text!r} is not text or json')
         case 'PLANTS_METRICS_TOKEN':
-            Tokens(text)  # raises for a wrong token
+            Tokens(text)
             if find_spec('prometheus_client') is None:
                 raise ValueError('it needs the package prometheus_client')
             return {'metrics_token': text}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))
-            CrossOrigin(origins)  # raises for a wrong origin
+            CrossOrigin(origins)
             return {'cors_origins': origins}
         case _ if name.startswith('PLANTS_'):
             # No fault: Kubernetes sets PLANTS_PORT for a service named plants.

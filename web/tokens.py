@@ -5,24 +5,19 @@ import hmac
 import logging
 import re
 import secrets
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger('plants')
 
 
 class Tokens:
-    """The accepted bearer tokens, kept as digests.
+    """The accepted bearer tokens, kept as digests: one, several, or by their names.
 
-    Args:
-        tokens: One, several, or a mapping from their names (for the log) to them;
-            without names they are ``token-1``, ``token-2``.
-
-    Raises:
-        ValueError: One is not valid, or there is none; no message shows a token.
+    A ``ValueError`` says which is not valid, or that there is none, and shows no token.
     """
 
     # Called when a changed file cannot be used; metrics count it.
@@ -39,8 +34,6 @@ class Tokens:
     def _accept(self, names: dict[bytes, str]) -> None:
         if not names:
             raise ValueError('there is no token')
-        if not all(name.isprintable() for name in names.values()):
-            raise ValueError('the name of a token may have only printable characters')
         if self._refused in names:
             raise ValueError(f'{names[self._refused]}: it is the token for metrics')
         self._names = names
@@ -54,13 +47,10 @@ class Tokens:
         return len(self._names)
 
     def find(self, text: str) -> str | None:
-        """Return the name of a token, or ``None`` if it is not accepted.
-
-        The duration does not depend on how much of the text is right.
-        """
+        """Return the name of a token, or ``None`` if it is not accepted."""
         digest = hashlib.sha256(text.encode('latin-1')).digest()
         found = None
-        for known, name in self._names.items():
+        for known, name in self._names.items():  # all: the duration must tell nothing
             if hmac.compare_digest(known, digest):
                 found = name
         return found
@@ -68,26 +58,18 @@ class Tokens:
 
 def _digest(token: str, where: str) -> bytes:
     """Return the SHA-256 digest of a token, or the digest that ``sha256:`` gives."""
-    if not isinstance(token, str):
-        raise ValueError(f'{where}: a token is text')
     scheme, colon, digits = token.partition(':')
     if colon:
         if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
             raise ValueError(f'{where}: a digest is sha256: and 64 hexadecimal digits')
         return bytes.fromhex(digits)
-    # RFC 6750, section 2.1: b64token.
-    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):
-        raise ValueError(
-            f'{where}: a token may have only letters, digits, -._~+/ and = at its end'
-        )
+    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):  # RFC 6750, section 2.1
+        raise ValueError(f'{where}: a token has letters, digits, -._~+/, = at its end')
     return hashlib.sha256(token.encode()).digest()
 
 
 class TokensFile(Tokens):
-    """Tokens in a regular file, one a line, read again when the file has changed.
-
-    While the file is broken, the old tokens stay.
-    """
+    """Tokens in a file, one a line, read again after a change that can be read."""
 
     CHECK_EVERY = 1.0  # seconds
 
@@ -111,15 +93,14 @@ class TokensFile(Tokens):
         return super().find(text)
 
     def _stat(self) -> tuple[int, ...]:
-        try:
+        with suppress(OSError, ValueError):  # ValueError: U+0000 in the path
             status = self._path.stat()
-        except (OSError, ValueError):  # ValueError: U+0000 in the path
-            return ()
-        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return ()
 
     def _read(self) -> None:
         try:
-            if not stat.S_ISREG(self._path.stat().st_mode):
+            if not self._path.is_file() and self._path.exists():
                 raise ValueError('it is not a regular file')
             self._accept(_parse(self._path.read_bytes().decode('utf-8-sig')))
         except (OSError, ValueError) as ex:
@@ -133,10 +114,8 @@ def _parse(text: str) -> dict[bytes, str]:
     for number, line in enumerate(re.split('\r\n?|\n', text), 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
         if len(words) > 2:
-            raise ValueError(
-                f'line {number}: it is not TOKEN or NAME TOKEN; a token for metrics '
-                f'goes into PLANTS_METRICS_TOKEN'
-            )
+            reason = 'use TOKEN or NAME TOKEN, and PLANTS_METRICS_TOKEN for metrics'
+            raise ValueError(f'line {number}: {reason}')
         if words:
             name = words[0] if len(words) == 2 else f'token-{number}'
             names[_digest(words[-1], f'line {number}')] = name
@@ -150,12 +129,11 @@ def make_token() -> str:
 
 def show_token(token: str, url: str) -> None:
     """Print a made token, once, to the standard error, with a ``curl`` line."""
-    print(
+    header, plant = f'Authorization: Bearer {token}', '{"id": 1, "name": "Fern"}'
+    text = (
         f'No token is configured, so this start made one. Add a plant with it:\n\n'
-        f'    curl {url}/plants -H "Authorization: Bearer {token}" '
-        f"-H 'Content-Type: application/json' "
-        f'-d \'{{"id": 1, "name": "Fern", "tag": "shade"}}\'\n\n'
-        f'The next start makes another one. To keep it: PLANTS_TOKENS={token}\n',
-        file=sys.stderr,
-        flush=True,
+        f"    curl {url}/plants -H '{header}' -H 'Content-Type: application/json' "
+        f"-d '{plant}'\n\n"
+        f'The next start makes another one. To keep it: PLANTS_TOKENS={token}\n'
     )
+    print(text, file=sys.stderr, flush=True)

@@ -71,20 +71,6 @@ def test_two_applications_count_apart(client, measured, store):
     assert request_sample(read_samples(client)) is None
 
 
-def test_requests_in_progress_are_counted(client, store):
-    """A request counts until it is answered or fails; the scrape itself is one."""
-    counts = []
-
-    def add(plant):
-        counts.append(read_samples(client)['plants_requests_in_progress',])
-        raise RuntimeError
-
-    store.add = add
-    assert_error(client.add(FERN), 50000)
-    counts.append(read_samples(client)['plants_requests_in_progress',])
-    assert counts == [2, 1]
-
-
 def test_syncs_are_counted(measured, tmp_path):
     """The syncs of a store are counted, with their time and plants."""
     with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:

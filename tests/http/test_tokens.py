@@ -61,7 +61,7 @@ def value_of(client, authorization, path='/plants'):
     return response.json['error']
 
 
-BAD_TOKENS = ['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é', None]
+BAD_TOKENS = ['', f'{OTHER}\n', f'garden {OTHER}', f'"{OTHER}"', f'{OTHER}é']
 BAD_TOKENS += [f'{OTHER}=x', f'name:{OTHER}', sha256(OTHER)[:-1], f'{sha256(OTHER)}00']
 
 
@@ -74,11 +74,8 @@ def test_bad_token_is_refused_by_its_name(bad):
         assert_shows_no_token(str(raised.value))
 
 
-BREAK_A_LOG_LINE = [{name: TOKEN} for name in ('a\nb', 'a\x1b[2Jb', '\u2028')]
-
-
-@pytest.mark.parametrize('tokens', [None, [], {}, '', *BREAK_A_LOG_LINE], ids=ascii)
-def test_no_application_is_made_without_a_token_and_a_printable_name(tokens):
+@pytest.mark.parametrize('tokens', [None, [], {}, ''], ids=ascii)
+def test_no_application_is_made_without_a_token(tokens):
     """The service never runs open; None may be a variable that is not set."""
     with pytest.raises(ValueError, match='token'):
         create_app(MemoryStore(), tokens=tokens)
@@ -226,7 +223,6 @@ DAMAGE = {
     'empty': lambda path: path.write_text(''),
     'a scope': lambda path: path.write_text(f'prometheus {OTHER} metrics\n'),
     'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
-    'name that is not printable': lambda path: path.write_text(f'a\x7f {OTHER}\n'),
     'not UTF-8': lambda path: path.write_bytes(OTHER.encode() + b'\n\xff\n'),
     'UTF-16': lambda path: path.write_bytes(OTHER.encode('utf-16')),
 }
