@@ -95,7 +95,7 @@ class JSONLinesStore(CommittedStore):
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
-            size = known.check(fd)
+            size = known.check_whole(fd)
             fcntl.flock(fd, fcntl.LOCK_UN)
             self._known = None
             known.read_on(fd, size)

@@ -32,13 +32,10 @@ from store.base import Plant
 from store.committer import Entry
 from store.errors import IdTaken, StoreUnavailable
 from store.jsonl import disk, lock, recovery
-from store.jsonl.known import Known
+from store.jsonl.known import UNSYNCED, Known
 
 log = logging.getLogger(__name__)
 
-# Bytes at the end of the file that may not be synced: a batch has 1 MiB, or one bulk
-# add of as many characters, and each process writes one batch between two syncs.
-UNSYNCED = 16 * 1024 * 1024
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
 
 
@@ -72,7 +69,7 @@ class PlantFile:
         self.known = inherited or Known(self._path, self._fd, length)
         # Most lines are read without the lock, for which others wait.
         with lock.held(self._path, self._fd, fcntl.LOCK_SH):
-            size = self.known.check(self._fd)
+            size = self.known.check_whole(self._fd)
         self.known.read_on(self._fd, size)
         synced = self.known.synced  # not by a sync of what is mended: too early
         with self._locked():

@@ -31,6 +31,9 @@ from store.jsonl.lines import chunks, corrupt, first_offset, line_at
 log = logging.getLogger(__name__)
 
 TAIL = 256  # bytes before the end that are compared
+# Bytes at the end of the file that may not be synced: a batch has 1 MiB, or one bulk
+# add of as many characters, and each process writes one batch between two syncs.
+UNSYNCED = 16 * 1024 * 1024
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 REPEATED = 'an earlier line has a different plant with the id %d'
 CHANGED = 'the file was changed in place: reload the server'
@@ -89,6 +92,14 @@ class Known:
         if os.pread(fd, len(self._tail), self.end - len(self._tail)) != self._tail:
             raise StoreUnavailable(CHANGED, store=str(self._path))
         return status.st_size
+
+    def check_whole(self, fd: int) -> int:
+        """Check, and return a size up to which nobody cuts a line: a torn tail is.
+
+        REQUIRES: the lock. It need not be held while these lines are read.
+        """
+        size = self.check(fd)
+        return size - UNSYNCED * (os.pread(fd, 1, max(0, size - 1)) != b'\n')
 
     def read_on(self, fd: int, size: int) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
