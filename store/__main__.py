@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
@@ -106,7 +106,7 @@ def _url(text: str) -> str:
 
 
 def _check(store: PlantStore, repair: bool) -> int:
-    progress = _progress(store)
+    progress = _progress()
     if isinstance(store, JSONLinesStore):
         found = verify(store.path, repair=repair, progress=progress)
     else:  # a store without lines that can be damaged
@@ -121,7 +121,7 @@ def _check(store: PlantStore, repair: bool) -> int:
 
 
 def _copy(source: PlantStore, url: str) -> int:
-    bar = _progress(source)(source)
+    bar = _progress()(source)
     bar_hidden = getattr(bar, 'external_write_mode', nullcontext)
     counts = dict.fromkeys(('copied', 'already there', 'conflicting'), 0)
     parts = batches(bar)
@@ -147,19 +147,13 @@ def _copy(source: PlantStore, url: str) -> int:
     return int(counts['conflicting'] > 0)
 
 
-def _progress(source: object) -> Progress:
+def _progress() -> Progress:
     """Return a progress bar, or ``iter`` without a terminal or without tqdm."""
     if not sys.stderr.isatty() or not find_spec('tqdm'):
         return iter
     from tqdm import tqdm
 
-    total = None
-    if isinstance(source, JSONLinesStore) and source.path.is_file():
-        # An estimate, as if all lines were as long as the first ones.
-        with suppress(OSError), source.path.open('rb') as file:
-            lines, size = file.read(2**16), source.path.stat().st_size
-            total = size * lines.count(b'\n') // max(1, len(lines))
-    return partial(tqdm, total=total, unit=' plants', leave=False)
+    return partial(tqdm, unit=' plants', leave=False)
 
 
 def _print(line: str = '', *, flush: bool = True) -> bool:

@@ -18,8 +18,7 @@ class Plant(NamedTuple):
     """One plant, as it was sent and as it is stored.
 
     A new member is added here, with the default ``None``, and in
-    ``schemas/Plant.json``. What else has members follows from ``Plant._fields``: a line
-    of the file, a table and its statements, an answer.
+    ``schemas/Plant.json``. All else follows from ``Plant._fields``.
     """
 
     id: int  # signed, of 64 bits, unique in a store
@@ -150,15 +149,10 @@ class PlantStore(abc.ABC):
     def load(self, *, wait: bool = True) -> None:
         """Read what children that are forked later can go on with.
 
-        A server calls this in its master, with no other call in progress: at a start,
-        at a reload, and before each new worker, then without ``wait``. It takes as long
-        as it takes, and nothing stays open. A store of which nothing can be inherited
-        needs only this default.
-
-        Args:
-            wait: Whether to open the store as an ``add`` would, and to raise what the
-                ``add`` would raise. Without it only that is done for which nobody has
-                to wait, and nothing is mended.
+        A server calls this in its master, with no other call in progress: at a start
+        and at a reload, as an ``add`` would open the store, however long that takes;
+        and without ``wait`` before each new worker: then nobody waits, and nothing is
+        mended. Nothing stays open. Of a store that cannot be inherited, this suffices.
         """
         if wait:
             self.ping()

@@ -165,7 +165,6 @@ class _Committer:
         self._ring_soon = store._scheduler.gathered(self._ring)
         self._running = _thread.allocate_lock()  # held by the thread
         self._failure: StoreUnavailable | None = None  # until a batch succeeds
-        self._took = 0.0  # seconds, by the sync of the latest batch
         self._crowd = 0  # how many callers the next batch waits for, and until when
         self._gather_until = 0.0
 
@@ -223,8 +222,7 @@ class _Committer:
             try:
                 self._commit(batch)
             except BaseException as ex:  # for want of memory: nobody else would wake
-                for call in batch:
-                    call.error = ex
+                self._fail(batch, ex)
             for call in batch:
                 call.wake()
         while self._waiting:

@@ -1,5 +1,6 @@
 """The exceptions that a plant store raises."""
 
+import shlex
 from typing import Self
 
 
@@ -38,7 +39,7 @@ class StoreCorrupt(StoreError):
         super().__init__(
             f'{path}: line {line} (byte {offset}) is damaged: {reason}; '
             f'nothing was changed; to move damaged lines to a side file: '
-            f'python -m store check --repair jsonl:{path}'
+            f'python -m store check --repair {shlex.quote(f"jsonl:{path}")}'
         )
         self.path = path
         self.line = line  # the first damaged one, counted from 1

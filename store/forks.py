@@ -7,28 +7,24 @@ descriptors at once, whether or not it ever uses the store.
 """
 
 import os
-from functools import partial
+
+_owned: dict[object, int] = {}
 
 
-class _Descriptor:
-    def __init__(self, fd: int) -> None:
-        self._close = partial(os.close, fd)
-
-    def __del__(self) -> None:
-        self._close()
+def _close_all() -> None:
+    while _owned:
+        os.close(_owned.popitem()[1])
 
 
-# They close when they leave this dictionary, by their owners.
-# NOTE: a hook is never removed. This one keeps nothing else in memory.
-_owned: dict[object, _Descriptor] = {}
-os.register_at_fork(after_in_child=_owned.clear)
+os.register_at_fork(after_in_child=_close_all)
 
 
 def own(owner: object, fd: int) -> None:
     """Close a descriptor in each forked child, and when ``disown`` is called."""
-    _owned[owner] = _Descriptor(fd)
+    _owned[owner] = fd
 
 
 def disown(owner: object) -> None:
     """Close the descriptor of an owner, if it has one that is open."""
-    _owned.pop(owner, None)
+    if owner in _owned:
+        os.close(_owned.pop(owner))
