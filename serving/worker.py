@@ -120,40 +120,44 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _accept(self, listener: Any) -> None:
         """Accept the connections of a listening socket; a greenlet."""
-        environ = self._environ(listener.getsockname())
+        environ, number = self._environ(listener.getsockname()), 1
         while True:
             wait_read(listener.fileno())
-            while len(self.connections) >= self.worker_connections:
-                self._make_room()
+            began = time.monotonic()
             try:
-                sock, address = listener.accept()
-            except OSError as ex:  # another worker was faster, or no descriptor is left
-                gevent.sleep(0 if isinstance(ex, BlockingIOError) else TICK)
-                continue
-            sock.setblocking(False)
-            if self.tls is not None:  # the first read makes the handshake
-                sock = self.tls.wrap_socket(
-                    sock, server_side=True, do_handshake_on_connect=False
-                )
-            is_tcp = isinstance(address, tuple)
-            host, port = address[:2] if is_tcp else (address or '', '')
-            peer = {'REMOTE_ADDR': host, 'REMOTE_PORT': str(port)}
-            connection = Connection(self, sock, environ | peer)
-            self.connections.add(connection)
-            gevent.spawn_raw(connection.run)
+                for _ in range(number):
+                    while len(self.connections) >= self.worker_connections:
+                        self._make_room()
+                    self._connect(*listener.accept(), environ)
+            except BlockingIOError:  # there is no more, or another worker was faster
+                pass
+            except OSError:  # no descriptor is left, or the client is gone
+                gevent.sleep(TICK)
             gevent.sleep(ACCEPT_PAUSE)
+            # More than one if a turn of the event loop takes longer than the pause.
+            number = max(1, int((time.monotonic() - began) / ACCEPT_PAUSE))
+
+    def _connect(self, sock: Any, address: Any, environ: dict[str, Any]) -> None:
+        sock.setblocking(False)
+        if self.tls is not None:  # the first read makes the handshake
+            how = {'server_side': True, 'do_handshake_on_connect': False}
+            sock = self.tls.wrap_socket(sock, **how)
+        host, port = address[:2] if isinstance(address, tuple) else (address or '', '')
+        client = {'REMOTE_ADDR': host, 'REMOTE_PORT': str(port)}
+        connection = Connection(self, sock, environ | client)
+        self.connections.add(connection)
+        gevent.spawn_raw(connection.run)
 
     def _make_room(self) -> None:
-        """End the wait of a connection, the longest idle first, for one that waits."""
+        """End the connection that waits longest for its client, an idle one first."""
         late = time.monotonic() - LINGER
-        waiting = [
-            each for each in self.connections if each.is_idle or each.since < late
-        ]
-        if waiting:
-            longest = min(waiting, key=lambda each: (not each.is_idle, each.since))
+        stalled = [each for each in self.connections if each.since < late]
+        stalled = [each for each in stalled if each.deadline < float('inf')]
+        if stalled:
+            longest = min(stalled, key=lambda each: (not each.is_idle, each.since))
             longest.deadline = 0
             self._expire([longest])
-        gevent.sleep(ACCEPT_PAUSE if waiting else TICK)
+        gevent.sleep(ACCEPT_PAUSE if stalled else TICK)
 
     def _environ(self, name: Any) -> dict[str, Any]:
         """Return what the environments of a listening socket have in common."""
