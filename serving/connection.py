@@ -282,7 +282,9 @@ class Connection:
     def _log_access(self, request: Request, sent: int, seconds: float) -> None:
         environ = request.environ
         fields = [
-            (key[5:], text) for key, text in environ.items() if key[:5] == 'HTTP_'
+            (key[5:].replace('_', '-'), text)
+            for key, text in environ.items()
+            if key[:5] == 'HTTP_'
         ]
         answer = SimpleNamespace(status=self._status, headers=self._headers, sent=sent)
         took = timedelta(seconds=seconds)

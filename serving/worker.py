@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import gevent
@@ -20,7 +21,7 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from app import PlantsApp
 from serving.connection import LINGER, Connection
-from serving.log import Buffer, PlantsLogger
+from serving.log import PlantsLogger
 from web.middleware import RequestLog
 
 OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
@@ -77,14 +78,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         is_ours = isinstance(self.wsgi, PlantsApp)
         self.refusals = self.wsgi if is_ours else PlantsApp([RequestLog()])
         if isinstance(self.log, PlantsLogger):
-            self.log.buffer.is_flushed = True
-            gevent.spawn(self._flush, self.log.buffer)
+            buffer, call_later = self.log.buffer, gevent.spawn_later
+            run = gevent.get_hub().loop.run_callback_threadsafe
+            buffer.flush_soon = partial(run, call_later, FLUSH, buffer.flush)
         self.max_body = getattr(self.wsgi, 'max_body_bytes', MAX_BODY)
-
-    def _flush(self, buffer: Buffer) -> None:
-        while True:
-            gevent.sleep(FLUSH)
-            buffer.flush()
 
     def _serve(self) -> None:
         """Accept connections until the worker is to stop."""
