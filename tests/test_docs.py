@@ -39,7 +39,7 @@ def blocks(language, *pages):
 def rows(page, heading):
     """Return the rows of the first table under a heading, each as a list of cells."""
     _, text = re.split(rf'^#+ {heading}$', PAGES[page], maxsplit=1, flags=re.M)
-    [table] = re.search(r'^\|.*\n\|[-|]+\n((?:\|.*\n?)+)', text, re.M).groups()
+    [table] = re.search(r'^\|.*\n\|[-|]+\n((?:\|.*\n?)*)', text, re.M).groups()
     return [
         [cell.strip() for cell in line.strip('|').split('|')]
         for line in table.splitlines()
