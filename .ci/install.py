@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 PIP = ('.venv/bin/python', '-m', 'pip', '--disable-pip-version-check', 'install')
-# Settings of the user (PIP_TARGET, pip.conf) say where packages come from; they must not
-# say where packages go.
+# Settings of the user (PIP_TARGET, pip.conf) may say where packages come from, and not
+# where they go.
 HERE = ('--no-user', '--target=', '--root=/', f'--prefix={os.path.abspath(".venv")}')
 # pip tries for more than a minute where no packet comes back.
 PATIENCE = {'PIP_RETRIES': '2', 'PIP_TIMEOUT': '10'}
