@@ -13,15 +13,12 @@ from functools import lru_cache
 from http import HTTPStatus
 from ssl import SSLWantReadError, SSLWantWriteError
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gevent
 
 from serving.request import Request, read_head
 from web.errors import FAULT, Fault
-
-if TYPE_CHECKING:
-    from serving.worker import PlantsWorker
 
 FIRST_REQUEST = 15  # seconds for a new connection to begin its first request
 REQUEST_TIMEOUT = 30  # seconds for a request, and for an answer without progress
@@ -36,7 +33,7 @@ _http_date = lru_cache(maxsize=1)(lambda second: formatdate(second, usegmt=True)
 
 
 class Connection:
-    """A connection of a worker.
+    """A connection of a worker (``serving/worker.py``, which imports this module).
 
     Attributes:
         is_idle: Whether the next byte begins a request.
@@ -44,9 +41,7 @@ class Connection:
         deadline: When to end that wait; infinite while there is none.
     """
 
-    def __init__(
-        self, worker: 'PlantsWorker', sock: Any, environ: dict[str, Any]
-    ) -> None:
+    def __init__(self, worker: Any, sock: Any, environ: dict[str, Any]) -> None:
         self._worker, self._sock, self._environ = worker, sock, environ
         self._received = bytearray()  # of the next request
         self._hub = gevent.get_hub()
