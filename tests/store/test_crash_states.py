@@ -70,35 +70,6 @@ def batches(crashing, opened):
         crashing.add(other, *LONG, IVY)
 
 
-def killed_process(crashing, opened):
-    """A process is killed after a write or a sync; another adds the same plants."""
-    for last, plants in ('pwrite', LONG), ('fdatasync', OTHERS):
-        killed = opened(process := Disk(crashing.path))
-        with opened() as store:
-            crashing.add(killed, FERN)
-            crashing.add(store, MOSS)
-            add_and_be_killed(crashing, killed, process, *plants, last=last)
-            crashing.add(store, plants[1])
-            crashing.add(store, IVY, *plants)
-
-
-def add_and_be_killed(crashing, killed, process, *plants, last='pwrite'):
-    """Add plants by a process that is killed after the last call on the plant file."""
-    reached = []
-
-    def kill(name, target, *arguments):
-        if reached:
-            raise Killed
-        if name == last and path_of(target) == str(process.plants):
-            reached.append(name)
-            if name == 'pwrite':
-                raise Killed(written=len(arguments[0]))
-
-    process.before = kill
-    with suppress(StoreUnavailable):
-        crashing.add(killed, *plants)
-
-
 def random_kills(crashing, opened):
     """Random processes, which are killed at random calls, add random plants."""
     chance = Random(SEED)
@@ -186,7 +157,7 @@ def repaired(crashing, opened):
 
 
 SCENARIOS = [
-    *(new_store, batches, killed_process, random_kills),
+    *(new_store, batches, random_kills),
     *(torn_tail_while_open, lost_block, full_disk, repaired),
 ]
 

@@ -167,33 +167,18 @@ class TestFullDisk:
         assert not try_add(store, MOSS)
         assert_raise(StoreUnavailable, store.ping, match='large')
         # What ails the plant file alone: it was made immutable, for example.
-        disk.before = lambda name, target, *arguments: (
-            name == 'pwrite' and path_of(target) == str(path) and effect(0, b'', 10**9)
-        )
-        assert_raise(StoreUnavailable, store.ping)
+
+        def ail(name, target, *arguments):
+            if name == 'pwrite' and path_of(target) == str(path):
+                raise failure(errno.EPERM)
+
+        disk.before = ail
+        assert_raise(StoreUnavailable, store.ping, match='not permitted')
         disk.resume()
-        store.ping()
-        assert path.read_bytes() == lines(FERN)
-
-    def test_failed_rollback_is_made_up_for(self, path, disk, store):
-        """A partial line that cannot be rolled back is cut off once that works."""
-        limits = iter([5])
-
-        def before(name, *arguments):
-            if name in ('pwrite', 'ftruncate'):
-                for limit in limits:
-                    return limit
-                raise failure(errno.EIO if name == 'pwrite' else errno.EROFS)
-            return None
-
-        disk.before = before
-        adds = (partial(store.add, plant) for plant in (MOSS, MOSS, IVY, FERN))
-        assert_raise(StoreUnavailable, *adds, match=os.strerror(errno.EIO))
-        assert path.read_bytes() == lines(FERN) + lines(MOSS)[:5]
-        disk.resume()
-        store.add(IVY)
-        assert disk.durable == lines(FERN, IVY)
-        assert take_side_files(path) == [lines(MOSS)[:5]]
+        assert store.add(MOSS)
+        room = 20
+        disk.before = Fault('pwrite', 1, effect, lasting=True)
+        store.ping()  # as before the failure
 
     def test_cut_is_told_though_the_next_write_fails(self, path, disk, store, caplog):
         """The log names a side file at once, not when the disk has room again."""

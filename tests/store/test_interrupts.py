@@ -154,42 +154,6 @@ def test_caller_of_memory_is_interrupted_at_every_point():
         assert len(list(store)) == number + 1 > 5
 
 
-class History:
-    """What callers that add plants at random have learned, from one seed."""
-
-    def __init__(self, store, seed):
-        self.store = store
-        self.seed = seed
-        self.acknowledged = set()
-        self.refused = set()
-        self.is_over = False
-
-    def add_until_over(self, name):
-        # NOTE: not the text itself, for which Python 3.13 imports a module in this very
-        # thread: an interrupt there would keep the lock of all imports for ever.
-        chance = random.Random(crc32(f'{self.seed} {name}'.encode()))
-        while not self.is_over:
-            with suppress(Interrupted, StoreUnavailable):
-                plant = Plant(chance.randrange(2000), chance.choice('ab'))
-                try:
-                    self.store.add(plant)
-                    self.acknowledged.add(plant)
-                except IdTaken:
-                    self.refused.add(plant)
-
-    def judge(self):
-        """Judge what is stored; return how many callers learned something."""
-        began = time.monotonic()
-        self.store.add(Plant(-1, 'others go on'))
-        assert time.monotonic() < began + 5
-        stored = list(self.store)
-        assert len({plant.id for plant in stored}) == len(stored)
-        assert self.acknowledged <= set(stored)
-        assert not self.refused & set(stored)
-        assert {plant.id for plant in self.refused} <= {plant.id for plant in stored}
-        return len(self.acknowledged)
-
-
 SEEDS = range(40 if EVERY else 2)
 
 
@@ -199,16 +163,28 @@ SEEDS = range(40 if EVERY else 2)
 def test_interrupted_threads_lose_nothing(path, seed):
     """Adds in threads that a library interrupts lose nothing, and end."""
     chance, before = random.Random(seed), in_use()
+    acknowledged, refused, adding, is_over = set(), set(), [], threading.Event()
     with open_store(f'jsonl:{path}') as store:
-        history = History(store, seed)
-        adding = []
+
+        def add_until_over(name):
+            # NOTE: not the text itself, for which Python 3.13 imports a module in this
+            # thread: an interrupt there would keep the lock of all imports for ever.
+            chance = random.Random(crc32(f'{seed} {name}'.encode()))
+            while not is_over.is_set():
+                with suppress(Interrupted, StoreUnavailable):
+                    plant = Plant(chance.randrange(2000), chance.choice('ab'))
+                    try:
+                        store.add(plant)
+                        acknowledged.add(plant)
+                    except IdTaken:
+                        refused.add(plant)
 
         def add(name):
             adding.append(threading.get_ident())
             with suppress(Interrupted):
-                while not history.is_over:
+                while not is_over.is_set():
                     with suppress(Interrupted):  # between two adds
-                        history.add_until_over(name)
+                        add_until_over(name)
                 time.sleep(0)  # the last one arrives here, at the latest
 
         def interrupt():
@@ -218,10 +194,16 @@ def test_interrupted_threads_lose_nothing(path, seed):
                     ctypes.c_ulong(chance.choice(adding)), ctypes.py_object(Interrupted)
                 )
                 time.sleep(chance.uniform(0, 0.002))
-            wait_until(lambda: len(history.acknowledged) > 50)  # a disk may be slow
-            history.is_over = True
+            wait_until(lambda: len(acknowledged) > 50)  # a disk may be slow
+            is_over.set()
 
         with suppress(Interrupted):  # two may come to a thread that is about to end
             in_threads(*(partial(add, name) for name in 'uvwxyz'), interrupt)
-        assert history.judge() > 50
+        store.add(Plant(-1, 'others go on'))
+        stored = set(store)
+    ids = {plant.id for plant in stored}
+    assert len(ids) == len(stored)
+    assert acknowledged <= stored
+    assert not refused & stored
+    assert {plant.id for plant in refused} <= ids
     wait_until(partial(is_released, before))
