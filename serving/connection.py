@@ -60,7 +60,7 @@ class Connection:
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)
                 if self._received:  # a client that pipelines lets others go first
-                    gevent.sleep(0)
+                    worker.turns.wait()
             if request is not None:
                 self._linger()
         except OSError as ex:  # the client is gone, or late
@@ -130,7 +130,7 @@ class Connection:
         if self._worker.tls is None or not sock.pending():
             self._wait_readable()
         else:
-            gevent.sleep(0)
+            self._worker.turns.wait()
         while True:
             try:
                 data: bytes = sock.recv(RECEIVE)

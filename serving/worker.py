@@ -22,6 +22,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from app import PlantsApp
 from serving.connection import LINGER, Connection
 from serving.log import PlantsLogger
+from serving.scheduler import Turns
 from web.middleware import RequestLog
 
 OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
@@ -72,6 +73,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 break
         sys.setswitchinterval(0.00005)  # seconds that a thread waits for the GIL
         self.tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
+        self.turns = Turns()
         self.keepalive = self.cfg.keepalive
         self.logs_access = self.log.access_log_enabled
         # This application answers the requests that ours must not serve.
