@@ -127,7 +127,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 for _ in range(number):
                     while len(self.connections) >= self.worker_connections:
                         self._make_room()
-                    self._connect(*listener.accept(), environ)
+                    sock, address = listener.accept()
+                    self._connect(sock, address, environ)
             except BlockingIOError:  # there is no more, or another worker was faster
                 pass
             except OSError:  # no descriptor is left, or the client is gone
