@@ -135,7 +135,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 gevent.sleep(TICK)
             gevent.sleep(ACCEPT_PAUSE)
             # More than one if a turn of the event loop takes longer than the pause.
-            number = max(1, int((time.monotonic() - began) / ACCEPT_PAUSE))
+            number = 1 + int((time.monotonic() - began) / (4 * ACCEPT_PAUSE))
 
     def _connect(self, sock: Any, address: Any, environ: dict[str, Any]) -> None:
         sock.setblocking(False)
