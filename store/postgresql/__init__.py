@@ -1,8 +1,7 @@
 """The store for those who outgrow one machine: a PostgreSQL database.
 
-* A process has one connection, which the committer uses. A *batch* of plants that wait
-  together is one ``INSERT``, one commit. The ``INSERT`` leaves out rows whose id is
-  taken, and only those are compared.
+* A process has one connection, which the committer uses. A *batch* of plants is one
+  ``INSERT``, which leaves out rows whose id is taken: only those are compared.
 * A plant is *acknowledged* after a commit that the database has confirmed, and its
   synchronous standby, if any. To compare a repeat the store locks the row and commits.
 * A connection that was lost before a batch was sent is opened again. If it is lost
@@ -30,7 +29,7 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-GATHER = Gather(slow=0.0015, share=0.5)  # with 0.5 ms it fires on quick commits
+GATHER = Gather(slow=0.0015, share=0.5)  # seconds; 0.5 ms fires on quick commits
 ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
@@ -50,7 +49,12 @@ class PostgreSQLStore(CommittedStore):
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
-        return self._open_backend().read()
+        with closing(Database(self._target, to_read=True)) as database:
+            try:
+                yield from Table(database).read()
+            except Unavailable as ex:
+                if not (ex.code == '42P01' and self._target.create):  # an add makes it
+                    raise
 
     def _open_backend(self) -> 'Plants':
         return Plants(self._target)
@@ -60,11 +64,7 @@ class PostgreSQLStore(CommittedStore):
 
 
 class Plants:
-    """Adds plants to a database, and reads them.
-
-    If the database refuses a batch, each plant is tried by itself. If another session
-    has locked a plant, its repeats are refused at once for a while, and delay no batch.
-    """
+    """Adds plants to a database, for the committer."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -72,7 +72,7 @@ class Plants:
         self._table = Table(self._database)
         self._probed = -math.inf  # when the last probe of a whole add began
         self._refusal: Unavailable | None = None  # what it found
-        # Of plants that were found locked: until when to repeat the error.
+        # Until when repeats of a locked plant are refused at once, and delay no batch.
         self._locked: dict[int, tuple[float, Unavailable]] = {}
         self._problem = ''  # that the log tells
         self.close = self._database.close
@@ -83,20 +83,10 @@ class Plants:
     def ping(self) -> None:
         self._tell(self._ping)
 
-    def read(self) -> Iterator[Plant]:
-        """Yield all plants, over a connection of its own; a standby suffices."""
-        with closing(Database(self._target, to_read=True)) as database:
-            try:
-                yield from Table(database).read()
-            except Unavailable as ex:
-                if not (ex.code == '42P01' and self._target.create):  # an add makes it
-                    raise
-
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function; log what is wrong when that changes.
+        """Call a function, and log what is wrong when that changes.
 
-        A batch has many callers, who may be gone when a connection fails. So what libpq
-        and the server said is logged here, once, and not with each answer.
+        Not with each answer: there are many, and nobody waits for the slow ones.
         """
         problem = ''
         try:
@@ -138,17 +128,16 @@ class Plants:
                 self._insert_or_compare(batch)
                 return
             except Unavailable as ex:
+                if ex.retry not in ('each', 'batch'):
+                    raise
                 error = ex
-            if error.retry != 'batch':
+            if error.retry == 'each':
                 break
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
-        if error.retry not in ('each', 'batch'):
-            raise error
         if len(batch) == 1:
             batch[0].error = error
             if error.code == '55P03':
-                until = time.monotonic() + LOCKED_FOR
-                self._locked[batch[0].item.id] = until, error
+                self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR, error
             return
         for entry in batch:
             if time.monotonic() < deadline:

@@ -5,9 +5,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Generator
 from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from weakref import WeakSet
 
 import psycopg
@@ -20,8 +19,6 @@ from store.postgresql.reasons import Fault, meaning
 
 # The store reports a lost connection itself; psycopg's own warning would repeat it.
 logging.getLogger('psycopg').addHandler(logging.NullHandler())
-
-Result = TypeVar('Result')
 
 # In seconds. A caller waits for 5, whatever a batch waits for.
 CONNECT_WITHIN = 2  # for each address, first statements included
@@ -36,9 +33,7 @@ READ_WITHIN = 60  # for a page of plants
 # What must hold, whatever the defaults of the role and the database.
 SETTINGS = """SET {0} ISOLATION LEVEL READ COMMITTED;
 SET {1} client_min_messages TO warning; SET {1} synchronous_commit TO {2};
-SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4:.0f}ms'; """
-# For readers: a policy that hides plants from the role is an error, not a short list.
-READER_SETTINGS = 'SET {1} row_security TO off; '
+SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4}s'; """
 
 
 class Connection(psycopg.Connection[Any]):
@@ -51,12 +46,9 @@ class Connection(psycopg.Connection[Any]):
 
     @classmethod
     def open(cls, parameters: dict[str, Any], *, to_read: bool = False) -> Self:
-        """Connect to the first host that takes plants.
+        """Connect to the first host that takes plants; raise the words of each.
 
         A standby may lack the latest plants, so readers ask one only if they must.
-
-        Raises:
-            psycopg.Error: No host does. It has the words of each.
         """
         for kind in ('read-write', 'any') if to_read else ('read-write',):
             found: dict[str, str] = {}  # words, and what they mean
@@ -97,32 +89,26 @@ class Connection(psycopg.Connection[Any]):
         return connection
 
     def _configure(self, to_read: bool) -> None:
-        """Set what must hold: once, or in each transaction behind a pooler.
-
-        A pooler, which may execute each transaction in another session, is known by the
-        process id in the login, which it makes up.
-        """
+        """Set what must hold: once, or in each transaction behind a pooler."""
         self.autocommit = True
         self.add_notice_handler(self._note)
         if (name := self.info.parameter_status('server_encoding')) != 'UTF8':
-            raise Fault('encoding', f'it is encoded in {name}')
+            raise Fault('unfit', f'its encoding is {name}')
         ((pid, level),) = self.execute(
             "SELECT pg_backend_pid(), current_setting('synchronous_commit')"
         )
         safe = level if level == 'remote_apply' else 'on'  # only that is safer
-        limits = (
-            (READ_WITHIN, 3e3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN * 1e3)
-        )
-        settings = SETTINGS + READER_SETTINGS * to_read
-        if pid == self.info.backend_pid:
+        limits = (READ_WITHIN, 3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN)
+        # A policy that hides plants of a reader is then an error, and no short list.
+        settings = SETTINGS + to_read * 'SET {1} row_security TO off; '
+        if pid == self.info.backend_pid:  # a pooler makes one up
             kinds = 'SESSION CHARACTERISTICS AS TRANSACTION', 'SESSION'
             self.execute(settings.format(*kinds, safe, *limits))
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
 
     def has_ended(self) -> bool:
-        """Return whether the server has ended the session since its last answer."""
-        # Nothing else arrives unasked but changes of its settings, which are rare.
+        """Return whether the server has ended the session, or changed a setting."""
         idle = select.poll()
         idle.register(self.pgconn.socket, select.POLLIN)
         return bool(idle.poll(0))
@@ -132,11 +118,10 @@ class Connection(psycopg.Connection[Any]):
         self._warning = None
         begin += self._begin
         # NOTE: several statements are one message, in which nothing is prepared.
-        several = begin or ';' in statements
-        cursor = (psycopg.ClientCursor if several else psycopg.Cursor)(self)
+        kind = psycopg.ClientCursor if begin or ';' in statements else psycopg.Cursor
         rows: list[Any] = []
         try:
-            for result in cursor.execute(begin + statements, values).results():
+            for result in kind(self).execute(begin + statements, values).results():
                 rows += result.fetchall() if result.description else ()
         except psycopg.Error:
             if self.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
@@ -147,14 +132,13 @@ class Connection(psycopg.Connection[Any]):
             raise Fault('sync', self._warning)
         return rows
 
-    # psycopg passes more arguments only for notifies(), which is not used.
-    def wait(self, gen: Generator[Any, Any, Result], *_: Any, **__: Any) -> Result:
+    def wait(self, gen: Any, *_: Any, **__: Any) -> Any:
         try:
             return super().wait(gen, timeout=self._within)
         except errors._WaitTimeout:
             self.is_spent = True
-        # The answer to a cancellation says what the statement has waited for. Without
-        # one the session would go on waiting for a standby, though nobody needs it.
+        # Otherwise the session would go on waiting for a standby, though nobody needs
+        # it. The answer to a cancellation says what the statement has waited for.
         with suppress(RuntimeError):  # there are no more threads
             threading.Thread(target=self._request_cancel, daemon=True).start()
         try:
@@ -171,18 +155,13 @@ class Connection(psycopg.Connection[Any]):
         if diagnostic.source_file == 'syncrep.c':  # a trigger may raise its SQLSTATE
             self._warning = diagnostic.message_primary
 
-    def __del__(self, *_: Any) -> None:
-        """Warn of nothing: a child leaves the connections of its parent open."""
-
 
 _open: WeakSet[Connection] = WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close the sockets of the parent in its child, which would keep the sessions.
-
-    NOTE: their numbers stay taken, since libpq in the child still knows them.
-    """
+    """Close the sockets of the parent in a child: its sessions would not end."""
+    # NOTE: their numbers stay taken, since libpq in the child still knows them.
     null = os.open(os.devnull, os.O_RDWR)
     for connection in list(_open):
         with suppress(psycopg.Error):  # it is closed

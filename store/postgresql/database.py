@@ -1,6 +1,5 @@
 """A database over one connection, which is opened again if it was lost."""
 
-import math
 import re
 import sys
 import time
@@ -12,30 +11,22 @@ from psycopg.conninfo import conninfo_to_dict
 
 from store.masking import masked
 from store.postgresql.connection import Connection
-from store.postgresql.reasons import Unavailable, explain
+from store.postgresql.reasons import explain
 
-SECRETS = 'password', 'sslpassword'
-RETRY_AFTER = 0.03  # seconds between two attempts to connect
-
+PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
 KNOWN = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
-DEFAULTS = {
-    'fallback_application_name': 'plants',
-    # An idle connection whose server is gone is noticed within 9 s.
-    'keepalives_idle': 5,
-    'keepalives_interval': 2,
-    'keepalives_count': 2,
-    'tcp_user_timeout': 5000,
-    # libpq's GSSAPI ends a forked process on macOS (gunicorn issue 1701).
-    **({'gssencmode': 'disable'} if sys.platform == 'darwin' else {}),
-}
+DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
+# An idle connection whose server is gone is noticed within 9 s.
+DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count': 2}
+DEFAULTS['tcp_user_timeout'] = 5000
+if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 1701)
+    DEFAULTS['gssencmode'] = 'disable'
 
 
 class Target:
     """The database that a URL names, and its table, once that was found.
 
-    Raises:
-        ValueError: libpq would not accept the URL. The message shows no part of it but
-            the name of a parameter.
+    A ``ValueError`` shows nothing of the URL but the name of a parameter.
     """
 
     table = ''  # from then on none is made
@@ -63,7 +54,7 @@ class Target:
         if not re.fullmatch('[0-9,]*', str(parameters.get('port', ''))):
             raise ValueError('the port is not a number')
         self.parameters = DEFAULTS | parameters | {'client_encoding': 'utf8'}
-        self.secrets = ' '.join(str(parameters.get(it)) for it in SECRETS)
+        self.secrets = f'{parameters.get("password")} {parameters.get("sslpassword")}'
 
 
 class Database:
@@ -72,8 +63,6 @@ class Database:
     def __init__(self, target: Target, *, to_read: bool = False) -> None:
         self.target, self.to_read = target, to_read
         self._connection: Connection | None = None
-        self._outage: Unavailable | None = None  # of the last attempt to connect
-        self._next_attempt = -math.inf  # during an outage
 
     def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them.
@@ -104,13 +93,10 @@ class Database:
         self._connection = None
 
     def _connect(self) -> Connection:
-        if self._outage is not None and time.monotonic() < self._next_attempt:
-            raise self._outage.with_traceback(None)
         try:
-            found = Connection.open(self.target.parameters, to_read=self.to_read)
+            parameters = self.target.parameters
+            self._connection = Connection.open(parameters, to_read=self.to_read)
         except psycopg.Error as ex:
-            self._outage = explain(ex, self.target.shown, self.target.secrets)
-            self._next_attempt = time.monotonic() + RETRY_AFTER
-            raise self._outage from None
-        self._connection, self._outage = found, None
-        return found
+            time.sleep(PAUSE)
+            raise explain(ex, self.target.shown, self.target.secrets) from None
+        return self._connection

@@ -7,18 +7,15 @@ import psycopg
 from store.errors import StoreUnavailable
 from store.masking import clean
 
-# 1. SQLSTATE or its class (PostgreSQL, appendix A; the longer one counts), or our word.
-# 2. What is tried again: each plant of the batch alone, the batch after a moment, or
-# the statement over a new connection. 3. The reason.
+# SQLSTATE or its class (the longer one counts) or our word; what is tried again (each
+# plant alone, the batch, the statement over a new connection); the reason.
 TABLE = """
 08              -       there is no connection to the database
 0A              connect the table plants is not as the store needs it
 22,23,44,54,P0  each    a rule of the table plants does not permit it
 25006           connect the database is read-only
 26,42P05        connect a connection pooler mixes up sessions
-28              -       the database refuses the login
-3D              -       there is no such database
-3F              -       the search_path leads to no schema
+28,3D           -       the database refuses the login
 40              batch   the database is busy with other changes of the same plants
 42,55           each    the table plants is not as the store needs it
 42501           each    the database does not permit it
@@ -30,14 +27,11 @@ TABLE = """
 57014           -       the database did not answer in time
 other           each    the database refuses it ({})
 altered         each    the table plants changes what is added
-elsewhere       -       the search_path does not lead to the table plants
-encoding        -       the database is not encoded in UTF8
-function        each    a trigger of the table plants fails
 hosts           -       no host takes plants
-lacks           -       the table plants lacks a column
 locked          -       another session has locked the table plants
 sync            -       a synchronous standby of the database does not confirm commits
-two             -       the search_path leads to two tables plants
+unfit           -       the database is not as the store needs it
+path            -       the search_path does not lead to one table plants
 """
 ROWS = [line.split(None, 2) for line in TABLE.strip().splitlines()]
 MEANINGS = {code: row for codes, *row in ROWS for code in codes.split(',')}
@@ -47,9 +41,8 @@ WORDS = {
     'too many c|more connections|connection slots': '53300',
     'the database system is|shutting down': '57',
     'read-only|hot standby|recovery': '25006',
-    'database .*does not exist|no such database': '3D',
     'SSL (SYSCALL|connection has|error: unexpected eof)': '08',  # it was lost
-    'not currently|authentic|password|pg_hba|permi|role .*does not|SSL|certif': '28',
+    'not (currently|exist)|authentic|password|pg_hba|permi|no such|SSL|certif': '28',
 }
 
 
@@ -78,8 +71,8 @@ def meaning(error: psycopg.Error) -> str:
         return next((WORDS[it] for it in WORDS if re.search(it, str(error))), '08')
     if code == '55P03' and not diag.context:  # it would name a row
         return 'locked'
-    if code.startswith('42') and diag.context:  # our statements are in no function
-        return 'function'
+    if code[:2] == '42' and diag.context:  # of a trigger
+        return '42'
     return code
 
 

@@ -1,7 +1,6 @@
 """The table of plants: found once, then named with its schema; and its statements."""
 
 import json
-import logging
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -10,37 +9,33 @@ from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant
 from store.postgresql.database import Database
 from store.postgresql.reasons import Unavailable
 
-log = logging.getLogger(__name__)
-
 COLUMNS = ', '.join(Plant._fields)
-TYPES = [f'{it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
-CREATE = (
-    f'CREATE TABLE IF NOT EXISTS plants (id bigint PRIMARY KEY, {", ".join(TYPES)})'
-)
-# Each table or view of this name that has the columns which a plant always has; whether
-# the search_path leads there, and the columns that it lacks.
+TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
+CREATE = f'CREATE TABLE IF NOT EXISTS plants (id bigint PRIMARY KEY{"".join(TYPES)})'
+# Each table or view of this name, whether the search_path leads there, what it lacks.
 FIND = f"""SELECT quote_ident(nspname) || '.plants',
-nspname = ANY(current_schemas(false)),
-array(SELECT unnest(string_to_array('{COLUMNS}', ', ')) EXCEPT SELECT attname::text
-FROM pg_attribute WHERE attrelid = it.oid AND NOT attisdropped) AS missing
+nspname = ANY(current_schemas(false)), array(SELECT unnest('{{{COLUMNS}}}'::text[])
+EXCEPT SELECT attname::text FROM pg_attribute WHERE attrelid = it.oid)
 FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace
 WHERE relname = 'plants' AND relkind IN ('r', 'p', 'v', 'f') AND nspname !~ '^pg_'"""
 # Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
 CHECK = f"""INSERT INTO {{0}} ({COLUMNS})
 SELECT {COLUMNS} FROM {{0}} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
-# One statement for all sizes of a batch, so that few are prepared.
-# It returns no text: a prepared statement fails after an ALTER of a returned type.
+# One for all sizes of a batch, so that few are prepared. It returns no text: a prepared
+# statement fails after an ALTER that changes the collation of what it returns.
 VALUES = ', '.join(f'it->>{place}' for place in range(1, len(Plant._fields)))
 INSERT = f"""INSERT INTO {{0}} ({COLUMNS})
 SELECT (it->>0)::bigint, {VALUES} FROM json_array_elements(%s::json) AS it
 ON CONFLICT (id) DO NOTHING RETURNING id::bigint"""
 SHOWN = ', '.join(f'{it}::text' for it in TEXTS)
 READ = f'SELECT id::bigint, {SHOWN} FROM {{0}}'
+LAST = f'{READ} ORDER BY id DESC LIMIT 1'
+PROBE = f"""{CHECK}; SAVEPOINT probe; {INSERT}, {SHOWN};
+SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO probe; COMMIT"""
 PAGE = 1000  # plants
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() makes one each time
 
-# A column may remove the blank at the end of a text, or cut it.
-MADE_UP = [Plant(0, *('Fern ' * times for _ in TEXTS)) for times in (1, 100)]
+MADE_UP = Plant(0, *('Fern ' * 100 for _ in TEXTS))  # a column may cut it
 RULES = '22', '23', '44', '54', 'P0'  # which may forbid what is made up
 
 
@@ -55,22 +50,20 @@ class Table:
     def name(self) -> str:
         """The table, with its schema; if the database has none it is made.
 
-        A second table would not know the ids of the first. So one is made beside that
-        only if the URL names its schema: the search_path of a role may have changed.
+        A second one would not know the ids of the first. So it is made only if the URL
+        names its schema: the search_path of a role may have changed.
         """
-        if self._target.table:
-            return self._target.table
-        name, error = self._find(), self._unavailable('42P01')
-        if not name and self._target.create and not self._database.to_read:
-            try:
-                self._database.transact(CREATE)
-            except Unavailable as ex:  # another process may be making it
-                error = ex
-            name = self._find()
-        if not name:
-            raise error
-        log.info('%s: the table is %s', self._target.shown, name)
-        self._target.table = name.replace('%', '%%')  # since values are put in for %s
+        if not self._target.table:
+            name, error = self._find(), self._unavailable('42P01')
+            if not name and self._target.create and not self._database.to_read:
+                try:
+                    self._database.transact(CREATE)
+                except Unavailable as ex:  # another process may be making it
+                    error = ex
+                name = self._find()
+            if not name:
+                raise error
+            self._target.table = name.replace('%', '%%')  # values are put in for %s
         return self._target.table
 
     def _find(self) -> str:
@@ -81,26 +74,24 @@ class Table:
         visible = [row for row in ours if row[1]] or [row for row in rows if row[1]]
         options = self._target.parameters.get('options', os.environ.get('PGOPTIONS'))
         if ours and not visible and 'search_path' not in str(options):
-            raise self._unavailable('elsewhere', f'there is {ours[0][0]}')
+            raise self._unavailable('path', f'there is {ours[0][0]}')
         complete = [name for name, _, missing in visible if not missing]
         if len(complete) > 1:
-            raise self._unavailable('two', ' and '.join(complete))
+            raise self._unavailable('path', ' and '.join(complete))
         if visible and not complete:
             name, _, missing = visible[0]
-            raise self._unavailable('lacks', f'{name} lacks {", ".join(missing)}')
+            raise self._unavailable('unfit', f'{name} lacks {", ".join(missing)}')
         return str(complete[0]) if complete else ''
 
     def insert(self, plants: Sequence[Plant]) -> list[int]:
         """Insert plants whose id is free, and commit; return their ids."""
-        data = _encode(plants)
-        rows = self._database.transact(INSERT.format(self.name), data)
+        rows = self._database.transact(INSERT.format(self.name), _encode(plants))
         return [id for (id,) in rows]
 
     def lock(self, plants: Sequence[Plant]) -> dict[int, Plant]:
-        """Return the stored plants that have the ids of ``plants``, once they are safe.
+        """Return the stored plants with these ids, once they are safe.
 
-        A commit that was cut off while it waited for a synchronous standby is visible
-        but not safe. Reading would not wait for the standby; the commit of a lock does.
+        What a standby has not confirmed is visible. The commit of a lock waits for it.
         """
         # One row each, since a distributed engine can lock no more with one statement.
         lock = f'{READ} WHERE id = %s FOR KEY SHARE; '.format(self.name) * len(plants)
@@ -127,40 +118,26 @@ class Table:
         The row is a copy of a plant, since a table may refuse what is made up. The
         commit is written, and waits for a standby. A dead row stays until a vacuum.
         """
-        last = f'{READ} ORDER BY id DESC LIMIT 1'.format(self.name)
+        last, probe = LAST.format(self.name), PROBE.format(self.name)
         for row in self._database.transact(last):
             self._last = Plant(*row)
-        statements = (
-            f'{CHECK}; SAVEPOINT probe; {INSERT}, {SHOWN}; '
-            'SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO probe; COMMIT'
-        ).format(self.name)
         # No client has the first id. If a rule forbids that, the others are in the
         # partition of the plant, but clients that count up may take them meanwhile.
-        copies = [
-            plant._replace(id=random.randint(ID_MIN, ID_MAX)) for plant in MADE_UP
-        ]
-        if self._last is not None:
-            near = [self._last.id + random.randint(1, 99) for _ in range(4)]
-            ids = [copies[0].id, *(id if id <= ID_MAX else id - 200 for id in near)]
-            copies = [self._last._replace(id=id) for id in ids]
-        for copy in copies:
+        plant = self._last or MADE_UP
+        near = [plant.id + random.randint(1, 99) for _ in range(4)]
+        for id in random.randint(ID_MIN, ID_MAX), *near:
+            copy = plant._replace(id=id if id <= ID_MAX else id - 200)
             try:
-                data = _encode([copy])
-                rows = self._database.transact(statements, data, begin='BEGIN; ')
+                rows = self._database.transact(probe, _encode([copy]), begin='BEGIN; ')
             except Unavailable as ex:
-                if ex.code == '23505':  # a copy breaks the rule of another column
+                is_made_up = self._last is None and ex.code[:2] in RULES
+                if ex.code == '23505' or is_made_up:  # a rule that plants may keep
                     return
-                may_be = copy is copies[0] if self._last else ex.code[:2] in RULES
-                if ex.retry != 'each' or not may_be:
+                if ex.retry != 'each' or id in near:
                     raise
-                continue
-            if rows != [copy] and (rows or copy is copies[0]):
-                break
-            if rows and self._last:
-                return
-        else:
-            if self._last is None:
-                return
+            else:
+                if rows == [copy]:
+                    return
         raise self._unavailable('altered', f'a trigger or a column of {self.name}')
 
     def _unavailable(self, code: str, detail: str = '') -> Unavailable:

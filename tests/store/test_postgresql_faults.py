@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import psycopg
@@ -190,16 +189,6 @@ def test_server_that_hangs_delays_nobody_for_long(database, url, far, proxy):
     assert rows(database, url) == [FERN]
 
 
-def test_first_uses_of_a_server_that_hangs_wait_at_once(url, proxy):
-    """If the server hangs at the first use, callers do not wait one after another."""
-    proxy.stop()
-    with open_store(proxy.url(url)) as store:
-        add = partial(assert_refused, None, partial(store.add, FERN), within=LONGEST)
-        in_threads(*[add] * 20)
-        proxy.go_on()
-        wait_until(lambda: can_add(store))
-
-
 def test_all_addresses_have_one_limit(url, proxy, monkeypatch):
     """All addresses of a name share the time to connect."""
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 12
@@ -219,20 +208,6 @@ def test_host_that_only_answers_the_login_is_left_in_time(url, proxy, monkeypatc
     port = f':{urlsplit(url).port}/'
     with open_store(url.replace(port, f':{proxy.port},127.0.0.1{port}')) as store:
         assert store.add(FERN) is True
-
-
-def test_cancel_that_cannot_start_is_left_out(short_limits, far, proxy, monkeypatch):
-    """If there is no thread for a cancel request, the reason is told all the same."""
-    far.add(FERN)
-    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
-    with monkeypatch.context() as patched:
-        patched.setattr(connection, 'threading', SimpleNamespace(Thread=refuse))
-        proxy.stop(1)
-        with refused(LATE):
-            far.add(FERN)
-    assert refuse.called
-    proxy.go_on()
-    wait_until(lambda: can_add(far))
 
 
 @pytest.mark.parametrize('after', [None, 1], ids=['to insert', 'to compare'])

@@ -6,7 +6,6 @@ import traceback
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import count
-from unittest.mock import patch
 from urllib.parse import quote
 
 import psycopg
@@ -17,11 +16,10 @@ from server import free_port
 from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, masked, open_store, postgresql
-from store.base import BATCH_CHARACTERS
 from store.committer import Entry
 from store.postgresql import Plants, connection
 from store.postgresql.reasons import explain
-from store.postgresql.table import CREATE, Table
+from store.postgresql.table import CREATE
 
 FERN = Plant(1, 'Fern')
 REED = Plant(1, 'Reed')
@@ -183,11 +181,12 @@ def test_second_table_is_not_made(database, lonely, role, monkeypatch):
             first.add(FERN)
         set_path('other')
         database.terminate_sessions()
+        wait_until(lambda: not database.sessions())
         with pytest.raises(IdTaken):  # it names its table with the schema
             first.add(REED)
     for create in True, False:
         with open_store(url, create=create) as store:
-            elsewhere = 'the search_path does not lead to the table plants'
+            elsewhere = 'the search_path does not lead to one table plants'
             every = *uses(store), partial(list, store), store.load
             for detail in assert_refused(elsewhere, *every):
                 assert 'public.plants' in detail
@@ -197,7 +196,7 @@ def test_second_table_is_not_made(database, lonely, role, monkeypatch):
     assert add(REED, f'{path}other') is True
     assert add(MOSS, f'{path}%22a%25sB%22') is True
     with open_store(f'{path}nowhere') as store:
-        assert_refused('the search_path leads to no schema', store.load)
+        assert_refused(None, store.load)
     with monkeypatch.context() as patched:
         patched.setenv('PGOPTIONS', '-csearch_path=third')
         assert add(FERN._replace(name='Ivy')) is True
@@ -207,7 +206,7 @@ def test_second_table_is_not_made(database, lonely, role, monkeypatch):
     assert add(FERN) is False
     set_path('other, public')
     with open_store(url) as store:
-        two = 'the search_path leads to two tables plants'
+        two = 'the search_path does not lead to one table plants'
         for detail in assert_refused(two, store.ping, partial(list, store)):
             assert 'other.plants' in detail
     set_path('"a%sB"')
@@ -244,10 +243,6 @@ RULES = {
     'length': ('ALTER TABLE plants ALTER name TYPE varchar(5)', 'Orchid', RULE),
     'index': ('CREATE INDEX ON plants (name)', LONG, RULE),
     'trigger': (TRIGGER.format("RAISE 'no'"), 'bad', RULE),
-    'own code': (
-        TRIGGER.format("RAISE 'no' USING ERRCODE = 'ZZ123'"),
-        *('bad', 'the database refuses it (ZZ123)'),
-    ),
     # Refused only after many slow attempts, which take no time of others.
     'busy': (
         TRIGGER.format("PERFORM pg_sleep(0.07); RAISE 'no' USING ERRCODE = '40001'"),
@@ -309,31 +304,19 @@ ALL_REFUSED = {
         'ALTER TABLE plants ADD CONSTRAINT it CHECK (false) NOT VALID',
         *(RULE, 'ALTER TABLE plants DROP CONSTRAINT it'),
     ),
-    'deferred': (
-        EVERY.format("RAISE 'no'")
-        .replace('CREATE TRIGGER', 'CREATE CONSTRAINT TRIGGER')
-        .replace('BEFORE INSERT', 'AFTER INSERT')
-        .replace('FOR EACH ROW', 'INITIALLY DEFERRED FOR EACH ROW'),
-        *(RULE, NO_TRIGGER),
-    ),
     'function': (
         EVERY.format('INSERT INTO missing VALUES (1)'),
-        *('a trigger of the table plants fails', NO_TRIGGER),
+        *(UNFIT, NO_TRIGGER),
     ),
     'hidden': (EVERY.format('RETURN NULL'), None, NO_TRIGGER),
     'policy': (
         POLICY.replace("name <> 'bad'", 'false'),
         *(DENIED, 'ALTER TABLE plants DISABLE ROW LEVEL SECURITY'),
     ),
-    'name': (
-        'ALTER TABLE plants RENAME name TO title',
-        *(UNFIT, 'ALTER TABLE plants RENAME title TO name'),
-    ),
     'partition': (
         f'{PARTS}; {ATTACH.format(2)}',
         *(RULE, 'CREATE TABLE more PARTITION OF plants FOR VALUES FROM (2) TO (999)'),
     ),
-    'detached': (PARTS, RULE, ATTACH.format(999)),
 }
 
 
@@ -358,14 +341,6 @@ def test_ping_tells_what_every_add_is_answered(
         assert store.add(MOSS) is True
 
 
-def test_plant_with_the_largest_id_is_copied(database, made):
-    """No id is above it: the copy has another one, and keeps the rule of the table."""
-    database.execute("ALTER TABLE plants ADD CHECK (name = 'Fern')", url=made)
-    with open_store(made) as store:
-        store.add(Plant(2**63 - 1, 'Fern'))
-        store.ping()
-
-
 def test_plants_that_a_policy_hides_are_missed(database, made, role):
     """A role that is not shown every plant cannot read a part of them."""
     database.execute(
@@ -380,13 +355,15 @@ def test_plants_that_a_policy_hides_are_missed(database, made, role):
         assert store.add(FERN) is False
 
 
-@pytest.mark.parametrize('rule', ['UNIQUE (name)', 'CHECK (id < 100)'])
+@pytest.mark.parametrize(
+    'rule', ['UNIQUE (name)', 'CHECK (id BETWEEN 1 AND 200)', "CHECK (name = 'Fern')"]
+)
 def test_ping_finds_an_id_that_no_rule_forbids(database, made, rule):
     """A ping works for other unique columns, and if not every id is allowed."""
     database.execute(f'ALTER TABLE plants ADD {rule}', url=made)
     with open_store(made) as store:
         store.ping()
-        store.add(Plant(-999, 'Fern'))
+        store.add(Plant(2**63 - 1 if 'name' in rule else 1, 'Fern'))
     with open_store(made) as store:
         store.ping()
 
@@ -397,7 +374,6 @@ UNFIT_TABLES = {
     'no tag': 'ALTER TABLE plants DROP tag',
     'no name': 'ALTER TABLE plants RENAME name TO title',
     'not unique alone': f'{NO_KEY}, ADD part int, ADD PRIMARY KEY (id, part)',
-    'char': 'ALTER TABLE plants ALTER name TYPE char(20)',
     'cut': EVERY.format('NEW.name := left(NEW.name, 20)'),
     'rule': 'CREATE RULE it AS ON INSERT TO plants DO INSTEAD NOTHING',
     'generated': 'ALTER TABLE plants DROP tag, '
@@ -434,14 +410,12 @@ def test_what_a_client_sent_is_in_no_error(database, made):
 
 # What no server of these tests says: SQLSTATE, words, meaning, what is tried again.
 SAID = [
-    ('26000', 'it is gone', 'a connection pooler mixes up sessions', 'connect'),
     ('40003', 'who knows', 'the database is busy with other changes', 'batch'),
     ('', 'remaining connection slots are reserved', 'the database allows no more', '-'),
     ('25006', 'cannot execute INSERT', 'the database is read-only', 'connect'),
     ('', 'the database system is in recovery', 'the database is shutting down', '-'),
     # As libpq says that an encrypted connection is lost.
     ('', 'SSL SYSCALL error: EOF', 'there is no connection to the data', '-'),
-    ('', 'SSL connection has been closed unexpectedly', 'there is no con', '-'),
 ]
 
 
@@ -496,18 +470,6 @@ def test_table_may_have_more_columns(database, url, change):
         assert sorted(store)[0] == Plant(1, 'Fern', 'wet')
 
 
-def test_bulk_is_limited_by_size(made):
-    """add_many sends long plants in few statements of a limited size."""
-    plants = [Plant(id, 'x' * 60_000) for id in range(100)]
-    spy = patch.object(Table, 'insert', autospec=True, side_effect=Table.insert)
-    with open_store(made) as store, spy as insert:
-        assert store.add_many(plants) == [True] * 100
-        assert store.add_many(plants) == [False] * 100
-    sizes = [60_000 * len(call.args[1]) for call in insert.call_args_list]
-    assert len(sizes) == 2 * 6
-    assert max(sizes) <= BATCH_CHARACTERS + 60_000
-
-
 def test_few_statements_are_prepared(database, made):
     """A session prepares few statements, whatever the sizes of batches and ids."""
     prepared = WITNESS.format('(SELECT count(*) FROM pg_prepared_statements)')
@@ -531,7 +493,7 @@ def test_database_must_be_utf8(database, encoding):
     )
     url = database.url().replace('/postgres', f'/{name}')
     with open_store(url) as store:
-        reason = 'the database is not encoded in UTF8'
+        reason = 'the database is not as the store needs it'
         assert_refused(reason, store.ping, partial(list, store))
     assert not has_table(database, url)
 
@@ -609,7 +571,6 @@ AWAY = 'there is no connection to the database'
 LOGIN = 'the database refuses the login'
 FULL = 'the database allows no more connections'
 LOGINS = {
-    'nologin': ('ALTER ROLE {role} NOLOGIN', LOGIN),
     'connect': ('REVOKE CONNECT ON DATABASE lonely FROM PUBLIC', LOGIN),
     'closed': ('ALTER DATABASE lonely ALLOW_CONNECTIONS false', LOGIN),
     'limit': ('ALTER DATABASE lonely CONNECTION LIMIT 0', FULL),
@@ -652,11 +613,11 @@ NO_HOST = 'no host takes plants'
 WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
     'database': (
-        *('/postgres[?]', '/nowhere?', 'there is no such database'),
+        *('/postgres[?]', '/nowhere?', LOGIN),
         'database "nowhere" does not exist',
     ),
     'name': ('127.0.0.1', 'host.invalid', AWAY, 'resolve'),
-    'hosts': ('$', '&host=::1,127.0.0.1&port={port}', AWAY, '::1: '),
+    'hosts': ('$', '&host=::1,127.0.0.1&port={port}', AWAY, '::1:'),
     'kinds': ('@(.*)/postgres', r'@x.invalid,\1/nowhere', NO_HOST, 'nowhere'),
     'addresses': (
         *('@[^/]*(.*)', r'@\1&hostaddr=127.0.0.1,127.0.0.2&port={port}'),
