@@ -121,8 +121,6 @@ if 'PREFIX':
 @pytest.mark.parametrize('code', blocks('python'))
 def test_program_runs(tmp_path, code):
     """A program of a page runs; one that serves adds a plant, and has its own page."""
-    if 'from pyramid' in code:
-        pytest.importorskip('pyramid')
     code = code.replace('/opt/plants', str(REPOSITORY))
     if 'application' not in code:
         run_python(code, tmp_path)
