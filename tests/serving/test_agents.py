@@ -20,7 +20,7 @@ ORIGIN = 'https://garden.example'
 FAILING = [
     'from store.jsonl import JSONLinesStore',
     'add = JSONLinesStore.add',
-    'JSONLinesStore.add = lambda self, new: add(self, new) if new.tag != "500" else 1/0',
+    'JSONLinesStore.add = lambda self, x: add(self, x) if x.tag != "500" else 1 / 0',
     'import falcon',
     'print("wrapped by", type(falcon.App.__init__).__name__)',
 ]
