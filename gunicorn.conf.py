@@ -54,4 +54,3 @@ post_worker_init = lifecycle.post_worker_init
 worker_exit = lifecycle.worker_exit
 child_exit = lifecycle.child_exit
 pre_exec = lifecycle.pre_exec
-on_exit = lifecycle.on_exit

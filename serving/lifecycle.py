@@ -8,7 +8,6 @@ gunicorn start new workers.
 import io
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -44,14 +43,11 @@ def on_starting(server: Any) -> None:
     )
     has_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     server.handle_hup = partial(_hang_up, server, server.handle_hup, has_terminal)
+    service.at_exit(lambda: server.pidfile and server.pidfile.unlink())
     try:
         service.load(service.services[0], server.cfg)
-    except BaseException as ex:
-        if server.pidfile is not None:
-            server.pidfile.unlink()
-        if isinstance(ex, StoreError | OSError):
-            service.end(ex)
-        raise
+    except (StoreError, OSError) as ex:
+        service.end(ex)
 
 
 def when_ready(server: Any) -> None:
@@ -112,12 +108,6 @@ def pre_exec(server: Any) -> None:
     # The path is in gunicorn's package, whose modules would hide others.
     if Path(server.START_CTX['args'][1]).name == '__main__.py':
         server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
-
-
-def on_exit(server: Any) -> None:
-    """Remove the counters."""
-    for directory in service.counters:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _end_early(unmask: Callable[[], object]) -> None:

@@ -4,11 +4,13 @@ One function builds it, for a start, a reload and ``gunicorn --check-config``: s
 tokens, schemas, TLS. Another one loads the store, which a check does not do.
 """
 
+import atexit
 import logging
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
@@ -54,10 +56,10 @@ def default_workers() -> int:
 
 def build() -> PlantsApp:
     """Build the application for gunicorn; end the process if anything is wrong."""
-    cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
     try:
+        cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
         services[:] = [build_from(cfg, os.environ | cfg.env)]
-    except (ValueError, OSError) as ex:
+    except (ValueError, OSError, RuntimeError) as ex:
         end(ex)
     return services[0].app
 
@@ -68,20 +70,17 @@ def build_from(cfg: Config, environ: Mapping[str, str]) -> Service:
     Raises:
         ValueError: It is wrong; with a line for each fault.
     """
-    settings = Settings.from_environ(environ)
-    if cfg.reload:
-        raise ValueError('reload: it is not supported; for new settings send SIGHUP')
-    if is_in_memory(environ) and cfg.workers > 1:
-        raise ValueError(f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}')
-    if settings.tokens is None and (cfg.daemon or (services and not made_tokens)):
-        raise ValueError('PLANTS_TOKENS: nobody would see a token that is made: set it')
-    if cfg.is_ssl:
-        try:
-            with as_user(cfg):
-                ssl_context(cfg)
-        except OSError as ex:
-            raise ValueError(f'certfile, keyfile: {ex.strerror or ex}') from ex
+    wrong = []
+    try:
+        settings = Settings.from_environ(environ)
+    except ValueError as ex:
+        wrong.append(str(ex))
+    wrong += _wrong_settings(cfg, environ)
+    if wrong:
+        raise ValueError('\n'.join(wrong))
     if settings.tokens is None and not made_tokens:
+        if cfg.daemon or services:
+            raise ValueError('PLANTS_TOKENS: nobody would see a made token: set it')
         made_tokens.append(make_token())
     if settings.metrics_token and not cfg.check_config:
         _share_counters(cfg)
@@ -94,6 +93,26 @@ def build_from(cfg: Config, environ: Mapping[str, str]) -> Service:
     tokens = settings.tokens or made_tokens
     app = create_app(store, tokens=tokens, **settings.app_options())
     return Service(settings, store, app)
+
+
+def _wrong_settings(cfg: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each setting of gunicorn that cannot serve."""
+    if cfg.reload:
+        yield 'reload: it is not supported; for new settings send SIGHUP'
+    if cfg.workers < 1:
+        yield f'workers: {cfg.workers} would answer no request'
+    if is_in_memory(environ) and cfg.workers > 1:
+        yield f'PLANTS_STORE: memory: needs one worker, not {cfg.workers}'
+    if any(isinstance(each, tuple) and each[1] > 65535 for each in cfg.address):
+        yield 'bind: a port is at most 65535'
+    if cfg.worker_tmp_dir and not os.path.isdir(cfg.worker_tmp_dir):
+        yield f'worker_tmp_dir: {cfg.worker_tmp_dir} is not a directory'
+    if cfg.is_ssl:
+        try:
+            with as_user(cfg):
+                ssl_context(cfg)
+        except OSError as ex:
+            yield f'certfile, keyfile: {ex.strerror or ex}'
 
 
 def faults(ex: BaseException, printed: str = '') -> list[str]:
@@ -112,15 +131,23 @@ def end(ex: BaseException) -> NoReturn:
     sys.exit(1)
 
 
+def at_exit(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, however a start fails; no worker does."""
+    pid = os.getpid()
+    atexit.register(lambda: os.getpid() == pid and function())
+
+
 def _share_counters(cfg: Config) -> None:
     """Make the directory of the metrics before their package is imported.
 
     At its import the package chooses the mode for several processes.
     """
     if not counters:
-        counters.append(tempfile.mkdtemp(dir=cfg.worker_tmp_dir))
-        os.chown(counters[0], cfg.uid, cfg.gid)
-        os.environ['PROMETHEUS_MULTIPROC_DIR'] = counters[0]
+        directory = tempfile.mkdtemp(prefix='plants-', dir=cfg.worker_tmp_dir)
+        at_exit(lambda: shutil.rmtree(directory, ignore_errors=True))
+        counters.append(directory)
+        os.chown(directory, cfg.uid, cfg.gid)
+        os.environ['PROMETHEUS_MULTIPROC_DIR'] = directory
 
 
 @contextmanager
@@ -139,9 +166,7 @@ def as_user(cfg: Config) -> Iterator[None]:
 def load(service: Service, cfg: Config) -> None:
     """Make the store if it is missing, and read it, however long that takes."""
     with as_user(cfg):
-        with open_store(service.settings.store, create=True) as made:
-            if not hasattr(made, 'path'):  # a file is made by now, a table is not
-                made.load()
+        open_store(service.settings.store, create=True).close()
         service.store.load()
     path = getattr(service.store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:

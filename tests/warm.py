@@ -7,6 +7,7 @@ service is never imported before the fork. The commands that people type are sta
 they are: see ``tests/serving/test_start.py``.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -82,4 +83,8 @@ def _serve(command, directory, environment, log):
     # Without the directories of the tests.
     libraries = (f'{sys.base_prefix}/lib', sys.prefix)
     sys.path[:] = [str(directory), *(p for p in sys.path if p.startswith(libraries))]
-    runpy.run_module('gunicorn', run_name='__main__', alter_sys=True)
+    atexit._clear()
+    try:
+        runpy.run_module('gunicorn', run_name='__main__', alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out

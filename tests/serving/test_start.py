@@ -68,12 +68,15 @@ BAD_STARTS = {
         {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'},
         ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'],
     ),
+    'of gunicorn': (
+        {OPTIONS: '-b 127.0.0.1:99999 -w 0 --worker-tmp-dir no --certfile no.pem'},
+        ['workers', 'bind', 'worker_tmp_dir', 'certfile'],
+    ),
     'memory: and two workers': (
         {'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'},
         ['memory:'],
     ),
     '--reload': ({OPTIONS: '--reload -b 127.0.0.1:0'}, ['reload']),
-    '--certfile': ({OPTIONS: '--certfile no.pem -b 127.0.0.1:0'}, ['certfile']),
 }
 
 
@@ -122,6 +125,16 @@ def test_check_opens_no_store(tmp_path):
     # Nobody would see a token that is made.
     server = Server(tmp_path, '--check-config', '--daemon', PLANTS_TOKENS=None)
     assert server.run() == 1
+
+
+def test_start_at_a_taken_address_leaves_nothing(service, tmp_path):
+    """No pid file and no directory of counters; the other server goes on."""
+    options = f'-b 127.0.0.1:{service.port} -p pid --worker-tmp-dir .'
+    variables = {OPTIONS: options, 'PLANTS_METRICS_TOKEN': 'm' * 30}
+    assert Server(tmp_path, **variables).run() == 1
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {'server.log', 'plants.jsonl'}
+    assert service.ask(request(body=fern())).status == 200
 
 
 def test_refused_start_is_json_in_a_log_of_json(tmp_path):
