@@ -129,24 +129,6 @@ class Disk:
         changes = (call for call in calls if call[0] not in ('open', 'pread'))
         return [name for name, target, *_ in changes if path_of(target) == str(path)]
 
-    def unsynced(self):
-        """Return how many written bytes are not durable."""
-        return sum(len(data or b'') for _, data in self._changes[self._settled :])
-
-    def image(self, keep=0, zeroed=False):
-        """Return what a power cut leaves: of unsynced bytes as many as ``keep``."""
-        content = self.durable
-        for offset, data in self._changes[self._settled :]:
-            if data is not None:
-                kept = data[:keep]
-                keep -= len(kept)
-                content = changed(content, offset, kept)
-                if zeroed:
-                    content = content.ljust(offset + len(data), b'\0')
-            elif keep:
-                content = content[:offset]
-        return content
-
     def restart(self, content):
         """Continue after a power cut that left this content of the file."""
         self.plants.write_bytes(content)

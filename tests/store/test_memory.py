@@ -15,7 +15,7 @@ MOSS = b'{"id":2,"name":"Moss"}\n'
 # Resident, of a whole process, whatever the plant file has in it.
 MEMORY = 160 * 2**20
 LONG_NAME = '\U0001f331' + 'a' * (LONGEST - 100) + '\\n'  # four bytes a character
-MANY = b''.join(b'{"id":%d,"name":"Moss"}\n' % id for id in range(10, 500_000))
+MANY = b''.join(b'{"id":%d,"name":"Moss"}\n' % id for id in range(10, 400_000))
 
 # What an end of a file may be: content, and whether a line is damaged.
 CONTENTS = {
