@@ -17,10 +17,9 @@ from store.scheduler import THREADS, Scheduler
 
 
 class JSONLinesStore(CommittedStore):
-    """Keep plants in a file of JSON lines; durable when the disk says so.
+    """Keep plants in a file of JSON lines; an add returns after ``fdatasync``.
 
-    An add returns after ``fdatasync``. A new file has mode 0600. A line that is in the
-    file twice is accepted, and yielded twice.
+    A new file has mode 0600. A line that is there twice is accepted, and yielded twice.
 
     Args:
         path: The plant file; links to it are followed.

@@ -170,11 +170,8 @@ def file_system(path: Path) -> str:
 
 def _owner(path: Path) -> str:
     """Describe the owner of a file, or of its directory, and our own user."""
-    for place in path, path.parent:
-        with suppress(OSError):
-            status = place.stat()
-            return (
-                f'{place} has mode {status.st_mode & 0o777:o} and belongs to user '
-                f'{status.st_uid}; this process is of user {os.geteuid()}'
-            )
+    for place in filter(os.path.lexists, (path, path.parent)):
+        status = os.lstat(place)
+        rights = f'{place} has mode {status.st_mode & 0o777:o} and belongs to user'
+        return f'{rights} {status.st_uid}; this process is of user {os.geteuid()}'
     return ''

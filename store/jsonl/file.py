@@ -42,10 +42,7 @@ SYNC_FAILED = 'a sync failed: the server must be reloaded'
 class PlantFile:
     """A plant file that is open in this process, for one thread.
 
-    Args:
-        path: The file.
-        length: Shared memory, as for ``Known``.
-        inherited: What was known of the file before a fork.
+    ``inherited`` is what was known of the file before a fork.
     """
 
     def __init__(

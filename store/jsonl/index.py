@@ -27,8 +27,7 @@ Repeats = list[tuple[int, int, int]]  # an id, its first offset, another offset
 class Index:
     """The offsets of lines by their ids; an id keeps its first offset.
 
-    Args:
-        base: An index that no longer changes; what it has is found there.
+    What the ``base`` has is found there; it no longer changes.
     """
 
     def __init__(self, base: 'Index | None' = None) -> None:

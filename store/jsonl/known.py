@@ -31,24 +31,19 @@ from store.jsonl.lines import chunks, corrupt, first_offset, line_at
 log = logging.getLogger(__name__)
 
 TAIL = 256  # bytes before the end that are compared
-# Bytes at the end of the file that may not be synced: a batch has 1 MiB, or one bulk
-# add of as many characters, and each process writes one batch between two syncs.
+# Bytes at the end of the file that may not be synced: each process writes one batch
+# between two syncs, of 1 MiB, or of as many characters by a bulk add.
 UNSYNCED = 16 * 1024 * 1024
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 REPEATED = 'an earlier line has a different plant with the id %d'
 CHANGED = 'the file was changed in place: reload the server'
-REPLACED = (
-    'the file was replaced by another: put the old one back, or reload the server'
-)
+REPLACED = 'the file was replaced: put the old one back, or reload the server'
 
 
 class Known:
     """The plants of an open file, up to an end.
 
-    Args:
-        path: The path of the file.
-        fd: A descriptor of it.
-        length: One number in shared memory: the ``length`` of the table above.
+    ``length`` is one number in shared memory: the end in the table above.
     """
 
     def __init__(self, path: Path, fd: int, length: memoryview) -> None:
@@ -80,9 +75,7 @@ class Known:
             raise StoreUnavailable(REPLACED, store=str(self._path))
         if not status.st_nlink:
             raise disk.gone(self._path)
-        if missing := max(
-            0, self.end - status.st_size, self._length[0] - status.st_size
-        ):
+        if (missing := max(self.end, self._length[0]) - status.st_size) > 0:
             raise StoreUnavailable(
                 f'the file was cut short: {missing} bytes at its end are missing',
                 store=str(self._path),
@@ -123,7 +116,8 @@ class Known:
             if (now := time.monotonic()) - reported > PROGRESS_EVERY:
                 reported = now
                 percent = 100 * (self.end - start) // (size - start)
-                self._log_progress(percent, (size - start) >> 20, now - began)
+                figures = percent, (size - start) >> 20, now - began
+                log.info('%s: %d %% of %d MiB read, %d s', self._path, *figures)
         if is_load:
             repeats += self._index.sort()
         for id, first, other in sorted(repeats, key=itemgetter(2)):
@@ -142,9 +136,6 @@ class Known:
         """Return the plant with an id, and the offset of its line."""
         offset = self._index.find(id)
         return None if offset is None else (self._plant_at(fd, offset, id), offset)
-
-    def _log_progress(self, *figures: float) -> None:
-        log.info('%s: %d %% of %d MiB read, %d s', self._path, *figures)
 
     def _move_end(self, end: int, lines: bytes) -> None:
         self.end = end

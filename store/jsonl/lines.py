@@ -63,10 +63,10 @@ def first_offset(fd: int) -> int:
 
 
 def chunks(fd: int, start: int, end: int, size: int = CHUNK) -> Iterator[Chunk]:
-    """Yield chunks of whole lines.
+    """Yield chunks of whole lines; the last may lack its line feed.
 
-    The last may lack its line feed. A line longer than a chunk is a chunk of its own.
-    Only the beginning is read of a line too long for a record: it may be huge.
+    A line longer than a chunk is a chunk of its own. Of one too long for a record only
+    the beginning is read: it may be huge.
     """
     start = start or first_offset(fd)
     while start < end and (chunk := os.pread(fd, min(size, end - start), start)):

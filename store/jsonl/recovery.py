@@ -61,11 +61,8 @@ Sync = Callable[[], object]
 def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Line:
     """Return the first line after ``start`` that is no whole record.
 
-    Its reason says what a crash or an editor has left: one of the three above.
-
-    Raises:
-        StoreCorrupt: It is damage.
-        StoreUnavailable: No line of the file is a plant, or it is a JSON array.
+    Its reason is one of the three above. Damage raises ``StoreCorrupt``, a file that
+    never was one of plants ``StoreUnavailable``.
     """
     lines = read_lines(fd, start, end)
     line = next(lines, Line(start, end, b'', None))
@@ -160,9 +157,6 @@ def blank(
     return side
 
 
-# For commands, which change nothing.
-
-
 @contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a plant file for a command."""
@@ -171,10 +165,7 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def whole_size(path: Path, fd: int) -> int:
-    """Return the size of a plant file between two appends; takes the lock for that.
-
-    No process changes a whole record before it, whatever happens.
-    """
+    """Return the size of a plant file between two appends; takes the lock for that."""
     with lock.held(path, fd, fcntl.LOCK_SH):
         return os.fstat(fd).st_size
 

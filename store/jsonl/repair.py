@@ -8,10 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store.errors import StoreUnavailable
 from store.jsonl import disk, lock, recovery
 from store.jsonl.index import Index
-from store.jsonl.known import REPEATED
+from store.jsonl.known import REPEATED, Known
 from store.jsonl.lines import Line, first_offset, line_at, read_lines
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ class Verified(NamedTuple):
     plants: int  # the number of sound lines
     damaged: tuple[str, ...] = ()  # a sentence for each of the first damaged lines
     unnamed: int = 0  # damaged lines that have no sentence
-    repaired: str = ''  # what was done about them, and what is left to do
+    repaired: str = ''  # what was done about them
 
 
 def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Verified:
@@ -45,9 +44,7 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
         end = recovery.whole_size(path, fd)
         if repair:
             stack.enter_context(lock.held(path, fd))
-            end = os.fstat(fd).st_size
-            if not os.path.samestat(os.fstat(fd), path.stat()):
-                raise StoreUnavailable('it was replaced meanwhile', store=str(path))
+            end = Known(path, fd, memoryview(bytes(8)).cast('q')).check(fd)
         if first_offset(fd):
             log.warning('%s: it begins with a byte order mark, which is skipped', path)
         lines = progress(read_lines(fd, 0, end))
@@ -66,8 +63,8 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
         if not (repair and spans):
             return found
         side = recovery.blank(path, fd, spans, 'damaged', lambda: disk.sync(fd))
-    repaired = f'repaired: {faults}; damaged lines were moved to {side}'
-    return found._replace(repaired=f'{repaired}; reload the server if it runs')
+    done = f'repaired: {faults}; damaged lines were moved to {side}; reload a server'
+    return found._replace(repaired=done)
 
 
 def _find_damage(
@@ -76,7 +73,7 @@ def _find_damage(
     """Yield the damaged lines with their numbers; count the sound ones.
 
     Without the lock another process may cut off a torn tail, and append. So damage
-    counts only if it is still there after a cut. Lines after a cut are new: skipped.
+    counts only if it is still there after that; what follows is new, and skipped.
     """
     index = Index()
     for number, line in enumerate(lines, 1):
