@@ -111,14 +111,12 @@ class PlantStore(abc.ABC):
             Whether it is new: ``False`` if this very plant was there before.
 
         Raises:
-            StoreError: Any of ``store/errors.py``, which explains each.
+            StoreError: Any of ``store/errors.py``.
             ValueError: ``check_plant`` refuses it.
         """
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
-        """Store plants, each as ``add`` would; in batches, if the store can do that.
-
-        It waits as long as it takes.
+        """Store plants, each as ``add`` would, however long that takes.
 
         Returns:
             For each plant what ``add`` would return, or the ``IdTaken`` it would raise.

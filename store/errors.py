@@ -28,7 +28,7 @@ class StoreUnavailable(StoreError):
 
     @classmethod
     def refused(cls, error: OSError, store: object, detail: str = '') -> Self:
-        """Return the exception of a store for an error of the operating system."""
+        """Return what is raised for an error of the operating system."""
         return cls(error.strerror or str(error), store=str(store), detail=detail)
 
 

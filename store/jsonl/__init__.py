@@ -20,14 +20,8 @@ class JSONLinesStore(CommittedStore):
     """Keep plants in a file of JSON lines; an add returns after ``fdatasync``.
 
     A new file has mode 0600. A line that is there twice is accepted, and yielded twice.
-
-    Args:
-        path: The plant file; links to it are followed.
-        create: Whether a missing file is made, now. Later none is ever made.
-        scheduler: How the callers wait.
-
-    Raises:
-        StoreUnavailable: The file cannot be made.
+    Links to ``path`` are followed. With ``create`` a missing file is made now, or
+    ``StoreUnavailable`` raised; later none is ever made.
     """
 
     def __init__(

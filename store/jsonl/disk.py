@@ -19,8 +19,6 @@ NOT_SUPPORTED = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
 
 def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     """Open a plant file; raise ``StoreUnavailable`` if it is no regular file."""
-    if path.is_dir():
-        raise StoreUnavailable('it is a directory, not a file', store=str(path))
     # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -154,7 +152,7 @@ def refusal(ex: OSError, path: Path) -> StoreUnavailable:
 
 def gone(path: Path) -> StoreUnavailable:
     """Return the error for a plant file that has no name any more."""
-    reason = 'the file is gone: put it back, or reload the server'
+    reason = 'the file is not there: put it back, or reload the server'
     return StoreUnavailable(reason, store=str(path))
 
 

@@ -78,8 +78,8 @@ class PlantFile:
                 disk.write(self._fd, data, start)
                 start += len(data)
         self._sync()
-        if not end:  # perhaps new, made by any process
-            disk.sync_directory(self._path)
+        if not end:
+            disk.sync_directory(self._path)  # perhaps new
 
     def ping(self) -> None:
         """Do what an append does, but in a file that nobody sees."""
@@ -122,8 +122,8 @@ class PlantFile:
                     buffer += line
                 stored[plant.id] = first
                 entry.error = None if first == plant else IdTaken(plant.id)
-            # A repeat acknowledges the plant that was written first, perhaps by another
-            # process, and so does a refusal. Both wait until it is synced.
+            # A repeat acknowledges the plant that was written first, perhaps by others,
+            # and so does a refusal. Both wait until it is synced.
             if not buffer and latest < self.known.synced:
                 return None
             if buffer:

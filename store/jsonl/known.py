@@ -11,8 +11,7 @@ size    they are in the file, the last    any process; others read on from ``end
         one perhaps in part
 ======  ================================  ========================================
 
-It is plain memory, made from the file alone. What was known before a fork holds after
-it, if the file is the same: the child reads on from ``end``.
+It is made from the file alone. A forked child reads on from ``end``.
 """
 
 import logging
@@ -64,10 +63,7 @@ class Known:
     def check(self, fd: int) -> int:
         """Return the size of the file, if what is known of it still holds.
 
-        REQUIRES: the lock.
-
-        Raises:
-            StoreUnavailable: It was removed, replaced, cut short, or changed in place.
+        If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
         status = os.stat(self._path)

@@ -55,10 +55,7 @@ def line_at(fd: int, offset: int) -> Line:
 
 
 def first_offset(fd: int) -> int:
-    """Return where the first line begins: after the byte order mark, if there is one.
-
-    RFC 8259, section 8.1, lets a reader ignore one; editors on Windows write it.
-    """
+    """Return where the first line begins: after a byte order mark (RFC 8259, 8.1)."""
     return len(BOM_UTF8) if os.pread(fd, len(BOM_UTF8), 0) == BOM_UTF8 else 0
 
 

@@ -16,9 +16,7 @@ from store.errors import StoreUnavailable
 LOCK_WITHIN = 4.5  # seconds; an add, which also waits for a batch, has 5
 # NOTE: flock() has no timeout, so a waiter polls. It pauses for a share of the time it
 # has waited: with longer pauses it would find the lock taken again and again.
-PAUSE_SHARE = 1 / 8
-SHORTEST_PAUSE = 0.000_05  # seconds
-LONGEST_PAUSE = 0.01  # seconds
+PAUSE_SHARE, SHORTEST_PAUSE, LONGEST_PAUSE = 1 / 8, 0.000_05, 0.01  # seconds
 
 
 @contextmanager

@@ -54,11 +54,7 @@ _decode = json.JSONDecoder(
 
 
 def encode(plant: Plant) -> bytes:
-    """Return the record of a plant that was checked, its line feed included.
-
-    Raises:
-        StoreError: It would be longer than a record may be.
-    """
+    """Return the record of a plant, or raise ``StoreError`` if it would be too long."""
     texts = zip(_HEADS, plant[1:], strict=True)
     rest = [head + _quote(text) for head, text in texts if text is not None]
     line = f'{{"id":{plant.id}{"".join(rest)}}}\n'.encode()

@@ -68,7 +68,6 @@ def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Lin
     line = next(lines, Line(start, end, b'', None))
     if not line.reason:
         return line._replace(reason=NO_LINE_FEED)
-    # Not read to the end: a million plants may follow.
     are_whole = any(
         _is_whole(each) for each in lines if each.text.strip(b'\0' + record.WHITE_SPACE)
     )
@@ -82,9 +81,8 @@ def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Lin
 
 def _is_whole(line: Line) -> bool:
     """Whether a line has all its bytes, whoever wrote them."""
-    return line.plant is not None or (
-        line.text.endswith(b'\n') and b'\0' not in line.text
-    )
+    ends = line.text.endswith(b'\n') and b'\0' not in line.text
+    return ends or line.plant is not None
 
 
 def is_torn(line: Line, end: int) -> bool:

@@ -17,8 +17,7 @@ log = logging.getLogger(__name__)
 
 NAMED = 1_000  # faults that are named; the others are counted
 
-# Shows how far a file is read; yields the items that it is given.
-Progress = Callable[[Iterable[Any]], Iterable[Any]]
+Progress = Callable[[Iterable[Any]], Iterable[Any]]  # yields the items that it gets
 
 
 class Verified(NamedTuple):
