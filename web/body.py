@@ -75,12 +75,7 @@ class PlantReader:
     def read(self, req: falcon.Request) -> Plant:
         """Return the plant of a request, or raise ``Fault``."""
         value = self._parse(_read_body(req, self._limit))
-        plant = Plant(*map(value.get, Plant._fields))
-        try:
-            check_plant(plant)  # a JSON Schema takes 1.0 for an integer
-        except ValueError as ex:
-            raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
-        return plant
+        return Plant._make(map(value.get, Plant._fields))
 
     def _parse(self, text: bytes) -> Any:
         try:
@@ -96,6 +91,14 @@ class PlantReader:
             reason = str(ex).partition(';')[0]
             raise Fault(ErrorValue.NOT_JSON, f'the body is not JSON: {reason}') from ex
         raise Fault(ErrorValue.NOT_A_NEW_PLANT, '; '.join(faults))
+
+
+def check(plant: Plant) -> None:
+    """Raise ``Fault`` for what no store takes: to a JSON Schema 1.0 is an integer."""
+    try:
+        check_plant(plant)
+    except ValueError as ex:
+        raise Fault(ErrorValue.NOT_A_NEW_PLANT, str(ex)) from ex
 
 
 def _read_body(req: falcon.Request, limit: int) -> bytes:
@@ -133,8 +136,7 @@ def _read_up_to(req: falcon.Request, size: int) -> bytes:
         while size and (piece := req.stream.read(size)):
             pieces.append(piece)
             size -= len(piece)
-    except Exception as ex:
-        # Bad chunks, or the client is gone. Each server raises exceptions of its own.
+    except Exception as ex:  # bad chunks, or no client; each server has its own kinds
         raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
     return b''.join(pieces)
 

@@ -74,8 +74,7 @@ def _read_page(name: str) -> bytes:
     try:
         from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
     except ImportError as ex:
-        sentence = 'the page needs the package swagger-ui-bundle-v2'
-        raise Fault(ErrorValue.NO_SUCH_PATH, sentence) from ex
+        raise Fault(ErrorValue.NO_SUCH_PATH, 'it needs swagger-ui-bundle-v2') from ex
     ours = Path(__file__).parent / 'page' / name
     return (ours if ours.exists() else Path(swagger_ui_path, name)).read_bytes()
 

@@ -53,6 +53,8 @@ class RequestLog:
             raise req.env[FAULT]
 
     def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
+        if not log.isEnabledFor(logging.INFO):
+            return
         members = {  # a mapping, for a log in JSON
             'message': 'request',
             'request_id': req.id,

@@ -14,8 +14,6 @@ from store.jsonl.record import LONGEST
 from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
-log = logging.getLogger('plants')
-
 DEFAULT_MAX_BODY_BYTES = 65_536
 
 VARIABLES = (
@@ -97,5 +95,6 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case _ if name.startswith('PLANTS_'):
             # No fault: Kubernetes sets PLANTS_PORT for a service named plants.
             [nearest] = get_close_matches(name, VARIABLES, 1, cutoff=0)
-            log.warning('%s: no such setting; the nearest one is %s', name, nearest)
+            warning = '%s: no such setting; the nearest one is %s'
+            logging.getLogger('plants').warning(warning, name, nearest)
     return {}

@@ -114,8 +114,7 @@ def _parse(text: str) -> dict[bytes, str]:
     for number, line in enumerate(re.split('\r\n?|\n', text), 1):
         words = re.split(r'(?:^|\s)#', line)[0].split()
         if len(words) > 2:
-            reason = 'use TOKEN or NAME TOKEN, and PLANTS_METRICS_TOKEN for metrics'
-            raise ValueError(f'line {number}: {reason}')
+            raise ValueError(f'line {number}: not NAME TOKEN; see PLANTS_METRICS_TOKEN')
         if words:
             name = words[0] if len(words) == 2 else f'token-{number}'
             names[_digest(words[-1], f'line {number}')] = name
