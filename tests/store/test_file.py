@@ -85,7 +85,7 @@ class TestMaking:
             assert store.add(FERN)
             assert other.add(FERN) is False
             path.unlink()
-            assert_raise(StoreUnavailable, store.ping, other.ping, match='is gone')
+            assert_raise(StoreUnavailable, store.ping, other.ping, match='is not there')
         assert not path.exists()
 
     def test_what_is_no_file_is_refused(self, path):
