@@ -78,7 +78,7 @@ def test_shapes_are_the_files(description, name):
     """Each component has the rules of its file, and NewPlant every member in one."""
     files = {
         path.stem: json.loads(path.read_text())
-        for path in (REPOSITORY / 'schemas').iterdir()
+        for path in (REPOSITORY / 'schemas').glob('*.json')
     }
     schema, plant = files[name], files['Plant']
     if name == 'NewPlant':

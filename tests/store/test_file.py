@@ -233,7 +233,7 @@ class TestChanges:
                 try:
                     print(use() or 'accepted')
                 except StoreUnavailable as ex:
-                    print('gone' if 'gone' in ex.reason else ex)
+                    print('gone' if 'not there' in ex.reason else ex)
         """
         program = '\n'.join(line[12:] for line in program.split('\n'))
         path.touch()
