@@ -4,6 +4,7 @@ import os
 import signal
 
 from exchange import assert_error, fern, parse_samples
+from machine import locked
 from server import Server, is_alive, request, wait_until
 
 TOKEN = 'a-token-for-the-metrics-alone'
@@ -44,10 +45,13 @@ def test_each_worker_reports_what_all_have_counted(tmp_path):
         assert_error(server.ask(request('GET', '/metrics')), 40101)
         [directory] = place.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
-        client.send(request(body=b'{"id"', content_length='100'))
         victims = server.worker_pids()
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
+        with locked(tmp_path / 'plants.jsonl'):
+            client.send(request(body=fern()))
+            for _ in range(20):  # both workers have read what was sent
+                assert server.ask(request('GET', '/livez')).status == 200
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(server.worker_pids() - victims) == 2, 'others start')
         wait_until(lambda: not any(map(is_alive, victims)), 'they have ended')
         add_plants(server, 10)

@@ -19,6 +19,7 @@ from server import (
     Server,
     finished,
     is_alive,
+    make_certificate,
     request,
     wait_until,
 )
@@ -212,24 +213,22 @@ def test_daemon_serves_until_sigterm(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as another user')
-def test_user_that_serves_owns_the_files(monkeypatch):
-    """With --user the plant file, and every file beside it, belongs to that user."""
-    nobody = getpwnam('nobody')
+def test_user_that_serves_owns_the_files():
+    """With --user the files belong to that user, who must be able to read the key."""
+    nobody, token = getpwnam('nobody'), 'm' * 30
     user = ('--user', 'nobody', '--group', str(nobody.pw_gid))
+    metrics = request('GET', '/metrics', authorization=f'Bearer {token}')
     with tempfile.TemporaryDirectory() as name:
         public = Path(name)
-        (public / 'plants.jsonl').write_bytes(
-            b'{"id":-1,"name":"Fern"}\n{"id":'
-        )  # torn
-        for path in public, public / 'plants.jsonl':
-            os.chown(path, nobody.pw_uid, nobody.pw_gid)
-        assert Server(public, *user, '--certfile', '/etc/shadow').run() == 1
-        with Server(public, *user, PLANTS_METRICS_TOKEN='m' * 30) as server:
+        os.chown(public, nobody.pw_uid, nobody.pw_gid)
+        make_certificate(public)
+        key = 'plants.key'
+        (public / key).chmod(0o600)
+        tls = ('--certfile', 'plants.pem', '--keyfile', key)
+        assert Server(public, *user, *tls).run() == 1
+        with Server(public, *user, PLANTS_METRICS_TOKEN=token) as server:
             for _ in range(2):
                 assert server.ask(request(body=fern())).status == 200
-                metrics = request('GET', '/metrics', authorization=f'Bearer {"m" * 30}')
                 assert server.ask(metrics).status == 200
                 server.reload()
-            files = {x for x in public.iterdir() if x.name != 'server.log'}
-            assert len(files) == 2, 'with what was cut off'
-            assert {path.owner() for path in files} == {'nobody'}
+            assert (public / 'plants.jsonl').owner() == 'nobody'
