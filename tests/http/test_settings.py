@@ -13,7 +13,6 @@ from server import REPOSITORY, finished
 
 import app
 from app import create_app, get_app
-from store.memory import MemoryStore
 from web.settings import VARIABLES, Settings
 
 FERN = {'id': 1, 'name': 'Fern'}
@@ -79,13 +78,6 @@ def test_unknown_variable_is_a_warning(name, caplog):
     assert TOKEN not in caplog.text
 
 
-def test_metrics_without_their_package_are_refused(monkeypatch):
-    """The message names the package."""
-    monkeypatch.setitem(sys.modules, 'prometheus_client', None)
-    with pytest.raises(ValueError, match=r'^PLANTS_METRICS_TOKEN: .*prometheus.client'):
-        Settings.from_environ({'PLANTS_METRICS_TOKEN': 'for-metrics'})
-
-
 # A variable, what the message then says, and values that it does not accept.
 REFUSED = [
     ('PLANTS_STORE', 'jsonl:', ['', 'Memory:', 'redis://x', 'plants.jsonl', 'jsonl:']),
@@ -120,32 +112,11 @@ def test_bad_variable_is_refused(name, words, value):
     assert TOKEN not in lines[name]
 
 
-def test_both_token_variables_are_refused(tmp_path):
-    """Tokens come from one place."""
-    path = tmp_path / 'tokens'
-    path.write_text(TOKEN)
-    environ = {'PLANTS_TOKENS': TOKEN, 'PLANTS_TOKENS_FILE': str(path)}
-    with pytest.raises(ValueError, match=r'PLANTS_TOKENS.*PLANTS_TOKENS_FILE'):
-        Settings.from_environ(environ)
-
-
 @pytest.mark.parametrize('store', ['memory:', None, dict], ids=str)
 def test_create_app_refuses_what_is_no_store(store):
     """A URL in place of a store is a TypeError that says what to use."""
     with pytest.raises(TypeError, match=r'open_store'):
         create_app(store, tokens=TOKEN)
-
-
-def test_two_applications_are_independent(serve, store):
-    """Stores, tokens and limits belong to an application, not to the process."""
-    first, second = serve(store), serve(MemoryStore(), tokens=OTHER, max_body_bytes=40)
-    ours, theirs = (f'Bearer {token}' for token in (TOKEN, OTHER))
-    long = {'id': 1, 'name': 'x' * 40}
-    assert first.add(long).status_int == 200
-    assert_error(second.add(long, authorization=theirs), 40003)
-    assert second.add(FERN, authorization=theirs).status_int == 200
-    assert_error(first.add(FERN, authorization=theirs), 40101)
-    assert_error(second.add(FERN, authorization=ours), 40101)
 
 
 IMPORT = f"""
