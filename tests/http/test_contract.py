@@ -114,8 +114,8 @@ def test_media_type_is_json_in_utf_8(client, store):
 # Each step corrects what the step before was refused for; the rest stays wrong.
 LADDER = [
     (40100, {}),
-    (40101, {'token': 'wrong'}),
-    (40400, {'token': 'right'}),
+    (40101, {'token': 'Bearer wrong'}),
+    (40400, {'token': 'Bearer right'}),
     (40500, {'path': '/plants'}),
     (40001, {'method': 'POST'}),
     (40002, {'body': UnreadableBody(b'{' * 70_000)}),
@@ -130,18 +130,14 @@ def test_first_fault_in_the_order_of_checks_is_answered(serve, store):
     """Of several faults the first is answered; no body is read after a bad head."""
     client = serve(store, tokens='right')
     store.add(Plant(**FERN))
-    request = {'token': None, 'path': '/nowhere', 'method': 'PUT', 'type': 'x/y'}
+    request = {'token': '', 'path': '/nowhere', 'method': 'PUT', 'type': 'x/y'}
     request['body'] = UnreadableBody()
     for value, better in LADDER:
         request |= better
-        client.authorization = request['token'] and ('Bearer', request['token'])
-        length = len(request['body'].getvalue())
-        response = client.request(
-            request['path'],
-            method=request['method'],
-            headers={'Content-Type': request['type'], 'Content-Length': str(length)},
-            environ={'wsgi.input': request['body']},
-        )
+        headers = {'Content-Type': request['type'], 'Authorization': request['token']}
+        headers['Content-Length'] = str(len(request['body'].getvalue()))
+        extra = {'environ': {'wsgi.input': request['body']}, 'headers': headers}
+        response = client.request(request['path'], method=request['method'], **extra)
         assert_error(response, value)
 
 

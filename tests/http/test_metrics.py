@@ -11,15 +11,9 @@ FOR_METRICS = 'Bearer for-metrics'
 
 
 @pytest.fixture
-def measured(serve):
-    """Return a function: a client, with the token for plants, of a store."""
-    return lambda store: serve(store, metrics_token='for-metrics')
-
-
-@pytest.fixture
-def client(measured, store):
-    """Return a client, with the token, of an application with metrics."""
-    return measured(store)
+def client(serve, store):
+    """Return a client, with the token for plants, of an application with metrics."""
+    return serve(store, metrics_token='for-metrics')
 
 
 def read_samples(client):
@@ -65,16 +59,10 @@ def test_requests_are_counted_by_method_route_status_and_error(client):
     assert request_sample(samples, suffix='bucket', le='10.0') == 3
 
 
-def test_two_applications_count_apart(client, measured, store):
-    """Metrics belong to an application, not to the process."""
-    measured(store).add(FERN)
-    assert request_sample(read_samples(client)) is None
-
-
-def test_syncs_are_counted(measured, tmp_path):
+def test_syncs_are_counted(serve, tmp_path):
     """The syncs of a store are counted, with their time and plants."""
     with open_store(f'jsonl:{tmp_path}/plants.jsonl') as store:
-        client = measured(store)
+        client = serve(store, metrics_token='for-metrics')
         assert read_samples(client)['plants_store_sync_seconds_count',] == 0
         client.add(FERN)
         store.add(Plant(2, 'Moss'))
@@ -86,9 +74,9 @@ def test_syncs_are_counted(measured, tmp_path):
 
 
 @pytest.mark.parametrize('fault', [None, StoreUnavailable('full'), RuntimeError()])
-def test_readiness_of_the_store_is_reported(fault, measured):
+def test_readiness_of_the_store_is_reported(fault, serve):
     """The store is ready or not, and the version is there."""
-    samples = read_samples(measured(faulty_store(fault)))
+    samples = read_samples(serve(faulty_store(fault), metrics_token='for-metrics'))
     assert samples['plants_store_ready',] == (fault is None)
     assert samples['plant_store_build_info', ('version', __version__)] == 1
 
@@ -96,8 +84,7 @@ def test_readiness_of_the_store_is_reported(fault, measured):
 def test_metrics_are_read_only_and_off_without_a_token(client, serve, store):
     """Other methods are 40500; where no token is configured there is no such path."""
     ours = {'Authorization': FOR_METRICS}
-    refused = client.post('/metrics', headers=ours)
-    assert_error(refused, 40500)
+    assert_error(client.post('/metrics', headers=ours), 40500)
     assert client.head('/metrics', headers=ours).status_code == 200
     assert_error(client.get('/metrics', headers={'Authorization': ''}), 40100)
     assert_error(serve(store).get('/metrics'), 40400)
