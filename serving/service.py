@@ -21,7 +21,7 @@ from gunicorn.sock import ssl_context
 from app import PlantsApp, create_app
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
-from store import THREADS, PlantStore, open_store
+from store import THREADS, PlantStore, StoreUnavailable, open_store
 from store.jsonl.disk import file_system
 from web.settings import Settings, is_in_memory
 from web.tokens import make_token
@@ -166,8 +166,12 @@ def as_user(cfg: Config) -> Iterator[None]:
 def load(service: Service, cfg: Config) -> None:
     """Make the store if it is missing, and read it, however long that takes."""
     with as_user(cfg):
-        open_store(service.settings.store, create=True).close()
-        service.store.load()
+        try:
+            service.store.load()
+        except StoreUnavailable:  # perhaps it is missing
+            with open_store(service.settings.store, create=True) as made:
+                made.ping()
+            service.store.load()
     path = getattr(service.store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:
         log.warning('%s: it is on %s, and may end with this container', path, kind)

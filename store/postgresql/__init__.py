@@ -56,14 +56,6 @@ class PostgreSQLStore(CommittedStore):
                 if not (ex.code == '42P01' and self._target.create):  # an add makes it
                     raise
 
-    def load(self, *, wait: bool = True) -> None:
-        # A start makes a missing table; the workers that inherit this store make none.
-        create, self._target.create = self._target.create, self._target.create or wait
-        try:
-            super().load(wait=wait)
-        finally:
-            self._target.create = create
-
     def _open_backend(self) -> 'Plants':
         return Plants(self._target)
 
