@@ -52,5 +52,4 @@ nworkers_changed = lifecycle.nworkers_changed
 pre_fork = lifecycle.pre_fork
 post_worker_init = lifecycle.post_worker_init
 worker_exit = lifecycle.worker_exit
-child_exit = lifecycle.child_exit
 pre_exec = lifecycle.pre_exec

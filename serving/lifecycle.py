@@ -95,14 +95,6 @@ def worker_exit(server: Any, worker: Any) -> None:
         server.log.buffer.flush()
 
 
-def child_exit(server: Any, worker: Any) -> None:
-    """Take a worker that has ended out of the gauges."""
-    if service.counters:
-        from prometheus_client.multiprocess import mark_process_dead
-
-        mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
-
-
 def pre_exec(server: Any) -> None:
     """Correct the command of an upgrade (SIGUSR2) after ``python -m gunicorn``."""
     # The path is in gunicorn's package, whose modules would hide others.
