@@ -160,7 +160,7 @@ def test_read_before_a_fork_stops_no_fork(tmp_path):
 
 def start(directory, *, ignored=False):
     """Start a server in the foreground of a new terminal; return both."""
-    command = [*GUNICORN, '-b', '127.0.0.1:0', '-p', 'pid', '--error-logfile', 'log']
+    command = [*GUNICORN, '-w1', '-b127.0.0.1:0', '-ppid', '--error-logfile=log']
     if ignored:
         command = ['nohup', *command]
     pid, terminal = pty.fork()
