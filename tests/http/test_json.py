@@ -190,6 +190,13 @@ def test_broken_schema_stops_the_start(change, edit_schema, serve, store):
     assert '\n' not in str(raised.value)
 
 
+def test_broken_schema_that_no_plant_needs_stops_the_start(edit_schema, serve, store):
+    """Clients read it in the description."""
+    edit_schema('Error', lambda schema: schema.update(type='strin'))
+    with pytest.raises(ValueError, match=r'Error\.json'):
+        serve(store)
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

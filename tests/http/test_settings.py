@@ -112,6 +112,16 @@ def test_bad_variable_is_refused(name, words, value):
     assert TOKEN not in lines[name]
 
 
+def test_tokens_come_from_one_place_and_metrics_need_a_package(tmp_path, monkeypatch):
+    """Both variables for tokens are refused, and metrics without their package."""
+    monkeypatch.setitem(sys.modules, 'prometheus_client', None)
+    (tmp_path / 'tokens').write_text(TOKEN)
+    environ = {'PLANTS_TOKENS': TOKEN, 'PLANTS_TOKENS_FILE': str(tmp_path / 'tokens')}
+    for bad in (environ, {'PLANTS_METRICS_TOKEN': 'x'}):
+        with pytest.raises(ValueError, match=r'PLANTS_TOKENS_FILE|prometheus_client'):
+            Settings.from_environ(bad)
+
+
 @pytest.mark.parametrize('store', ['memory:', None, dict], ids=str)
 def test_create_app_refuses_what_is_no_store(store):
     """A URL in place of a store is a TypeError that says what to use."""
