@@ -6,7 +6,6 @@
   synchronous standby, if any. To compare a repeat the store locks the row and commits.
 * A connection that was lost before a batch was sent is opened again. If it is lost
   between sending and answer, nobody knows what was stored: the adds are refused.
-* Every wait has a limit at the server, and a longer one here for a server that hangs.
 * Engines that scale out lack advisory locks, sequences and table locks: none is used.
 """
 
@@ -67,27 +66,21 @@ class Plants:
     """Adds plants to a database, for the committer."""
 
     def __init__(self, target: Target) -> None:
-        self._target = target
-        self._database = Database(target)
+        self._shown, self._database = target.shown, Database(target)
         self._table = Table(self._database)
         self._probed = -math.inf  # when the last probe of a whole add began
         self._refusal: Unavailable | None = None  # what it found
         # Until when repeats of a locked plant are refused at once, and delay no batch.
-        self._locked: dict[int, tuple[float, Unavailable]] = {}
+        self._locked: dict[int, float] = {}
         self._problem = ''  # that the log tells
         self.close = self._database.close
+        self.ping = partial(self._tell, self._ping)
 
     def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
         return partial(self._tell, self._add, batch)
 
-    def ping(self) -> None:
-        self._tell(self._ping)
-
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function, and log what is wrong when that changes.
-
-        Not with each answer: there are many, and nobody waits for the slow ones.
-        """
+        """Call a function; log what is wrong when that changes, not with each answer."""
         problem = ''
         try:
             function(*arguments)
@@ -98,7 +91,7 @@ class Plants:
             raise
         finally:
             if problem != self._problem:
-                log.warning('%s', problem or f'{self._target.shown}: it takes plants')
+                log.warning('%s', problem or f'{self._shown}: it takes plants')
             self._problem = problem
 
     def _ping(self) -> None:
@@ -115,9 +108,10 @@ class Plants:
 
     def _add(self, batch: Sequence[Entry]) -> None:
         now = time.monotonic()
-        self._locked = {id: it for id, it in self._locked.items() if now < it[0]}
+        self._locked = {id: it for id, it in self._locked.items() if now < it}
         for entry in batch:
-            _, entry.error = self._locked.get(entry.item.id, (now, None))
+            if entry.item.id in self._locked:
+                entry.error = Unavailable('55P03', self._shown)
         if free := [entry for entry in batch if entry.error is None]:
             self._store(free, now + ANSWER_WITHIN)
 
@@ -137,13 +131,13 @@ class Plants:
         if len(batch) == 1:
             batch[0].error = error
             if error.code == '55P03':
-                self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR, error
+                self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR
             return
         for entry in batch:
             if time.monotonic() < deadline:
                 self._store([entry], deadline)
             else:  # nothing is known of this one
-                entry.error = Unavailable('57014', self._target.shown)
+                entry.error = Unavailable('57014', self._shown)
 
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""

@@ -1,10 +1,8 @@
 """A connection to the first host that takes plants: settings and time limits."""
 
-import logging
 import os
 import select
 import threading
-import time
 from contextlib import suppress
 from typing import Any, Self
 from weakref import WeakSet
@@ -17,16 +15,12 @@ from psycopg.conninfo import make_conninfo
 
 from store.postgresql.reasons import Fault, meaning
 
-# The store reports a lost connection itself; psycopg's own warning would repeat it.
-logging.getLogger('psycopg').addHandler(logging.NullHandler())
-
 # In seconds. A caller waits for 5, whatever a batch waits for.
-CONNECT_WITHIN = 2  # for each address, first statements included
-CONNECT_ALL_WITHIN = 4  # for all; each has its share of what is left
+CONNECT_WITHIN = 2  # for each address, and as long for its first statements
+ALL_WITHIN = 4  # for all addresses, each an equal share
 STATEMENT_WITHIN = 3  # at the server, whose error says what happened
 ANSWER_WITHIN = 3.8  # for a server that hangs, before the statement is cancelled
 CANCEL_WITHIN = 0.8  # on top, until a cancelled statement ends
-CANCEL_ENDS_WITHIN = 60  # for the cancel request, for which nobody waits
 LOCK_WITHIN = 0.3  # while other plants of the batch wait
 READ_WITHIN = 60  # for a page of plants
 
@@ -45,7 +39,7 @@ class Connection(psycopg.Connection[Any]):
     _warning: str | None = None
 
     @classmethod
-    def open(cls, parameters: dict[str, Any], *, to_read: bool = False) -> Self:
+    def open(cls, parameters: dict[str, Any], to_read: bool) -> Self:
         """Connect to the first host that takes plants; raise the words of each.
 
         A standby may lack the latest plants, so readers ask one only if they must.
@@ -58,29 +52,25 @@ class Connection(psycopg.Connection[Any]):
                     addresses += conninfo_attempts(host)
                 except (psycopg.Error, UnicodeError) as ex:  # a label may be too long
                     found[f'{host.get("host")}: {ex}'] = '08'
-            until = time.monotonic() + CONNECT_ALL_WITHIN
-            for place, address in enumerate(addresses):
-                share = (until - time.monotonic()) / (len(addresses) - place)
-                within = max(0.1, min(CONNECT_WITHIN, share))
+            for address in addresses:
+                within = max(0.1, min(CONNECT_WITHIN, ALL_WITHIN / len(addresses)))
                 try:
                     return cls._open_one(make_conninfo('', **address), within, to_read)
                 except psycopg.Error as ex:
-                    words = str(ex).partition('\n')[0]
-                    port = address.get('port') or 5432
-                    found[f'{address.get("host")}:{port}: {words}'] = meaning(ex)
+                    name = f'{address.get("host")}:{address.get("port") or 5432}'
+                    found[f'{name}: {str(ex).partition(chr(10))[0]}'] = meaning(ex)
         codes = {*found.values()}
         raise Fault(codes.pop() if len(codes) == 1 else 'hosts', '; '.join(found))
 
     @classmethod
     def _open_one(cls, conninfo: str, within: float, to_read: bool) -> Self:
-        until = time.monotonic() + within
         try:
             pgconn = waiting.wait_conn(generators.connect(conninfo), 0.1, within)
         except errors._WaitTimeout:
             raise Fault('08', f'no answer in {within:.2g} s') from None
         _open.add(connection := cls(pgconn))
         try:
-            connection._within = max(0.1, until - time.monotonic())
+            connection._within = within
             connection._configure(to_read)
         except BaseException:
             connection.close()
@@ -149,7 +139,7 @@ class Connection(psycopg.Connection[Any]):
     def _request_cancel(self) -> None:
         # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
         with suppress(psycopg.Error):
-            self.cancel_safe(timeout=CANCEL_ENDS_WITHIN)
+            self.cancel_safe(timeout=60)  # nobody waits for it
 
     def _note(self, diagnostic: errors.Diagnostic) -> None:
         if diagnostic.source_file == 'syncrep.c':  # a trigger may raise its SQLSTATE

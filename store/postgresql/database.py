@@ -18,18 +18,15 @@ KNOWN = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults(
 DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
 # An idle connection whose server is gone is noticed within 9 s.
 DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count': 2}
-DEFAULTS['tcp_user_timeout'] = 5000
+DEFAULTS |= {'tcp_user_timeout': 5000}  # milliseconds
 if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 1701)
     DEFAULTS['gssencmode'] = 'disable'
 
 
 class Target:
-    """The database that a URL names, and its table, once that was found.
+    """The database that a URL names."""
 
-    A ``ValueError`` shows nothing of the URL but the name of a parameter.
-    """
-
-    table = ''  # from then on none is made
+    table = ''  # its table, once that was found; then none is made
 
     def __init__(self, url: str, create: bool) -> None:
         self.shown, self.create = masked(url), create
@@ -67,8 +64,7 @@ class Database:
     def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them.
 
-        If the server has refused them, so that nothing is stored, and a new connection
-        may help, they are executed once more.
+        If the server refuses, and a new connection may help, execute them once more.
         """
         if self._connection is not None and self._connection.has_ended():
             self.close()
@@ -94,8 +90,7 @@ class Database:
 
     def _connect(self) -> Connection:
         try:
-            parameters = self.target.parameters
-            self._connection = Connection.open(parameters, to_read=self.to_read)
+            self._connection = Connection.open(self.target.parameters, self.to_read)
         except psycopg.Error as ex:
             time.sleep(PAUSE)
             raise explain(ex, self.target.shown, self.target.secrets) from None

@@ -34,7 +34,6 @@ PROBE = f"""{CHECK}; SAVEPOINT probe; {INSERT}, {SHOWN};
 SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO probe; COMMIT"""
 PAGE = 1000  # plants
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() makes one each time
-
 MADE_UP = Plant(0, *('Fern ' * 100 for _ in TEXTS))  # a column may cut it
 RULES = '22', '23', '44', '54', 'P0'  # which may forbid what is made up
 
@@ -89,10 +88,8 @@ class Table:
         return [id for (id,) in rows]
 
     def lock(self, plants: Sequence[Plant]) -> dict[int, Plant]:
-        """Return the stored plants with these ids, once they are safe.
-
-        What a standby has not confirmed is visible. The commit of a lock waits for it.
-        """
+        """Return the stored plants with these ids, once they are safe."""
+        # What no standby has confirmed is visible; the commit of a lock waits for it.
         # One row each, since a distributed engine can lock no more with one statement.
         lock = f'{READ} WHERE id = %s FOR KEY SHARE; '.format(self.name) * len(plants)
         rows = self._database.transact(lock, *[str(plant.id) for plant in plants])

@@ -193,7 +193,7 @@ def test_all_addresses_have_one_limit(url, proxy, monkeypatch):
     """All addresses of a name share the time to connect."""
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 12
     monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: addresses)
-    monkeypatch.setattr(connection, 'CONNECT_ALL_WITHIN', 0.5)
+    monkeypatch.setattr(connection, 'ALL_WITHIN', 0.5)
     proxy.stop()
     within = refused(AWAY, within=12 * connection.CONNECT_WITHIN / 2)
     many = proxy.url(url).replace('127.0.0.1', 'many.invalid')
