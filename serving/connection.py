@@ -11,6 +11,7 @@ from datetime import timedelta
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
+from io import BytesIO
 from ssl import SSLWantReadError, SSLWantWriteError
 from types import SimpleNamespace
 from typing import Any
@@ -213,7 +214,7 @@ class Connection:
             if request.fault:
                 fields, body = self._refuse(request, request.fault)
             else:
-                request.environ['wsgi.input'] = request.body()
+                request.environ['wsgi.input'] = BytesIO(request.body)
                 fields, body = self._run(worker.wsgi, request)
         except Exception as ex:
             fields, body = self._refuse(request, 500, ex)
@@ -265,7 +266,7 @@ class Connection:
             100 * status, f'{phrase}: the HTTP server cannot serve this request'
         )
         environ = {'REQUEST_METHOD': '-', 'PATH_INFO': '-', **request.environ}
-        request.environ = environ | {FAULT: fault, 'wsgi.input': request.body()}
+        request.environ = environ | {FAULT: fault, 'wsgi.input': BytesIO(request.body)}
         answer = self._run(self._worker.refusals, request)
         id = dict(self._headers)['x-request-id']
         if error is None:

@@ -154,7 +154,7 @@ def as_tuple(read: Request):
         if name.startswith(('HTTP_', 'CONTENT_'))
     }
     fields.pop('content-length', None)  # chunks get one, too
-    return environ['REQUEST_METHOD'], environ['RAW_URI'], fields, read.body().read()
+    return environ['REQUEST_METHOD'], environ['RAW_URI'], fields, bytes(read.body)
 
 
 def combined(fields):
