@@ -80,7 +80,7 @@ class Plants:
         return partial(self._tell, self._add, batch)
 
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function; log what is wrong when that changes, not with each answer."""
+        """Call a function; log what is wrong when that changes."""
         problem = ''
         try:
             function(*arguments)
