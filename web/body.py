@@ -1,7 +1,8 @@
 """The body of a request: strict JSON text, valid by the JSON Schema files.
 
 The rules of the members are in ``schemas/`` (draft 2020-12) and nowhere else: edit a
-file, reload, and the rule has changed.
+file, reload, and the rule has changed. jsonschema checks the files, jsonschema-rs the
+bodies: in 1 us, not 50 to 80.
 """
 
 import json
@@ -11,15 +12,14 @@ from typing import Any, NoReturn
 
 import falcon
 import jsonschema_rs
+from jsonschema import Draft202012Validator, SchemaError
 
 from store import Plant, check_plant
 from web.errors import ErrorValue, Fault
 
 DIRECTORY = Path(__file__).parent.parent / 'schemas'
-
 # Stands for the value in a message of jsonschema-rs, which would not cut a long one.
 _MASK = '\0'
-
 # NOTE: json.dumps() or json.loads() with arguments builds a new coder at each call.
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -50,10 +50,10 @@ def load_schemas() -> dict[str, Any]:
     for path in sorted(DIRECTORY.glob('*.json')):
         try:
             files[path.name] = schema = json.loads(path.read_bytes())
-            jsonschema_rs.meta.validate(schema)
+            Draft202012Validator.check_schema(schema)
             # With $schema each reference to this file might choose another draft.
             schema.pop('$schema', None)
-        except (OSError, ValueError, AttributeError) as ex:
+        except (OSError, ValueError, AttributeError, SchemaError) as ex:
             raise ValueError(f'{path}: {getattr(ex, "message", ex)}') from ex
     return files
 

@@ -41,7 +41,7 @@ WORDS = {
     'too many c|more connections|connection slots': '53300',
     'the database system is|shutting down': '57',
     'read-only|hot standby|recovery': '25006',
-    'not (currently|exist)|authentic|password|pg_hba|permi|no such|SSL|certif': '28',
+    'not (currently|exist)|authen|passw|pg_hba|permi|no such|support SSL|certif': '28',
 }
 
 

@@ -90,7 +90,8 @@ import os, re
 from store import Plant, open_store
 
 def memory(what):
-    return int(re.search(rf'{what}:\\s+(\\d+)', open('/proc/self/smaps_rollup').read())[1])
+    text = open('/proc/self/smaps_rollup').read()
+    return int(re.search(rf'{what}:\\s+(\\d+)', text)[1])
 
 store = open_store(f'jsonl:{sys.argv[1]}')
 before = memory('Rss')
