@@ -117,7 +117,7 @@ class Plants:
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
         """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS if len(batch) == 1 else 3):  # then each alone
             try:
                 self._insert_or_compare(batch)
                 return
