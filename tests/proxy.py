@@ -16,8 +16,8 @@ class Proxy:
         self._forwarding = threading.Event()
         self._forwarding.set()
         self._ended = False
-        self._answers_to_drop = 0  # each closes its connection
-        self._answers_to_pass = None  # before it stops; None: no limit
+        self._answers_left = None  # to forward before the fault; None: no fault
+        self._is_cut = False  # the fault closes a connection, it stops nothing
         self._threads = []
 
     def __enter__(self):
@@ -37,18 +37,18 @@ class Proxy:
 
     def stop(self, after=None):
         """Forward nothing more, or only some answers: a network that drops packets."""
-        self._answers_to_pass = after
+        self._answers_left, self._is_cut = after, False
         if after is None:
             self._forwarding.clear()
 
     def go_on(self):
         """Forward again, the data that waits first."""
-        self._answers_to_pass = None
+        self._answers_left = None
         self._forwarding.set()
 
-    def cut(self, times=1):
-        """Drop the next answers, and close the connections that they come on."""
-        self._answers_to_drop = times
+    def cut(self, after=0):
+        """Forward some more answers; drop the next one, and close its connection."""
+        self._answers_left, self._is_cut = after, True
 
     def _start(self, function, *arguments):
         self._threads.append(threading.Thread(target=function, args=arguments))
@@ -75,11 +75,14 @@ class Proxy:
 
     def _must_drop_answer(self):
         """Return whether to drop this answer; first wait while the proxy is stopped."""
-        if self._answers_to_pass is not None:
-            self._answers_to_pass -= 1
-            if self._answers_to_pass < 0:
-                self._forwarding.clear()
-                self._forwarding.wait()
-        is_dropped = self._answers_to_drop > 0
-        self._answers_to_drop -= is_dropped
-        return is_dropped
+        if self._answers_left is None:
+            return False
+        self._answers_left -= 1
+        if self._answers_left >= 0:
+            return False
+        if self._is_cut:
+            self._answers_left = None
+            return True
+        self._forwarding.clear()
+        self._forwarding.wait()
+        return False

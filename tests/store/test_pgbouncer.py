@@ -6,15 +6,11 @@ from contract import samples
 from postgresql import WITNESS, PgBouncer, assert_refused
 from test_postgresql_faults import (  # noqa: F401
     can_add,
-    far,
-    proxy,
     short_limits,
     store,
     test_cancelled_commit_is_not_acknowledged,
-    test_connection_lost_before_the_answer_is_no_success,
     test_each_id_has_one_winner_while_sessions_end,
-    test_locked_row_delays_no_other_add,
-    test_lost_response_is_unavailable,
+    test_locked_plant_delays_no_other_add,
     test_nothing_is_acknowledged_without_the_standby,
     test_ping_waits_for_the_standby,
 )
