@@ -3,9 +3,8 @@
 import psycopg
 import pytest
 from contract import samples
-from postgresql import WITNESS, PgBouncer, assert_refused
+from postgresql import PgBouncer, assert_refused, witness
 from test_postgresql_faults import (  # noqa: F401
-    can_add,
     short_limits,
     store,
     test_cancelled_commit_is_not_acknowledged,
@@ -19,7 +18,7 @@ from waiting import in_threads
 
 from store import Plant, open_store
 
-# Of the role. The store would lose plants with them, or wait for long.
+# Of the database. The store would lose plants with them, or wait for long.
 WRONG = {
     'default_transaction_isolation': 'serializable',
     'lock_timeout': '0',
@@ -30,8 +29,8 @@ WRONG = {
 
 @pytest.fixture(scope='module')
 def pooler(database):
-    """A pooler in transaction mode."""
-    with PgBouncer(database, 'transaction', size=3) as pooler:
+    """A pooler in transaction mode, whose clients share two sessions."""
+    with PgBouncer(database, 'transaction') as pooler:
         yield pooler
 
 
@@ -41,35 +40,19 @@ def url(pooler):
     return pooler.new_url(**WRONG)
 
 
-@pytest.fixture(scope='module')
-def narrow(database):
-    """A pooler whose clients all share one session."""
-    with PgBouncer(database, 'transaction') as pooler:
-        yield pooler
-
-
-def few_samples():
-    """Return one plant with a large text: the pooler only passes them on."""
-    small = [p for p in samples() if len(p.name) + len(p.tag or '') < 2**15]
-    return [*small, Plant(9000, '"\U0001f331' * 2**19)]
-
-
 class TestPgBouncer(DirectContract):
-    @pytest.fixture
-    def store(self, narrow, database, monkeypatch):
-        self.database, self.store_url = database, narrow.new_url(**WRONG)
-        monkeypatch.setattr('contract.samples', few_samples)
-        with open_store(self.store_url) as opened:
-            yield opened
-
-
-SETTINGS = ['synchronous_commit', 'lock_timeout', 'transaction_isolation']
+    @pytest.fixture(autouse=True)
+    def _few_samples(self, monkeypatch):
+        """Use one plant with a large text: the pooler only passes them on."""
+        small = [p for p in samples() if len(p.name) + len(p.tag or '') < 2**15]
+        large = Plant(9000, '"\U0001f331' * 2**19)
+        monkeypatch.setattr('contract.samples', lambda: [*small, large])
 
 
 def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     """Each plant is committed with the settings that must hold; none is left behind."""
-    shown = ", ' ', ".join(f"current_setting('{setting}')" for setting in SETTINGS)
-    database.execute(WITNESS.format(f'concat({shown})'), url=url)
+    settings = 'synchronous_commit', 'lock_timeout', 'transaction_isolation'
+    database.execute(witness(*settings), url=url)
 
     def add_all(start):
         for id in range(start, start + 20):
@@ -78,23 +61,22 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
 
     in_threads(*(lambda at=at: add_all(100 * at) for at in range(8)))
     seen = database.execute('SELECT DISTINCT seen FROM seen', url=url)
-    assert seen == [('on 300ms read committed',)]
+    assert seen == [(['on', '300ms', 'read committed'],)]
     with psycopg.connect(url, autocommit=True) as other:
         left = other.execute('SHOW lock_timeout').fetchone()
         assert left == (WRONG['lock_timeout'],)
 
 
-def test_parameter_that_a_pooler_refuses_is_told(pooler):
+def test_parameter_that_a_pooler_refuses_is_told(url):
     """PgBouncer takes no options; the start is refused with its words."""
-    with open_store(f'{pooler.new_url()}?options=-cx%3Dy') as opened:
-        for detail in assert_refused(None, opened.load, opened.ping):
-            assert 'options' in detail
+    with open_store(f'{url}?options=-cx%3Dy') as opened:
+        for error in assert_refused(None, opened.load, opened.ping):
+            assert 'options' in error.detail
 
 
-@pytest.mark.parametrize('mode', ['session', 'statement'])
-def test_few_sessions_are_enough(database, mode):
-    """A store keeps one session, and one more while it reads; each adds and reads."""
-    with PgBouncer(database, mode, size=2) as pooler:
+def test_few_sessions_are_enough(database):
+    """In session mode a store keeps one session, and one more while it reads."""
+    with PgBouncer(database, 'session') as pooler:
         url = pooler.new_url()
         with open_store(url) as first:
             first.load()
