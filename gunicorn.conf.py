@@ -12,13 +12,14 @@ from pathlib import Path
 if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
     sys.path.insert(0, directory)
 
-from serving import lifecycle, service
+from serving import lifecycle
 from serving.log import PlantsLogger
 from serving.worker import PlantsWorker
+from web.settings import is_in_memory
 
 # ---- what to run
 
-wsgi_app = 'serving.service:build()'
+wsgi_app = 'serving.lifecycle:build()'
 # In the master: all workers have the same settings, schemas, tokens and plants.
 preload_app = True
 
@@ -26,7 +27,9 @@ preload_app = True
 
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
-    workers = service.default_workers()
+    is_linux = hasattr(os, 'sched_getaffinity')  # macOS has none
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    workers = 1 if is_in_memory(os.environ) else cores
 # For each worker. A connection takes some KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000
 # For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
@@ -48,8 +51,5 @@ graceful_timeout = 30
 logger_class = PlantsLogger
 on_starting = lifecycle.on_starting
 when_ready = lifecycle.when_ready
-nworkers_changed = lifecycle.nworkers_changed
 pre_fork = lifecycle.pre_fork
 post_worker_init = lifecycle.post_worker_init
-worker_exit = lifecycle.worker_exit
-pre_exec = lifecycle.pre_exec

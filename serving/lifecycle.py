@@ -1,84 +1,159 @@
-"""The life of a server: hooks of gunicorn, in the order in which a server meets them.
+"""The life of a server: what it serves, and hooks of gunicorn in their order.
 
-The master builds the application and loads the store once, before it makes workers. A
-reload (SIGHUP) does both again, beside what runs; only if all of it has worked does
-gunicorn start new workers.
+The master makes the application and loads the store before it makes workers, which
+inherit both. A reload (SIGHUP) does the same beside what runs, and assigns it last.
 """
 
+import atexit
 import io
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
+from gunicorn.config import Config
+from gunicorn.sock import ssl_context
 
-from serving import service
-from store import StoreError, masked
-from web.settings import is_in_memory
-from web.tokens import show_token
+from app import PlantsApp, create_app
+from serving.log import check_files
+from serving.scheduler import GeventScheduler
+from serving.worker import PlantsWorker
+from store import THREADS, PlantStore, StoreError, StoreUnavailable, masked, open_store
+from store.jsonl.disk import file_system
+from web.settings import Settings
+from web.tokens import make_token, show_token
 
 log = logging.getLogger('plants')
 
-# Attributes and names of settings that a reload cannot change.
-FIXED = {'address': 'bind', 'reuse_port': 'reuse_port', 'uid': 'user', 'gid': 'group'}
-FIXED |= {'pidfile': 'pidfile'}
-ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}
+COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
+FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile'  # a reload cannot change them
+SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
+
+
+def build() -> PlantsApp:
+    """Make the application of a start; end the process if anything is wrong."""
+    # gunicorn sets its handlers after the load, and a worker some time after its fork.
+    # Until then process 1 would ignore a signal, and a worker leave it to the master.
+    _end_by_signals()
+    os.register_at_fork(after_in_child=_end_by_signals)
+    try:
+        cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
+        return make(cfg, os.environ | cfg.env)
+    except (ValueError, OSError, RuntimeError, StoreError) as ex:
+        log.critical('%s', ex)
+        sys.exit(1)
+
+
+def _end_by_signals() -> None:
+    for number in signal.SIGTERM, signal.SIGINT, signal.SIGQUIT:
+        signal.signal(number, lambda *_: sys.exit(0))
+
+
+def _at_exit(function: Callable[[], object]) -> None:
+    """Call a function when this process ends, however a start fails; no worker does."""
+    pid = os.getpid()
+    atexit.register(lambda: os.getpid() == pid and function())
+
+
+def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
+    """Make what a configuration describes, beside the application that is served.
+
+    ``gunicorn --check-config`` opens no store. A ``ValueError`` has a line a fault.
+    """
+    settings, place = Settings.from_environ(environ), cfg.worker_tmp_dir
+    made_token = '' if settings.tokens or cfg.daemon else make_token()
+    if served:
+        made_token = served.made_token
+    in_memory, is_open = settings.store == 'memory:', settings.tokens or made_token
+    wrong = {
+        'reload: it is not supported; for new settings send SIGHUP': cfg.reload,
+        f'workers: {cfg.workers} would answer no request': cfg.workers < 1,
+        'PLANTS_STORE: memory: needs one worker': in_memory and cfg.workers > 1,
+        'PLANTS_TOKENS: nobody would see a made token: set it': not is_open,
+        f'worker_tmp_dir: {place} is not a directory': not os.path.isdir(place or '/'),
+    }
+    if any(wrong.values()):
+        raise ValueError('\n'.join(filter(wrong.get, wrong)))
+    if settings.metrics_token and not cfg.check_config and COUNTERS not in os.environ:
+        # Now, as their package chooses its mode when it is imported.
+        os.environ[COUNTERS] = path = tempfile.mkdtemp(prefix='plants-', dir=place)
+        _at_exit(partial(shutil.rmtree, path, ignore_errors=True))
+        os.chown(path, cfg.uid, cfg.gid)
+    is_ours = issubclass(cfg.worker_class, PlantsWorker)
+    if served and served.settings.store == settings.store:
+        store = served.store  # with all that it has read
+    else:
+        scheduler = GeventScheduler() if is_ours else THREADS
+        store = open_store(settings.store, create=False, scheduler=scheduler)
+        atexit.register(store.close)  # workers do that, too
+    tokens = settings.tokens or made_token
+    app = create_app(store, tokens=tokens, **settings.app_options())
+    vars(app).update(settings=settings, store=store, made_token=made_token)
+    user, group = os.geteuid(), os.getegid()
+    try:
+        os.setegid(cfg.gid)
+        os.seteuid(cfg.uid)
+        if cfg.is_ssl:
+            ssl_context(cfg)
+        if not cfg.check_config:
+            load(store, settings.store)
+    except OSError as ex:
+        raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
+    return app
+
+
+def load(store: PlantStore, url: str) -> None:
+    """Make a store if it is missing, and read it, however long that takes."""
+    try:
+        store.load()
+    except StoreUnavailable:  # perhaps it is missing
+        with open_store(url, create=True) as made:
+            made.ping()
+        store.load()
+    path = getattr(store, 'path', None)
+    if path is not None and (kind := file_system(path)) in SHORT_LIVED:
+        log.warning('%s: it is on %s, and may end with this container', path, kind)
 
 
 def on_starting(server: Any) -> None:
-    """Load the store, as the user that serves."""
-    # Until gunicorn has handlers: the pid file is removed, and process 1 ends, too.
-    for number in ENDING:
-        signal.signal(number, lambda *_: sys.exit(0))
-    mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
-    unmask = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
-    os.register_at_fork(
-        before=mask, after_in_parent=unmask, after_in_child=partial(_end_early, unmask)
-    )
+    """Prepare for the signals that come, and for a start that fails."""
+    _at_exit(lambda: server.pidfile and server.pidfile.unlink())
     has_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     server.handle_hup = partial(_hang_up, server, server.handle_hup, has_terminal)
-    service.at_exit(lambda: server.pidfile and server.pidfile.unlink())
-    try:
-        service.load(service.services[0], server.cfg)
-    except (StoreError, OSError) as ex:
-        service.end(ex)
+    server.app.reload = lambda: None  # it would read the configuration again
+    if server.app.callable.settings.store == 'memory:':  # not shared with a second one
+        refusal = 'SIGTTIN: PLANTS_STORE: memory: needs one worker'
+        server.handle_ttin = partial(log.error, refusal)
+    # An upgrade (SIGUSR2) executes these words. After ``python -m gunicorn`` there is a
+    # path in gunicorn's package, whose modules would hide others.
+    if server.START_CTX['args'][1].endswith('__main__.py'):
+        server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
 
 
 def when_ready(server: Any) -> None:
     """Show the token that was made, and log what is served, and where."""
-    addresses = [str(each) for each in server.LISTENERS or server.cfg.bind]
-    url = addresses[0].replace('0.0.0.0', '127.0.0.1')
-    settings = service.services[0].settings
-    if settings.tokens is None:
-        show_token(service.made_tokens[0], url)
-    facts = {
-        'address': ', '.join(addresses),
-        'store': masked(settings.store),
-        'tokens': len(settings.tokens or ()) or 'one, made by this start',
-        'workers': server.cfg.workers,
-        'page': f'{url}/docs',
-    }
-    lines = ['%(message)s', *(f'    {name:9}%({name})s' for name in facts)]
-    log.info('\n'.join(lines), {'message': 'the plant store is ready', **facts})
-
-
-def nworkers_changed(server: Any, new: int, old: int | None) -> None:
-    """Keep one worker of a store in memory: a second one has plants of its own."""
-    if old is not None and new > 1 and is_in_memory(os.environ | server.cfg.env):
-        server.log.error('PLANTS_STORE: memory: needs one worker, not %d', new)
-        server.num_workers = 1
+    url = str((server.LISTENERS or server.cfg.bind)[0]).replace('0.0.0.0', '127.0.0.1')
+    if token := server.app.callable.made_token:
+        show_token(token, url)
+    shown = masked(server.app.callable.settings.store)
+    log.info('the plant store %s is ready; to try it: %s/docs', shown, url)
 
 
 def pre_fork(server: Any, worker: Any) -> None:
     """Read what was appended to the store since, if nobody has to wait for that."""
     try:
-        service.services[0].store.load(wait=False)
+        server.app.callable.store.load(wait=False)
     except Exception as ex:
         log.warning('the store was not read before a fork: %s', ex)
 
@@ -88,34 +163,8 @@ def post_worker_init(worker: Any) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def worker_exit(server: Any, worker: Any) -> None:
-    """Close the store in a worker that ends, and write its last lines."""
-    if os.getpid() == worker.pid:
-        service.services[0].store.close()
-        server.log.buffer.flush()
-
-
-def pre_exec(server: Any) -> None:
-    """Correct the command of an upgrade (SIGUSR2) after ``python -m gunicorn``."""
-    # The path is in gunicorn's package, whose modules would hide others.
-    if Path(server.START_CTX['args'][1]).name == '__main__.py':
-        server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
-
-
-def _end_early(unmask: Callable[[], object]) -> None:
-    """Let a worker end that has no handlers yet.
-
-    It has those of the master, which queue a signal for a loop that it does not run, so
-    the server would wait for ``graceful_timeout``.
-    """
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
-    unmask()
-
-
 def _has_terminal() -> bool:
-    with suppress(OSError):
-        os.close(os.open('/dev/tty', os.O_RDWR | os.O_NOCTTY))
+    with suppress(OSError), open('/dev/tty'):
         return True
     return False
 
@@ -124,34 +173,24 @@ def _hang_up(server: Any, reload: Callable[[], None], had_terminal: bool) -> Non
     """Handle SIGHUP: reload, or end the server if its terminal was closed."""
     if had_terminal and not _has_terminal():
         raise StopIteration  # as gunicorn's handler of SIGTERM
-    app, old, served = server.app, server.cfg, service.services.copy()
-    before = [(each, vars(each).copy()) for each in (server, app)]
-    environ, directory = os.environ.copy(), os.getcwd()
-    messages = io.StringIO()
+    old, printed = server.cfg, io.StringIO()
     try:
-        with redirect_stderr(messages):
+        with redirect_stderr(printed):
             cfg = WSGIApplication().cfg
-        cfg.env_orig = old.env_orig
-        for name, setting in FIXED.items():
+        for name in FIXED:
             if getattr(cfg, name) != getattr(old, name):
-                raise ValueError(f'{setting}: another one needs a restart')
-        theirs = {name: environ[name] for name in environ.keys() - old.env.keys()}
-        new = service.build_from(cfg, old.env_orig | theirs | cfg.env)
-        service.load(new, cfg)
-        server.log.setup(cfg)  # gunicorn would go on without
-        # All of it has worked: gunicorn reads nothing again, and starts workers.
-        service.services[:] = [new]
-        app.cfg, app.callable, app.reload = cfg, new.app, lambda: None
-        reload()
+                raise ValueError(f'{name}: another one needs a restart')
+        # Without the variables of the old raw_env, which gunicorn removes later.
+        theirs = {name: os.environ[name] for name in os.environ.keys() - old.env.keys()}
+        new = make(cfg, old.env_orig | theirs | cfg.env, server.app.callable)
+        check_files(cfg)
     except (Exception, SystemExit) as ex:
-        if os.getpid() != server.pid:  # the end of a worker that was forked here
-            raise
-        service.services[:] = served
-        for changed, values in before:
-            vars(changed).update(values)
-        os.environ.clear()
-        os.environ.update(environ)
-        os.chdir(directory)
-        server.log.setup(old)
-        for fault in service.faults(ex, messages.getvalue()):
-            log.error('Not reloaded, and nothing has changed: %s', fault)
+        with suppress(OSError):
+            os.chdir(old.chdir)  # all that gunicorn has changed
+        said = printed.getvalue() if isinstance(ex, SystemExit) else str(ex)
+        said = re.sub(r'(?s)\[?Traceback.*\n(?=\w)', '', said)
+        log.error('Not reloaded, and nothing has changed: %s', ' '.join(said.split()))
+    else:
+        cfg.env_orig = old.env_orig
+        server.app.cfg, server.app.callable = cfg, new
+        reload()
