@@ -5,16 +5,11 @@ import sys
 
 import pytest
 from exchange import assert_error
-from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support import expected_conditions as expected
-from selenium.webdriver.support.ui import WebDriverWait
-from server import PATIENCE, TOKEN, installed
-from test_embedding import served_by_waitress
+from server import TOKEN, installed, wait_until
+from test_embedding import served_by_werkzeug
 
 from store import Plant
 
-CHROMIUM = 'chromium chromium-driver'  # packages
 FILES = {
     '/docs': 'text/html',
     '/docs/docs.css': 'text/css',
@@ -43,12 +38,12 @@ def test_file_is_public_and_loads_only_our_files(path, anonymous):
     assert head.body == b''
 
 
-@pytest.mark.parametrize('path', FILES)
-def test_page_without_swagger_ui_is_40400(path, anonymous, monkeypatch):
+def test_page_without_swagger_ui_is_40400(anonymous, monkeypatch):
     """Without Swagger UI's package there is no page, and the message says so."""
     monkeypatch.setitem(sys.modules, 'swagger_ui_bundle', None)
-    assert 'swagger-ui-bundle-v2' in assert_error(anonymous.get(path), 40400)
-    assert anonymous.head(path).status_int == 404
+    for path in FILES:
+        assert 'swagger-ui-bundle-v2' in assert_error(anonymous.get(path), 40400)
+        assert anonymous.head(path).status_int == 404
     assert anonymous.get('/openapi.json').status_int == 200
 
 
@@ -68,6 +63,23 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
 
 
 @pytest.fixture
+def browser():
+    """Chromium without a screen."""
+    from selenium import webdriver  # the import is slow
+
+    packages = 'chromium chromium-driver'
+    options = webdriver.ChromeOptions()
+    options.binary_location = installed('chromium', packages)
+    # There is no sandbox for root, and CI runs as root.
+    for argument in ('--headless', '--no-sandbox', '--disable-gpu'):
+        options.add_argument(argument)
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+    service = webdriver.ChromeService(installed('chromedriver', packages))
+    with webdriver.Chrome(options, service) as browser:
+        yield browser
+
+
+@pytest.fixture
 def base(app):
     """The URL of the application behind a proxy that removes a prefix."""
 
@@ -76,31 +88,19 @@ def base(app):
         assert path.startswith(PREFIX)
         return app(environ | {'PATH_INFO': path.removeprefix(PREFIX)}, start_response)
 
-    with served_by_waitress(site) as port:
+    with served_by_werkzeug(site) as port:
         yield f'http://127.0.0.1:{port}{PREFIX}'
-
-
-@pytest.fixture
-def browser():
-    """Chromium without a screen."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = installed('chromium', CHROMIUM)
-    # There is no sandbox for root, and CI runs as root.
-    for argument in ('--headless', '--no-sandbox', '--disable-gpu'):
-        options.add_argument(argument)
-    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
-    service = webdriver.ChromeService(installed('chromedriver', CHROMIUM))
-    browser = webdriver.Chrome(options, service)
-    yield browser
-    browser.quit()
 
 
 def test_page_adds_a_plant(browser, base, store):
     """In dark and in light, behind a prefix: our token, then a plant."""
 
     def find(selector):
-        shown = expected.visibility_of_any_elements_located((By.CSS_SELECTOR, selector))
-        return WebDriverWait(browser, PATIENCE, 0.1).until(shown, selector)[0]
+        def shown():
+            found = browser.find_elements('css selector', selector)
+            return [element for element in found if element.is_displayed()]
+
+        return wait_until(shown, selector)[0]
 
     def prefer(scheme):
         media = [{'name': 'prefers-color-scheme', 'value': scheme}]
