@@ -106,9 +106,10 @@ class CommittedStore(PlantStore):
         for plant in plants:
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
-        for batch in [*batches(plants)] or [[]]:  # without plants it only opens
+        committer = self._committer()
+        for batch in batches(plants):
             entries = [Entry(*self._record(plant)) for plant in batch]
-            self._committer().submit(entries, within=TIMEOUT_MAX)
+            committer.submit(entries, within=TIMEOUT_MAX)
             for entry in entries:
                 if entry.error is not None and not isinstance(entry.error, IdTaken):
                     raise entry.error
@@ -117,7 +118,7 @@ class CommittedStore(PlantStore):
 
     def ping(self) -> None:
         # All callers that wait share one, which has not begun before they called.
-        self._committer().submit([], is_ping=True)
+        self._committer().submit(())
 
     def load(self, *, wait: bool = True) -> None:
         self._check_open()
@@ -145,10 +146,9 @@ class CommittedStore(PlantStore):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """What one caller waits for: its plants, a ping, or (without both) an opening."""
+    """What one caller waits for: its plants, or without any a ping."""
 
     entries: Sequence[Entry]
-    is_ping: bool
     wake: Wake
     error: BaseException | None = None
 
@@ -169,16 +169,10 @@ class _Committer:
         self._gather_until = 0.0
 
     # Methods of the callers, which may be interrupted anywhere.
-    def submit(
-        self,
-        entries: Sequence[Entry],
-        *,
-        is_ping: bool = False,
-        within: float = WAIT_WITHIN,
-    ) -> None:
+    def submit(self, entries: Sequence[Entry], *, within: float = WAIT_WITHIN) -> None:
         """Return within some seconds, when each entry is durable or has an error."""
         wait, wake = self._store._scheduler.waiter()
-        call = _Call(entries, is_ping, wake)
+        call = _Call(entries, wake)
         try:
             if not self._running.locked():
                 try:
@@ -253,41 +247,37 @@ class _Committer:
         return batch
 
     def _commit(self, batch: Sequence[_Call]) -> None:
-        pings = [call for call in batch if call.is_ping]
-        adds = [call for call in batch if not call.is_ping]
-        self._took = 0.0
+        pings = [call for call in batch if not call.entries]
+        adds = [call for call in batch if call.entries]
+        took = 0.0
         for calls in filter(None, (adds, pings)):
             try:
-                backend = self._open()
-                if calls is pings:
-                    backend.ping()
+                if self._backend is None:
+                    self._backend = self._store._open_backend()
+                if calls is adds:
+                    took = self._append(self._backend, calls)
                 else:
-                    self._append(backend, calls)
+                    self._backend.ping()
                 self._failure = None
             except BaseException as ex:
                 self._fail(calls, ex)
         # Counted before anybody is woken: the first come back before the last is woken.
         slow, share, most = self._store._gather
-        self._crowd = len(batch) + len(self._waiting) if self._took > slow else 0
-        self._gather_until = perf_counter() + min(share * self._took, most)
+        self._crowd = len(batch) + len(self._waiting) if took > slow else 0
+        self._gather_until = perf_counter() + min(share * took, most)
 
-    def _append(self, backend: Backend, calls: Sequence[_Call]) -> None:
+    def _append(self, backend: Backend, calls: Sequence[_Call]) -> float:
+        """Store the plants of some calls; return how long the sync took."""
         entries = [entry for call in calls for entry in call.entries]
-        if not entries or (sync := backend.append(entries)) is None:
-            return
+        if (sync := backend.append(entries)) is None:
+            return 0.0
         began = perf_counter()
         sync()
-        self._took = perf_counter() - began
+        took = perf_counter() - began
         if self._store.on_sync is not None:
             with suppress(Exception):  # it should raise none
-                self._store.on_sync(len(entries), self._took)
-
-    def _open(self) -> Backend:
-        if self._backend is None:
-            self._backend = self._store._open_backend()
-            if self._store._closed:  # meanwhile
-                raise StoreClosed
-        return self._backend
+                self._store.on_sync(len(entries), took)
+        return took
 
     def _fail(self, calls: Sequence[_Call], error: BaseException) -> None:
         if not isinstance(error, Exception):  # it would end the thread of each caller

@@ -220,10 +220,10 @@ def open_left(recorder):
     store = JSONLinesStore(recorder.path)
     if recorder.is_damaged:
         with suppress(StoreCorrupt):
-            store.add_many([])
+            store.ping()
             return store
         verify(recorder.path, repair=True)
-    store.add_many([])
+    store.ping()
     return store
 
 
