@@ -14,7 +14,6 @@ The grammar is the check: what does not match is refused, and the connection end
 
 import re
 from functools import lru_cache
-from ipaddress import IPv6Address
 from typing import Any
 from urllib.parse import unquote
 
@@ -27,8 +26,8 @@ MAX_EXCESS = 16 * 1024
 
 # RFC 3986, appendix A.
 _CHAR = r"(?:[-A-Za-z0-9._~!$&'()*+,;=]++|%[0-9A-Fa-f]{2})"
-_ADDRESS = r"(?P<ipv6>[0-9A-Fa-f:.]+)|[vV][0-9A-Fa-f]+\.[-A-Za-z0-9._~!$&'()*+,;=:]+"
-_AUTHORITY = rf'(?:\[(?:{_ADDRESS})\]|{_CHAR}*+)(?::[0-9]*+)?'  # without user info
+# Without user info. No service has an address of a future version (IPvFuture).
+_AUTHORITY = rf'(?:\[[0-9A-Fa-f:.]++\]|{_CHAR}*+)(?::[0-9]*+)?'
 _PATH = rf'(?:/(?:{_CHAR}|[:@/]++)*+)?'
 # What browsers leave as it is may be in a query, too (URL Standard): []|^\{}` and %.
 _QUERY = r'[!$-;=?-~]*+'
@@ -51,14 +50,12 @@ _HEAD = re.compile(
     # Section 2.3.
     rf' HTTP/1\.(?P<minor>[01])\r\n(?P<fields>{_FIELDS})\r\n'
 )
-_HOST = re.compile(_AUTHORITY)  # section 3.2
+_HOST = re.compile(_AUTHORITY)  # section 3.2, and none of HTTP/1.0
 # Section 2.2: a line feed alone ends no line here, so such a head would never end.
 _BARE_FEED = re.compile(rb'(?<!\r)\n')
 
-# Section 7.1, without the white space that only recipients of old need to allow.
-_QUOTED = r'"(?:[\t !#-\[\]-~\x80-\xff]|\\[\t -~\x80-\xff])*+"'
-_EXTENSION = rf';{_TOKEN}(?:=(?:{_TOKEN}|{_QUOTED}))?+'
-_CHUNK = re.compile(rf'([0-9A-Fa-f]{{1,16}})(?:{_EXTENSION})*+\r\n'.encode('latin-1'))
+# Section 7.1. Extensions are ignored (7.1.1).
+_CHUNK = re.compile(rb'([0-9A-Fa-f]{1,16})(?:;[\t -~\x80-\xff]*+)?\r\n')
 _TRAILERS = re.compile(rf'{_FIELDS}\r\n'.encode('latin-1'))
 
 # RFC 9110, section 5.3: fields that are no lists, so that two cannot be combined.
@@ -75,15 +72,6 @@ def _key(name: str) -> str:
         return ''
     key = name.upper().replace('-', '_')
     return key if key in ('CONTENT_TYPE', 'CONTENT_LENGTH') else f'HTTP_{key}'
-
-
-@lru_cache(maxsize=32)
-def _is_host(value: str) -> bool:
-    match = _HOST.fullmatch(value)
-    try:
-        return match is not None and bool(IPv6Address(match['ipv6'] or '::1'))
-    except ValueError:
-        return False
 
 
 def _refusal(head: bytes) -> int:
@@ -120,7 +108,7 @@ class Request:
         if match is None or len(head) > MAX_HEAD or head.find(b'\r') > MAX_LINE:
             self.fault = _refusal(head)
             return
-        method, target, ipv6, path, query, minor, fields = match.groups()
+        method, target, path, query, minor, fields = match.groups()
         for line in fields.split('\r\n'):
             name, _, value = line.partition(':')
             if key := _key(name):
@@ -131,32 +119,25 @@ class Request:
                     self.fault = 400
                 else:
                     environ[key] += f',{value}'
-        environ['REQUEST_METHOD'] = method
-        environ['SERVER_PROTOCOL'] = f'HTTP/1.{minor}'
-        environ['RAW_URI'] = target
+        environ['REQUEST_METHOD'], environ['RAW_URI'] = method, target
+        environ['SERVER_PROTOCOL'], is_new = f'HTTP/1.{minor}', minor == '1'
         environ['QUERY_STRING'] = query or ''
-        path = path if path is not None else target  # which is *
-        path = unquote(path, 'latin-1') if '%' in path else path
+        path = unquote(target if path is None else path, 'latin-1')  # the target is *
         mount = environ['SCRIPT_NAME']
         environ['PATH_INFO'] = rest = path.removeprefix(mount)
-        is_outside = mount and (rest == path or rest[:1] not in ('', '/'))
-        # Section 3.2: a request of HTTP/1.1 has a Host. ('/' is none.)
-        is_new = minor == '1'
-        host = environ.get('HTTP_HOST', '/' if is_new else '')
-        expected = environ.get('HTTP_EXPECT')
-        if not _is_host(host) or (ipv6 and not _is_host(f'[{ipv6}]')):
-            self.fault = 400
-        elif expected is not None:
-            self.expects = is_new
-            if expected.lower() != '100-continue':
-                self.fault = 417
         options = environ.get('HTTP_CONNECTION', '').lower().replace(' ', '').split(',')
-        self.keeps = (
-            'close' not in options if is_new else 'keep-alive' in options
-        )  # 9.3
+        # Section 9.3.
+        self.keeps = 'close' not in options if is_new else 'keep-alive' in options
         self._frame(is_new)
-        if is_outside:
+        expected = environ.get('HTTP_EXPECT', '100-continue').lower()
+        # Section 3.2: a request of HTTP/1.1 has a Host. ('/' is none.)
+        if not _HOST.fullmatch(environ.get('HTTP_HOST', '/' if is_new else '')):
+            self.fault = 400
+        elif expected != '100-continue':
+            self.fault = self.fault or 417
+        elif mount and (rest == path or rest[:1] not in ('', '/')):
             self.fault = self.fault or 404
+        self.expects = is_new and 'HTTP_EXPECT' in environ
 
     def _frame(self, is_new: bool) -> None:
         """Find out how the body ends (section 6.3), or refuse the request."""
@@ -193,34 +174,30 @@ class Request:
     def _take_chunks(self, received: bytearray) -> bool:
         while match := _CHUNK.match(received):
             start, size = match.end(), int(match[1], 16)
-            end = start + size
-            if not size:
-                return self._take_trailers(received, start)
+            end = start + size + 2
+            if not size:  # the end, and perhaps trailers, which are dropped (7.1.2)
+                most = start + MAX_HEAD
+                end = received.find(b'\r\n\r\n', start - 2, most) + 4
+                if end < 4 and len(received) < most:
+                    return False
+                if not _TRAILERS.fullmatch(received, start, end):
+                    break
+                del received[:end]
+                return self._complete(len(self.body), keeps=self.keeps)
             if len(self.body) + size > self._limit:  # it is read no further
                 return self._complete(len(self.body) + size, keeps=False)
-            if len(received) < end + 2:
+            if len(received) < end:
                 return False
-            self.body += received[start:end]
+            self.body += received[start : end - 2]
             self._excess += max(0, start - 16 - 2 * size)
-            if received[end : end + 2] != b'\r\n' or self._excess > MAX_EXCESS:
+            if received[end - 2 : end] != b'\r\n' or self._excess > MAX_EXCESS:
                 break
-            del received[: end + 2]
+            del received[:end]
         else:
             if len(received) <= MAX_CHUNK_LINE and b'\n' not in received:
                 return False
         self.fault = 400
         return True
-
-    def _take_trailers(self, received: bytearray, start: int) -> bool:
-        """Take the end of a body in chunks, whose fields are dropped (7.1.2)."""
-        end = received.find(b'\r\n\r\n', start - 2) + 4
-        if end < 4 and len(received) - start <= MAX_HEAD:
-            return False
-        is_short = 4 <= end <= start + MAX_HEAD
-        if not is_short or not _TRAILERS.fullmatch(received, start, end):
-            self.fault = 400
-        del received[:end]
-        return self._complete(len(self.body), keeps=self.keeps)
 
     def end(self, received: bytearray) -> None:
         """End the body early: the client sends no more. The application refuses it."""
