@@ -4,15 +4,20 @@ One thread serves all connections of a worker, each in a greenlet. Calls that bl
 sync, a database, a lock) run in other threads: nothing is monkey-patched.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import gevent
 from gevent.hub import Waiter
 
 from store.scheduler import Scheduler, Wait, Wake
+
+
+def poll() -> None:
+    """Let those greenlets go on whose clients have sent something, in one poll."""
+    hub = gevent.get_hub()
+    with hub.loop.timer(1e-9, priority=hub.loop.MINPRI) as timer:  # after all sockets
+        hub.wait(timer)
 
 
 class GeventScheduler(Scheduler):
@@ -33,62 +38,29 @@ class GeventScheduler(Scheduler):
         return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        return Gathering(function).add
+        return Gathering(function).ask
 
 
 class Gathering:
-    """Calls a function once for all greenlets that ask for it.
+    """Calls a function once for all that ask, after a poll in which none has asked.
 
-    The call comes after a poll of the event loop: greenlets whose clients have sent
-    something go on first, and no greenlet has asked since the poll before.
+    No client can delay that, and other requests are served meanwhile, which a limit in
+    time would not do: it would gather all connections in one batch.
     """
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function
-        self._loop = loop = gevent.get_hub().loop
-        self._asked_in = 0  # an iteration of the loop, which has one poll
-        # NOTE: not an idle watcher, which any client can delay, and which would gather
-        # all connections in one batch, so that no other request is served meanwhile.
-        self._check, self._idle = loop.check(), loop.idle()
-        self._check.priority = loop.MINPRI
+        self._gathers = self._asked = False
 
-    def add(self) -> None:
-        self._asked_in = self._loop.iteration
-        if not self._check.active:
-            self._check.start(self._polled)
-            self._idle.start(lambda: None)  # so the loop does not sleep
+    def ask(self) -> None:
+        self._asked = True
+        if not self._gathers:
+            self._gathers = True
+            gevent.spawn_raw(self._gather)
 
-    def _polled(self) -> None:
-        if 0 < self._asked_in == self._loop.iteration:  # libuv says -1
-            return
-        self._check.stop()
-        self._idle.stop()
+    def _gather(self) -> None:
+        while self._asked:
+            self._asked = False
+            poll()
+        self._gathers = False
         self._function()
-
-
-class Turns:
-    """Lets one greenlet go on after each poll of the event loop, and others first.
-
-    With ``gevent.sleep(0)`` fifty greenlets would, whose clients have pipelined their
-    next requests, before any client whose first request has just come.
-    """
-
-    def __init__(self) -> None:
-        self._hub = hub = gevent.get_hub()
-        self._waiting = deque[Any]()
-        self._check, self._idle = hub.loop.check(), hub.loop.idle()
-        self._check.priority = hub.loop.MINPRI
-
-    def wait(self) -> None:
-        if not self._waiting:
-            self._check.start(self._next)
-            self._idle.start(lambda: None)  # so the loop does not sleep
-        self._waiting.append(gevent.getcurrent())
-        self._hub.switch()
-
-    def _next(self) -> None:
-        greenlet = self._waiting.popleft()
-        if not self._waiting:
-            self._check.stop()
-            self._idle.stop()
-        greenlet.switch()

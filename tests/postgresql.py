@@ -35,8 +35,6 @@ listen_addresses = '127.0.0.1'
 shared_buffers = 16MB
 max_connections = 60
 max_wal_size = 256MB
-wal_keep_size = 64MB
-autovacuum_naptime = 1h
 fsync = off
 dynamic_shared_memory_type = mmap
 log_min_messages = warning
@@ -226,25 +224,30 @@ class PostgreSQL:
 
 
 class PgBouncer:
-    """A pooler with sessions of a server for each database; a block runs it."""
+    """A pooler with two sessions, for a database with settings; a block runs it."""
 
     _numbers = count()
 
-    def __init__(self, server, mode):
+    def __init__(self, server, mode, **settings):
         self._program = installed('pgbouncer', 'pgbouncer')
         self._server = server
         self._directory = new_directory()
-        self._port = free_port()
+        name = f'pooled_{next(self._numbers)}'
+        port = free_port()
+        self._url = f'postgresql://gardener@127.0.0.1:{port}/{name}'
         (self._directory / 'ini').write_text(
             f'[databases]\n* = host=127.0.0.1 port={server.port} user=gardener\n'
-            f'[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {self._port}\n'
-            'unix_socket_dir =\nauth_type = any\n'
+            f'[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n'
+            'unix_socket_dir =\nauth_type = any\nserver_login_retry = 0.1\n'
             f'pool_mode = {mode}\ndefault_pool_size = 2\n'
         )
+        server.execute(f'CREATE DATABASE {name}')
+        for setting, value in settings.items():
+            server.execute(f"ALTER DATABASE {name} SET {setting} = '{value}'")
 
     def __enter__(self):
-        command = [self._program, self._directory / 'ini']
-        self._process = spawn(command, self._directory)
+        self._process = spawn([self._program, self._directory / 'ini'], self._directory)
+        wait_until(lambda: accepts_connections(self._url))
         return self
 
     def __exit__(self, *exc_info):
@@ -252,14 +255,9 @@ class PgBouncer:
         self._process.wait()
         shutil.rmtree(self._directory)
 
-    def new_url(self, **settings):
-        """Return the URL of an empty store, in a new database with settings."""
-        self._server.terminate_sessions()  # that the pooler keeps for other databases
+    def new_url(self):
+        """Return the URL of the database, which is empty again."""
         # PgBouncer takes no options, so no URL can name a schema.
-        name = f'pooled_{next(self._numbers)}'
-        self._server.execute(f'CREATE DATABASE {name}')
-        for setting, value in settings.items():
-            self._server.execute(f"ALTER DATABASE {name} SET {setting} = '{value}'")
-        pooled = f'postgresql://gardener@127.0.0.1:{self._port}/{name}'
-        wait_until(lambda: accepts_connections(pooled))
-        return pooled
+        empty = 'DROP SCHEMA public CASCADE; CREATE SCHEMA public'
+        self._server.execute(empty, url=self._url)
+        return self._url

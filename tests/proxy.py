@@ -3,6 +3,7 @@
 import select
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 
@@ -18,17 +19,16 @@ class Proxy:
         self._ended = False
         self._answers_left = None  # to forward before the fault; None: no fault
         self._is_cut = False  # the fault closes a connection, it stops nothing
-        self._threads = []
+        self._threads = ThreadPoolExecutor(100)
 
     def __enter__(self):
-        self._start(self._accept)
+        self._threads.submit(self._accept)
         return self
 
     def __exit__(self, *exc_info):
         self._ended = True
         self._forwarding.set()
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
         self._listener.close()
 
     def url(self, url):
@@ -50,15 +50,11 @@ class Proxy:
         """Forward some more answers; drop the next one, and close its connection."""
         self._answers_left, self._is_cut = after, True
 
-    def _start(self, function, *arguments):
-        self._threads.append(threading.Thread(target=function, args=arguments))
-        self._threads[-1].start()
-
     def _accept(self):
         while not self._ended:
             if select.select([self._listener], [], [], 0.02)[0]:
                 client, _ = self._listener.accept()
-                self._start(self._serve, client)
+                self._threads.submit(self._serve, client)
 
     def _serve(self, client):
         self._forwarding.wait()

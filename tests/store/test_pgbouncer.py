@@ -5,13 +5,14 @@ import pytest
 from contract import samples
 from postgresql import PgBouncer, assert_refused, witness
 from test_postgresql_faults import (  # noqa: F401
+    far,
+    proxy,
     short_limits,
     store,
-    test_cancelled_commit_is_not_acknowledged,
-    test_each_id_has_one_winner_while_sessions_end,
+    test_commit_that_is_cancelled_is_not_acknowledged,
     test_locked_plant_delays_no_other_add,
-    test_nothing_is_acknowledged_without_the_standby,
-    test_ping_waits_for_the_standby,
+    test_outage_loses_no_acknowledged_plant,
+    test_sessions_that_end_lose_no_acknowledged_plant,
 )
 from test_store_postgresql import TestPostgreSQLStore as DirectContract
 from waiting import in_threads
@@ -30,14 +31,14 @@ WRONG = {
 @pytest.fixture(scope='module')
 def pooler(database):
     """A pooler in transaction mode, whose clients share two sessions."""
-    with PgBouncer(database, 'transaction') as pooler:
+    with PgBouncer(database, 'transaction', **WRONG) as pooler:
         yield pooler
 
 
 @pytest.fixture
 def url(pooler):
     """The URL of an empty store."""
-    return pooler.new_url(**WRONG)
+    return pooler.new_url()
 
 
 class TestPgBouncer(DirectContract):

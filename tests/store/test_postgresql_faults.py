@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from exchange import table
 from postgresql import PostgreSQL, assert_refused
 from proxy import Proxy
 from server import free_port
@@ -26,8 +27,6 @@ FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(5_000)]
 LONGEST = 5 + 2  # seconds of an add, and of a busy machine
-# One adds, and one may be at its end: cancelled, or lost.
-MOST_CONNECTIONS = 2
 AWAY = 'there is no connection to the database'
 LATE = 'the database did not answer in time'
 STANDBY = 'a synchronous standby of the database does not confirm commits'
@@ -64,34 +63,50 @@ def short_limits(monkeypatch):
 
 
 @contextmanager
-def load(store):
-    """Add plants in eight threads, each plant twice, and retry failed adds."""
-    seen = SimpleNamespace(stored=[], failures=[], longest=0)
+def load(database, url, store):
+    """Let eight threads race for ids; at the end check what they were told."""
+    seen = SimpleNamespace(outcomes=[], failures=[], took=[])
     ended = threading.Event()
 
-    def add_all(place):
-        plant = Plant(10 + place, 'Ivy')
+    def add_all(name):
+        chance = random.Random(name)
         while not ended.is_set():
-            began = time.monotonic()
+            id = 100 + len(seen.outcomes) // 4 + chance.randrange(10)
+            plant, began = Plant(id, name), time.monotonic()
             try:
-                store.add(plant)
-                store.add(plant)
-                seen.stored.append(plant)
-                plant = Plant(plant.id + 100, 'Ivy')
+                seen.outcomes.append((plant, store.add(plant)))
+            except IdTaken as ex:
+                seen.outcomes.append((plant, ex))
             except StoreUnavailable as ex:
-                seen.failures.append(ex)
-            seen.longest = max(seen.longest, time.monotonic() - began)
+                seen.failures.append((name, ex.reason))
+            seen.took.append(time.monotonic() - began)
             time.sleep(0.005)  # the database and the test share the cores
 
     with ThreadPoolExecutor(8) as threads:
-        adding = [threads.submit(add_all, place) for place in range(8)]
+        adding = [threads.submit(add_all, name) for name in 'abcdefgh']
         try:
-            wait_until(lambda: len(seen.stored) > 8)
+            wait_for_more(seen)
             yield seen
+            wait_for_more(seen)
         finally:
             ended.set()
     for thread in adding:
         thread.result()
+    assert max(seen.took) < LONGEST
+    # One adds, and one may be at its end: cancelled, or lost.
+    assert len(database.sessions()) <= 2
+    stored = rows(database, url)
+    ids = {plant.id for plant in stored}
+    assert len(ids) == len(stored)
+    for plant, outcome in seen.outcomes:
+        assert plant.id in ids
+        assert (plant in stored) is not isinstance(outcome, IdTaken)
+
+
+def wait_for_more(seen):
+    """Wait until more adds have been answered than there are threads."""
+    goal = len(seen.outcomes) + 8
+    wait_until(lambda: len(seen.outcomes) > goal)
 
 
 def rows(database, url):
@@ -107,26 +122,97 @@ def can_add(store):
     return False
 
 
-# ---- the server restarts
+# ---- outages
 
 
-@pytest.mark.parametrize('end', [PostgreSQL.stop, PostgreSQL.kill])
-def test_restart_loses_no_acknowledged_plant(database, url, store, end):
-    """A server restart loses no acknowledged plant, and then the store adds again."""
-    with load(store) as seen:
-        end(database)
-        try:
-            assert_refused(None, store.ping)
-        finally:
-            database.start()
-        goal = len(seen.stored) + 8
-        wait_until(lambda: len(seen.stored) > goal)
-        assert seen.longest < LONGEST
-        assert seen.failures
-    assert len(database.sessions()) <= MOST_CONNECTIONS
-    stored = rows(database, url)
-    assert len(stored) == len(set(stored))
-    assert set(seen.stored) <= set(stored)
+@contextmanager
+def down(end, database, url, proxy):
+    """End the server."""
+    end(database)
+    try:
+        yield
+    finally:
+        database.start()
+
+
+@contextmanager
+def frozen(database, url, proxy):
+    """Let the server, or the network, hang."""
+    proxy.stop()
+    yield
+    proxy.go_on()
+
+
+@contextmanager
+def table_locked(database, url, proxy):
+    """Lock the table, as another session that changes it does."""
+    with closing(psycopg.connect(database.own(url))) as other:
+        other.execute('LOCK TABLE plants')
+        yield
+
+
+@contextmanager
+def standby_away(database, url, proxy):
+    """Let every commit wait for a standby that does not exist."""
+    setting = "synchronous_standby_names = '{}'\n"
+    database.configure(setting.format('nobody'))
+    try:
+        # The checkpointer tells the sessions, some time after the reload.
+        wait_until(lambda: commit_waits(database))
+        yield
+    finally:
+        database.configure(setting.format(''))
+        wait_until(lambda: not commit_waits(database))
+
+
+def cancel_commits(database):
+    """Cancel the commits that wait for a standby; return one row for each."""
+    return database.execute(
+        'SELECT pg_cancel_backend(pid) FROM pg_stat_activity '
+        "WHERE wait_event = 'SyncRep'"
+    )
+
+
+def commit_waits(database):
+    """Commit something; return whether commits have to wait, and end the waits."""
+    statement, cancelled = "SELECT pg_logical_emit_message(true, 'plants', '')", []
+    with ThreadPoolExecutor() as threads:
+        commit = threads.submit(database.execute, statement)
+        while not commit.done():
+            cancelled += cancel_commits(database)
+    return bool(cancelled)
+
+
+OUTAGES = {  # and what some adds are told
+    'stopped': (partial(down, PostgreSQL.stop), AWAY),
+    'killed': (partial(down, PostgreSQL.kill), AWAY),
+    'frozen': (frozen, LATE),
+    'table locked': (table_locked, 'another session has locked the table plants'),
+    'standby away': (standby_away, STANDBY),
+}
+
+
+@table('outage, reason', OUTAGES)
+def test_outage_loses_no_acknowledged_plant(
+    short_limits, database, url, far, proxy, outage, reason
+):
+    """In an outage each add is refused in time; then the store adds again, at once."""
+    with load(database, url, far) as seen, outage(database, url, proxy):
+        # Whoever was refused adds no plant that was sent before the outage.
+        wait_until(lambda: len({name for name, _ in seen.failures}) == 8)
+        acknowledged = len(seen.outcomes)
+        wait_until(lambda: reason in {reason for _, reason in seen.failures})
+        assert_refused(None, partial(far.add, FERN))
+        assert len(seen.outcomes) == acknowledged
+    far.ping()
+
+
+def test_sessions_that_end_lose_no_acknowledged_plant(database, url, store):
+    """While its sessions end at any moment each id has one winner."""
+    with load(database, url, store) as seen:
+        for _ in range(30):
+            database.terminate_sessions()
+            wait_for_more(seen)
 
 
 def test_ended_idle_session_fails_no_add(database, store):
@@ -158,34 +244,7 @@ def test_change_of_an_outage_is_logged_once(database, url, caplog):
         wait_until(lambda: len(caplog.records) == len(lines) + 1)
 
 
-# ---- the server or the network hangs
-
-
-def test_server_that_hangs_delays_nobody_for_long(
-    short_limits, database, url, far, proxy
-):
-    """While the server hangs every add ends in time; then the store adds at once."""
-    took, ended = [], threading.Event()
-
-    def add_all():
-        while not ended.is_set():
-            began = time.monotonic()
-            can_add(far)
-            took.append(time.monotonic() - began)
-            time.sleep(0.005)
-
-    def hang():
-        wait_until(lambda: len(took) > 50)
-        proxy.stop()
-        took.clear()
-        wait_until(lambda: len(took) > 8)
-        proxy.go_on()
-        wait_until(lambda: can_add(far))
-        ended.set()
-
-    in_threads(hang, *[add_all] * 8)
-    assert max(took) < LONGEST
-    assert rows(database, url) == [FERN]
+# ---- lost answers
 
 
 def test_all_addresses_have_one_limit(url, proxy, monkeypatch):
@@ -242,12 +301,12 @@ def test_locked_plant_delays_no_other_add(database, url, store, kind):
     store.add_many([FERN, MOSS] if kind == 'row' else [MOSS])
     with closing(psycopg.connect(database.own(url))) as other:
         other.execute(LOCKS[kind])
-        with load(store) as seen:
+        with load(database, url, store) as seen:
             took = []
 
             def repeat():
                 add = partial(store.add, FERN)
-                while len(seen.stored) < 60 or len(took) < 12:
+                while len(seen.outcomes) < 100 or len(took) < 12:
                     began = time.monotonic()
                     assert_refused('another session has locked the plant', add)
                     took.append(time.monotonic() - began)
@@ -255,23 +314,11 @@ def test_locked_plant_delays_no_other_add(database, url, store, kind):
                     assert store.add(MOSS) is False
 
             in_threads(*[repeat] * 4)
-        assert seen.longest < LONGEST
         assert min(took) < connection.LOCK_WITHIN  # a repeat is refused at once
         assert not seen.failures
         other.commit()
     with pytest.raises(IdTaken) if kind == 'insert' else nullcontext():
         wait_until(lambda: can_add(store))
-
-
-def test_locked_table_is_unavailable(database, url, store):
-    """While the table is locked adds are refused in time; then they work again."""
-    adds = [partial(store.add, plant) for plant in MANY[:20]]
-    adds.append(partial(store.add_many, MANY[:200]))
-    with closing(psycopg.connect(database.own(url))) as other:
-        other.execute('LOCK TABLE plants')
-        locked = 'another session has locked the table plants'
-        in_threads(*(partial(assert_refused, locked, add) for add in adds))
-    wait_until(lambda: can_add(store))
 
 
 def test_batches_never_deadlock(database, store):
@@ -338,92 +385,21 @@ def test_read_only_session_is_left(database, url, store):
     wait_until(lambda: not sessions & database.sessions())
 
 
-# ---- a synchronous standby is away
-
-
-@contextmanager
-def standby_away(database):
-    """Let every commit wait for a standby that does not exist."""
-    setting = "synchronous_standby_names = '{}'\n"
-    database.configure(setting.format('nobody'))
-    try:
-        # The checkpointer tells the sessions, some time after the reload.
-        wait_until(lambda: commit_waits(database))
-        yield
-    finally:
-        database.configure(setting.format(''))
-        wait_until(lambda: not commit_waits(database))
-
-
-def cancel_commits(database):
-    """Cancel the commits that wait for a standby; return one row for each."""
-    return database.execute(
-        'SELECT pg_cancel_backend(pid) FROM pg_stat_activity '
-        "WHERE wait_event = 'SyncRep'"
-    )
-
-
-def commit_waits(database):
-    """Commit something; return whether that has to wait, and end the wait."""
-    statement = "SELECT pg_logical_emit_message(true, 'plants', '')"
-    with ThreadPoolExecutor() as threads:
-        commit = threads.submit(database.execute, statement)
-        return wait_until(lambda: cancel_commits(database) or commit.done()) is not True
-
-
-def test_cancelled_commit_is_not_acknowledged(database, url, store):
-    """A commit that is cancelled while it waits for a standby acknowledges nothing."""
-    store.add(FERN)
-    with standby_away(database):
-        for plant in FERN, MOSS:  # to compare, and to insert
-            add = partial(assert_refused, STANDBY, partial(store.add, plant))
-            in_threads(add, lambda: wait_until(lambda: cancel_commits(database)))
-        assert sorted(rows(database, url)) == [FERN, MOSS]
-    assert store.add_many([FERN, MOSS]) == [False, False]
-
-
-def test_nothing_is_acknowledged_without_the_standby(
-    database, url, short_limits, store
+def test_commit_that_is_cancelled_is_not_acknowledged(
+    database, url, store, monkeypatch
 ):
-    """While the standby is away adds are refused, and sessions do not pile up."""
-    plants = [FERN, *(Plant(id, 'Ivy') for id in range(2, 9))]
+    """If the wait for a standby is cancelled, no add or ping has succeeded."""
     store.add(FERN)
-    with standby_away(database):
-        ended = threading.Event()
-
-        def add_all(plant):
-            while not ended.is_set():
-                assert_refused(None, partial(store.add, plant))
-                time.sleep(0.02)
-
-        def wait():
-            # Such a plant is visible but not safe. A read cannot tell it from FERN.
-            wait_until(lambda: len(rows(database, url)) > 2)
-            ended.set()
-
-        in_threads(wait, *(lambda plant=plant: add_all(plant) for plant in plants))
-        assert len(database.sessions()) <= MOST_CONNECTIONS
-        visible = rows(database, url)
-    wait_until(lambda: can_add(store))
-    assert store.add_many(visible) == [False] * len(visible)
-
-
-def test_ping_waits_for_the_standby(database, url, short_limits, store, monkeypatch):
-    """A ping waits for what an add waits for; of many pings few do, and none writes."""
-    store.add(FERN)
-    assert postgresql.PROBE_EVERY == 1
-    monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     store.ping()
-    with standby_away(database):
-        monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
-        store.ping()
+    monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
+    with standby_away(database, url, None):
+        store.ping()  # anybody may ask, so of many pings few commit
         monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
-
-        # The cancellation may be late on a busy machine.
-        wait_until(lambda: assert_refused(None, store.ping)[0].reason == STANDBY)
-    assert rows(database, url) == [FERN]
-    wait_until(lambda: can_add(store))
-    store.ping()
+        for use in store.ping, partial(store.add, FERN), partial(store.add, MOSS):
+            assert rows(database, url) == [FERN]
+            refusal = partial(assert_refused, STANDBY, use)
+            in_threads(refusal, lambda: wait_until(lambda: cancel_commits(database)))
+    assert store.add_many([FERN, MOSS]) == [False, False]
 
 
 # ---- reading
@@ -457,35 +433,3 @@ def test_forked_child_opens_its_own_sessions(database, store):
     in_child(lambda: None)
     assert store.add(FERN) is False
     assert database.sessions() == sessions
-
-
-def test_each_id_has_one_winner_while_sessions_end(database, url, store):
-    """Threads race for ids while sessions end: each id has one winner."""
-    outcomes, ended = [], threading.Event()
-
-    def add_all(name):
-        chance = random.Random(name)
-        while not ended.is_set():
-            plants = [Plant(chance.randrange(300), name) for _ in range(5)]
-            with suppress(StoreUnavailable):
-                outcomes.extend(zip(plants, store.add_many(plants), strict=True))
-                try:
-                    outcomes.append((plants[0], store.add(plants[0])))
-                except IdTaken as ex:
-                    outcomes.append((plants[0], ex))
-
-    def kill():
-        until = time.monotonic() + PATIENCE / 2
-        while len(outcomes) < 1_000 and time.monotonic() < until:
-            database.terminate_sessions(share=0.2)
-            time.sleep(0.02)
-        ended.set()
-
-    in_threads(kill, *(partial(add_all, name) for name in 'abcdef'))
-    stored = rows(database, url)
-    ids = {plant.id for plant in stored}
-    assert len(stored) == len(ids)
-    assert outcomes
-    for plant, outcome in outcomes:
-        assert plant.id in ids
-        assert (plant in stored) is not isinstance(outcome, IdTaken)
