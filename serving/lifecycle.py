@@ -23,7 +23,6 @@ from gunicorn.config import Config
 from gunicorn.sock import ssl_context
 
 from app import PlantsApp, create_app
-from serving.log import check_files
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import THREADS, PlantStore, StoreError, StoreUnavailable, masked, open_store
@@ -93,7 +92,6 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     else:
         scheduler = GeventScheduler() if is_ours else THREADS
         store = open_store(settings.store, create=False, scheduler=scheduler)
-        atexit.register(store.close)  # workers do that, too
     tokens = settings.tokens or made_token
     app = create_app(store, tokens=tokens, **settings.app_options())
     vars(app).update(settings=settings, store=store, made_token=made_token)
@@ -128,9 +126,11 @@ def load(store: PlantStore, url: str) -> None:
 
 def on_starting(server: Any) -> None:
     """Prepare for the signals that come, and for a start that fails."""
+    atexit.register(lambda: server.app.callable.store.close())  # in a worker, too
     _at_exit(lambda: server.pidfile and server.pidfile.unlink())
-    has_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    server.handle_hup = partial(_hang_up, server, server.handle_hup, has_terminal)
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # by nohup
+    terminals = [] if is_ignored else list(filter(os.isatty, range(3)))
+    server.handle_hup = partial(_hang_up, server, server.handle_hup, terminals)
     server.app.reload = lambda: None  # it would read the configuration again
     if server.app.callable.settings.store == 'memory:':  # not shared with a second one
         refusal = 'SIGTTIN: PLANTS_STORE: memory: needs one worker'
@@ -163,15 +163,9 @@ def post_worker_init(worker: Any) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def _has_terminal() -> bool:
-    with suppress(OSError), open('/dev/tty'):
-        return True
-    return False
-
-
-def _hang_up(server: Any, reload: Callable[[], None], had_terminal: bool) -> None:
+def _hang_up(server: Any, reload: Callable[[], None], terminals: list[int]) -> None:
     """Handle SIGHUP: reload, or end the server if its terminal was closed."""
-    if had_terminal and not _has_terminal():
+    if terminals and not any(map(os.isatty, terminals)):
         raise StopIteration  # as gunicorn's handler of SIGTERM
     old, printed = server.cfg, io.StringIO()
     try:
@@ -183,7 +177,6 @@ def _hang_up(server: Any, reload: Callable[[], None], had_terminal: bool) -> Non
         # Without the variables of the old raw_env, which gunicorn removes later.
         theirs = {name: os.environ[name] for name in os.environ.keys() - old.env.keys()}
         new = make(cfg, old.env_orig | theirs | cfg.env, server.app.callable)
-        check_files(cfg)
     except (Exception, SystemExit) as ex:
         with suppress(OSError):
             os.chdir(old.chdir)  # all that gunicorn has changed

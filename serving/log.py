@@ -3,10 +3,8 @@
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import lru_cache
 from logging import LogRecord
 from logging.handlers import BufferingHandler
 from typing import Any
@@ -18,19 +16,17 @@ from gunicorn.util import check_is_writable
 from store.masking import escaped
 from web.settings import is_json_log
 
-_encode = json.JSONEncoder(default=str).encode
-
-
-@lru_cache(maxsize=1)
-def _format_time(second: int, format: str | None) -> str:
-    return time.strftime(format or '%c', time.localtime(second))
-
 
 class TextFormatter(logging.Formatter):
     """Escapes control characters, and formats the time once a second."""
 
+    _second, _time = -1, ''
+
     def formatTime(self, record: LogRecord, datefmt: str | None = None) -> str:
-        return _format_time(int(record.created), datefmt)
+        if int(record.created) != self._second:
+            self._time = super().formatTime(record, datefmt)
+            self._second = int(record.created)
+        return self._time
 
     def format(self, record: LogRecord) -> str:
         return '\n'.join(map(escaped, super().format(record).split('\n')))
@@ -53,22 +49,18 @@ class JSONFormatter(logging.Formatter):
         line |= record.args if is_ours else {'message': record.getMessage()}
         if record.exc_info:
             line['exception'] = self.formatException(record.exc_info)
-        return escaped(_encode(line))  # JSON leaves DEL as it is
+        return escaped(json.dumps(line, default=str))  # JSON leaves DEL as it is
 
 
 class Buffer(BufferingHandler):
-    """Collects the lines of the service, and writes many with one system call.
+    """Writes many lines of the service to gunicorn's handlers with one system call.
 
     That saves 13 % of the processor time of an add. A worker sets ``flush_soon``, which
-    has it call ``flush`` some milliseconds later. If it is killed the latest lines are
-    lost; a warning or an error is written at once.
+    has it call ``flush`` some milliseconds later; a warning is written at once.
     """
 
     flush_soon: Callable[[], object] | None = None
-
-    def __init__(self, targets: Sequence[logging.Handler]) -> None:
-        super().__init__(0)
-        self._targets = targets
+    targets = logging.getLogger('gunicorn.error')
 
     def shouldFlush(self, record: LogRecord) -> bool:
         if self.flush_soon is None or record.levelno > logging.INFO:
@@ -80,7 +72,7 @@ class Buffer(BufferingHandler):
     def flush(self) -> None:
         with self.lock:  # type: ignore[union-attr]
             records, self.buffer = self.buffer, []
-            for target in self._targets if records else ():
+            for target in self.targets.handlers if records else ():
                 try:
                     if isinstance(target, logging.StreamHandler):
                         lines = [f'{target.format(record)}\n' for record in records]
@@ -96,6 +88,8 @@ class Buffer(BufferingHandler):
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log, also as JSON, with the service's own lines in it."""
 
+    buffer = Buffer(0)
+
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
         # Switches to save time: our lines show no thread, process name or source file.
@@ -103,14 +97,10 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         logging._srcfile = None
         is_json = is_json_log(os.environ | cfg.env)  # gunicorn sets raw_env later
         if not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json):
-            for log, form in (
-                (self.error_log, self.error_fmt),
-                (self.access_log, self.access_fmt),
-            ):
-                text = TextFormatter(form, self.datefmt)
-                for handler in log.handlers:
-                    handler.setFormatter(JSONFormatter() if is_json else text)
-        self.buffer = Buffer(self.error_log.handlers)
+            for handler in self.error_log.handlers + self.access_log.handlers:
+                form: Any = handler.formatter
+                text = TextFormatter(form._fmt, form.datefmt)
+                handler.setFormatter(JSONFormatter() if is_json else text)
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)
             logger.handlers = [self.buffer]
@@ -120,13 +110,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     def reopen_files(self) -> None:
         """Open the log files again; a failure must not end the server or a worker."""
         try:
-            check_files(self.cfg)  # before one is closed
+            for path in {self.cfg.errorlog, self.cfg.accesslog} - {'-', None}:
+                check_is_writable(path)  # before one is closed
             super().reopen_files()
         except (OSError, RuntimeError) as ex:
             self.error('the log files were not opened again: %s', ex)
-
-
-def check_files(cfg: Config) -> None:
-    """Raise a ``RuntimeError`` if a log file cannot be opened."""
-    for path in {cfg.errorlog, cfg.accesslog} - {'-', None}:
-        check_is_writable(path)

@@ -54,7 +54,6 @@ REFUSED = {
     'certificate': ("certfile = 'no.pem'", 'certfile'),
     'no token any more': ("raw_env = ['PLANTS_TOKENS=']", 'PLANTS_TOKENS'),
     'worker class': ("worker_class = 'no.Worker'", 'no.Worker'),
-    'log file': ("errorlog = 'no/log'", 'no/log'),
 }
 
 
