@@ -214,12 +214,11 @@ class PostgreSQL:
         ours = "application_name = 'plants'"
         return {*self.execute(f'SELECT pid FROM pg_stat_activity WHERE {ours}')}
 
-    def terminate_sessions(self, share=1):
-        """Terminate a share of the sessions that stores have opened."""
+    def terminate_sessions(self):
+        """Terminate the sessions that stores have opened."""
         self.execute(
             'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-            "WHERE application_name = 'plants' AND random() < %s",
-            share,
+            "WHERE application_name = 'plants'"
         )
 
 

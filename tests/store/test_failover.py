@@ -31,7 +31,7 @@ def test_failover_loses_no_acknowledged_plant(tmp_path, database, url, standby, 
     """A standby is only read; after a promotion the service adds to it, by itself."""
     added, copy = [], standby.own(url)
     with Proxy(database.port) as proxy:
-        hosts = f':{proxy.port},127.0.0.1:{standby.port}/'
+        hosts = f':{standby.port},127.0.0.1:{proxy.port}/'
         two = url.replace(f':{database.port}/', hosts)
         with Server(tmp_path, workers=2, conf=LIMITS, PLANTS_STORE=two) as server:
             with Crowd(server, added, itertools.count(1), fault) as crowd:

@@ -1,8 +1,10 @@
 """The PostgreSQL store while a real server or the network fails."""
 
 import logging
+import os
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -18,7 +20,7 @@ from exchange import table
 from postgresql import PostgreSQL, assert_refused
 from proxy import Proxy
 from server import free_port
-from waiting import PATIENCE, in_child, in_threads, wait_until
+from waiting import FORK, PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
 from store.postgresql import connection
@@ -28,7 +30,6 @@ MOSS = Plant(2, 'Moss', 'shade')
 MANY = [Plant(id, 'Fern' * 100) for id in range(5_000)]
 LONGEST = 5 + 2  # seconds of an add, and of a busy machine
 AWAY = 'there is no connection to the database'
-LATE = 'the database did not answer in time'
 STANDBY = 'a synchronous standby of the database does not confirm commits'
 
 
@@ -57,7 +58,8 @@ def far(url, proxy):
 
 @pytest.fixture
 def short_limits(monkeypatch):
-    """Limit the wait for each response."""
+    """Limit the waits for a response and for a connection."""
+    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 1)
     monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.3)
     monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.4)
 
@@ -186,7 +188,7 @@ def commit_waits(database):
 OUTAGES = {  # and what some adds are told
     'stopped': (partial(down, PostgreSQL.stop), AWAY),
     'killed': (partial(down, PostgreSQL.kill), AWAY),
-    'frozen': (frozen, LATE),
+    'frozen': (frozen, AWAY),
     'table locked': (table_locked, 'another session has locked the table plants'),
     'standby away': (standby_away, STANDBY),
 }
@@ -201,8 +203,9 @@ def test_outage_loses_no_acknowledged_plant(
         # Whoever was refused adds no plant that was sent before the outage.
         wait_until(lambda: len({name for name, _ in seen.failures}) == 8)
         acknowledged = len(seen.outcomes)
+        seen.failures.clear()
         wait_until(lambda: reason in {reason for _, reason in seen.failures})
-        assert_refused(None, partial(far.add, FERN))
+        assert_refused(None, far.ping)
         assert len(seen.outcomes) == acknowledged
     far.ping()
 
@@ -263,7 +266,7 @@ def test_host_that_only_answers_the_login_is_left_in_time(url, proxy, monkeypatc
     """Its first statements have the time of a host, so the next host has its own."""
     monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.5)
     monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.1)
-    monkeypatch.setattr(connection, 'ANSWER_WITHIN', PATIENCE)
+    monkeypatch.setattr(connection.Connection, '_within', PATIENCE)
     proxy.stop(2)  # after the question for TLS, and the login
     port = f':{urlsplit(url).port}/'
     with open_store(url.replace(port, f':{proxy.port},127.0.0.1{port}')) as store:
@@ -321,33 +324,44 @@ def test_locked_plant_delays_no_other_add(database, url, store, kind):
         wait_until(lambda: can_add(store))
 
 
-def test_batches_never_deadlock(database, store):
-    """Batches of the same plants in different orders never deadlock."""
+def test_batches_never_deadlock(database, url, monkeypatch):
+    """Batches of the same plants in different orders never wait for each other."""
+    monkeypatch.setattr(connection, 'LOCK_WITHIN', PATIENCE)
     before = database.log.count('deadlock detected')
 
     def add_all(seed):
-        plants = [Plant(id, 'Fern') for id in range(200)]
-        for _ in range(10):
-            random.Random(seed).shuffle(plants)
-            store.add_many(plants)
+        chance = random.Random(seed)
+        with open_store(url) as store:
+            for first in range(0, 2_000, 200):
+                plants = [Plant(first + at, 'Fern') for at in range(200)]
+                chance.shuffle(plants)
+                store.add_many(plants)
 
-    in_threads(*(lambda seed=seed: add_all(seed) for seed in range(4)))
+    in_threads(*(partial(add_all, seed) for seed in range(4)))
     assert database.log.count('deadlock detected') == before
 
 
 TRIGGER = (
     'CREATE SEQUENCE turn; '
-    "CREATE FUNCTION act() RETURNS trigger AS $$BEGIN IF nextval('turn') <> 4 THEN "
+    "CREATE FUNCTION act() RETURNS trigger AS $$BEGIN IF nextval('turn') < 4 THEN "
     '{}; END IF; RETURN NEW; END$$ LANGUAGE plpgsql; '
     'CREATE TRIGGER act BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION act()'
 )
 
 
-@pytest.mark.parametrize('act', ["RAISE '' USING ERRCODE = '40001'", 'RETURN NULL'])
-def test_short_conflicts_are_waited_for(database, url, store, act):
-    """A conflict that ends soon only delays an add."""
+PASSING = [  # a serialization failure; a row that is not visible yet; a demotion
+    "RAISE '' USING ERRCODE = '40001'",
+    'RETURN NULL',
+    "PERFORM set_config('default_transaction_read_only', 'on', false)",
+]
+
+
+@pytest.mark.parametrize('act', PASSING)
+def test_fault_that_passes_is_waited_for(database, url, store, act):
+    """What ends soon, or in another session, only delays an add."""
     database.execute(TRIGGER.format(act), url=url)
     assert store.add(FERN) is True
+    assert store.add(MOSS) is True
 
 
 def test_full_disk_is_unavailable(database, url, store, monkeypatch):
@@ -369,20 +383,6 @@ def test_full_disk_is_unavailable(database, url, store, monkeypatch):
     store.ping()
     assert add() == [True, True]
     assert sorted(rows(database, url)) == [FERN, MOSS]
-
-
-def test_read_only_session_is_left(database, url, store):
-    """A session that has become read-only is replaced, and the add goes on."""
-    sessions = database.sessions()
-    database.execute(
-        TRIGGER.replace("nextval('turn') <> 4", "NEW.name = 'Ivy'").format(
-            "PERFORM set_config('default_transaction_read_only', 'on', false)"
-        ),
-        url=url,
-    )
-    assert store.add(Plant(3, 'Ivy')) is True
-    assert store.add(FERN) is True
-    wait_until(lambda: not sessions & database.sessions())
 
 
 def test_commit_that_is_cancelled_is_not_acknowledged(
@@ -421,15 +421,27 @@ def test_reader_that_stops_leaves_no_session(database, store):
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-def test_forked_child_opens_its_own_sessions(database, store):
-    """A forked child opens its own sessions, and leaves those of its parent open."""
-    sessions = database.sessions()
+def test_killed_process_leaves_no_session_to_its_child(database, url):
+    """Sessions of a process end with it, though a child of it lives, and opens more."""
+    with closing(FORK.Queue()) as pids:
 
-    def use():
-        store.add(FERN)
-        assert len(database.sessions() - sessions) == 1
+        def parent():
+            with open_store(url) as store:
+                store.add(FERN)
+                FORK.Process(target=child, args=[store]).start()
+                time.sleep(PATIENCE)
 
-    in_child(use)
-    in_child(lambda: None)
-    assert store.add(FERN) is False
-    assert database.sessions() == sessions
+        def child(store):
+            store.add(MOSS)
+            pids.put(os.getpid())
+            time.sleep(PATIENCE)
+
+        process = FORK.Process(target=parent)
+        process.start()
+        pid = pids.get(timeout=PATIENCE)
+        assert len(database.sessions()) == 2
+        process.kill()
+        process.join()
+        wait_until(lambda: len(database.sessions()) == 1)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not database.sessions())
