@@ -36,8 +36,8 @@ class Connection:
 
     Attributes:
         is_idle: Whether the next byte begins a request.
-        since: When the wait for the client began (monotonic).
-        deadline: When to end that wait; infinite while there is none.
+        since: When the wait for the client began (monotonic); infinite without one.
+        limit: How long that wait may take, in seconds.
     """
 
     def __init__(self, worker: Any, sock: Any, environ: dict[str, Any]) -> None:
@@ -54,8 +54,9 @@ class Connection:
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)
-                gevent.sleep(0)  # others go first
-                if self._received:  # a client that pipelines lets others go first
+                if not self._received:
+                    gevent.sleep(0)  # others go first
+                else:  # a client that pipelines waits until their requests are read
                     with worker.pipelining:
                         poll()
             if request is not None:
@@ -68,19 +69,18 @@ class Connection:
             worker.connections.discard(self)
             self._sock.close()
 
-    def end(self, how: int = socket.SHUT_RDWR) -> None:
-        """End the wait for the client, without a word of TLS."""
+    def end(self) -> None:
+        """Shut the connection down, without a word of TLS."""
         with suppress(OSError):  # the client is gone
-            gevent.socket.socket.shutdown(self._sock, how)
+            gevent.socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def expire(self) -> None:
-        """End a wait whose deadline has passed; a callback of the event loop."""
-        if self.deadline < time.monotonic():
+        """End a wait whose time has passed; a callback of the event loop."""
+        if self.since + self.limit < time.monotonic():
             self._greenlet.throw(TimeoutError)
 
     def _limit(self, seconds: float) -> None:
-        self.since = time.monotonic()
-        self.deadline = self.since + seconds
+        self.since, self.limit = time.monotonic(), seconds
 
     def _send(self, data: bytes) -> None:
         """Send all; each piece that the client takes renews its time."""
@@ -133,7 +133,7 @@ class Connection:
     def _answer(self, request: Request) -> bool:
         """Have the application answer a request; return whether others may follow."""
         worker, began, error = self._worker, time.monotonic(), None
-        self.deadline = float('inf')  # the wait is not for the client
+        self.since = float('inf')  # the wait is not for the client
         worker.count()
         try:
             fields, body = self._run(request)

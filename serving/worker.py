@@ -92,12 +92,19 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """Tell the master that the worker lives, wait, and end late waits."""
         self.tmp.notify()
         gevent.sleep(TICK)
-        poll()  # after a pause of this process: first see who has sent
-        now = time.monotonic()
-        self._expire([each for each in self.connections if each.deadline < now])
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
+        poll()  # after a pause of this process: first see who has sent
+        now = time.monotonic()
+        late = [each for each in self.connections if each.since + each.limit < now]
+        if len(self.connections) >= self.worker_connections:
+            stalled = [each for each in self.connections if each.since < now - LINGER]
+            stalled.sort(key=lambda each: (not each.is_idle, each.since))
+            late += stalled[: 1 + len(stalled) // 4]
+        for each in late:
+            each.limit = 0
+            gevent.get_hub().loop.run_callback(each.expire)
 
     def _stop(self) -> None:
         """Let clients take the answers to what they have begun, within a time limit."""
@@ -106,13 +113,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         began = time.monotonic()
         for each in self.connections:
             if each.is_idle:  # it may send one more request, but soon
-                each.deadline = min(each.deadline, began + LINGER)
+                each.since, each.limit = began, LINGER
         while self.connections and time.monotonic() < began + self.cfg.graceful_timeout:
             self._tick()
-
-    def _expire(self, late: list[Connection]) -> None:
-        for connection in late:
-            gevent.get_hub().loop.run_callback(connection.expire)
 
     def _accept(self, listener: Any) -> None:
         """Accept the connections of a listening socket; a greenlet."""
@@ -130,7 +133,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             try:
                 sock, name = listener.accept()
                 while len(self.connections) >= self.worker_connections:
-                    self._make_room()
+                    gevent.sleep(TICK)
                 if self.tls is not None:  # the first read makes the handshake
                     how = {'server_side': True, 'do_handshake_on_connect': False}
                     sock = SSLSocket(sock, _context=self.tls, **how)
@@ -143,17 +146,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.connections.add(connection)
             gevent.spawn_raw(connection.run)
             gevent.sleep(ACCEPT_PAUSE)
-
-    def _make_room(self) -> None:
-        """End the connection that waits longest for its client, an idle one first."""
-        late = time.monotonic() - LINGER
-        stalled = [each for each in self.connections if each.since < late]
-        stalled = [each for each in stalled if each.deadline < float('inf')]
-        if stalled:
-            longest = min(stalled, key=lambda each: (not each.is_idle, each.since))
-            longest.deadline = 0
-            self._expire([longest])
-        gevent.sleep(ACCEPT_PAUSE if stalled else TICK)
 
     def count(self) -> None:
         """Count a request, and stop after the last one (``max_requests``)."""
