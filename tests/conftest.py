@@ -66,12 +66,12 @@ class Client(TestApp):
     def do_request(self, req, status=None, expect_errors=None):
         return super().do_request(req, status, expect_errors=True)
 
-    def send(self, body, path='/plants', content_type='application/json', **headers):
-        """Post bytes; write header names with underscores; None leaves a header out."""
-        headers = {'content_type': content_type, **headers}
+    def send(self, body, path='/plants', method='POST', **headers):
+        """Send bytes; write header names with underscores; None leaves a header out."""
+        headers = {'content_type': 'application/json', **headers}
         return self.request(
             path,
-            method='POST',
+            method=method,
             body=body,
             headers={
                 name.replace('_', '-'): text

@@ -10,7 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -48,17 +48,18 @@ def make_certificate(directory):
 
 
 def configured(directory, *lines):
-    """Return arguments for gunicorn: our configuration with lines added at its end.
-
-    The lines may use all modules of ``serving`` by their names.
-    """
+    """Return arguments for gunicorn: our configuration with lines added at its end."""
     ours = REPOSITORY / 'gunicorn.conf.py'
-    modules = {path.stem for path in REPOSITORY.glob('serving/*.py')} - {'__init__'}
-    begin = f'__file__ = {str(ours)!r}\n{ours.read_text()}\n'
-    begin += f'from serving import {", ".join(sorted(modules))}\n'
     path = directory / 'more.conf.py'
-    path.write_text(begin + '\n'.join(lines))
+    path.write_text('\n'.join([f'__file__ = {str(ours)!r}', ours.read_text(), *lines]))
     return '-c', str(path)
+
+
+def time_limits(**seconds):
+    """Return lines of configuration: limits for clients that are no settings."""
+    lines = [f'connection.{name} = {value}' for name, value in seconds.items()]
+    begin = 'from serving import connection, worker'
+    return [begin, *lines, 'worker.LINGER = connection.LINGER']
 
 
 def finished(command, **options):
@@ -134,9 +135,7 @@ class Server:
     def __enter__(self):
         self.start()
         try:
-            wait_until(lambda: self._is_running() and self.port, 'the server listens')
-            with self.client_of_each_worker():
-                pass
+            wait_until(self._serves, 'the server serves')
         except BaseException:
             self.stop()
             raise
@@ -227,13 +226,6 @@ class Server:
         pids = {int(re.match(rb'\d+', end)[0]) for end in ends}
         return {pid for pid in pids if is_alive(pid)}
 
-    def worker_of(self, answer):
-        """Return the process id of the worker that sent an answer, from the log."""
-        id = answer.headers['x-request-id']
-        wait_until(lambda: id in self.log, 'it is logged')
-        line = self.log.partition(id)[0].rpartition('\n')[2]
-        return int(re.search(r'(?:\[|"pid": )(\d+)[],]', line)[1])
-
     def connect(self, **how):
         return RawClient(self.port, **how)
 
@@ -251,30 +243,14 @@ class Server:
         """Return the plants of the plant file, read without the store."""
         return [json.loads(line) for line in self.lines()]
 
-    @contextmanager
-    def client_of_each_worker(self):
-        """Yield a connection to each worker, once every one answers."""
-        clients = {}
-        with ExitStack() as connections:
-
-            def all_answer():
-                assert self._is_running()
-                answer = None
-                with suppress(ConnectionError):
-                    # NOTE: kept open, so that the next client gets another worker.
-                    client = connections.enter_context(self.connect())
-                    answer = client.ask(request('GET', '/livez'))
-                if answer and self._workers:
-                    clients.setdefault(self.worker_of(answer), client)
-                return answer and len(clients) == (self._workers or 0)
-
-            wait_until(all_answer, 'every worker answers')
-            yield list(clients.values())
-
-    def _is_running(self):
+    def _serves(self):
+        """Whether every worker has started, and one answers."""
         code = self._process.poll()
         assert code is None, f'it ended with exit code {code}:\n{self.log}'
-        return True
+        if not self.port or (self._workers or 0) > len(self.worker_pids()):
+            return False
+        with suppress(ConnectionError):
+            return self.ask(request('GET', '/livez'))
 
 
 class TLSServer(Server):

@@ -8,13 +8,11 @@ import pytest
 from conftest import OTHER, TOKEN, Client
 from exchange import assert_error
 from server import wait_until
-from waiting import PATIENCE
+from test_contract import FERN
 
 from app import create_app
 from store.memory import MemoryStore
 from web.tokens import Tokens, TokensFile
-
-FERN = {'id': 1, 'name': 'Fern'}
 
 
 def sha256(token):
@@ -48,13 +46,11 @@ def serve_tokens(tokens, **options):
 
 
 def value_of(client, authorization, path='/plants'):
-    """Return the error value of a request with an Authorization header, or 200."""
-    if path == '/plants':
-        response = client.add(FERN, authorization=authorization)
-    else:
-        response = client.get(path, headers={'Authorization': authorization})
+    """Return the error value of a request with an Authorization header, or 0."""
+    method = 'GET' if path == '/metrics' else 'POST'
+    response = client.add(FERN, path=path, method=method, authorization=authorization)
     if response.status_int == 200:
-        return 200
+        return 0
     assert_shows_no_token(assert_error(response, response.json['error']))
     return response.json['error']
 
@@ -79,23 +75,40 @@ def test_no_application_is_made_without_a_token(tokens):
         create_app(MemoryStore(), tokens=tokens)
 
 
+# Tokens as an argument, and as lines of a file; then the names of those accepted.
+ARGUMENTS = [
+    (sha256(TOKEN), {TOKEN: 'token-1'}),
+    ([TOKEN, sha256(OTHER), 'x/=='], {OTHER: 'token-2', 'x/==': 'token-3'}),
+    ({'garden': TOKEN, 'shed': sha256(OTHER)}, {TOKEN: 'garden', OTHER: 'shed'}),
+]
+LINES = [
+    (f'  {TOKEN}\t', {TOKEN: 'token-1'}),
+    (f'a {TOKEN}\na {OTHER}', {TOKEN: 'a', OTHER: 'a'}),
+    (f'{TOKEN}\nb {sha256(TOKEN).swapcase().replace("SHA", "sha")}', {TOKEN: 'b'}),
+    (f'#\n#a {OTHER}\na#b {TOKEN} # mine', {TOKEN: 'a#b'}),
+    (f'\n# comment\n{TOKEN}', {TOKEN: 'token-3'}),
+    (f'\ufeffa {TOKEN}\r\n\r\nb {OTHER}\r', {TOKEN: 'a', OTHER: 'b'}),
+]
+
+
 def assert_accepts(tokens, names):
     """Check that exactly these tokens are accepted, under these names."""
-    assert len(tokens) == len(names)
     assert {text: tokens.find(text) for text in names} == names
     for text in ('', 'token', 'garden', sha256(TOKEN), f' {TOKEN}', TOKEN.upper()):
         assert tokens.find(text) is None
 
 
-def test_tokens_are_named_by_number_or_mapping():
+@pytest.mark.parametrize(('tokens', 'names'), ARGUMENTS, ids=ascii)
+def test_tokens_are_named_by_number_or_mapping(tokens, names):
     """Tokens or their digests are named by number, or by the keys of a mapping."""
-    for one in (TOKEN, sha256(TOKEN)):
-        assert_accepts(Tokens(one), {TOKEN: 'token-1'})
-    several = iter([TOKEN, sha256(OTHER), '-._~+/=='])
-    names = {TOKEN: 'token-1', OTHER: 'token-2', '-._~+/==': 'token-3'}
-    assert_accepts(Tokens(several), names)
-    named = {'garden': TOKEN, 'shed': sha256(OTHER)}
-    assert_accepts(Tokens(named), {TOKEN: 'garden', OTHER: 'shed'})
+    assert_accepts(Tokens(tokens), names)
+
+
+@pytest.mark.parametrize(('text', 'names'), LINES, ids=ascii)
+def test_line_of_a_tokens_file_is_read(text, names, path):
+    """A line is a token or its digest, with or without a name."""
+    path.write_bytes(text.encode())
+    assert_accepts(TokensFile(path), names)
 
 
 # The scheme may be in any case, with any number of spaces after it.
@@ -111,7 +124,7 @@ def test_authorization_needs_a_bearer_token_of_ours():
     """No bearer token is 40100, and one that is not exactly one of ours 40101."""
     client = serve_tokens({'garden': TOKEN})
     for header in ACCEPTED:
-        assert value_of(client, header) == 200
+        assert value_of(client, header) == 0
     for header in NO_BEARER_TOKEN:
         assert value_of(client, header) == 40100, header
     for token in WRONG_TOKENS:
@@ -122,48 +135,26 @@ def test_authorization_needs_a_bearer_token_of_ours():
 def test_metrics_token_reads_metrics_and_nothing_else(form):
     """Only that token reads metrics, and it is 40101 everywhere else."""
     client = serve_tokens(TOKEN, metrics_token=form(OTHER))
-    assert value_of(client, f'Bearer {OTHER}', '/metrics') == 200
+    ours = f'Bearer {OTHER}'
+    assert value_of(client, ours, '/metrics') == 0
+    assert_error(client.add(FERN, path='/metrics', authorization=ours), 40500)
     assert value_of(client, f'Bearer {TOKEN}', '/metrics') == 40101
-    assert value_of(client, f'Bearer {TOKEN}') == 200
+    assert value_of(client, None, '/metrics') == 40100
     for path in ('/plants', '/nowhere', '/', '/metrics2', '/metrics/', '/Metrics'):
-        assert value_of(client, f'Bearer {OTHER}', path) == 40101
+        assert value_of(client, ours, path) == 40101
+    assert value_of(serve_tokens(TOKEN), f'Bearer {TOKEN}', '/metrics') == 40400
 
 
-@pytest.mark.parametrize('metrics_form', [str, sha256], ids=['token', 'digest'])
-@pytest.mark.parametrize('form', [str, sha256], ids=['token', 'digest'])
-def test_metrics_token_is_none_for_plants(
-    form, metrics_form, path, always_checked, caplog
-):
+def test_metrics_token_is_none_for_plants(path, always_checked, caplog):
     """The same token for both is refused, also when the tokens file changes later."""
     with pytest.raises(ValueError, match='garden') as raised:
-        serve_tokens({'a': TOKEN, 'garden': form(OTHER)}, metrics_token=sha256(OTHER))
-    tokens = TokensFile(path)
-    client = serve_tokens(tokens, metrics_token=metrics_form(OTHER))
-    path.write_text(f'new {TOKEN[::-1]}\nshop {form(OTHER)}\n')
+        serve_tokens({'a': TOKEN, 'garden': OTHER}, metrics_token=sha256(OTHER))
+    client = serve_tokens(TokensFile(path), metrics_token=OTHER)
+    path.write_text(f'new {TOKEN[::-1]}\nshop {sha256(OTHER)}\n')
     assert value_of(client, f'Bearer {OTHER}') == 40101
-    assert value_of(client, f'Bearer {TOKEN}') == 200
+    assert value_of(client, f'Bearer {TOKEN}') == 0
     assert [line.levelname for line in caplog.records if 'shop' in line.message]
     assert_shows_no_token(str(raised.value) + caplog.text)
-    path.write_text(f'new {TOKEN[::-1]}\n')
-    assert value_of(client, f'Bearer {TOKEN[::-1]}') == 200
-
-
-LINES = {
-    f'  {TOKEN}\t': {TOKEN: 'token-1'},
-    f'garden\t {sha256(TOKEN)}': {TOKEN: 'garden'},
-    f'a {TOKEN}\na {OTHER}': {TOKEN: 'a', OTHER: 'a'},
-    f'{TOKEN}\nb {sha256(TOKEN).swapcase().replace("SHA", "sha")}': {TOKEN: 'b'},
-    f'#\n#a {OTHER}\na#b {TOKEN} # mine': {TOKEN: 'a#b'},
-    f'\n# comment\n{TOKEN}': {TOKEN: 'token-3'},
-    f'\ufeffa {TOKEN}\r\n\r\nb {OTHER}\r': {TOKEN: 'a', OTHER: 'b'},
-}
-
-
-@pytest.mark.parametrize('text', LINES, ids=ascii)
-def test_line_of_a_tokens_file_is_read(text, path):
-    """A line is a token or its digest, with or without a name."""
-    path.write_bytes(text.encode())
-    assert_accepts(TokensFile(path), LINES[text])
 
 
 @pytest.mark.parametrize(
@@ -198,40 +189,30 @@ DAMAGE = {
     'a FIFO': lambda path: (path.unlink(), os.mkfifo(path)),
     'a device': lambda path: (path.unlink(), path.symlink_to('/dev/zero')),
     'empty': lambda path: path.write_text(''),
-    'a scope': lambda path: path.write_text(f'prometheus {OTHER} metrics\n'),
     'bad token': lambda path: path.write_text(f'{OTHER}\nsecret"{OTHER}\n'),
     'not UTF-8': lambda path: path.write_bytes(OTHER.encode() + b'\n\xff\n'),
 }
 
 
-@pytest.mark.parametrize('damage', DAMAGE)
+@pytest.mark.parametrize('damage', DAMAGE.values(), ids=DAMAGE)
 def test_broken_tokens_file_keeps_the_old_tokens(damage, path, always_checked, caplog):
     """A tokens file that cannot be used changes nothing; it is logged and counted."""
     caplog.set_level(logging.INFO, 'plants')
     client = serve_tokens(TokensFile(path), metrics_token='for-metrics')
-    DAMAGE[damage](path)
+    damage(path)
     with pytest.raises(ValueError, match=str(path)):
         TokensFile(path)
     for _ in range(3):
-        assert value_of(client, f'Bearer {TOKEN}') == 200
+        assert value_of(client, f'Bearer {TOKEN}') == 0
         assert value_of(client, f'Bearer {OTHER}') == 40101
     (level,) = [line.levelno for line in caplog.records if str(path) in line.message]
     assert level == logging.ERROR
+    (path.parent / 'whole').write_text(f'new {OTHER}\n')
     if path.is_dir():
         path.rmdir()
-    path.unlink(missing_ok=True)
-    path.write_text(f'new {OTHER}\n')
-    assert value_of(client, f'Bearer {OTHER}') == 200
+    (path.parent / 'whole').rename(path)
+    assert value_of(client, f'Bearer {OTHER}') == 0
     assert value_of(client, f'Bearer {TOKEN}') == 40101
     assert_shows_no_token(caplog.text)
     metrics = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
     assert 'plants_token_reload_failures_total 1.0\n' in metrics.text
-
-
-def test_tokens_file_is_not_looked_at_for_each_request(path, monkeypatch):
-    """Only one request a second pays for it."""
-    monkeypatch.setattr(TokensFile, 'CHECK_EVERY', PATIENCE)
-    tokens = TokensFile(path)
-    path.unlink()
-    path.write_text(OTHER)
-    assert tokens.find(TOKEN)

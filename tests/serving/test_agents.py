@@ -1,7 +1,6 @@
 """Agents that wrap Falcon from outside: OpenTelemetry's and Datadog's."""
 
 import fcntl
-import os
 import subprocess
 import sys
 import sysconfig
@@ -30,24 +29,21 @@ FAILING = [
 def agents():
     """The environment with the agents beside our own, which is made once."""
     directory = Path(sys.prefix) / 'agents'
+    python, stamp = directory / 'bin/python', directory / ' '.join(PACKAGES)
+    pip = [python, '-m', 'pip', 'install', '--quiet', '--retries=1', '--timeout=10']
     try:
-        lock = open(f'{directory}.lock', 'w')  # noqa: SIM115
-    except OSError as ex:
-        pytest.skip(f'the agents need an environment of their own: {ex}')
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        stamp = directory / ' '.join(PACKAGES).replace('/', ' ')
-        if not stamp.exists():
-            venv = [sys.executable, '-m', 'venv', '--clear', directory]
-            pip = [directory / 'bin/python', '-m', 'pip', 'install', '--quiet']
-            quick = {'PIP_RETRIES': '1', 'PIP_TIMEOUT': '10'} | os.environ
-            try:
-                finished(venv, check=True, timeout=300)
-                finished([*pip, *PACKAGES], check=True, timeout=300, env=quick)
-            except subprocess.SubprocessError as ex:
-                why = (getattr(ex, 'stderr', '') or str(ex)).strip().splitlines()[-1]
-                pytest.skip(f'pip cannot install the agents: {why}')
-            stamp.touch()
+        with open(f'{directory}.lock', 'w') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not stamp.exists():
+                for command in (
+                    [sys.executable, '-m', 'venv', '--clear', directory],
+                    [*pip, *PACKAGES],
+                ):
+                    finished(command, check=True, timeout=300)
+                stamp.touch()
+    except (OSError, subprocess.SubprocessError) as ex:
+        why = (getattr(ex, 'stderr', '') or str(ex)).strip().splitlines()[-1]
+        pytest.skip(f'the agents need an environment of their own: {why}')
     return directory / 'bin'
 
 
@@ -72,21 +68,22 @@ def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
         'DD_REMOTE_CONFIGURATION_ENABLED': 'false',
     }
     command = [agents / agent, agents / 'python', *GUNICORN[1:]]
+    plant = fern()
+    preflight = {'origin': ORIGIN, 'access_control_request_method': 'POST'}
+    faults = {
+        40006: request(body=plant | {'name': 'Moss'}),
+        40004: request(body=b'{'),
+        40100: request(body=plant, authorization=None),
+        40101: request(body=plant, authorization='Bearer wrong'),
+        40400: request('GET', '/no'),
+        40500: request('PUT', '/plants'),
+        50000: request(body=fern(tag='500')),
+    }
     with Server(tmp_path, command=command, conf=FAILING, **settings) as server:
-        plant = fern()
         answer = server.ask(request(body=plant))
         assert (answer.status, answer.json) == (200, {'name': 'Fern'})
-        for value, data in {
-            40006: request(body=plant | {'name': 'Moss'}),
-            40004: request(body=b'{'),
-            40100: request(body=plant, authorization=None),
-            40101: request(body=plant, authorization='Bearer wrong'),
-            40400: request('GET', '/no'),
-            40500: request('PUT', '/plants'),
-            50000: request(body=fern(tag='500')),
-        }.items():
+        for value, data in faults.items():
             assert_error(server.ask(data), value)
-        preflight = {'origin': ORIGIN, 'access_control_request_method': 'POST'}
         data = request('OPTIONS', authorization=None, **preflight)
         answer = server.ask(data, head=True)
         assert answer.status in (200, 204)

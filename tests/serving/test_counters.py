@@ -4,7 +4,7 @@ import os
 import signal
 
 from exchange import assert_error, fern, parse_samples
-from server import Server, is_alive, request, wait_until
+from server import Server, request, wait_until
 
 TOKEN = 'a-token-for-the-metrics-alone'
 METRICS = request('GET', '/metrics', authorization=f'Bearer {TOKEN}')
@@ -21,19 +21,18 @@ def read(server, name='plants_request_seconds_count', **labels):
     )
 
 
-def add_plants(server, number):
-    """Add plants, each on a connection of its own, so that every worker gets some."""
-    for _ in range(number):
-        assert server.ask(request(body=fern())).status == 200
-
-
 def test_each_worker_reports_what_all_have_counted(tmp_path):
     """Also of workers that were killed or replaced; only that token reads it."""
     place = tmp_path / 'place'
     place.mkdir()
     how = {'workers': 2, 'PLANTS_METRICS_TOKEN': TOKEN}
     with Server(tmp_path, '--worker-tmp-dir', str(place), **how) as server:
-        add_plants(server, 20)
+
+        def add_plants(number):
+            for _ in range(number):  # each on a connection of its own
+                assert server.ask(request(body=fern())).status == 200
+
+        add_plants(20)
         for _ in range(4):
             assert read(server, route='/plants', status='200', error='0') == 20
         assert read(server, 'plants_store_batch_plants_sum') == 20
@@ -45,10 +44,9 @@ def test_each_worker_reports_what_all_have_counted(tmp_path):
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(server.worker_pids() - victims) == 2, 'others start')
-        wait_until(lambda: not any(map(is_alive, victims)), 'they have ended')
-        add_plants(server, 10)
+        add_plants(10)
         server.reload()
-        add_plants(server, 10)
+        add_plants(10)
         assert read(server, route='/plants', status='200') == 40
         assert list(place.iterdir()) == [directory]
         server.signal(signal.SIGTERM)

@@ -7,12 +7,21 @@ import signal
 import socket
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import product
 from urllib.parse import quote
 
 import pytest
 from exchange import parse_json_log
-from machine import child_pids, client_at
-from server import PATIENCE, TOKEN, Server, request, wait_until
+from server import (
+    PATIENCE,
+    TOKEN,
+    RawClient,
+    Server,
+    finished,
+    free_port,
+    request,
+    wait_until,
+)
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
@@ -72,24 +81,24 @@ def test_text_line_has_the_fields_of_a_json_line(service):
 @each_format
 def test_no_secret_is_logged(tmp_path, log):
     """No token, body or query is logged, wherever in a request it was put."""
+    names = ('cookie', 'referer', 'x_api_key', 'origin', 'user_agent')
+    headers = dict.fromkeys(names, SECRET) | {'x_request_id': f'{SECRET}!'}
+    target = f'/plants?access_token={SECRET}'
+    schemes = (f'Bearer {SECRET}', f'Basic {SECRET}', SECRET, None)
+    sent = [
+        request(method, target, FERN, authorization=authorization, **headers)
+        for method, authorization in product(('POST', 'GET'), schemes)
+    ]
+    bodies = (SECRET.encode(), b'{"name": ' + SECRET.encode(), {SECRET: 1}, FERN)
+    for body, kind in product(bodies, ('application/json', SECRET)):
+        sent.append(request(body=body, content_type=kind))
+    sent.append(request(body=FERN | {'name': 'another'}))
+    sent.append(f'POST {SECRET}\r\n'.encode() + request(body=FERN))
     with Server(tmp_path, '--log-level', 'debug', PLANTS_LOG=log) as server:
-        for authorization in (f'Bearer {SECRET}', f'Basic {SECRET}', SECRET, None):
-            for method in ('POST', 'GET'):
-                headers = ('cookie', 'referer', 'x_api_key', 'origin', 'user_agent')
-                more = dict.fromkeys(headers, SECRET) | {'x_request_id': f'{SECRET}!'}
-                target = f'/plants?access_token={SECRET}'
-                data = request(
-                    method, target, FERN, authorization=authorization, **more
-                )
-                server.ask(data)
-        for body in (SECRET, f'{{"id": 1, "name": {SECRET}', {SECRET: 1}, FERN):
-            data = body.encode() if isinstance(body, str) else body
-            for content_type in ('application/json', SECRET):
-                server.ask(request(body=data, content_type=content_type))
-        server.ask(request(body=FERN | {'name': 'another'}))
+        for data in sent:
+            server.ask(data)
         (tmp_path / 'plants.jsonl').unlink()
         assert server.ask(request(body=FERN)).status == 503
-        server.ask(f'POST {SECRET}'.encode() + b'\r\n' + request(body=FERN))
     assert SECRET not in server.log
     assert TOKEN not in server.log
 
@@ -98,10 +107,10 @@ def test_no_secret_is_logged(tmp_path, log):
 def test_no_control_character_is_logged(tmp_path, log):
     """What a client sends cannot command a terminal, nor begin a line of its own."""
     controls = ''.join(map(chr, {*range(1, 32), *range(0x7F, 0xA0)} - {10, 13}))
+    names = ('user_agent', 'referer', 'x_request_id')
     with Server(tmp_path, '--access-logfile', '-', PLANTS_LOG=log) as server:
-        for name in ('user_agent', 'referer', 'x_request_id'):
-            for control in controls:
-                server.ask(request(body=FERN, **{name: f'<{control}>'}))
+        for name, control in product(names, controls):
+            server.ask(request(body=FERN, **{name: f'<{control}>'}))
         server.ask(request('GET', f'/{quote(controls)}', x_request_id='last'))
         wait_until(lambda: ' last ' in server.log or '"last"' in server.log, 'logged')
     assert not re.search('[\0-\t\x0b-\x1f\x7f-\x9f]', server.log)
@@ -113,17 +122,14 @@ def test_log_file_is_rotated(tmp_path, log):
     """On SIGUSR1 every process reopens a log file that was moved away."""
     path, moved = tmp_path / 'server.log', tmp_path / 'moved.log'
     arguments = '--error-logfile', path.name, '--capture-output'
-    with (
-        Server(tmp_path, *arguments, PLANTS_LOG=log) as server,
-        server.connect() as client,
-    ):
-        client.ask(request(body=FERN, x_request_id='before'))
+    with Server(tmp_path, *arguments, PLANTS_LOG=log) as server:
+        server.ask(request(body=FERN, x_request_id='before'))
         wait_until(lambda: 'before' in path.read_text(), 'it is logged')
         path.rename(moved)
         server.signal(signal.SIGUSR1)
 
         def is_logged():
-            client.ask(request(body=FERN, x_request_id='after'))
+            server.ask(request(body=FERN, x_request_id='after'))
             return path.exists() and 'after' in path.read_text()
 
         wait_until(is_logged, 'the worker writes to the new file')
@@ -135,22 +141,21 @@ def test_log_file_is_rotated(tmp_path, log):
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, place):
     """With a full disk, or no directory for the log any more, the server goes on."""
     (tmp_path / 'logs').mkdir()
-    arguments = '--error-logfile', place, '--bind', f'unix:{tmp_path}/s'
+    port = free_port()
+    arguments = '--error-logfile', place, '--bind', f'127.0.0.1:{port}'
 
-    def connected():
-        with suppress(FileNotFoundError, ConnectionError):
-            return client_at(tmp_path / 's')
+    def answer():
+        with suppress(ConnectionError), RawClient(port) as client:
+            return client.ask(request(body=FERN))
 
-    with (
-        Server(tmp_path, *arguments).started() as server,
-        wait_until(connected, 'it listens') as client,
-    ):
-        assert client.ask(request(body=FERN)).status == 200
+    with Server(tmp_path, *arguments).started() as server:
+        assert wait_until(answer, 'it listens').status == 200
         shutil.rmtree(tmp_path / 'logs')
-        server.signal(signal.SIGUSR1)
-        server.signal(signal.SIGTTIN)
-        wait_until(lambda: len(child_pids(server.pid)) == 2, 'it has heard both')
-        assert client.ask(request(body=FERN)).status == 200
+        for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTTIN):
+            server.signal(number)
+        children = ['pgrep', '-P', str(server.pid)]
+        wait_until(lambda: len(finished(children).stdout.split()) > 1, 'it hears all')
+        assert answer().status == 200
 
 
 def test_syslog_has_the_lines_of_requests(tmp_path):

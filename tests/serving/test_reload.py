@@ -4,12 +4,22 @@ import os
 import pty
 import re
 import signal
+import time
 
 import pytest
 from exchange import Load, assert_error, fern
 from machine import edit, locked
-from server import GUNICORN, Server, is_alive, request, wait_until
+from server import (
+    GUNICORN,
+    PATIENCE,
+    Server,
+    is_alive,
+    request,
+    time_limits,
+    wait_until,
+)
 
+PROBE = request('GET', '/livez')
 IN_PLACE = GUNICORN[:3]  # with the configuration of its directory
 
 
@@ -26,7 +36,6 @@ def test_reload_reads_settings_and_schemas(checkout):
     variable = "raw_env = ['PLANTS_MAX_BODY=10']\n"
     settings.write_text(settings.read_text() + variable)
     with Server(checkout, command=IN_PLACE) as server:
-        pid = server.pid
         assert_error(server.ask(request(body=fern())), 40003)
         edit(settings, variable, "worker_class = 'gthread'\n")
         edit(checkout / 'schemas/Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
@@ -36,8 +45,7 @@ def test_reload_reads_settings_and_schemas(checkout):
         edit(settings, "worker_class = 'gthread'\n", '')
         server.reload()
         assert server.ask(request(body=fern())).status == 200
-        assert server.pid == pid
-        assert is_alive(pid)
+        assert is_alive(server.pid)
 
 
 # A line at the end of gunicorn.conf.py, and what the log then names.
@@ -70,7 +78,7 @@ def refusal(server):
     return line
 
 
-def test_reload_that_would_fail_changes_nothing(checkout, subtests):
+def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subtests):
     """What new workers could not start with is refused, until it is corrected."""
     settings = checkout / 'gunicorn.conf.py'
     ours = f"{settings.read_text()}\nbind = '127.0.0.1:0'\n"
@@ -88,6 +96,8 @@ def test_reload_that_would_fail_changes_nothing(checkout, subtests):
         sound = schema.read_text()
         schema.write_text('{"type": ["obj')
         assert 'Plant.json' in refusal(server)
+        start = [*IN_PLACE, '-c', settings]
+        assert Server(tmp_path_factory.mktemp('start'), command=start).run() == 1
         replace_worker(server)  # it serves what the others serve
         assert server.ask(request(body=fern())).status == 200
         schema.write_text(sound)
@@ -122,7 +132,11 @@ def test_five_reloads_fail_no_request(tmp_path):
             for _ in range(5):
                 load.wait_for_all()
                 server.reload()
+            workers = server.worker_pids()
+            for worker in workers:  # it ignores what who closes a window sends
+                os.kill(worker, signal.SIGHUP)
             load.wait_for_all()
+            assert server.worker_pids() == workers
         assert not load.failed
         assert is_alive(server.pid)
         assert len(server.plants()) == len(load.added)
@@ -130,18 +144,52 @@ def test_five_reloads_fail_no_request(tmp_path):
             assert word not in server.log
 
 
+def test_old_worker_ends_soon(tmp_path):
+    """Its silent connections are closed first; a request may delay it for a while."""
+    limits = time_limits(REQUEST_TIMEOUT=3600, LINGER=0.2)
+    conf = [*limits, 'keepalive = 3600', 'graceful_timeout = 2']
+    with (
+        Server(tmp_path, conf=conf) as server,
+        server.connect() as silent,
+        server.connect() as unfinished,
+    ):
+        for client in (silent, unfinished):
+            assert client.ask(PROBE).status == 200
+        unfinished.send(PROBE[:20])
+        old = server.worker_pids()
+        server.signal(signal.SIGHUP)
+        assert silent.receive() is None
+        assert not unfinished.is_readable()
+        wait_until(lambda: not old & server.worker_pids(), 'it ends')
+
+
+@pytest.mark.parametrize('pause', [0.001, 0.2])
+def test_server_ends_in_the_middle_of_a_reload(tmp_path, pause):
+    """SIGTERM ends the server, whatever a reload is doing."""
+    with Server(tmp_path) as server:
+        for _ in range(3):
+            server.signal(signal.SIGHUP)
+        time.sleep(pause)
+        server.signal(signal.SIGTERM)
+        assert server.wait(PATIENCE / 4) == 0
+        assert not server.worker_pids()
+        for word in ('Traceback', 'ERROR'):
+            assert word not in server.log
+
+
 def test_master_does_not_wait_for_the_lock(tmp_path):
     """While another process has the lock, a worker is replaced, and the server ends."""
     with Server(tmp_path, workers=2) as server, locked(tmp_path / 'plants.jsonl'):
         replace_worker(server)
-        assert server.ask(request('GET', '/livez')).status == 200
+        assert server.ask(PROBE).status == 200
         server.signal(signal.SIGTERM)
         assert server.wait(20) == 0
 
 
 FAILING_READ = [
-    'def load(*, wait=True): 1 / wait',
-    'def when_ready(server): server.app.callable.store.load = load',
+    'from store.jsonl import JSONLinesStore',
+    'load = JSONLinesStore.load',
+    'JSONLinesStore.load = lambda self, *, wait=True: load(self) if wait else 1 / 0',
 ]
 
 
@@ -153,62 +201,33 @@ def test_read_before_a_fork_stops_no_fork(tmp_path):
         assert server.ask(request(body=fern())).status == 200
 
 
-# ---- SIGHUP of a terminal
-
-
-def start(directory, *, ignored=False):
-    """Start a server in the foreground of a new terminal; return both."""
+@pytest.mark.parametrize('is_ignored', [False, True])
+def test_closed_terminal_ends_the_service(tmp_path, is_ignored):
+    """It does, as for each program; SIGHUP reloads before, and after ``nohup``."""
     command = [*GUNICORN, '-w1', '-b127.0.0.1:0', '-ppid', '--error-logfile=log']
-    if ignored:
+    if is_ignored:
         command = ['nohup', *command]
     pid, terminal = pty.fork()
     if pid == 0:  # pragma: no cover
-        os.chdir(directory)
+        os.chdir(tmp_path)
         os.environ['PLANTS_TOKENS'] = 'a' * 32
         os.execvp(command[0], command)
-    log = directory / 'log'
-    wait_until(lambda: log.exists() and 'Booting' in log.read_text(), 'it serves')
-    return pid, terminal, log
+    log = tmp_path / 'log'
 
+    def has_started(workers):
+        return log.exists() and log.read_text().count('Booting worker') == workers
 
-@pytest.mark.parametrize('ignored', [False, True])
-def test_closed_terminal_ends_the_service(tmp_path, ignored):
-    """It does, as for each program; after ``nohup`` the service goes on."""
-    pid, terminal, log = start(tmp_path, ignored=ignored)
     try:
-        os.close(terminal)
-        if ignored:
-            wait_until(lambda: is_alive(pid), 'it lives')
-            os.kill(pid, signal.SIGHUP)
-            wait_until(lambda: log.read_text().count('Booting') == 2, 'it reloads')
-        else:
+        wait_until(lambda: has_started(1), 'it serves')
+        if is_ignored:
+            os.close(terminal)
+        os.kill(pid, signal.SIGHUP)
+        wait_until(lambda: has_started(2), 'it reloads')
+        if not is_ignored:
+            os.close(terminal)
             wait_until(lambda: not is_alive(pid), 'it ends', 20)
-            assert 'Shutting down' in log.read_text()
             assert not (tmp_path / 'pid').exists()
     finally:
         if is_alive(pid):
             os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
-
-
-def test_sighup_of_a_terminal_that_is_open_reloads(tmp_path):
-    """Also for a server in the foreground of a terminal."""
-    pid, terminal, log = start(tmp_path)
-    try:
-        os.kill(pid, signal.SIGHUP)
-        wait_until(lambda: log.read_text().count('Booting') == 2, 'it reloads')
-    finally:
-        os.kill(pid, signal.SIGTERM)
-        os.waitpid(pid, 0)
-        os.close(terminal)
-
-
-def test_worker_ignores_sighup(tmp_path):
-    """Whoever closes a window sends SIGHUP to workers, too."""
-    with Server(tmp_path) as server, server.connect() as client:
-        assert client.ask(request('GET', '/livez')).status == 200
-        [worker] = server.worker_pids()
-        os.kill(worker, signal.SIGHUP)
-        for _ in range(20):
-            assert client.ask(request(body=fern())).status == 200
-        assert server.worker_pids() == {worker}

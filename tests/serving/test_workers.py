@@ -1,4 +1,4 @@
-"""Workers: sockets of each kind, failures, and every way to stop."""
+"""Workers: sockets of each kind, failures, replacements, and every way to stop."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from statistics import median
 import pytest
 from exchange import (
     LARGE_FILE,
-    SHORT_LIMITS,
     Load,
     ask_in_step,
     assert_error,
@@ -22,8 +21,22 @@ from exchange import (
     receive_last,
     table,
 )
-from machine import client_at, locked, only_worker, stop
-from server import PATIENCE, RawClient, Server, TLSServer, is_alive, request, wait_until
+from machine import client_at, locked
+from server import (
+    GUNICORN,
+    PATIENCE,
+    SCRIPTS,
+    RawClient,
+    Server,
+    TLSServer,
+    is_alive,
+    request,
+    time_limits,
+    wait_until,
+)
+
+PROBE = request('GET', '/livez')
+LARGE = request('GET', LARGE_FILE)
 
 
 @pytest.mark.parametrize('kind', ['gthread', 'sync'])
@@ -35,48 +48,39 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path, kind):
             answers = pool.map(lambda plant: server.ask(request(body=plant)), plants)
             assert {answer.status for answer in answers} == {200}
         assert_error(server.ask(request(body=plants[0] | {'name': 'Moss'})), 40006)
-        assert_error(server.ask(request(body=b'{')), 40004)
         assert len(server.plants()) == len(plants)
 
 
-def test_tls_is_served(tmp_path):
+def test_tls_is_served(secure):
     """Requests, pipelines, errors and large bodies work as they do without TLS."""
-    with TLSServer(tmp_path, conf=SHORT_LIMITS, workers=2) as server:
-        with server.connect() as client:
-            for _ in range(3):
-                assert ask_in_step(client, request(body=fern())).status == 200
-            body = json.dumps(fern()).encode().ljust(60_000)  # four records
-            assert ask_in_step(client, request(body=body)).status == 200
-            client.send(request(body=fern()) * 20)
-            assert {client.receive().status for _ in range(20)} == {200}
-            assert len(client.ask(request('GET', LARGE_FILE)).body) > 2**20
-            assert_error(ask_in_step(client, request(body=b' ' * 5 * 2**20)), 40003)
-        assert_error(server.ask(b'GET / HTTP/9.9\r\n\r\n'), 40000)
-        assert 'Traceback' not in server.log
+    with secure.connect() as client:
+        for _ in range(3):
+            assert ask_in_step(client, request(body=fern())).status == 200
+        body = json.dumps(fern()).encode().ljust(60_000)  # four records
+        assert ask_in_step(client, request(body=body)).status == 200
+        client.send(request(body=fern()) * 20)
+        assert {client.receive().status for _ in range(20)} == {200}
+        assert len(client.ask(LARGE).body) > 2**20
+        assert_error(ask_in_step(client, request(body=b' ' * 5 * 2**20)), 40003)
+    assert_error(secure.ask(b'GET / HTTP/9.9\r\n\r\n'), 40000)
 
 
-def test_connection_without_a_handshake_is_closed(tmp_path):
+def test_connection_without_a_handshake_is_closed(secure):
     """A client without TLS is disconnected, and delays nobody."""
-    lines = [*SHORT_LIMITS, 'connection.FIRST_REQUEST = 1']
-    with TLSServer(tmp_path, conf=lines) as server:
-        with ExitStack() as opened:
-            silent = [opened.enter_context(RawClient(server.port)) for _ in range(9)]
-            for client in silent[:3]:
-                client.send(b'\x16\x03\x01')
-            for client in silent[3:6]:
-                client.send(request(body=fern()))
-            assert server.ask(request(body=fern())).status == 200
-            for client in silent:
-                assert client.is_readable(PATIENCE)
-            with server.connect() as client:
-                client.send(request()[:30])
-                assert client.is_readable(PATIENCE)
-        assert server.ask(request(body=fern())).status == 200
-        assert 'Traceback' not in server.log
+    with ExitStack() as opened:
+        silent = [opened.enter_context(RawClient(secure.port)) for _ in range(9)]
+        for client in silent[:3]:
+            client.send(b'\x16\x03\x01')
+        for client in silent[3:6]:
+            client.send(request(body=fern()))
+        assert secure.ask(request(body=fern())).status == 200
+        for client in silent:
+            assert client.is_readable(PATIENCE)
+    assert secure.ask(request(body=fern())).status == 200
 
 
 def test_several_sockets_are_served(tmp_path):
-    """Two ports and a Unix socket are served, whatever address a client has."""
+    """Ports and a Unix socket; a header that is named like a variable is dropped."""
     path = tmp_path / 's'
     bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
     with Server(tmp_path, *bound) as server, ExitStack() as opened:
@@ -84,10 +88,12 @@ def test_several_sockets_are_served(tmp_path):
         clients = [opened.enter_context(RawClient(int(port))) for port in ports]
         clients += [opened.enter_context(client_at(path, source=f'{path}-client'))]
         clients += [opened.enter_context(client_at(path))]
+        sent = [chunked(json.dumps(fern()).encode())]
+        for name in (b'SCRIPT_NAME', b'PATH_INFO', b'CONTENT_LENGTH'):
+            sent += [request(body=fern(), put_here='/x').replace(b'put-here', name)]
         for client in clients:
-            for data in (request(body=fern()), chunked(json.dumps(fern()).encode())):
+            for data in sent:
                 assert ask_in_step(client, data).status == 200
-        assert len(server.plants()) == 2 * len(clients)
 
 
 FAILING = """
@@ -110,52 +116,163 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
     """After an exception, also in the middle of a body, the answer is 500."""
     with Server(tmp_path, conf=[FAILING]) as server, server.connect() as kept:
         for target in ('/raised', '/value', '/broken'):
-            assert kept.ask(request('GET', '/livez')).status == 200
+            assert kept.ask(PROBE).status == 200
             with server.connect() as client:
-                client.send(request('GET', '/livez') + request('GET', target))
+                client.send(PROBE + request('GET', target))
                 assert client.receive().status == 200
                 answer = receive_last(client)
             assert_error(answer, 50000)
-            assert f'{answer.headers["x-request-id"]}: request failed' in server.log
+            assert answer.headers['x-request-id'] in server.log
         assert server.log.count('Traceback') == 3
 
 
-def test_worker_ends_after_its_last_request(tmp_path):
-    """With max_requests a worker announces the end, and another one takes over."""
-    with Server(tmp_path, '--max-requests', '5') as server:
-        pid = only_worker(server)
-        with server.connect() as client:
-            while not client.ask(request(body=fern())).announces_close:
-                pass
-            assert client.receive() is None
-        wait_until(lambda: server.worker_pids() - {pid}, 'another one starts')
-        assert server.ask(request(body=fern())).status == 200
+@pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
+def test_connections_are_spread(service, number, at_once):
+    """Kept connections are spread evenly over two workers."""
+    # The median: a worker that the machine delays by some milliseconds gets fewer.
+    most = median(most_held(service, number, at_once) for _ in range(11))
+    assert most <= number // 2 + number // 8
 
+
+def most_held(server, number, at_once):
+    """Connect some clients; return how many of them the busier worker serves."""
+    clients = []
+    with ExitStack() as connections:
+        for _ in range(number):
+            clients.append(connections.enter_context(server.connect()))
+            if not at_once:
+                clients[-1].ask(PROBE)
+        answers = [client.ask(PROBE) for client in clients]
+    counts = Counter()
+    for answer in answers:
+        line = rf'\[(\d+)\] \[INFO\] {answer.headers["x-request-id"]} '
+        counts[wait_until(lambda line=line: re.search(line, server.log))[1]] += 1
+    return max(counts.values())
+
+
+# ---- workers that are replaced under load
+
+
+def assert_all_stored(server, load):
+    """Check that each plant answered with 200 is stored, once."""
+    stored = [plant['id'] for plant in server.plants()]
+    assert len(stored) == len(set(stored))
+    assert {plant['id'] for plant in load.added} <= set(stored)
+
+
+def scale(server, load):
+    """Send SIGTTIN up to four workers, and SIGTTOU down to one."""
+    signals = 2 * [signal.SIGTTIN] + 3 * [signal.SIGTTOU]
+    for number, workers in zip(signals, (3, 4, 3, 2, 1), strict=True):
+        server.signal(number)
+        wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
+        load.wait_for_all()
+
+
+def recycle(server, load):
+    """Wait until --max-requests has replaced every worker several times."""
+    wait_until(lambda: server.log.count('Booting worker') > 6, 'they are replaced')
+
+
+def upgrade(server, load):
+    """Send SIGUSR2, and end the first server when the second one serves."""
+    server.signal(signal.SIGUSR2)
+    wait_until(lambda: server.log.count('Booting worker') == 4, 'a new master serves')
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    load.wait_for_all()
+
+
+OPERATIONS = {
+    'SIGTTIN and SIGTTOU': (scale, GUNICORN),
+    'max_requests': (recycle, [*GUNICORN, '--max-requests=50']),
+    'SIGUSR2': (upgrade, [SCRIPTS / 'gunicorn', *GUNICORN[3:]]),
+    'SIGUSR2 after python -m': (upgrade, GUNICORN),
+}
+
+
+@table('operate, command', OPERATIONS)
+def test_no_request_fails_while_workers_are_replaced(tmp_path, operate, command):
+    """While workers start and end, every request on every connection is answered."""
+    with Server(tmp_path, command=command, workers=2) as server:
+        with Load(server) as load:
+            load.wait_for_all()
+            operate(server, load)
+        assert not load.failed
+        assert_all_stored(server, load)
+        assert 'ERROR' not in server.log
+
+
+# ---- stops
 
 STOPS = {
-    'TERM': (signal.SIGTERM, False),
-    'QUIT': (signal.SIGQUIT, False),
-    'INT': (signal.SIGINT, False),
-    'QUIT to the workers': (signal.SIGQUIT, True),
+    'SIGTERM': (signal.SIGTERM, False),
+    'SIGQUIT': (signal.SIGQUIT, False),
+    'Ctrl-C': (signal.SIGINT, False),
+    'SIGQUIT to the workers': (signal.SIGQUIT, True),
     'the master is killed': (signal.SIGKILL, False),
 }
 
 
 @table('number, of_workers', STOPS)
-def test_no_stop_answers_that_the_store_is_closed(tmp_path, number, of_workers):
-    """On every stop a client gets 200 or the end of its connection, and no 503."""
+def test_server_that_stops_under_load_answers_or_closes(tmp_path, number, of_workers):
+    """Each client has its answer or a closed connection, never 503; 200 is stored."""
     with Server(tmp_path, workers=2) as server, Load(server) as load:
-        load.wait_for_all()
+        load.wait_for_all()  # it asserts that each status is 200
         pids = server.worker_pids()
         for pid in pids if of_workers else [server.pid]:
             os.kill(pid, number)
         wait_until(lambda: not any(map(is_alive, pids)), 'the workers end')
         if of_workers:
             load.wait_for_all()
-    added = [plant['id'] for plant in server.plants()]
-    assert {plant['id'] for plant in load.added} <= set(added)
-    assert len(added) == len(set(added))
+        elif number != signal.SIGKILL:
+            assert server.wait() == 0
+    assert_all_stored(server, load)
     assert 'Traceback' not in server.log
+
+
+@pytest.mark.parametrize('end', ['interrupt', 'SIGQUIT'])
+def test_interrupt_ends_all_at_once(tmp_path, end):
+    """Ctrl-C, also often, or SIGQUIT ends the server whatever its clients do."""
+    # Silent, idle, two kinds of incomplete requests.
+    sent = (b'', PROBE, PROBE[:20], request(body=b'{"id"', content_length='100'))
+    with Server(tmp_path, '-p', 'pid', workers=2) as server, ExitStack() as opened:
+        for data in 2 * sent:
+            opened.enter_context(server.connect()).send(data)
+        assert server.ask(PROBE).status == 200
+        if end == 'SIGQUIT':  # also while an add waits
+            opened.enter_context(locked(tmp_path / 'plants.jsonl'))
+            opened.enter_context(server.connect()).send(request(body=fern()))
+            server.signal(signal.SIGQUIT)
+        else:
+            for _ in range(2_000):
+                server.interrupt()
+        assert server.wait(10) == 0
+        assert 'Traceback' not in server.log
+        assert not (tmp_path / 'pid').exists()
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGQUIT])
+def test_worker_that_is_starting_stops_at_once(tmp_path, number):
+    """A worker that has no signal handlers yet stops at once with the server."""
+    lines = 'import time', 'post_fork = lambda server, worker: time.sleep(3600)'
+    with Server(tmp_path, conf=lines).started() as server:
+        wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
+        server.signal(number)
+        assert server.wait(PATIENCE / 4) == 0
+
+
+def stop(server):
+    """Stop a server, and return when its worker accepts no more connections."""
+    server.signal(signal.SIGTERM)
+
+    def refuses():
+        try:
+            server.connect().close()
+        except ConnectionError:
+            return True
+
+    wait_until(refuses, 'it accepts no more connections')
 
 
 def test_request_that_has_begun_as_the_server_stops_is_answered(tmp_path):
@@ -183,11 +300,11 @@ def test_request_that_has_begun_as_the_server_stops_is_answered(tmp_path):
 @pytest.mark.parametrize('is_killed', [False, True])
 def test_open_connection_has_one_more_answer_as_the_server_stops(tmp_path, is_killed):
     """An idle client, and one whose answer has begun, may send one more request."""
-    lines = ['connection.LINGER = 60']
-    with Server(tmp_path, conf=lines) as server, ExitStack() as opened:
+    limits = time_limits(LINGER=60)
+    with Server(tmp_path, conf=limits) as server, ExitStack() as opened:
         idle, busy = (opened.enter_context(server.connect()) for _ in range(2))
-        assert idle.ask(request('GET', '/livez')).status == 200
-        busy.send(request('GET', LARGE_FILE))
+        assert idle.ask(PROBE).status == 200
+        busy.send(LARGE)
         assert busy.is_readable(PATIENCE)
         if is_killed:
             server.signal(signal.SIGKILL)
@@ -216,23 +333,3 @@ def test_silent_client_does_not_delay_a_stop(tmp_path):
         assert silent.is_readable(PATIENCE)
         assert server.wait() == 0
         assert 'Traceback' not in server.log
-
-
-@pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
-def test_connections_are_spread(service, number, at_once):
-    """Kept connections are spread evenly over two workers."""
-    # The median: a worker that the machine delays by some milliseconds gets fewer.
-    most = median(most_held(service, number, at_once) for _ in range(11))
-    assert most <= number // 2 + number // 8
-
-
-def most_held(server, number, at_once):
-    """Connect some clients; return how many of them the busier worker serves."""
-    clients = []
-    with ExitStack() as connections:
-        for _ in range(number):
-            clients.append(connections.enter_context(server.connect()))
-            if not at_once:
-                clients[-1].ask(request('GET', '/livez'))
-        answers = [client.ask(request('GET', '/livez')) for client in clients]
-    return max(Counter(map(server.worker_of, answers)).values())

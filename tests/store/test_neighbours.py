@@ -3,7 +3,6 @@
 The tests read the file without the store.
 """
 
-import itertools
 import os
 import random
 import signal
@@ -13,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 from disk import fill, lines, raw_plants
-from exchange import Crowd
+from exchange import Load
 from server import Server
 from waiting import FORK, wait_until
 
@@ -75,14 +74,14 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
 
 def test_killed_workers_beside_another_server(tmp_path, path):
     """Whenever a worker or a server is killed, what was answered is stored once."""
-    ids, acknowledged = itertools.count(1), []
+    acknowledged = []
     homes = tmp_path / 'one', tmp_path / 'two'
     for home in homes:
         home.mkdir()
     one, two = (Server(home, workers=2, PLANTS_STORE=f'jsonl:{path}') for home in homes)
-    with one, two, Crowd(two, acknowledged, ids, 'two') as other:
+    with one, two, Load(two, acknowledged, repeats=True) as other:
         for number in range(4):
-            with Crowd(one, acknowledged, ids, number) as crowd:
+            with Load(one, acknowledged, repeats=True) as crowd:
                 crowd.wait_for_all()
                 if number < 3:
                     os.kill(min(one.worker_pids()), signal.SIGKILL)
