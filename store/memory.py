@@ -9,7 +9,9 @@ from store.errors import IdTaken, StoreClosed
 class MemoryStore(PlantStore):
     """Keep plants in a dictionary; durable until the process ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str = 'memory:', **options: object) -> None:
+        if url != 'memory:':
+            raise ValueError('nothing may follow memory:')
         self._plants: dict[int, Plant] = {}
         self._closed = False
 

@@ -1,7 +1,7 @@
 """Opens the store that a URL names, even that of a package: see ``docs/stores.md``."""
 
 import os
-import shlex
+from importlib.metadata import EntryPoint, entry_points
 
 from store.base import PlantStore
 from store.errors import StoreError
@@ -9,6 +9,14 @@ from store.masking import clean, is_path
 from store.scheduler import THREADS, Scheduler
 
 DEFAULT_URL = 'jsonl:plants.jsonl'
+GROUP = 'plant_store.stores'  # of the entry points of packages
+# The stores of this package, offered in the same way.
+OURS = [
+    EntryPoint('memory', 'store.memory:MemoryStore', GROUP),
+    EntryPoint('jsonl', 'store.jsonl:JSONLinesStore', GROUP),
+    EntryPoint('postgresql', 'store.postgresql:PostgreSQLStore', GROUP),
+    EntryPoint('postgres', 'store.postgresql:PostgreSQLStore', GROUP),
+]
 
 
 def open_store(
@@ -28,25 +36,25 @@ def open_store(
         StoreUnavailable: A plant file is missing and cannot be made.
     """
     url, path = url.strip(), url.partition(':')[2]
-    scheme, _, rest = url.partition(':')
-    try:  # NOTE: imports are here, so that no store needs the packages of another.
-        if url == 'memory:':
-            from store.memory import MemoryStore
-
-            return MemoryStore()
-        if scheme == 'jsonl' and rest:
-            from store.jsonl import JSONLinesStore
-
-            return JSONLinesStore(_clean(path), create=create, scheduler=scheduler)
-        if scheme in ('postgresql', 'postgres') and rest.startswith('//'):
-            from store.postgresql import PostgreSQLStore
-
-            return PostgreSQLStore(url, create=create, scheduler=scheduler)
-    except (ImportError, ValueError) as ex:
-        need = isinstance(ex, ImportError) * 'it needs the package psycopg[binary]: '
-        reason = str(ex) if scheme == 'jsonl' else clean(str(ex), url)
-        raise ValueError(f'{scheme}: {need}{reason}') from None
-    return _open_plugin(url, create=create, scheduler=scheduler)
+    scheme, colon, _ = url.partition(':')
+    found = [it for it in OURS if it.name == scheme]
+    found = found or [*entry_points(group=GROUP, name=scheme)]
+    if not colon or len(found) != 1:
+        offers = [f'{it.name}: ({it.value})' for it in entry_points(group=GROUP)]
+        raise ValueError(
+            'it is not a store: use memory:, jsonl:PATH, or postgresql://..., without '
+            f'quotes, or what one package offers: {", ".join(offers) or "none does"}'
+        )
+    argument = _clean(path) if scheme == 'jsonl' else url
+    try:
+        store: PlantStore = found[0].load()(
+            argument, create=create, scheduler=scheduler
+        )
+    except StoreError:
+        raise
+    except Exception as ex:  # NOTE: "from None": it may hold a password
+        raise ValueError(f'{scheme}: {clean(str(ex), url)}') from None
+    return store
 
 
 def _clean(text: str) -> str:
@@ -63,38 +71,12 @@ def _clean(text: str) -> str:
         if os.path.lexists(plain):
             move = f'mv -n -- {old} {free} && python -m store copy {free} {new}'
         raise ValueError(f'rename the file with white space or quotes: {move}')
-    if path.startswith('//'):
-        name = path.lstrip('/') if is_path(path) else 'PATH'
-        raise ValueError(f'write jsonl:/{name} or jsonl:{name}, without "//"')
-    if path != plain or not is_path(path):
-        raise ValueError('put no quotes around a path, and ./ before one with a colon')
+    if not path or path != plain or path.startswith('//') or not is_path(path):
+        raise ValueError('write jsonl:PATH without "//" and quotes, with ./ before ":"')
     return path
 
 
 def _quoted(path: str) -> str:
     """Return an absolute path as a word that can be pasted into a shell."""
-    path = os.path.abspath(path)
     # With a quote of one kind in it, repr() uses the other kind around it.
-    escaped = '$' + repr(os.fsencode(path) + b'"')[1:-2] + "'"
-    return shlex.quote(path) if path.isprintable() else escaped
-
-
-def _open_plugin(url: str, **options: object) -> PlantStore:
-    from importlib.metadata import entry_points
-
-    stores = entry_points(group='plant_store.stores')
-    found = [store for store in stores if url.startswith(f'{store.name}:')]
-    if len(found) != 1:
-        offers = [f'{it.name}: of {it.dist.name}' for it in stores if it.dist]
-        raise ValueError(
-            'it is not a store: use memory:, jsonl:PATH, or postgresql://..., without '
-            f'quotes, or what one package offers ({", ".join(offers) or "none does"})'
-        )
-    try:
-        store: PlantStore = found[0].load()(url, **options)
-    except StoreError:
-        raise
-    except Exception as ex:  # NOTE: "from None": it may hold a password
-        reason = f'{type(ex).__name__}: {clean(str(ex), url)}'
-        raise ValueError(f'{found[0].name}: {found[0].value}: {reason}') from None
-    return store
+    return '$' + repr(os.fsencode(os.path.abspath(path)) + b'"')[1:-2] + "'"

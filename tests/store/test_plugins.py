@@ -64,12 +64,12 @@ STORE = 'def Store(url, **_):'
 SECRET = 'url.split(":")[2].split("@")[0]'
 WRONG = {
     'no-module': ('gone:Store', '', 'gone'),
-    'raises': ('', '1 / 0', 'ZeroDivisionError'),
-    'parameters': ('', 'def Store(url): ...', 'TypeError'),
+    'raises': ('', '1 / 0', 'division by zero'),
+    'parameters': ('', 'def Store(url): ...', 'keyword argument'),
     'url': ('', f'{STORE} raise ValueError("no colour")', 'no colour'),
-    'repeated': ('', f'{STORE} raise ValueError(url)', 'ValueError'),
-    'other': ('', f'{STORE} raise OSError("secret", url)', 'OSError'),
-    'int': ('', f'{STORE} int({SECRET})', 'ValueError'),
+    'repeated': ('', f'{STORE} raise ValueError(url)', ''),
+    'other': ('', f'{STORE} raise OSError("secret", url)', ''),
+    'int': ('', f'{STORE} int({SECRET})', 'base 10'),
 }
 
 
@@ -113,7 +113,8 @@ class TestRefused:
 
 def test_missing_psycopg_is_named(monkeypatch):
     """Without psycopg a PostgreSQL URL is refused; the message names the package."""
-    monkeypatch.delattr('store.postgresql', raising=False)
-    monkeypatch.setitem(sys.modules, 'store.postgresql', None)
-    with pytest.raises(ValueError, match=r'psycopg\[binary\]'):
+    for name in [it for it in sys.modules if it.startswith('store.postgresql')]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'psycopg', None)
+    with pytest.raises(ValueError, match='psycopg'):
         open_store('postgresql://me:secret@host/plants')
