@@ -1,36 +1,28 @@
-"""The command line: ``python -m store list|check|copy``.
-
-It reads ``PLANTS_STORE`` itself, since ``store/`` may not import ``web/settings.py``.
-"""
+"""The command line. It reads ``PLANTS_STORE``, since ``store/`` imports no ``web/``."""
 
 import argparse
 import logging
 import os
-import re
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
-from typing import NoReturn
+from io import TextIOWrapper
+from itertools import chain
 
 from store import __version__
-from store.base import PlantStore, batches
-from store.errors import IdTaken, StoreError, StoreUnavailable
+from store.base import Plant, PlantStore, batches
+from store.errors import IdTaken, StoreError
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
 from store.masking import escaped, is_path
 from store.url import DEFAULT_URL, open_store
 
-USAGE = """python -m store list [URL]
-       python -m store check [--repair] [URL]
-       python -m store copy SRC DST"""
+USAGE = """python -m store list [URL]            print plants as JSON lines
+       python -m store check [URL]           verify every plant
+       python -m store check --repair [URL]  move damaged lines to a side file
+       python -m store copy SRC DST          add plants to DST; may be repeated"""
 
 DESCRIPTION = """\
-list   print the plants of a store as JSON lines
-check  verify every plant; --repair moves damaged lines of a file to a side file
-copy   add the plants of one store to another, which keeps its own; may be repeated
-
 A URL names a store, by default that of PLANTS_STORE, or jsonl:plants.jsonl:
   plants.jsonl                     a file of JSON lines (or jsonl:PATH)
   postgresql://USER@HOST/DATABASE  a table in PostgreSQL (or postgres://...)
@@ -38,15 +30,8 @@ A URL names a store, by default that of PLANTS_STORE, or jsonl:plants.jsonl:
   SCHEME:...                       a store that an installed package offers
 
 exit codes: 0 done, 1 a store is missing, damaged or unavailable, or plants conflict,
-            2 the command or a URL is wrong, 130 interrupted by Ctrl-C
+            2 the command or a URL is wrong, 130 Ctrl-C, 141 nobody reads the output
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with a message of argparse, cut before the argument that it repeats."""
-        repeated = '(?s)^(unrecognized arguments|ambiguous option).*|[:]? ?[\'"].*'
-        super().error(re.sub(repeated, r'\1', message))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in 'stdout', 'stderr':
         if getattr(sys, name) is None:  # closed: print() would write to stdout
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), 'w'))
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no UTF-8
+        sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
     logging.basicConfig(format='%(message)s')
     # Which table of a database is used, and how far a long opening is.
     logging.getLogger('store').setLevel(logging.INFO)
@@ -63,40 +50,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130  # as a shell reports a process that SIGINT has ended
         finally:
-            _print()  # what is still buffered
+            sys.stdout.flush()
     except StoreError as ex:
-        print(f'Error: {escaped(str(ex))}', file=sys.stderr)
-        return 1
+        reason = escaped(str(ex))
+    except OSError as ex:  # of the output: a store raises no such error
+        # The rest goes nowhere: at its exit the interpreter would fail to flush it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(ex, BrokenPipeError):
+            return 141  # as for SIGPIPE; the reader has read enough, as head has
+        reason = f'the output: {ex.strerror}'
+    print(f'Error: {reason}', file=sys.stderr)
+    return 1
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = _Parser('python -m store', USAGE, DESCRIPTION)
+    parser = argparse.ArgumentParser('python -m store', USAGE, DESCRIPTION)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = partial(parser.add_argument, help=argparse.SUPPRESS)
     add('--version', action='version', version=f'plant store {__version__}')
     add('--repair', action='store_true')
-    add('command', choices=('list', 'check', 'copy'))
-    add('urls', nargs='*', metavar='URL')
-    options = parser.parse_intermixed_args(arguments)
-    urls = options.urls or [os.environ.get('PLANTS_STORE', DEFAULT_URL)]
-    if len(urls) != (2 if options.command == 'copy' else 1):
-        parser.error('copy needs SRC and DST, and the others at most one URL')
-    if options.repair and options.command != 'check':
-        parser.error('--repair belongs to check')
+    add('words', nargs='*')
+    # No error repeats an argument: it may be a URL with a password.
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    command, *urls = options.words or ['']
+    urls = urls or [os.environ.get('PLANTS_STORE', DEFAULT_URL)]
+    if unknown or {'list': 1, 'check': 1, 'copy': 2}.get(command) != len(urls):
+        parser.error('it has to be one of these commands')
     try:
         # Both, so that a wrong target is found before anything is read or made.
         store, *_ = [open_store(url, create=False) for url in map(_url, urls)]
     except ValueError as ex:  # its message shows no password
-        argparse.ArgumentParser.error(parser, str(ex))
-    if options.repair and not isinstance(store, JSONLinesStore):
-        parser.error('--repair is for a file of JSON lines')
+        parser.error(str(ex))
+    if options.repair and not (
+        command == 'check' and isinstance(store, JSONLinesStore)
+    ):
+        parser.error('--repair is for a check of a file of JSON lines')
     with store:
-        if options.command == 'list':  # while somebody reads it
-            all(_print(record.encode(it).decode()[:-1], flush=False) for it in store)
-            return 0
-        if options.command == 'check':
+        if command == 'check':
             return _check(store, options.repair)
-        return _copy(store, _url(urls[1]))
+        if command == 'copy':
+            return _copy(store, _url(urls[1]))
+        for plant in store:
+            print(_line(plant))
+    return 0
 
 
 def _url(text: str) -> str:
@@ -112,69 +108,50 @@ def _check(store: PlantStore, repair: bool) -> int:
     else:  # a store without lines that can be damaged
         found = Verified(sum(1 for _ in progress(store)))
     for damage in found.damaged:
-        _print(damage)
+        print(escaped(damage))
     faults = len(found.damaged) + found.unnamed
     outcome = f'damaged: {faults}; --repair moves damaged lines to a side file'
     outcome = found.repaired or (outcome if faults else 'no damage')
-    _print(f'{found.plants} plants verified, {outcome}')
+    print(escaped(f'{found.plants} plants verified, {outcome}'))
     return int(faults > 0 and not found.repaired)
 
 
 def _copy(source: PlantStore, url: str) -> int:
     bar = _progress()(source)
-    bar_hidden = getattr(bar, 'external_write_mode', nullcontext)
+    write = getattr(bar, 'write', print)  # not in the middle of the bar
     counts = dict.fromkeys(('copied', 'already there', 'conflicting'), 0)
     parts = batches(bar)
-    batch = next(parts, [])  # a source that cannot be read makes no target
+    first = next(parts, [])  # a source that cannot be read makes no target
     with open_store(url) as target:
         try:
             target.load()
-            while batch:
+            for batch in chain([first], parts):
                 outcomes = target.add_many(batch)
                 for plant, outcome in zip(batch, outcomes, strict=True):
                     if isinstance(outcome, IdTaken):
                         counts['conflicting'] += 1
-                        with bar_hidden():
-                            line = record.encode(plant).decode()[:-1]
-                            _print(f'conflicting: {line}')
+                        write(f'conflicting: {_line(plant)}')
                     else:
                         counts['copied' if outcome else 'already there'] += 1
-                batch = next(parts, [])
         finally:
             parts.close()
             # Printed after an error, too: the copied plants stay, and a repeat goes on.
-            _print(', '.join(f'{name}: {count}' for name, count in counts.items()))
+            print(', '.join(f'{name}: {count}' for name, count in counts.items()))
     return int(counts['conflicting'] > 0)
 
 
 def _progress() -> Progress:
-    """Return a progress bar, or ``iter`` without a terminal or without tqdm."""
-    if not sys.stderr.isatty() or not find_spec('tqdm'):
-        return iter
-    from tqdm import tqdm
-
-    return partial(tqdm, unit=' plants', leave=False)
-
-
-def _print(line: str = '', *, flush: bool = True) -> bool:
-    """Print a line, if any; return whether the standard output is still read.
-
-    Control characters are escaped: they command a terminal. A reader may close a pipe
-    early, as ``head`` does; then a copy goes on without it.
-    """
-    # Paths may hold bytes that are not UTF-8.
-    data = f'{escaped(line)}\n'.encode(errors='surrogateescape')
+    """Return a progress bar, shown on a terminal, or ``iter`` without tqdm."""
     try:
-        sys.stdout.buffer.write(data if line else b'')
-        if flush:
-            sys.stdout.flush()
-    except OSError as ex:
-        # The rest goes nowhere: at its exit the interpreter would fail to flush it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(ex, BrokenPipeError):
-            raise StoreUnavailable.refused(ex, 'the output') from ex
-        return False
-    return True
+        from tqdm import tqdm
+    except ImportError:
+        return iter
+    return partial(tqdm, unit=' plants', leave=False, disable=None)
+
+
+def _line(plant: Plant) -> str:
+    """Return the record of a plant, escaped: control characters command a terminal."""
+    return escaped(record.encode(plant).decode()[:-1])
 
 
 if __name__ == '__main__':  # pragma: no cover
