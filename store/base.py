@@ -1,6 +1,7 @@
 """The contract between the service and a store of plants."""
 
 import abc
+import re
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
@@ -28,16 +29,14 @@ class Plant(NamedTuple):
 
 TEXTS = Plant._fields[1:]  # the members that are text
 OPTIONAL = frozenset(Plant._field_defaults)  # those that a plant may lack: None
+LONE_SURROGATE = re.compile('[\ud800-\udfff]')
 
 
 def check_plant(plant: Plant) -> None:
-    """Check what every store asks of a plant; a file also limits the length.
+    """Raise ``ValueError`` with a sentence about what no store can keep.
 
     A file would not open again with ``Plant(True, ...)`` in it, and PostgreSQL refuses
-    U+0000.
-
-    Raises:
-        ValueError: It is not valid; the message is a sentence that names the member.
+    U+0000. A file also limits the length.
     """
     id = plant.id
     if not isinstance(id, int) or isinstance(id, bool):
@@ -51,11 +50,8 @@ def check_plant(plant: Plant) -> None:
             raise ValueError(f'{member}: {reprlib.repr(text)} is not a string')
         if '\0' in text:
             raise ValueError(f'{member}: it holds U+0000')
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f'{member}: it holds a lone surrogate') from None
+        if not text.isascii() and LONE_SURROGATE.search(text):
+            raise ValueError(f'{member}: it holds a lone surrogate')
 
 
 def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
@@ -105,26 +101,13 @@ class PlantStore(abc.ABC):
 
     @abc.abstractmethod
     def add(self, plant: Plant) -> bool:
-        """Store a plant, once; wait for 5 seconds at most.
-
-        Returns:
-            Whether it is new: ``False`` if this very plant was there before.
-
-        Raises:
-            StoreError: Any of ``store/errors.py``.
-            ValueError: ``check_plant`` refuses it.
-        """
+        """Store a plant, in 5 seconds at most; return whether it was not there."""
 
     def add_many(self, plants: Sequence[Plant]) -> list[bool | IdTaken]:
         """Store plants, each as ``add`` would, however long that takes.
 
-        Returns:
-            For each plant what ``add`` would return, or the ``IdTaken`` it would raise.
-
-        Raises:
-            StoreError: As ``add``, except ``IdTaken``; then any of the plants may be
-                stored.
-            ValueError: ``check_plant`` refuses one of them; then none is stored.
+        Return for each what ``add`` would return, or the ``IdTaken`` it would raise.
+        Any other ``StoreError`` ends it; then any of the plants may be stored.
         """
         for plant in plants:
             check_plant(plant)
@@ -138,11 +121,11 @@ class PlantStore(abc.ABC):
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Plant]:
-        """Yield all plants; raises as ``add`` does, except ``IdTaken``."""
+        """Yield all plants."""
 
     @abc.abstractmethod
     def ping(self) -> None:
-        """Return if an ``add`` would work now; raises as ``add`` does if not."""
+        """Return if an ``add`` would work now."""
 
     def load(self, *, wait: bool = True) -> None:
         """Read what children that are forked later can go on with.
