@@ -137,11 +137,8 @@ class CommittedStore(PlantStore):
 
     def _committer(self) -> '_Committer':
         self._check_open()
-        pid = os.getpid()
-        committer = self._committers.get(pid)
-        if committer is None:  # setdefault() is atomic
-            committer = self._committers.setdefault(pid, _Committer(self))
-        return committer
+        pid, each = os.getpid(), self._committers
+        return each.get(pid) or each.setdefault(pid, _Committer(self))  # atomic
 
 
 @dataclass(slots=True, eq=False)

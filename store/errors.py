@@ -1,7 +1,6 @@
 """The exceptions that a plant store raises."""
 
 import shlex
-from typing import Self
 
 
 class StoreError(Exception):
@@ -26,11 +25,6 @@ class StoreUnavailable(StoreError):
         self.store = store  # its name, for example a path
         self.detail = detail  # more for the operator
 
-    @classmethod
-    def refused(cls, error: OSError, store: object, detail: str = '') -> Self:
-        """Return what is raised for an error of the operating system."""
-        return cls(error.strerror or str(error), store=str(store), detail=detail)
-
 
 class StoreCorrupt(StoreError):
     """A stored line is damaged, and it is not a torn tail."""
@@ -44,7 +38,6 @@ class StoreCorrupt(StoreError):
         self.path = path
         self.line = line  # the first damaged one, counted from 1
         self.offset = offset  # where it begins, in bytes from the start of the file
-        self.reason = reason  # what is wrong with the line
 
 
 class StoreClosed(StoreError):

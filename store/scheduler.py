@@ -6,7 +6,6 @@ scheduler of its own to ``open_store``, and serves others meanwhile.
 
 import _thread
 from collections.abc import Callable
-from typing import Final
 
 Wait = Callable[[float], bool]
 Wake = Callable[[], object]
@@ -34,4 +33,4 @@ class Scheduler:
         return function
 
 
-THREADS: Final = Scheduler()
+THREADS = Scheduler()

@@ -147,7 +147,7 @@ def refusal(ex: OSError, path: Path) -> StoreUnavailable:
         reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
         return StoreUnavailable(f'{reason}use a local one', store=str(path))
     detail = _owner(path) if isinstance(ex, PermissionError) else ''
-    return StoreUnavailable.refused(ex, path, detail)
+    return StoreUnavailable(ex.strerror or str(ex), store=str(path), detail=detail)
 
 
 def gone(path: Path) -> StoreUnavailable:

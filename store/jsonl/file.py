@@ -56,7 +56,7 @@ class PlantFile:
             with disk.unavailable(path):
                 disk.check_directory(path)
                 self._fd = disk.open_file(path)
-                forks.own(self, self._fd)
+                forks.owned[self] = self._fd
                 self._open(length, inherited)
         except BaseException:
             self.close()
@@ -95,7 +95,7 @@ class PlantFile:
             disk.try_write(self._path, self._failed_write or 1, offset)
 
     def close(self) -> None:
-        forks.disown(self)
+        forks.close(self)
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
