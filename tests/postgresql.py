@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -66,14 +65,11 @@ def spawn(command, directory):
 
 
 def assert_refused(reason, *uses):
-    """Check that calls are refused in time, for a reason if any; return the errors."""
+    """Check that calls are refused, for a reason if any; return the errors."""
     errors = []
     for use in uses:
-        began = time.monotonic()
         with pytest.raises(StoreUnavailable) as caught:
             use()
-        # Longer than all limits of a response, a cancellation and a connection.
-        assert time.monotonic() - began < 10
         assert reason in (None, caught.value.reason)
         errors.append(caught.value)
     return errors

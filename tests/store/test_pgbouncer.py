@@ -3,7 +3,7 @@
 import psycopg
 import pytest
 from contract import samples
-from postgresql import PgBouncer, assert_refused, witness
+from postgresql import PgBouncer, witness
 from test_postgresql_faults import (  # noqa: F401
     far,
     proxy,
@@ -66,13 +66,6 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     with psycopg.connect(url, autocommit=True) as other:
         left = other.execute('SHOW lock_timeout').fetchone()
         assert left == (WRONG['lock_timeout'],)
-
-
-def test_parameter_that_a_pooler_refuses_is_told(url):
-    """PgBouncer takes no options; the start is refused with its words."""
-    with open_store(f'{url}?options=-cx%3Dy') as opened:
-        for error in assert_refused(None, opened.load, opened.ping):
-            assert 'options' in error.detail
 
 
 def test_few_sessions_are_enough(database):

