@@ -36,6 +36,7 @@ def cold_process(command, directory, environment, log):
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            close_fds=False,  # a test may have made a socket inheritable
         )
 
 

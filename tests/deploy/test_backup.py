@@ -8,11 +8,11 @@ import subprocess
 from functools import partial
 
 import pytest
-from server import REPOSITORY, SCRIPTS, Server, finished, request
+from exchange import table
+from server import REPOSITORY, SCRIPTS, finished
 
 UNIT = (REPOSITORY / 'deploy/plants-backup.service').read_text()
 LINES = [b'{"id":%d,"name":"Fern"}\n' % id for id in range(100)]
-DAMAGED = [*LINES[:30], b'{"id":30\n', *LINES[31:]]
 OLD = 'plants-20260101T000000Z.jsonl'
 
 
@@ -41,18 +41,6 @@ def run(backups, keep='14', **options):
     return done.returncode
 
 
-def test_backup_has_what_a_running_server_acknowledged(backups):
-    """A backup beside a server is private, and has every plant so far."""
-    with Server(backups.parent, workers=2) as server:
-        assert server.ask(request(body={'id': 100, 'name': 'Moss'})).status == 200
-        assert run(backups) == 0
-    [new] = {path.name for path in backups.iterdir()} - {OLD}
-    assert re.fullmatch(r'plants-\d{8}T\d{6}Z\.jsonl', new)
-    expected = b''.join([*LINES, b'{"id":100,"name":"Moss"}\n'])
-    assert (backups / new).read_bytes() == expected
-    assert (backups / new).stat().st_mode & 0o077 == 0
-
-
 @pytest.mark.parametrize('keep', [1, 2])
 def test_newest_backups_are_kept(backups, keep):
     """The oldest are removed, never the new one, nor files of others."""
@@ -64,6 +52,7 @@ def test_newest_backups_are_kept(backups, keep):
     names = sorted({path.name for path in backups.iterdir()} - others)
     assert names == [newer, 'plants-20970101T000001Z.jsonl'][-keep:]
     assert (backups / names[-1]).read_bytes() == b''.join(LINES)
+    assert (backups / names[-1]).stat().st_mode & 0o077 == 0, 'it is private'
     assert others < {path.name for path in backups.iterdir()}
 
 
@@ -71,17 +60,16 @@ def test_newest_backups_are_kept(backups, keep):
 FULL = {'preexec_fn': partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, 1000))}
 
 
-@pytest.mark.parametrize(
-    ('lines', 'how'),
-    [
-        (DAMAGED, {}),
-        (None, {}),
-        (LINES, FULL),
-        (LINES[:1], {}),
-        (LINES, {'keep': '0'}),
-    ],
-    ids=['damaged', 'missing', 'disk full', 'fewer plants', 'keeps none'],
-)
+FAILURES = {
+    'damaged': ([*LINES[:30], b'{"id":30\n', *LINES[31:]], {}),
+    'missing': (None, {}),
+    'disk full': (LINES, FULL),
+    'fewer plants': (LINES[:1], {}),
+    'keeps none': (LINES, {'keep': '0'}),
+}
+
+
+@table('lines, how', FAILURES)
 def test_failure_is_reported_and_removes_nothing(backups, lines, how):
     """A failure has an exit code; the older backups stay alone."""
     plants = backups.parent / 'plants.jsonl'

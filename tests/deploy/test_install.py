@@ -27,14 +27,14 @@ def checkout(checkout):
     return checkout
 
 
-@pytest.mark.parametrize(
-    ('version', 'platform', 'needed'),
-    [
-        ((3, 10), 'linux', '3.11'),
-        ((3, 11), 'darwin', '3.12'),
-        ((3, 12), 'win32', 'Linux or macOS'),
-    ],
-)
+WRONG = [
+    ((3, 10), 'linux', '3.11'),
+    ((3, 11), 'darwin', '3.12'),
+    ((3, 12), 'win32', 'Linux or macOS'),
+]
+
+
+@pytest.mark.parametrize(('version', 'platform', 'needed'), WRONG)
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, needed):
     """A wrong Python ends make at once with a sentence; nothing is made."""
     python = checkout / 'python'

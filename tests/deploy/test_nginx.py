@@ -3,10 +3,8 @@
 import json
 import re
 import shutil
-import threading
+import socket
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingMixIn, UnixStreamServer
 
 import pytest
 from exchange import assert_error, chunked, fern, table
@@ -67,11 +65,11 @@ class Nginx:
         pid = self.directory / 'nginx.pid'
         wait_until(lambda: not pid.exists(), 'nginx ends')
 
-    def connect(self, *, tls=True, source=None):
-        return RawClient(self.port, source=source, trust=tls and self._trust)
+    def connect(self, source=None):
+        return RawClient(self.port, source=source, trust=self._trust)
 
-    def ask(self, data, **how):
-        with self.connect(**how) as client:
+    def ask(self, data):
+        with self.connect() as client:
             return client.ask(data)
 
     @property
@@ -109,8 +107,9 @@ def test_answers_of_the_service_pass_unchanged(service, nginx):
         message = assert_error(client.ask(request(body=plant | {'id': 1.5})), 40005)
         assert '1.5' in message
         assert_error(client.ask(request(body=plant, authorization=None)), 40100)
-    assert_error(nginx.ask(request(body=fern()), tls=False), 40000)  # plain HTTP
-    assert_error(nginx.ask(request(body=b' ' * 65_536)), 40004)
+        assert_error(client.ask(request(body=b' ' * 65_536)), 40004)
+    with RawClient(nginx.port) as client:
+        assert_error(client.ask(request(body=plant)), 40000)  # plain HTTP
     assert service.plants().count(plant) == 1
 
 
@@ -149,79 +148,59 @@ def test_flood_of_one_address_is_limited(service, nginx):
     assert {answer.status for answer in answers} == {200, 503}
 
 
-def test_request_id_is_the_same_everywhere(service, nginx):
+@pytest.mark.parametrize('sent', ['from-the-client', 'not sane'])
+def test_request_id_is_the_same_everywhere(service, nginx, sent):
     """The client, the log of nginx and the log of the service have the same id."""
-    answer = nginx.ask(request(body=fern(), x_request_id='from-the-client'))
-    assert answer.headers['x-request-id'] == 'from-the-client'
-    id = nginx.ask(request(body=fern(), x_request_id='not sane')).headers[
-        'x-request-id'
-    ]
-    assert re.fullmatch('[0-9a-f]{32}', id)
+    answer = nginx.ask(request(body=fern(), x_request_id=sent))
+    id = answer.headers['x-request-id']
+    assert re.fullmatch('from-the-client|[0-9a-f]{32}', id)
     wait_until(lambda: id in service.log, 'the service logs it')
     wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'nginx logs it')
 
 
-ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Send the reply that the test names; close after one that is not ``ANSWER``."""
-
-    protocol_version = 'HTTP/1.1'
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers['Content-Length']))
-        self.server.received.append((self.headers, json.loads(body)))
-        reply = self.server.replies.pop(0)
-        self.wfile.write(reply)
-        self.close_connection = reply != ANSWER
-
-
-class Upstream(ThreadingMixIn, UnixStreamServer):
-    """A server in place of the service, with a reply for each request."""
-
-    daemon_threads = True
-
-    def __init__(self, path, *replies):
-        super().__init__(str(path), Handler)
-        self.received, self.replies = [], list(replies)
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=[0.01]).start()
-        return self
-
-    def __exit__(self, *exc_info):
-        self.shutdown()  # returns when the thread is about to end
-        self.server_close()
+def take(upstream, plant, answer=b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'):
+    """Receive the whole request with a plant from nginx, answer it, and return it."""
+    data = b''
+    while not data.endswith(b'}'):
+        data += upstream.recv(4096)
+    assert json.loads(data.partition(b'\r\n\r\n')[2]) == plant
+    upstream.sendall(answer)
+    return data
 
 
 def test_service_that_is_away_or_slow_or_closes(tmp_path):
     """Missing: 503; a closed kept connection: once more; a slow request: when whole."""
     one, two, slow, fast = fern(), fern(), fern(), fern()
     forged = {'x_forwarded_proto': 'http', 'x_forwarded_for': '127.0.0.2'}
-    with Nginx(tmp_path) as nginx:
+    with Nginx(tmp_path) as nginx, socket.socket(socket.AF_UNIX) as listening:
         answer = nginx.ask(request('POST', '/plants?access_token=secret', fern()))
         assert_error(answer, 50300)
         logged = f' {answer.headers["x-request-id"]} POST /plants 503 '
         wait_until(lambda: logged in nginx.log, 'it is logged, without the query')
         assert 'secret' not in nginx.log
-        replies = ANSWER, b'', ANSWER, ANSWER, ANSWER, b'HTTP/1.1 200 O'
-        with Upstream(nginx.upstream, *replies) as upstream, nginx.connect() as client:
-            assert nginx.ask(request(body=one, **forged)).status == 200
-            assert nginx.ask(request(body=two)).status == 200
-            data = chunked(json.dumps(slow).encode())
-            client.send(data[:-1])
-            assert nginx.ask(request(body=fast)).status == 200
-            client.send(data[-1:])
-            assert client.receive().status == 200
-            assert_error(nginx.ask(request(body=fern())), 50300)
-        assert [plant for _, plant in upstream.received[:5]] == [
-            one,
-            two,
-            two,
-            fast,
-            slow,
-        ]
-        headers, _ = upstream.received[0]
-        assert headers['X-Forwarded-Proto'] == 'https'
-        assert headers['X-Forwarded-For'] == '127.0.0.1'
+        listening.bind(str(nginx.upstream))
+        listening.listen()
+        with nginx.connect() as client, nginx.connect() as other:
+            client.send(request(body=one, **forged))
+            with listening.accept()[0] as upstream:
+                data = take(upstream, one)
+                assert client.receive().status == 200
+                assert b'\r\nX-Forwarded-Proto: https\r\n' in data
+                assert b'\r\nX-Forwarded-For: 127.0.0.1\r\n' in data
+                client.send(request(body=two))
+                take(upstream, two, b'')
+            with listening.accept()[0] as upstream:
+                take(upstream, two)
+                assert client.receive().status == 200
+                data = chunked(json.dumps(slow).encode())
+                other.send(data[:-1])
+                client.send(request(body=fast))
+                take(upstream, fast)
+                assert client.receive().status == 200
+                other.send(data[-1:])
+                take(upstream, slow)
+                assert other.receive().status == 200
+                client.send(request(body=one))
+                listening.close()
+                take(upstream, one, b'HTTP/1.1 200 O')
+            assert_error(client.receive(), 50300)

@@ -5,11 +5,11 @@ import re
 import shutil
 
 import yaml
-from server import REPOSITORY, TOKEN, Server, finished, installed, request
+from exchange import parse_samples
+from server import REPOSITORY, TOKEN, finished, installed
 
 RECIPE = REPOSITORY / 'deploy/prometheus'
 RULES = yaml.safe_load((RECIPE / 'plants.rules.yml').read_text())['groups'][0]['rules']
-METRICS_TOKEN = 'a-token-for-the-metrics-alone'
 
 
 def test_configuration_is_sound_and_alerts_when_it_should(tmp_path):
@@ -31,23 +31,17 @@ def test_configuration_is_sound_and_alerts_when_it_should(tmp_path):
     } == {rule['alert'] for rule in RULES}
 
 
-def test_service_has_the_metrics_of_alerts_and_dashboard(tmp_path):
+def test_service_has_the_metrics_of_alerts_and_dashboard(serve, store):
     """Each metric that a rule or a panel reads is there, with the labels it reads."""
     panels = json.loads((RECIPE / 'grafana.json').read_text())['panels']
     queries = [target['expr'] for panel in panels for target in panel['targets']]
     queries += [rule['expr'] for rule in RULES]
-    with Server(tmp_path, workers=2, PLANTS_METRICS_TOKEN=METRICS_TOKEN) as server:
-        for text in (f'Bearer {TOKEN}', 'Bearer wrong'):
-            server.ask(request(body={'id': 1, 'name': 'Fern'}, authorization=text))
-        bearer = f'Bearer {METRICS_TOKEN}'
-        answer = server.ask(request('GET', '/metrics', authorization=bearer))
-    assert answer.status == 200
-    series = re.findall(r'^(\w+)(.*) ', answer.body.decode(), re.MULTILINE)
+    client = serve(store, metrics_token='for-metrics')
+    client.add({'id': 1, 'name': 'Fern'})
+    answer = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
+    samples = [(each.name, each.labels.keys()) for each in parse_samples(answer.text)]
     found = re.findall(r'\b(plants?_\w+)(?:\{(.*?)\})?', ' '.join(queries))
     assert len(found) > 10
     for name, matchers in found:
         wanted = {*re.findall(r'(\w+)=', matchers)} - {'instance', 'job'}
-        labels = [
-            set(re.findall(r'(\w+)=', text)) for is_, text in series if is_ == name
-        ]
-        assert any(wanted <= each for each in labels), name
+        assert [labels for own, labels in samples if own == name and wanted <= labels]
