@@ -32,6 +32,7 @@ from web.tokens import make_token, show_token
 
 log = logging.getLogger('plants')
 
+MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile'  # a reload cannot change them
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
@@ -68,15 +69,13 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     ``gunicorn --check-config`` opens no store. A ``ValueError`` has a line a fault.
     """
     settings, place = Settings.from_environ(environ), cfg.worker_tmp_dir
-    made_token = '' if settings.tokens or cfg.daemon else make_token()
-    if served:
-        made_token = served.made_token
-    in_memory, is_open = settings.store == 'memory:', settings.tokens or made_token
+    in_memory = settings.store == 'memory:'
+    unseen = not settings.tokens and (served.settings.tokens if served else cfg.daemon)
     wrong = {
         'reload: it is not supported; for new settings send SIGHUP': cfg.reload,
         f'workers: {cfg.workers} would answer no request': cfg.workers < 1,
         'PLANTS_STORE: memory: needs one worker': in_memory and cfg.workers > 1,
-        'PLANTS_TOKENS: nobody would see a made token: set it': not is_open,
+        'PLANTS_TOKENS: nobody would see a made token: set it': unseen,
         f'worker_tmp_dir: {place} is not a directory': not os.path.isdir(place or '/'),
     }
     if any(wrong.values()):
@@ -92,9 +91,9 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     else:
         scheduler = GeventScheduler() if is_ours else THREADS
         store = open_store(settings.store, create=False, scheduler=scheduler)
-    tokens = settings.tokens or made_token
+    tokens = settings.tokens or MADE_TOKEN
     app = create_app(store, tokens=tokens, **settings.app_options())
-    vars(app).update(settings=settings, store=store, made_token=made_token)
+    vars(app).update(settings=settings, store=store)  # for the hooks
     user, group = os.geteuid(), os.getegid()
     try:
         os.setegid(cfg.gid)
@@ -128,26 +127,24 @@ def on_starting(server: Any) -> None:
     """Prepare for the signals that come, and for a start that fails."""
     atexit.register(lambda: server.app.callable.store.close())  # in a worker, too
     _at_exit(lambda: server.pidfile and server.pidfile.unlink())
-    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # by nohup
-    terminals = [] if is_ignored else list(filter(os.isatty, range(3)))
+    hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
+    terminals = [number for number in range(3) if hears and os.isatty(number)]
     server.handle_hup = partial(_hang_up, server, server.handle_hup, terminals)
     server.app.reload = lambda: None  # it would read the configuration again
-    if server.app.callable.settings.store == 'memory:':  # not shared with a second one
-        refusal = 'SIGTTIN: PLANTS_STORE: memory: needs one worker'
-        server.handle_ttin = partial(log.error, refusal)
-    # An upgrade (SIGUSR2) executes these words. After ``python -m gunicorn`` there is a
-    # path in gunicorn's package, whose modules would hide others.
+    if server.app.callable.settings.store == 'memory:':
+        server.handle_ttin = partial(log.error, 'SIGTTIN: memory: needs one worker')
+    # An upgrade (SIGUSR2) after ``python -m gunicorn``: not in the path of its package.
     if server.START_CTX['args'][1].endswith('__main__.py'):
         server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
 
 
 def when_ready(server: Any) -> None:
     """Show the token that was made, and log what is served, and where."""
+    settings = server.app.callable.settings
     url = str((server.LISTENERS or server.cfg.bind)[0]).replace('0.0.0.0', '127.0.0.1')
-    if token := server.app.callable.made_token:
-        show_token(token, url)
-    shown = masked(server.app.callable.settings.store)
-    log.info('the plant store %s is ready; to try it: %s/docs', shown, url)
+    if settings.tokens is None:
+        show_token(MADE_TOKEN, url)
+    log.info('the store %s is ready; to try it: %s/docs', masked(settings.store), url)
 
 
 def pre_fork(server: Any, worker: Any) -> None:

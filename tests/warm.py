@@ -8,6 +8,7 @@ they are: see ``tests/serving/test_start.py``.
 """
 
 import atexit
+import logging
 import multiprocessing
 import os
 import runpy
@@ -85,6 +86,7 @@ def _serve(command, directory, environment, log):
     libraries = (f'{sys.base_prefix}/lib', sys.prefix)
     sys.path[:] = [str(directory), *(p for p in sys.path if p.startswith(libraries))]
     atexit._clear()
+    atexit.register(logging.shutdown)
     try:
         runpy.run_module('gunicorn', run_name='__main__', alter_sys=True)
     finally:
