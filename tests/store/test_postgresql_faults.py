@@ -98,8 +98,8 @@ def load(database, url, store):
     assert max(seen.took) < LONGEST
     # One adds, and one may be at its end: cancelled, or lost.
     assert len(database.sessions()) <= 2
-    stored = rows(database, url)
-    ids = {plant.id for plant in stored}
+    stored = database.execute('TABLE plants', url=url)
+    ids = {id for id, *_ in stored}
     assert len(ids) == len(stored)
     for plant, outcome in seen.outcomes:
         assert plant.id in ids
@@ -110,11 +110,6 @@ def wait_for_more(seen):
     """Wait until more adds have been answered than there are threads."""
     goal = len(seen.outcomes) + 8
     wait_until(lambda: len(seen.outcomes) > goal)
-
-
-def rows(database, url):
-    """Return the stored plants, read without the store."""
-    return [Plant(*row) for row in database.execute('TABLE plants', url=url)]
 
 
 def can_add(store):
@@ -160,30 +155,9 @@ def standby_away(database, url, proxy):
     setting = "synchronous_standby_names = '{}'\n"
     database.configure(setting.format('nobody'))
     try:
-        # The checkpointer tells the sessions, some time after the reload.
-        wait_until(lambda: commit_waits(database))
         yield
     finally:
         database.configure(setting.format(''))
-        wait_until(lambda: not commit_waits(database))
-
-
-def cancel_commits(database):
-    """Cancel the commits that wait for a standby; return one row for each."""
-    return database.execute(
-        'SELECT pg_cancel_backend(pid) FROM pg_stat_activity '
-        "WHERE wait_event = 'SyncRep'"
-    )
-
-
-def commit_waits(database):
-    """Commit something; return whether commits have to wait, and end the waits."""
-    statement, cancelled = "SELECT pg_logical_emit_message(true, 'plants', '')", []
-    with ThreadPoolExecutor() as threads:
-        commit = threads.submit(database.execute, statement)
-        while not commit.done():
-            cancelled += cancel_commits(database)
-    return bool(cancelled)
 
 
 OUTAGES = {  # and what some adds are told
@@ -217,6 +191,36 @@ def test_sessions_that_end_lose_no_acknowledged_plant(database, url, store):
         for _ in range(30):
             database.terminate_sessions()
             wait_for_more(seen)
+
+
+@pytest.fixture
+def standby(database):
+    """A synchronous standby of the server, whose commits wait for it."""
+    with PostgreSQL(database) as standby:
+        setting = "synchronous_standby_names = '{}'\n"
+        database.configure(setting.format('standby'))
+        state = 'SELECT sync_state FROM pg_stat_replication'
+        wait_until(lambda: database.execute(state) == [('sync',)], 'it is synchronous')
+        yield standby
+    database.configure(setting.format(''))
+    database.start()
+
+
+@pytest.mark.parametrize('is_silent', [False, True], ids=['killed', 'silent'])
+def test_failover_loses_no_acknowledged_plant(
+    short_limits, database, url, proxy, standby, is_silent
+):
+    """A standby is only read; after a promotion the store adds to it, by itself."""
+    copy = standby.own(url)
+    hosts = proxy.url(url).replace('@', f'@127.0.0.1:{standby.port},')
+    with open_store(hosts) as store, load(standby, copy, store):
+        with open_store(copy, create=False) as other:
+            wait_until(lambda: len(list(other)) > 8, 'the standby is read')
+            assert_refused('the database is read-only', other.ping)
+        if is_silent:  # as a machine without power
+            proxy.stop()
+        database.kill()
+        standby.execute('SELECT pg_promote()')  # returns when it is done
 
 
 def test_ended_idle_session_fails_no_add(database, store):
@@ -287,7 +291,7 @@ def test_lost_answer_is_no_success(
     proxy.go_on()
     wait_until(lambda: can_add(far))
     assert far.add(FERN) is False
-    assert rows(database, url) == [FERN]
+    assert database.execute('TABLE plants', url=url) == [FERN]
 
 
 # ---- locks and conflicts
@@ -389,13 +393,25 @@ def test_commit_that_is_cancelled_is_not_acknowledged(
     store.add(FERN)
     store.ping()
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
+
+    def cancel_commits():
+        return database.execute(
+            'SELECT pg_cancel_backend(pid) FROM pg_stat_activity '
+            "WHERE wait_event = 'SyncRep'"
+        )
+
     with standby_away(database, url, None):
+        # The checkpointer tells the sessions, some time after the reload.
+        in_threads(
+            lambda: wait_until(lambda: not can_add(store)),
+            lambda: wait_until(cancel_commits),
+        )
         store.ping()  # anybody may ask, so of many pings few commit
         monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
         for use in store.ping, partial(store.add, FERN), partial(store.add, MOSS):
-            assert rows(database, url) == [FERN]
+            assert database.execute('TABLE plants', url=url) == [FERN]
             refusal = partial(assert_refused, STANDBY, use)
-            in_threads(refusal, lambda: wait_until(lambda: cancel_commits(database)))
+            in_threads(refusal, lambda: wait_until(cancel_commits))
     assert store.add_many([FERN, MOSS]) == [False, False]
 
 
