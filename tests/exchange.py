@@ -199,14 +199,6 @@ def parse_samples(text):
     return [sample for family in families for sample in family.samples]
 
 
-def parse_json_log(text):
-    """Return the JSON objects of a log, one per line."""
-    lines = [json.loads(line) for line in text.splitlines()]
-    for line in lines:
-        assert {'time', 'level', 'pid', 'logger', 'message'} <= line.keys()
-    return lines
-
-
 @pytest.fixture(scope='session')
 def service(tmp_path_factory):
     """A server with two workers; its log must show no token and no traceback."""

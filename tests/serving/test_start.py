@@ -3,40 +3,30 @@
 import json
 import os
 import re
-import shutil
+import shlex
 import signal
 import tempfile
 from pathlib import Path
 from pwd import getpwnam
 
 import pytest
-from exchange import SECRET, fern, parse_json_log, table
+from exchange import SECRET, fern, table
 from server import (
     GUNICORN,
     SCRIPTS,
-    RawClient,
     Server,
     finished,
-    is_alive,
     make_certificate,
     request,
     wait_until,
 )
 
-# The first is what most people type: in a checkout, without any argument.
-COMMANDS = {
-    'gunicorn': [SCRIPTS / 'gunicorn'],
-    'waitress-serve': [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app'],
-}
 
-
-@table('command', COMMANDS)
-def test_command_serves(checkout, command):
-    """Every command that people type in a checkout serves."""
-    plant = fern()
+def test_application_is_served_by_another_server(checkout):
+    """``waitress-serve app:app`` serves, with the settings of the environment."""
+    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
     with Server(checkout, command=command, workers=None) as server:
-        assert server.ask(request(body=plant)).status == 200
-        assert server.plants() == [plant]
+        assert server.ask(request(body=fern())).status == 200
 
 
 def test_made_token_works_and_stays(tmp_path):
@@ -49,9 +39,10 @@ def test_made_token_works_and_stays(tmp_path):
             server.reload()
         assert server.log.count('curl ') == 1
         assert server.ask(request(body=fern())).status == 401
+    unseen = Server(tmp_path, '--check-config', '--daemon', PLANTS_TOKENS=None)
+    assert unseen.run() == 1
 
 
-DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 OPTIONS = 'GUNICORN_CMD_ARGS'
 # Variables, and a text for each sentence of the refusal.
 WRONG_SETTINGS = {
@@ -59,46 +50,42 @@ WRONG_SETTINGS = {
         {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'},
         ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'],
     ),
-    'of gunicorn': (
-        {OPTIONS: '-b 127.0.0.1:0 -w 0 --worker-tmp-dir no'},
-        ['workers', 'worker_tmp_dir'],
-    ),
-    'certificate': ({OPTIONS: '-b 127.0.0.1:0 --certfile no.pem'}, ['certfile']),
-    'two workers': (
-        {'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'},
-        ['memory:'],
-    ),
-    '--reload': ({OPTIONS: '--reload -b 127.0.0.1:0'}, ['reload']),
-    'no directory': ({'PLANTS_STORE': 'jsonl:no/plants'}, ['no/plants']),
-    'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2']),
+    'of gunicorn': ({OPTIONS: '-w 0 --worker-tmp-dir no'}, ['workers', 'worker_tmp']),
+    'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile']),
+    '--reload': ({OPTIONS: '--reload'}, ['reload']),
+    'workers': ({'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'}, ['memory:']),
 }
 
 
 @table('variables, words', WRONG_SETTINGS)
 def test_wrong_settings_stop_a_start_and_a_check(tmp_path, variables, words):
-    """Each fault is a sentence; exit code 1, no file; a check opens no store."""
-    (tmp_path / 'damaged').write_bytes(DAMAGED)
-    variables = {OPTIONS: '-b 127.0.0.1:0 --worker-tmp-dir .', **variables}
+    """Each fault is a sentence; the exit code is 1, and no file is left."""
     for arguments in (['--check-config'], ['-p', 'pid']):
-        is_sound = 'jsonl' in str(variables) and len(arguments) == 1
-        server = Server(
-            tmp_path, *arguments, PLANTS_METRICS_TOKEN='m' * 30, **variables
-        )
-        assert server.run() == (not is_sound)
-        lines = [x for x in server.log.splitlines() if '[INFO]' not in x]
-        for word, line in zip([] if is_sound else words, lines, strict=True):
+        server = Server(tmp_path, *arguments, **variables)
+        assert server.run() == 1
+        lines = [line for line in server.log.splitlines() if 'INFO' not in line]
+        for word, line in zip(words, lines, strict=True):
             assert word in line
         assert SECRET not in server.log
+        assert [path.name for path in tmp_path.iterdir()] == ['server.log']
+
+
+DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
+
+
+@pytest.mark.parametrize('url', ['jsonl:damaged', 'jsonl:no/plants'])
+def test_store_stops_a_start_and_no_check(tmp_path, url):
+    """A check opens no store; a start says a sentence, and leaves nothing."""
+    (tmp_path / 'damaged').write_bytes(DAMAGED)
+    variables = {OPTIONS: '--worker-tmp-dir .', 'PLANTS_METRICS_TOKEN': 'm' * 30}
+    for arguments, code in (['--check-config'], 0), (['-p', 'pid'], 1):
+        server = Server(tmp_path, *arguments, PLANTS_STORE=url, **variables)
+        assert server.run() == code
+        lines = [line for line in server.log.splitlines() if 'INFO' not in line]
+        assert len(lines) == code
+        assert re.search('line 2|no/plants', server.log) or not code
         assert {path.name for path in tmp_path.iterdir()} == {'server.log', 'damaged'}
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
-
-
-def test_check_makes_nothing(tmp_path):
-    """A check makes no plant file, and refuses a token that nobody would see."""
-    assert Server(tmp_path, '--check-config').run() == 0
-    server = Server(tmp_path, '--check-config', '--daemon', PLANTS_TOKENS=None)
-    assert server.run() == 1
-    assert [path.name for path in tmp_path.iterdir()] == ['server.log']
 
 
 def test_start_at_a_taken_address_leaves_nothing(service, tmp_path):
@@ -110,15 +97,6 @@ def test_start_at_a_taken_address_leaves_nothing(service, tmp_path):
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {'server.log', 'plants.jsonl', 'more.conf.py'}
     assert service.ask(request(body=fern())).status == 200
-
-
-def test_refused_start_is_json_in_a_log_of_json(tmp_path):
-    """A refusal is an object of a log in JSON, also if that is set by --env."""
-    server = Server(tmp_path, '--env', 'PLANTS_LOG=json', PLANTS_MAX_BODY='0')
-    assert server.run() == 1
-    last = parse_json_log(server.log)[-1]
-    assert last['level'] == 'CRITICAL'
-    assert 'PLANTS_MAX_BODY' in last['message']
 
 
 def test_memory_store_keeps_one_worker(tmp_path):
@@ -140,50 +118,31 @@ SLOW += ['def load(self, *, wait=True):', '    print("loading", flush=True)']
 SLOW += ['    time.sleep(3600)', 'JSONLinesStore.load = load']
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_signal_during_a_long_load_ends_the_start(tmp_path, number):
-    """It ends at once, and leaves no pid file."""
-    with Server(tmp_path, '-p', 'pid', conf=SLOW).started() as server:
-        wait_until(lambda: 'loading' in server.log, 'it reads')
-        server.signal(number)
-        server.wait(20)
-        assert not (tmp_path / 'pid').exists()
-        assert 'Traceback' not in server.log
+UNSHARE = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
 
 
-@pytest.mark.skipif(shutil.which('unshare') is None, reason='it needs unshare (Linux)')
-@pytest.mark.parametrize('conf', [SLOW, []])
-def test_master_may_be_process_1(tmp_path, conf):
-    """In a container the master is process 1, which ignores a signal by default."""
-    namespace = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
-    if finished([*namespace, 'true']).returncode:
-        pytest.skip('this user may make no namespace of processes')
-    command = [*namespace, *GUNICORN]
+@pytest.mark.parametrize('conf', [SLOW, []], ids=['reading', 'serving'])
+@pytest.mark.parametrize(
+    ('container', 'number'), [([], signal.SIGINT), (UNSHARE, signal.SIGTERM)]
+)
+def test_signal_ends_a_server_at_any_time(tmp_path, container, conf, number):
+    """Also a long read, and process 1 of a container, which has no default action."""
+    if (
+        container
+        and finished(['sh', '-c', shlex.join([*container, 'true'])]).returncode
+    ):
+        pytest.skip('this machine or this user can make no namespace of processes')
+    command = [*container, *GUNICORN, '-p', 'pid']
     with Server(tmp_path, command=command, conf=conf).started() as server:
         word = 'loading' if conf else 'Booting worker'
         wait_until(lambda: word in server.log, 'it has begun')
-        [child] = finished(['pgrep', '-P', str(server.pid)]).stdout.split()
-        os.kill(int(child), signal.SIGTERM)
+        pid = server.pid
+        if container:
+            pid = int(finished(['pgrep', '-P', str(pid)]).stdout)
+        os.kill(pid, number)
         assert server.wait(20) == 0
-
-
-def test_daemon_serves_until_sigterm(tmp_path):
-    """--daemon leaves the terminal, logs to its file and ends at SIGTERM."""
-    log, pid = tmp_path / 'error.log', tmp_path / 'pid'
-    server = Server(tmp_path, '--daemon', '-p', 'pid', '--error-logfile', 'error.log')
-    server.start()
-    # Not run(), which would kill what has not left the process group yet.
-    assert server.wait() == 0
-    wait_until(lambda: log.exists() and 'Booting worker' in log.read_text(), 'it runs')
-    number = int(pid.read_text())
-    try:
-        port = int(re.search(r'http://127.0.0.1:(\d+)', log.read_text())[1])
-        with RawClient(port) as client:
-            assert client.ask(request(body=fern())).status == 200
-    finally:
-        os.kill(number, signal.SIGTERM)
-        wait_until(lambda: not is_alive(number), 'it ends')
-    assert not pid.exists()
+        assert not (tmp_path / 'pid').exists()
+        assert 'Traceback' not in server.log
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as another user')
