@@ -109,7 +109,7 @@ def check(disk, acknowledged):
     assert disk.named or not acknowledged
     for content in disk.durable, path.read_bytes() if path.exists() else b'':
         disk.restart(content)
-        fill(path)
+        JSONLinesStore(path).load()
         stored = raw_plants(path.read_bytes())
         assert acknowledged <= set(stored) <= {*PLANTS, *LOST}
         assert len(stored) == len(set(stored))

@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
-from disk import fill, lines, raw_plants
+from disk import lines, raw_plants
 from exchange import Load
 from server import Server
 from waiting import FORK, wait_until
@@ -65,7 +65,7 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
     for process in running:
         process.kill()
         process.join()
-    fill(path)  # which mends what the last one left
+    open_store(f'jsonl:{path}').load()  # which mends what the last one left
     stored = raw_plants(path.read_bytes())
     assert len({plant.id for plant in stored}) == len(stored)
     assert {*told()} <= {*stored}
