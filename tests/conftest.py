@@ -32,8 +32,7 @@ pytest.register_assert_rewrite('contract', 'disk')
 settings.register_profile('tests', deadline=None, database=None, max_examples=60)
 settings.load_profile('tests')
 
-# Fixtures with real servers.
-pytest_plugins = ['exchange']
+pytest_plugins = ['exchange']  # fixtures with real servers
 
 # A shell ignores it in what a script starts in the background, and processes inherit
 # that: no test of an interrupt would pass.
@@ -42,13 +41,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Keep the files in memory where there is room: the tests wait for thousands of syncs,
 # and only a power cut would show whether a sync did anything.
-MEMORY_DIRECTORY = '/dev/shm'
-if (
-    'TMPDIR' not in os.environ
-    and os.path.isdir(MEMORY_DIRECTORY)
-    and shutil.disk_usage(MEMORY_DIRECTORY).free > 2 * 2**30
-):
-    os.environ['TMPDIR'] = tempfile.tempdir = MEMORY_DIRECTORY
+SHM = '/dev/shm'
+has_room = os.path.isdir(SHM) and shutil.disk_usage(SHM).free > 2 * 2**30
+if 'TMPDIR' not in os.environ and has_room:
+    os.environ['TMPDIR'] = tempfile.tempdir = SHM
 
 
 def pytest_collection_finish():
@@ -69,16 +65,9 @@ class Client(TestApp):
     def send(self, body, path='/plants', method='POST', **headers):
         """Send bytes; write header names with underscores; None leaves a header out."""
         headers = {'content_type': 'application/json', **headers}
-        return self.request(
-            path,
-            method=method,
-            body=body,
-            headers={
-                name.replace('_', '-'): text
-                for name, text in headers.items()
-                if text is not None
-            },
-        )
+        sent = {name.replace('_', '-'): headers[name] for name in headers}
+        sent = {name: text for name, text in sent.items() if text is not None}
+        return self.request(path, method=method, body=body, headers=sent)
 
     def add(self, plant, **options):
         """Post a plant, or any other value, as JSON; the options are ``send``'s."""
@@ -109,15 +98,9 @@ def client(serve, store):
 
 
 @pytest.fixture
-def app(client):
-    """Return the application that the client talks to."""
-    return client.app
-
-
-@pytest.fixture
-def anonymous(app):
+def anonymous(client):
     """Return a client of the same application, without a token."""
-    return Client(app)
+    return Client(client.app)
 
 
 @pytest.fixture
@@ -129,7 +112,7 @@ def edit_schema(tmp_path, monkeypatch):
 
     def edit_schema(name, change):
         path = directory / f'{name}.json'
-        schema = json.loads(path.read_bytes()) if path.exists() else {}
+        schema = json.loads(path.read_bytes())
         change(schema)
         path.write_text(json.dumps(schema))
 

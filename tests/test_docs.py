@@ -22,7 +22,7 @@ PAGES = {
     str(path.relative_to(REPOSITORY)): path.read_text()
     for path in [*REPOSITORY.glob('*.md'), *REPOSITORY.glob('docs/*.md')]
 }
-FERN, MOSS = Plant(1, 'Fern', 'shade'), Plant(2, 'Moss')
+FERN, MOSS, OAK = Plant(1, 'Fern', 'shade'), Plant(2, 'Moss'), Plant(3, 'Oak')
 
 
 def blocks(language, *pages):
@@ -52,39 +52,23 @@ def rows(page, heading):
 @pytest.mark.parametrize('page', PAGES)
 def test_links_have_targets(page):
     """Each link is to a file that exists, and to a heading in it if it names one."""
-    for link in re.findall(r'\]\(([^)]+)\)', PAGES[page]):
-        if link.startswith('https://'):
-            continue
+    for link in re.findall(r'\]\((?!https://)([^)]+)\)', PAGES[page]):
         name, _, anchor = link.partition('#')
-        target = ((REPOSITORY / page).parent / name).resolve() if name else None
-        assert target is None or target.exists(), link
+        target = (REPOSITORY / page).parent / name if name else REPOSITORY / page
+        assert target.exists(), link
         if anchor:
-            text = target.read_text() if target else PAGES[page]
-            text = re.sub(r'^```.*?^```$', '', text, flags=re.M | re.S)
+            text = re.sub(r'^```.*?^```$', '', target.read_text(), flags=re.M | re.S)
             titles = re.findall('^#+ (.*)$', text.lower(), re.M)
             anchors = [re.sub(r'[^\w -]', '', t).replace(' ', '-') for t in titles]
             assert anchor in anchors, link
 
 
-def test_settings_are_listed():
-    """Each variable has a row, and each row is a variable."""
+def test_settings_and_error_values_are_listed():
+    """Each has a row, an error value with its status, and nothing else has one."""
     listed = [cells[0].strip('`') for cells in rows('README.md', 'Settings')]
     assert sorted(listed) == sorted(VARIABLES)
-
-
-def test_error_values_are_listed():
-    """Each value has a row with its status, and each row is a value."""
     listed = re.findall(r'^\| (\d{5}) \| (\d{3}) \|', PAGES['README.md'], re.M)
-    expected = [(str(value.value), str(value // 100)) for value in ErrorValue]
-    assert listed == expected
-
-
-def test_make_targets_are_listed():
-    """Each target has a row, and each one that a page names exists."""
-    makefile = (REPOSITORY / 'Makefile').read_text()
-    [phony] = re.findall('^[.]PHONY: (.*)$', makefile, re.M)
-    named = re.findall(r'(?:`|\$ |^)make ([a-z-]+)', '\n'.join(PAGES.values()), re.M)
-    assert {*named} == {*phony.split()} - {'all'}
+    assert listed == [(str(value.value), str(value // 100)) for value in ErrorValue]
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():
@@ -96,14 +80,6 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
 
 
 # ---- what can be run
-
-
-def run_python(code, directory):
-    """Run a program in a directory of its own; return what it prints."""
-    environment = {'PATH': os.environ['PATH'], 'PYTHONPATH': str(REPOSITORY)}
-    done = finished([sys.executable, '-c', code], cwd=directory, env=environment)
-    assert (done.returncode, done.stderr) == (0, ''), done.stderr
-    return done.stdout
 
 
 # Appended to a program that serves: WebTest checks its answers as WSGI.
@@ -122,13 +98,16 @@ if 'PREFIX':
 def test_program_runs(tmp_path, code):
     """A program of a page runs; one that serves adds a plant, and has its own page."""
     code = code.replace('/opt/plants', str(REPOSITORY))
-    if 'application' not in code:
-        run_python(code, tmp_path)
-        return
     prefix = '/garden' if '/garden' in code else ''
-    printed = run_python(code + ADD.replace('PREFIX', prefix), tmp_path)
-    assert printed == '{"name": "Fern"}\n' + ('home\n' if prefix else '')
-    assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
+    serves = 'application' in code
+    if serves:
+        code += ADD.replace('PREFIX', prefix)
+    environment = {'PATH': os.environ['PATH'], 'PYTHONPATH': str(REPOSITORY)}
+    done = finished([sys.executable, '-c', code], cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, '')
+    if serves:
+        assert done.stdout == '{"name": "Fern"}\n' + ('home\n' if prefix else '')
+        assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
 
 
 @pytest.fixture
@@ -188,13 +167,13 @@ def test_backup_is_restored(shell, tmp_path, database, kind):
         store.add_many([FERN, MOSS])
         code, printed = shell(backup.replace('jsonl:plants.jsonl', f"'{lost}'"))
         assert code == 0, printed
-        store.add(Plant(3, 'Oak'))
+        store.add(OAK)
     restore = restores[kind == 'database']
     code, printed = shell(f'set -e\n{restore}', PLANTS_STORE=url)
     assert code == 0, printed
     with open_store(url, create=False) as store:
         assert sorted(store) == [FERN, MOSS]
-        assert store.add(Plant(3, 'Yew'))
+        assert store.add(OAK._replace(name='Yew'))
 
 
 def test_service_moves_to_a_database(shell, tmp_path, url):
@@ -204,7 +183,7 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
     assert steps != script
     path = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}'}
     with Server(tmp_path, command=('gunicorn', '-p', 'pid'), **path) as old:
-        assert old.ask(request(body={'id': 3, 'name': 'Ivy'})).status == 200
+        assert old.ask(request(body=OAK._asdict() | {'tag': 'sun'})).status == 200
         (tmp_path / 'new').mkdir()
         steps = f'cd {tmp_path}\n{steps}'
         with Server(tmp_path / 'new', command=('bash', '-c', steps), **path) as new:
@@ -213,4 +192,4 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
             assert taken.json['error'] == 40006
             assert new.ask(request(body={'id': 4, 'name': 'Yew'})).status == 200
     with open_store(url) as store:
-        assert sorted(store) == [FERN, MOSS, Plant(3, 'Ivy'), Plant(4, 'Yew')]
+        assert sorted(store) == [FERN, MOSS, OAK._replace(tag='sun'), Plant(4, 'Yew')]

@@ -1,10 +1,9 @@
 """Start gunicorn by a fork of a process that has imported its libraries.
 
 These imports take two thirds of the CPU of a start, and the tests start hundreds of
-servers: all tests take 259 s of CPU, and 383 without this module. After the fork
-gunicorn is removed again, and imported as in a new process; its libraries stay. The
-service is never imported before the fork. The commands that people type are started as
-they are: see ``tests/serving/test_start.py``.
+servers: all tests take 259 s of CPU, and 383 without this module. The service is never
+imported before the fork, and gunicorn is imported again after it. The commands that
+people type are started as they are: see ``tests/serving/test_start.py``.
 """
 
 import atexit
@@ -44,24 +43,21 @@ def cold_process(command, directory, environment, log):
 class WarmProcess:
     """``python -m gunicorn``, with the part of ``subprocess.Popen`` that tests use."""
 
-    def __init__(self, command, cwd, env, log):
-        self._process = FORKSERVER.Process(target=_serve, args=(command, cwd, env, log))
+    def __init__(self, *arguments):
+        self._process = FORKSERVER.Process(target=_serve, args=arguments)
         self._process.start()
         self.pid = self._process.pid
 
     def poll(self):
-        """Return the exit code, as ``Popen`` does, or ``None`` while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout=None):
-        """Wait until the server has ended; return its exit code."""
         self._process.join(timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired('gunicorn', timeout)
         return self.poll()
 
     def send_signal(self, number):
-        """Send a signal to the server, if it has not ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -72,8 +68,7 @@ def _serve(command, directory, environment, log):
     with open(log, 'ab') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # gunicorn reads the environment when it is imported, so it is imported again. What
-    # it has imported itself stays.
+    # gunicorn reads the environment when it is imported.
     for name in list(sys.modules):
         if name.partition('.')[0] == 'gunicorn':
             del sys.modules[name]

@@ -80,13 +80,15 @@ def browser():
 
 
 @pytest.fixture
-def base(app):
+def base(client):
     """The URL of the application behind a proxy that removes a prefix."""
 
     def site(environ, start_response):
         path = environ['PATH_INFO']
         assert path.startswith(PREFIX)
-        return app(environ | {'PATH_INFO': path.removeprefix(PREFIX)}, start_response)
+        return client.app(
+            environ | {'PATH_INFO': path.removeprefix(PREFIX)}, start_response
+        )
 
     with served_by_werkzeug(site) as port:
         yield f'http://127.0.0.1:{port}{PREFIX}'

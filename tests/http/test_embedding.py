@@ -42,14 +42,14 @@ def test_another_server_serves_the_application(serve, store):
 
 
 @pytest.fixture
-def mounted(app):
+def mounted(client):
     """A function: a client of the application, with variables set, or None removed."""
 
     def mounted(**variables):
         def changed(environ, start_response):
             environ |= variables
             kept = {name: text for name, text in environ.items() if text is not None}
-            return app(kept, start_response)
+            return client.app(kept, start_response)
 
         return Client(changed, TOKEN)
 
