@@ -134,7 +134,9 @@ class Connection:
         """Have the application answer a request; return whether others may follow."""
         worker, began, error = self._worker, time.monotonic(), None
         self.since = float('inf')  # the wait is not for the client
-        worker.count()
+        worker.nr += 1
+        if worker.nr >= worker.max_requests:
+            worker.alive = False
         try:
             fields, body = self._run(request)
         except Exception as ex:

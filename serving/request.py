@@ -50,7 +50,8 @@ _HEAD = re.compile(
     # Section 2.3.
     rf' HTTP/1\.(?P<minor>[01])\r\n(?P<fields>{_FIELDS})\r\n'
 )
-_HOST = re.compile(_AUTHORITY)  # section 3.2, and none of HTTP/1.0
+_HOST = re.compile(_AUTHORITY)  # section 3.2
+_LENGTH = re.compile('[0-9]{1,18}')
 # Section 2.2: a line feed alone ends no line here, so such a head would never end.
 _BARE_FEED = re.compile(rb'(?<!\r)\n')
 
@@ -120,42 +121,33 @@ class Request:
                 else:
                     environ[key] += f',{value}'
         environ['REQUEST_METHOD'], environ['RAW_URI'] = method, target
-        environ['SERVER_PROTOCOL'], is_new = f'HTTP/1.{minor}', minor == '1'
+        environ['SERVER_PROTOCOL'] = f'HTTP/1.{minor}'
         environ['QUERY_STRING'] = query or ''
         path = unquote(target if path is None else path, 'latin-1')  # the target is *
         mount = environ['SCRIPT_NAME']
         environ['PATH_INFO'] = rest = path.removeprefix(mount)
-        options = environ.get('HTTP_CONNECTION', '').lower().replace(' ', '').split(',')
-        # Section 9.3.
-        self.keeps = 'close' not in options if is_new else 'keep-alive' in options
-        self._frame(is_new)
-        expected = environ.get('HTTP_EXPECT', '100-continue').lower()
+        is_outside = mount and (rest == path or rest[:1] not in ('', '/'))
+        is_new = minor == '1'
         # Section 3.2: a request of HTTP/1.1 has a Host. ('/' is none.)
-        if not _HOST.fullmatch(environ.get('HTTP_HOST', '/' if is_new else '')):
-            self.fault = 400
-        elif expected != '100-continue':
-            self.fault = self.fault or 417
-        elif mount and (rest == path or rest[:1] not in ('', '/')):
-            self.fault = self.fault or 404
-        self.expects = is_new and 'HTTP_EXPECT' in environ
-
-    def _frame(self, is_new: bool) -> None:
-        """Find out how the body ends (section 6.3), or refuse the request."""
-        length = self.environ.get('CONTENT_LENGTH')
+        is_sound: Any = _HOST.fullmatch(environ.get('HTTP_HOST', '/' if is_new else ''))
         # Dropped: the body has no coding any more when the application reads it.
-        coding = self.environ.pop('HTTP_TRANSFER_ENCODING', None)
-        if coding is not None:
-            # 6.1: only chunked, not in HTTP/1.0, and not with a length.
-            if coding.lower() != 'chunked' or not is_new or length is not None:
-                self.fault = 400
+        coding = environ.pop('HTTP_TRANSFER_ENCODING', None)
+        if coding is None:
+            length = environ.get('CONTENT_LENGTH', '0')
+            is_sound = is_sound and _LENGTH.fullmatch(length)
+            self._length = int(length) if is_sound else 0
+        else:  # 6.1: only chunked, not in HTTP/1.0, and not with a length
+            is_alone = is_new and 'CONTENT_LENGTH' not in environ
+            is_sound = is_sound and is_alone and coding.lower() == 'chunked'
             self._length = -1
-        elif length is not None:
-            if not (length.isdecimal() and length.isascii() and len(length) < 19):
-                self.fault = 400
-                return
-            self._length = int(length)
-            if self._length > self._limit:  # the application refuses it unread
-                self.keeps = False
+        expected = environ.get('HTTP_EXPECT', '100-continue').lower()
+        fault = 417 if expected != '100-continue' else 404 if is_outside else 0
+        self.fault = self.fault or (fault if is_sound else 400)
+        self.expects = is_new and 'HTTP_EXPECT' in environ
+        options = environ.get('HTTP_CONNECTION', '').lower().replace(' ', '').split(',')
+        # Section 9.3. The application refuses a body that is too long unread.
+        self.keeps = 'close' not in options if is_new else 'keep-alive' in options
+        self.keeps = self.keeps and self._length <= limit
 
     def take(self, received: bytearray) -> bool:
         """Take the body from the beginning of the bytes; return whether it is all."""

@@ -146,10 +146,3 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             self.connections.add(connection)
             gevent.spawn_raw(connection.run)
             gevent.sleep(ACCEPT_PAUSE)
-
-    def count(self) -> None:
-        """Count a request, and stop after the last one (``max_requests``)."""
-        self.nr += 1
-        if self.nr >= self.max_requests and self.alive:
-            self.log.info('max_requests is reached: the worker stops')
-            self.alive = False
