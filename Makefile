@@ -32,9 +32,9 @@ test: .venv/test
 coverage: TEST = --cov
 coverage: test
 
-# Tries every state that a crash may leave; make test tries a sample.
+# Tries many states that a crash may leave; make test tries a few.
 crash: .venv/test
-	CRASH_STATES=all $(RUN) pytest --numprocesses 3 \
+	CRASH_STATES=1000 $(RUN) pytest --numprocesses 3 \
 		tests/store/test_crash_states.py tests/store/test_interrupts.py
 
 lint: .venv/test

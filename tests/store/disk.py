@@ -1,8 +1,28 @@
-"""A disk that fails, and that loses unsynced writes: the faults of the file store.
+"""A disk that fails, and that loses what is not synced: the faults of the file store.
 
 The modules of ``store.jsonl`` call the system by their global ``os``. ``installed``
-gives them another object there, for example a ``Disk``. Where one store of several has
-a fault, ``another_process`` loads the modules once more, with an ``os`` of their own.
+gives them a ``Disk`` there.
+
+What is modelled
+    A disk with a cache writes blocks of 512 or 4,096 bytes, each at once, in any order.
+    So after a crash, if a file was last synced at some moment,
+
+    * each block of it is as it was then, or as at any moment since; a block behind the
+      end that it had then may be NULs;
+    * the file is as long as it was at one of these moments, or a whole number of blocks
+      between two of them: a file system may make a file longer before it writes;
+    * each change to the directory since *its* last sync is lost or not: a new file or a
+      removal. A sync of a file does not cover its name.
+
+    A sync covers what was written before it began, and counts from when it has ended.
+    What a failed sync covers is lost, though it can still be read: a later sync does
+    not write it. As on Linux, each descriptor that was open reports the failure once.
+
+What is left out
+    * Blocks that a disk writes in part, or returns with flipped bits. A record has no
+      checksum; that its bytes are JSON is all that tells.
+    * Times and owners of files, since the store reads none.
+    * A disk that lies about its syncs: nothing can be built on it.
 """
 
 import contextlib
@@ -15,45 +35,25 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from waiting import PATIENCE, wait_until
 
-import store
 from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 
-PACKAGE = 'store.jsonl'
-
 
 @contextlib.contextmanager
-def installed(system):
-    """Give the file store other system calls than those of ``os``; yield them."""
+def installed(disk):
+    """Give the file store the system calls of a disk; yield it."""
+    importlib.import_module('store.jsonl.repair')
     with contextlib.ExitStack() as stack:
-        for module in modules():
-            stack.enter_context(mock.patch.object(module, 'os', system))
-        yield system
-
-
-def another_process(system):
-    """Return the class of the file store of a process with its own system calls."""
-    package = store.jsonl
-    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if PACKAGE in name}
-    try:
-        for module in modules():
-            module.os = system
-        return store.jsonl.JSONLinesStore
-    finally:
-        sys.modules.update(ours)
-        store.jsonl = package
-
-
-def modules():
-    """Return the modules of the file store that use ``os``; import them."""
-    importlib.import_module(f'{PACKAGE}.repair')
-    found = (module for name, module in sys.modules.items() if PACKAGE in name)
-    return [module for module in found if hasattr(module, 'os')]
+        for name, module in sys.modules.items():
+            if name.startswith('store.jsonl') and hasattr(module, 'os'):
+                stack.enter_context(mock.patch.object(module, 'os', disk))
+        yield disk
 
 
 class Killed(BaseException):
@@ -64,12 +64,30 @@ class Killed(BaseException):
         self.written = written  # bytes of a write, before
 
 
-class Disk:
-    """System calls on a disk that can fail, and that loses unsynced writes.
+class File:
+    """What a file holds after each change, as a disk has it that writes all of it."""
 
-    A write to the plant file is durable when a sync that began after it has succeeded.
-    What a failed sync covers is lost, though it can still be read: a later sync does
-    not write it. As on Linux, each descriptor that was open reports the failure once.
+    def __init__(self, moment, content):
+        self.versions = [(moment, content)]
+        # For each sync the moment of its end, and the number of the version it covers.
+        self.synced = [(moment, 0)]
+        self.failures = 0  # of syncs
+
+    def change(self, moment, offset, data=None):
+        """Note a write, or without data that the file now ends at the offset."""
+        content = self.versions[-1][1]
+        after = b'' if data is None else content[offset + len(data) :]
+        content = content[:offset].ljust(offset, b'\0') + (data or b'') + after
+        self.versions.append((moment, content))
+
+    def possible(self, moment=sys.maxsize):
+        """Return the contents of which a crash may leave parts, the newest first."""
+        until = [content for at, content in self.versions if at <= moment]
+        return until[max(at for ended, at in self.synced if ended <= moment) :][::-1]
+
+
+class Disk:
+    """The system calls of the file store, on the directory of a plant file.
 
     ``before`` is called before each call, with its name and its arguments. It may block
     or raise; after a ``Killed`` every call raises it. A number limits a pwrite.
@@ -77,45 +95,68 @@ class Disk:
 
     def __init__(self, path):
         self.plants = path
-        self.durable = b''  # the content of the plant file on the disk
-        self.named = False  # whether the file's directory entry is on the disk
-        self.calls = []  # what ``before`` was called with
         self.before = no_fault
-        self._changes = []  # offset and bytes of each write, None for a truncation
-        self._settled = 0  # the changes before this index are durable, or lost
-        self._failures = 0
-        self._reported = {}  # from each descriptor to the failures reported on it
-        self._lock = threading.Lock()
+        self.calls = ['begin']  # that changed something; the moments are its indexes
+        self.files = []
+        self.names = []  # a moment, a name, and the number of its file from then on
+        # For each sync of the directory the moment of its end, and how many names it
+        # covers.
+        self.names_synced = []
+        self._numbers = {}  # from an inode to the number of its file
+        self._reported = {}  # from a descriptor to the failures reported on it
+        self._lock = threading.RLock()
         self._killed = False
+        for entry in filter(os.DirEntry.is_file, os.scandir(path.parent)):
+            self._enter_file(entry.name, entry.inode(), Path(entry).read_bytes())
+        self.names_synced.append((0, len(self.names)))
 
     def __getattr__(self, name):
-        function = getattr(os, name)
+        return getattr(os, name)
 
-        def call(*arguments):
-            self._enter(name, *arguments)
-            return function(*arguments)
-
-        return call if name in ('pread', 'unlink') else function
+    def pread(self, *arguments):
+        self._begin('pread', *arguments)
+        return os.pread(*arguments)
 
     def open(self, path, flags, mode=0o777):
-        self._enter('open', path, flags)
-        fd = os.open(path, flags, mode)
-        self._reported[fd] = self._failures
+        self._begin('open', path, flags)
+        with self._lock:
+            is_new = flags & os.O_CREAT and not os.path.exists(path)
+            fd = os.open(path, flags, mode)
+            inode, (directory, name) = os.fstat(fd).st_ino, os.path.split(path)
+            if is_new:
+                self._note('open', fd)
+                self._enter_file(name, inode, b'')
+            elif inode not in self._numbers and directory == str(self.plants.parent):
+                # Somebody else has made it.
+                self._enter_file(name, inode, Path(path).read_bytes())
+                self.names_synced.append((self.now, len(self.names)))
+            if file := self._file(fd):
+                self._reported[fd] = file.failures
         return fd
 
     def pwrite(self, fd, data, offset):
         try:
-            limit = self._enter('pwrite', fd, data, offset)
+            limit = self._begin('pwrite', fd, data, offset)
         except Killed as ex:
             self._write(fd, data[: ex.written], offset)
             raise
         return self._write(fd, data[:limit], offset)
 
     def ftruncate(self, fd, size):
-        self._enter('ftruncate', fd, size)
-        os.ftruncate(fd, size)
-        if self._is_plant_file(fd):
-            self._changes.append((size, None))
+        self._begin('ftruncate', fd, size)
+        with self._lock:
+            os.ftruncate(fd, size)
+            self._note('ftruncate', fd)
+            if file := self._file(fd):
+                file.change(self.now, size)
+
+    def unlink(self, path):
+        self._begin('unlink', path)
+        with self._lock:
+            self._numbers.pop(os.stat(path).st_ino, None)
+            os.unlink(path)
+            self._note('unlink', path)
+            self.names.append((self.now, os.path.basename(path), None))
 
     def fdatasync(self, fd):
         self._sync('fdatasync', fd)
@@ -123,80 +164,114 @@ class Disk:
     def fsync(self, fd):
         self._sync('fsync', fd)
 
-    def calls_on(self, path):
-        """Return the changes and syncs of a file so far; forget all calls."""
-        calls, self.calls = self.calls, []
-        changes = (call for call in calls if call[0] not in ('open', 'pread'))
-        return [name for name, target, *_ in changes if path_of(target) == str(path)]
+    @property
+    def now(self):
+        """The last moment."""
+        return len(self.calls) - 1
 
-    def restart(self, content):
-        """Continue after a power cut that left this content of the file."""
-        self.plants.write_bytes(content)
-        self.durable = content
-        self.resume()
-        self._changes.clear()
-        self._settled = 0
+    @property
+    def durable(self):
+        """What a power cut leaves of the plant file that loses most."""
+        return self._file(self.plants).possible()[-1]
+
+    def in_doubt(self, moment):
+        """Return how many changes a crash at some moment may have lost."""
+        names = [at for at, _, _ in self.names if at <= moment]
+        synced = max(count for ended, count in self.names_synced if ended <= moment)
+        begun = [file for file in self.files if file.versions[0][0] <= moment]
+        versions = sum(len(set(file.possible(moment))) for file in begun)
+        return versions + len(names) - synced
+
+    def calls_since(self, moment):
+        """Return the changes and syncs of the plant file after a moment."""
+        calls = self.calls[moment + 1 :]
+        return [call.split()[0] for call in calls if call.endswith(f' {self.plants}')]
 
     def resume(self):
         """Continue with the disk as it is, without further faults."""
         self._killed = False
         self.before = no_fault
 
-    def _enter(self, name, target, *arguments):
+    def _begin(self, name, *arguments):
         if self._killed:
             raise Killed
-        self.calls.append((name, target, *arguments))
         try:
-            return self.before(name, target, *arguments)
+            return self.before(name, *arguments)
         except Killed:
             self._killed = True
             raise
 
-    def _is_plant_file(self, fd):
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(fd), os.stat(self.plants))
+    def _note(self, name, target):
+        self.calls.append(f'{name} {path_of(target)}')
+
+    def _enter_file(self, name, inode, content):
+        self._numbers[inode] = len(self.files)
+        self.names.append((self.now, name, len(self.files)))
+        self.files.append(File(self.now, content))
+
+    def _file(self, target):
+        """Return the file of a descriptor or a path, if it is one of the directory."""
+        number = self._numbers.get(os.stat(target).st_ino)
+        return None if number is None else self.files[number]
 
     def _write(self, fd, data, offset):
         with self._lock:
-            if self._is_plant_file(fd):
-                self._changes.append((offset, data))
-            return os.pwrite(fd, data, offset)
+            count = os.pwrite(fd, data, offset)
+            if file := self._file(fd):
+                self._note('pwrite', fd)
+                file.change(self.now, offset, data)
+            return count
 
     def _sync(self, name, fd):
-        began = len(self._changes)
-        of_plants = self._is_plant_file(fd)
+        with self._lock:
+            self._note(name, fd)
+            file, names = self._file(fd), len(self.names)
+            version = len(file.versions) - 1 if file else 0
         try:
-            self._enter(name, fd)
-            if of_plants and self._reported[fd] < self._failures:
+            self._begin(name, fd)
+            if file and self._reported[fd] < file.failures:
                 raise failure(errno.EIO)
         except OSError:
-            if of_plants:
+            if file:
                 with self._lock:
-                    self._settle(began, durable=False)
-                self._failures += self._reported[fd] == self._failures
-                self._reported[fd] = self._failures
+                    file.failures += self._reported[fd] == file.failures
+                    self._reported[fd] = file.failures
+                    # All is lost but a new end: that is not in a page of the file.
+                    size = os.fstat(fd).st_size
+                    file.versions.append((self.now, file.possible()[-1][:size]))
             raise
-        # The real one too: a recorder may wait for it.
-        getattr(os, name)(fd)
-        if of_plants:
-            with self._lock:
-                self._settle(began, durable=True)
-        elif stat.S_ISDIR(os.fstat(fd).st_mode):
-            self.named = True
-
-    def _settle(self, end, durable):
-        for offset, data in self._changes[self._settled : end]:
-            if data is None:
-                self.durable = self.durable[:offset]
-            elif durable:
-                self.durable = changed(self.durable, offset, data)
-        self._settled = max(self._settled, end)
+        with self._lock:
+            self.calls.append('it has ended')
+            if file:
+                file.synced.append((self.now, version))
+            elif stat.S_ISDIR(os.fstat(fd).st_mode):
+                self.names_synced.append((self.now, names))
 
 
-def changed(content, offset, data):
-    """Return bytes after a write into them; a gap before it is filled with zeros."""
-    before = content[:offset].ljust(offset, b'\0') if data else content[:offset]
-    return before + data + content[offset + len(data) :]
+def crash(disk, moment, block, pick):
+    """Return what a crash at some moment leaves: content by name.
+
+    ``pick`` chooses from a list of what may be there, the newest first.
+    """
+    names = {}
+    synced = max(count for ended, count in disk.names_synced if ended <= moment)
+    for place, (at, name, number) in enumerate(disk.names):
+        if at <= moment and (place < synced or pick([True, False])):
+            names[name] = number
+    left = {}
+    for name, number in names.items():
+        if number is not None:
+            contents = disk.files[number].possible(moment)
+            sizes = dict.fromkeys(map(len, contents))
+            offsets = range(0, max(sizes), block)
+            sizes |= dict.fromkeys(at for at in offsets if at > min(sizes))
+            blocks = []
+            for offset in offsets:
+                kinds = (content[offset : offset + block] for content in contents)
+                kinds = dict.fromkeys(kind.ljust(block, b'\0') for kind in kinds)
+                blocks.append(pick([*kinds]))
+            left[name] = b''.join(blocks)[: pick([*sizes])]
+    return left
 
 
 def path_of(target):
@@ -271,18 +346,6 @@ class Gate:
         wait_until(lambda: self.held >= count, f'{count} callers are at the gate')
 
 
-@contextlib.contextmanager
-def blocked_syncs(disk):
-    """Block each fdatasync of a disk; yield the gate."""
-    gate = Gate()
-    disk.before = lambda name, *arguments: gate() if name == 'fdatasync' else None
-    try:
-        yield gate
-    finally:
-        disk.before = no_fault
-        gate.open()
-
-
 # ---- what tests of the file store read and write without it
 
 
@@ -323,12 +386,11 @@ def fill(path, *plants):
         opened.add_many(plants)
 
 
-def try_add(store, plant, times=1):
-    """Add a plant with retries, as a client does; return whether it was stored."""
-    for _ in range(times):
-        with contextlib.suppress(StoreUnavailable):
-            store.add(plant)
-            return True
+def try_add(store, plant):
+    """Add a plant; return whether it was stored."""
+    with contextlib.suppress(StoreUnavailable):
+        store.add(plant)
+        return True
     return False
 
 

@@ -1,6 +1,7 @@
-"""Open the states that a crash may leave: no acknowledged plant is lost."""
+"""Open what a crash may leave: no acknowledged plant is lost, no id is given twice."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -10,16 +11,17 @@ from pathlib import Path
 from random import Random, SystemRandom
 
 import pytest
-from crash_states import Crash, Recorder
 from disk import (
     Disk,
     Fault,
     Killed,
-    another_process,
-    failure,
+    crash,
+    failing,
+    files,
     installed,
     lines,
-    path_of,
+    no_fault,
+    open_paths,
     raw_plants,
 )
 
@@ -27,13 +29,9 @@ from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl.repair import verify
 
-# How many states of most scenarios are tried, or "all": then so many of each moment.
-STATES = os.environ.get('CRASH_STATES', '40')
-LIMIT = None if STATES == 'all' else int(STATES)
-OF_A_MOMENT = 300
+# How many states of most scenarios are tried.
+STATES = int(os.environ.get('CRASH_STATES', '40'))
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
-# How many crashes of each scenario are followed by a second crash.
-FIRST_CRASHES = 4 if LIMIT else 50
 BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
 # Plants for small batches, for batches of some 512-byte blocks and of 4 KiB blocks.
@@ -47,113 +45,155 @@ NESTED = [
 ]
 
 
-def new_store(crashing, opened):
+class Run:
+    """What happens to a plant file, and what its clients have sent and were told."""
+
+    def __init__(self, directory):
+        self.path = directory / 'plants.jsonl'
+        self.disk = Disk(self.path)
+        self.sent = set()
+        self.acknowledged = {}  # the moment of each plant
+        self.kept = 0, b''  # a moment, and what some file must hold from then on
+        self.is_damaged = False  # whether a repair may be needed
+        self._stores = ExitStack()
+
+    def __enter__(self):
+        self._stores.enter_context(installed(self.disk))
+        return self
+
+    def __exit__(self, *exc_info):
+        self.disk.resume()
+        self._stores.close()
+
+    def open(self):
+        """Open another store, as another process."""
+        return self._stores.enter_context(JSONLinesStore(self.path))
+
+    def add(self, store, *plants):
+        """Add plants in one batch; note that they are acknowledged."""
+        self.sent.update(plants)
+        outcomes = store.add_many(plants)
+        assert all(isinstance(new, bool) for new in outcomes), outcomes
+        self.acknowledge(*plants)
+
+    def acknowledge(self, *plants):
+        """Note that plants are acknowledged."""
+        self.disk.calls.append(f'{len(plants)} acknowledged')
+        for plant in plants:
+            self.acknowledged.setdefault(plant, self.disk.now)
+
+    def append(self, data, *plants, kept=b''):
+        """Append what another process was writing, or somebody's damage.
+
+        With ``kept`` it is durable, and that part of it must not vanish.
+        """
+        self.sent.update(plants)
+        fd = self.disk.open(self.path, os.O_WRONLY)
+        self.disk.pwrite(fd, data, os.fstat(fd).st_size)
+        if kept:
+            self.disk.fdatasync(fd)
+            self.kept = self.disk.now, kept
+        os.close(fd)
+
+    def told_by(self, moment):
+        """Return the plants that were acknowledged by a moment."""
+        return {plant for plant, at in self.acknowledged.items() if at <= moment}
+
+
+def new_store(run):
     """Batches of one plant, of many blocks and of some, in a new store."""
-    with opened() as store:
-        crashing.add(store, FERN)
-        crashing.add(store, *LONGER)
-        crashing.add(store, *LONG, MOSS)
+    store = run.open()
+    run.add(store, FERN)
+    run.add(store, *LONGER)
+    run.add(store, *LONG, MOSS)
 
 
-def batches(crashing, opened):
+def batches(run):
     """Two processes whose batches overlap: one is written while the other is synced."""
-    with opened() as store, opened() as other:
-        crashing.add(store, FERN)
-        other.ping()
+    store, other = run.open(), run.open()
+    run.add(store, FERN)
+    other.ping()
 
-        def meanwhile():
-            crashing.before_sync = None
-            crashing.add(other, *OTHERS)
+    def meanwhile(name, *arguments):
+        if name == 'fdatasync':
+            run.disk.before = no_fault
+            run.add(other, *OTHERS)
 
-        crashing.before_sync = meanwhile
-        crashing.add(store, *LONG)
-        crashing.add(other, *LONG, IVY)
+    run.disk.before = meanwhile
+    run.add(store, *LONG)
+    run.add(other, *LONG, IVY)
 
 
-def random_kills(crashing, opened):
+def random_kills(run):
     """Random processes, which are killed at random calls, add random plants."""
     chance = Random(SEED)
     plants = [FERN, MOSS, IVY, *LONG, *OTHERS, *LONGER, *NESTED]
-    remaining = written = 0  # calls, and bytes of a write
-
-    def kill(*call):
-        nonlocal remaining
-        remaining -= 1
-        if remaining < 0:
-            raise Killed(written)
-
     for _ in range(5):
-        process = Disk(crashing.path)
-        remaining, written = chance.randrange(40), chance.randrange(900)
-        process.before = kill
+        calls = iter(range(chance.randrange(40)))
+        written = chance.randrange(900)
+
+        def kill(*call, calls=calls, written=written):
+            if next(calls, None) is None:
+                raise Killed(written)
+
+        run.disk.before = kill
         with suppress(Killed, StoreUnavailable):
-            store = opened(process)
+            store = run.open()
             for _ in range(2):
-                crashing.add(store, *chance.sample(plants, 2))
-            if chance.random() < 0.5:
-                store.close()
-    with opened() as store:
-        crashing.add(store, OTHERS[0])
+                run.add(store, *chance.sample(plants, 2))
+        run.disk.resume()
+    run.add(run.open(), OTHERS[0])
 
 
-def torn_tail_while_open(crashing, opened):
+def torn_tail_while_open(run):
     """A process cuts off the torn tail that another one has left."""
     for plants in OTHERS, [MOSS]:
-        with opened() as store:
-            crashing.add(store, FERN, *LONG)
-            crashing.send(*LONGER)
-            crashing.append(lines(*LONGER)[:3000])
-            crashing.add(store, *plants)
-            crashing.add(store, IVY)
+        store = run.open()
+        run.add(store, FERN, *LONG)
+        run.append(lines(*LONGER)[:3000], *LONGER)
+        run.add(store, *plants)
+        run.add(store, IVY)
 
 
-def lost_block(crashing, opened):
+def lost_block(run):
     """A lost block before sound records of its batch, which are kept."""
-    with opened() as store:
-        crashing.add(store, FERN, *LONG)
-    crashing.send(*NESTED, *LONGER, IVY)
+    run.add(run.open(), FERN, *LONG)
     batch = lines(*NESTED, *LONGER, IVY)
-    lost = 512 - crashing.path.stat().st_size % 512
-    crashing.append(bytes(lost) + batch[lost:])
+    lost = 512 - run.path.stat().st_size % 512
+    batch = bytes(lost) + batch[lost:]
     # The destroyed line: other bytes of the batch are in records.
-    crashing.keep(bytes(lost) + batch[lost:].partition(b'\n')[0])
-    with opened() as store:
-        crashing.add(store, MOSS)
-        crashing.add(store, *OTHERS)
+    run.append(batch, *NESTED, *LONGER, IVY, kept=batch.partition(b'\n')[0])
+    store = run.open()
+    run.add(store, MOSS)
+    run.add(store, *OTHERS)
 
 
-def full_disk(crashing, opened):
+def full_disk(run):
     """A write that fails in the middle, and another write in its place."""
-    process = Disk(crashing.path)
-    room = [3000]
+    room = iter([3000])
 
     def fill(*arguments):
-        if not room:
-            raise failure(errno.ENOSPC)
-        return room.pop()
+        return next(room, None) or failing(errno.ENOSPC)()
 
-    with opened(process) as store:
-        crashing.add(store, FERN, *LONG)
-        process.before = Fault('pwrite', 1, fill, lasting=True)
-        crashing.send(*LONGER)
-        with pytest.raises(StoreUnavailable):
-            crashing.add(store, *LONGER)
-        process.resume()
-        crashing.add(store, *OTHERS)
-        crashing.add(store, IVY)
+    store = run.open()
+    run.add(store, FERN, *LONG)
+    run.disk.before = Fault('pwrite', 1, fill, lasting=True)
+    with pytest.raises(StoreUnavailable):
+        run.add(store, *LONGER)
+    run.disk.resume()
+    run.add(store, *OTHERS)
+    run.add(store, IVY)
 
 
-def repaired(crashing, opened):
+def repaired(run):
     """Lines that a person has damaged are blanked, beside a server."""
-    with opened() as store:
-        crashing.add(store, FERN, *LONG)
-        damage = lines(*NESTED).replace(b'"name"', b'"Name"')
-        crashing.is_damaged = True
-        crashing.send(*OTHERS)
-        crashing.append(damage + lines(*OTHERS))
-        crashing.keep(damage)
-        verify(crashing.path, repair=True)
-        crashing.add(store, MOSS)
+    store = run.open()
+    run.add(store, FERN, *LONG)
+    damage = lines(*NESTED).replace(b'"name"', b'"Name"')
+    run.is_damaged = True
+    run.append(damage + lines(*OTHERS), *OTHERS, kept=damage)
+    verify(run.path, repair=True)
+    run.add(store, MOSS)
 
 
 SCENARIOS = [
@@ -172,175 +212,183 @@ def directory():
 
 
 @pytest.fixture(scope='module', params=SCENARIOS, ids=lambda one: one.__name__)
-def recorder(request, directory):
-    """The recorder of a scenario, for all tests of its states."""
-    recorder = record(directory, request.param)
+def run(request, directory):
+    """A scenario, for all tests of its states."""
+    with Run(directory()) as run:
+        request.param(run)
     # Only 2 of 100 states of these show that a cut or a rollback is not synced.
-    recorder.factor = 3 if request.param in (torn_tail_while_open, full_disk) else 1
-    return recorder
+    run.factor = 3 if request.param in (torn_tail_while_open, full_disk) else 1
+    return run
 
 
-def record(directory, scenario):
-    """Run a scenario; return its recorder."""
-    recorder = Recorder(directory())
-
-    with ExitStack() as afterwards:
-
-        def opened(process=None):
-            if process is None:
-                return JSONLinesStore(recorder.path)
-            store = another_process(process)(recorder.path)
-            afterwards.callback(store.close)
-            afterwards.callback(process.resume)
-            return store
-
-        with recorder.recording():
-            scenario(recorder, opened)
-    return recorder
-
-
-def stored_in(path):
-    """Return the plants of a sound file; a plant may be there twice, but no id."""
-    plants = raw_plants(path.read_bytes())
-    assert len({plant.id for plant in plants}) == len(set(plants)), 'an id is twice'
-    return set(plants)
-
-
-def whole_records(content):
-    """Return the records of a file that may have others between them."""
-    found = set()
-    for line in content.split(b'\n')[:-1]:
-        with suppress(ValueError, TypeError):
-            found.add(Plant(**json.loads(line)))
-    return found
-
-
-def open_left(recorder):
+def open_left(run):
     """Open what a crash left; first repair the damage of the scenario, if any."""
-    store = JSONLinesStore(recorder.path)
-    if recorder.is_damaged:
-        with suppress(StoreCorrupt):
-            store.ping()
-            return store
-        verify(recorder.path, repair=True)
-    store.ping()
+    store = JSONLinesStore(run.path)
+    try:
+        store.ping()
+    except StoreCorrupt:
+        assert run.is_damaged
+        verify(run.path, repair=True)
+        store.ping()
     return store
 
 
-def check(crash):
-    """Open what a crash left: acknowledged plants are there, unknown ones are not."""
-    recorder, path = crash.recorder, crash.recorder.path
+def check(run, moment):
+    """Open what is left: acknowledged plants are there, unknown ones are not."""
+    path = run.path
     left = path.read_bytes() if path.exists() else b''
-    with open_left(recorder) as store:
-        found = stored_in(path)
-        whole = path.read_bytes()
-        sides = [side.read_bytes() for side in path.parent.glob('plants.jsonl.*-[0-9]')]
-        assert found >= whole_records(left), 'a record was cut'
+    with open_left(run) as store:
+        plants = raw_plants(whole := path.read_bytes())
+        assert len({plant.id for plant in plants}) == len({*plants}), 'an id is twice'
+        sides = [it.read_bytes() for it in path.parent.glob('plants.jsonl.*-[0-9]')]
         for line in left.split(b'\n'):
             is_kept = line in whole.split(b'\n') or any(line in side for side in sides)
             assert is_kept or not line.strip(b'\0 '), 'bytes are gone'
-        moment, kept = recorder.kept
-        if crash.moment >= moment:
+        for line in left.split(b'\n')[:-1]:
+            with suppress(ValueError, TypeError):
+                assert Plant(**json.loads(line)) in plants, 'a record was cut'
+        since, kept = run.kept
+        if moment >= since:
             assert any(kept in data for data in [whole, *sides]), 'bytes are gone'
-        acknowledged = by_then(recorder.acknowledged, crash)
-        assert found >= acknowledged, f'lost: {acknowledged - found}'
-        unknown = found - by_then(recorder.sent, crash)
-        assert not unknown, f'nobody sent {unknown}'
-        plants = sorted(found)
+        assert {*plants} >= run.told_by(moment), 'a plant is lost'
+        assert {*plants} <= run.sent, 'nobody sent it'
+        plants = sorted({*plants})
         fakes = [plant._replace(name='Fake') for plant in plants]
         outcomes = store.add_many([*plants, *fakes, NEW])
-        assert outcomes[: len(plants)] == [False] * len(plants)
         taken = [isinstance(one, IdTaken) for one in outcomes[len(plants) : -1]]
+        assert outcomes[: len(plants)] == [False] * len(plants)
         assert taken == [True] * len(plants), 'an id is given twice'
         assert outcomes[-1] is True
-    assert path.read_bytes().startswith(whole)
-    assert NEW in stored_in(path)
+    assert path.read_bytes() == whole + lines(NEW)
 
 
-def by_then(moments, crash):
-    """Return the plants whose moment is not after the crash."""
-    return {plant for plant, moment in moments.items() if moment <= crash.moment}
-
-
-def fault(state):
-    """Return what is wrong after opening a state, or ``None``."""
-    try:
-        state.place()
-        check(state.crash)
-    except Exception as ex:
-        return f'{type(ex).__name__}: {ex}'[:500]
-    return None
-
-
-def states(recorder, block, chance, limit):
-    """Yield different states: all of them, or ``limit`` random ones."""
-    moments = range(recorder.begun, len(recorder.calls))
-    crashes = [Crash(recorder, moment, block) for moment in moments]
-    if limit is None:
-        found = (it for one in crashes for it in one.states(chance, OF_A_MOMENT))
-    else:
-        # More states of the moments at which more may have been lost.
-        weights = [1 + len(crash.questions) for crash in crashes]
-        taken = chance.choices(crashes, weights, k=5 * limit)
-        found = (crash.random_state(chance) for crash in taken)
+def left_by_crashes(run, block, chance, limit):
+    """Put different random states in place of the files; yield their moments."""
+    # More states of the moments at which more may have been lost.
+    moments = range(len(run.disk.calls))
+    weights = [run.disk.in_doubt(moment) for moment in moments]
     seen = set()
-    for state in found:
+    for moment in chance.choices(moments, weights, k=5 * limit):
+        # All new, mostly new, half old, mostly old, all old: with equal chance.
+        old = chance.choice([0, 0.1, 0.5, 0.9, 1])
+
+        def pick(kinds, old=old):
+            is_old = len(kinds) > 1 and chance.random() < old
+            return chance.choice(kinds[1:]) if is_old else kinds[0]
+
+        state = crash(run.disk, moment, block, pick)
         # With as many promised plants.
-        key = *state.files.items(), len(by_then(recorder.acknowledged, state.crash))
-        if (key := hash(key)) not in seen:
+        key = hash((*sorted(state.items()), len(run.told_by(moment))))
+        if key not in seen:
             seen.add(key)
-            yield state
+            place(run.path, state)
+            yield moment
             if len(seen) == limit:
                 break
 
 
-def first_fault(recorder, block, chance, limit):
+def place(path, state):
+    """Replace the files of a directory."""
+    for entry in path.parent.iterdir():
+        entry.unlink()
+    for name, content in state.items():
+        path.with_name(name).write_bytes(content)
+
+
+def fault(run, block, chance, limit):
     """Return what is wrong with the first state that shows a fault, if any."""
-    for state in states(recorder, block, chance, limit):
-        if fault(state):
-            state = state.smallest(fault)
-            return (
-                f'{state}\n{fault(state)}\nwith CRASH_SEED={SEED} CRASH_STATES={STATES}'
-            )
+    for moment in left_by_crashes(run, block, chance, limit):
+        left = files(run.path)
+        try:
+            check(run, moment)
+        except Exception as ex:
+            calls = '\n'.join(run.disk.calls[: moment + 1])
+            repeat = f'CRASH_SEED={SEED} CRASH_STATES={STATES}'
+            return f'{calls}\nleft {left}\n{type(ex).__name__}: {ex!s:.500}\n{repeat}'
     return ''
 
 
 @pytest.mark.parametrize('block', BLOCKS)
-def test_acknowledged_plants_survive_a_crash(recorder, block):
+def test_acknowledged_plants_survive_a_crash(run, block):
     """After a crash at any moment of a scenario no acknowledged plant is lost."""
     chance = Random(f'{SEED} {block}')
-    found = first_fault(recorder, block, chance, LIMIT and LIMIT * recorder.factor)
+    found = fault(run, block, chance, STATES * run.factor)
     assert not found, found
 
 
 @pytest.mark.parametrize('block', BLOCKS)
-def test_acknowledged_plants_survive_a_second_crash(directory, recorder, block):
+def test_acknowledged_plants_survive_a_second_crash(directory, run, block):
     """A second crash, while a store opens after the first one, loses none either."""
     chance = Random(f'{SEED} {block}')
-    for state in states(recorder, block, chance, FIRST_CRASHES):
-        again = Recorder(recorder.directory)
-        crash = state.crash
-        again.sent = dict.fromkeys(by_then(recorder.sent, crash), 0)
-        again.acknowledged = dict.fromkeys(by_then(recorder.acknowledged, crash), 0)
-        again.is_damaged = recorder.is_damaged
-        if crash.moment >= recorder.kept[0]:
-            again.kept = 0, recorder.kept[1]
-        state.place()
-        with again.recording(), open_left(again) as store:
-            again.add(store, Plant(99, 'Elm'))
-        found = first_fault(again, block, chance, 200 if LIMIT is None else LIMIT // 8)
-        assert not found, f'{state}\nwas opened. {found}'
+    for moment in left_by_crashes(run, block, chance, max(4, STATES // 40)):
+        left = files(run.path)
+        with Run(run.path.parent) as again:
+            again.sent = run.sent | {Plant(99, 'Elm')}
+            again.acknowledged = dict.fromkeys(run.told_by(moment), 0)
+            again.is_damaged = run.is_damaged
+            if moment >= run.kept[0]:
+                again.kept = 0, run.kept[1]
+            with open_left(again) as store:
+                again.add(store, Plant(99, 'Elm'))
+        found = fault(again, block, chance, STATES // 8)
+        assert not found, f'{left}\nwas opened. {found}'
 
 
 @pytest.mark.parametrize('forgotten', ['fdatasync', 'fsync'])
 def test_missing_sync_is_detected(directory, forgotten):
-    """The generator finds a state that shows a missing sync: of data, of names."""
+    """The states show a missing sync: of data, of names."""
+    with Run(directory()) as run:
+        setattr(run.disk, forgotten, lambda fd: None)
+        new_store(run)
+    assert fault(run, 512, Random(SEED), 1000)
 
-    def skip(fd):
-        if forgotten == 'fsync' and not os.path.isdir(path_of(fd)):
-            os.fsync(fd)
 
-    with installed(Disk('')) as system:
-        setattr(system, forgotten, skip)
-        recorder = record(directory, new_store)
-    assert first_fault(recorder, 512, Random(SEED), 1000)
+def nothing(run):
+    """Start without a plant file."""
+
+
+def torn_tail(run):
+    """Start with the file of a process that was killed before its sync."""
+    run.add(run.open(), FERN)
+    run.append(lines(MOSS, IVY)[:-9], MOSS)
+
+
+def lost_beginning(run):
+    """Start as after a power cut: a block of a batch is lost, and the next is there."""
+    run.add(run.open(), FERN)
+    lost = 512 - run.path.stat().st_size
+    run.append(bytes(lost) + lines(*LONG)[lost:], *LONG)
+
+
+CALLS = ['open', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'unlink']
+# The store tells only ENOENT and what a file system lacks from the rest.
+EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
+EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
+EFFECTS['pwrite-nothing'] = 'pwrite', lambda *arguments: 0
+
+
+@pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
+@pytest.mark.parametrize(('call', 'effect'), EFFECTS.values(), ids=EFFECTS)
+@pytest.mark.parametrize('prepare', [nothing, torn_tail, lost_beginning])
+def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
+    """Whichever call fails: as if the process is killed then, or the power is cut."""
+    # Each third of the many reads.
+    for nth in itertools.count(1, 3 if call == 'pread' else 1):
+        with Run(directory()) as run:
+            prepare(run)
+            run.disk.before = fault = Fault(call, nth, effect, lasting)
+            for _ in range(2):
+                with suppress(StoreUnavailable):
+                    store = run.open()  # it may fail to make the file
+                    for plant in [FERN, MOSS, IVY] * (1 if lasting else 2):
+                        with suppress(StoreUnavailable):
+                            run.add(store, plant)
+                    store.close()
+        now = run.disk.now
+        check(run, now)
+        place(run.path, crash(run.disk, now, 512, lambda kinds: kinds[-1]))
+        check(run, now)
+        if not fault.reached:
+            break
+    assert {*run.acknowledged} == {FERN, MOSS, IVY}
+    assert not [each for each in open_paths() if each.startswith(str(run.path.parent))]

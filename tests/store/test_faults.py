@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,21 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 from disk import (
-    Disk,
     Fault,
+    Gate,
     append,
     assert_raise,
     assert_stored,
-    blocked_syncs,
     failing,
     failure,
     files,
     fill,
-    installed,
     lines,
-    open_paths,
     path_of,
-    raw_plants,
     take_side_files,
     try_add,
 )
@@ -41,78 +36,6 @@ FERN, MOSS, IVY, REED = PLANTS = [
     for number, name in enumerate(('Fern', 'Moss', 'Ivy', 'Reed'), 1)
 ]
 TORN = b'{"id":7,"na'
-LOST = [Plant(number, 'Oak' * 300) for number in (11, 12, 13)]
-
-CALLS = ['open', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'unlink']
-# The store tells only ENOENT and what a file system lacks from the rest.
-EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
-EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
-EFFECTS['pwrite-nothing'] = 'pwrite', lambda *arguments: 0
-
-
-def no_file(disk):
-    """Start without a plant file. Like the others, return the acknowledged plants."""
-    return set()
-
-
-def unsynced_line(disk, more=b''):
-    """Start with the file of a process that was killed before its sync."""
-    fill(disk.plants, FERN)
-    fd = disk.open(disk.plants, os.O_WRONLY)
-    disk.pwrite(fd, lines(MOSS) + more, disk.plants.stat().st_size)
-    os.close(fd)
-    return {FERN}
-
-
-def torn_line(disk):
-    """Start as after a kill in a write."""
-    return unsynced_line(disk, TORN)
-
-
-def lost_block(disk):
-    """Start as after a power cut: a block of a batch is lost, and the next is there."""
-    batch = lines(*LOST)
-    lost = 512 - len(lines(FERN, MOSS))
-    return unsynced_line(disk, bytes(lost) + batch[lost:])
-
-
-@pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
-@pytest.mark.parametrize(('call', 'effect'), EFFECTS.values(), ids=EFFECTS)
-@pytest.mark.parametrize('prepare', [no_file, unsynced_line, torn_line, lost_block])
-def test_failing_call_loses_nothing(tmp_path, prepare, call, effect, lasting):
-    """Whichever call fails, acknowledged plants stay and the file is sound."""
-    # Each third of the many reads.
-    for nth in itertools.count(1, 3 if call == 'pread' else 1):
-        disk = Disk(tmp_path / str(nth) / 'plants.jsonl')
-        disk.plants.parent.mkdir()
-        with installed(disk):
-            acknowledged = prepare(disk)
-            disk.before = fault = Fault(call, nth, effect, lasting)
-            for _ in range(2):
-                with contextlib.suppress(StoreUnavailable):
-                    store = JSONLinesStore(disk.plants)  # it may fail to make the file
-                    tries = 1 if lasting else 2
-                    added = (one for one in PLANTS if try_add(store, one, tries))
-                    acknowledged.update(added)
-                    store.close()
-            disk.resume()
-            check(disk, acknowledged)
-        if not fault.reached:
-            break
-    assert acknowledged == set(PLANTS)
-    assert not [each for each in open_paths() if each.startswith(str(tmp_path))]
-
-
-def check(disk, acknowledged):
-    """Check the file as it is, and as a power cut leaves it that loses most."""
-    path = disk.plants
-    assert disk.named or not acknowledged
-    for content in disk.durable, path.read_bytes() if path.exists() else b'':
-        disk.restart(content)
-        JSONLinesStore(path).load()
-        stored = raw_plants(path.read_bytes())
-        assert acknowledged <= set(stored) <= {*PLANTS, *LOST}
-        assert len(stored) == len(set(stored))
 
 
 @pytest.fixture
@@ -149,9 +72,9 @@ class TestFullDisk:
 
     def test_ping_tells_what_an_add_would(self, path, disk, store):
         """It writes elsewhere; after a failed write at that place and length, too."""
-        disk.calls.clear()
+        begun = disk.now
         store.ping()
-        assert disk.calls_on(path) == []
+        assert disk.calls_since(begun) == []
         room = len(lines(FERN)) + 10
 
         def effect(fd, data, offset):
@@ -248,20 +171,19 @@ class TestFailedSync:
         assert disk.durable == lines(FERN, MOSS)
 
     @pytest.mark.parametrize('failures', [0, 3])
-    @pytest.mark.parametrize('prepare', [unsynced_line, torn_line, lost_block])
-    def test_open_writes_doubtful_lines_again(self, path, disk, prepare, failures):
+    @pytest.mark.parametrize('end', [b'', TORN])
+    def test_open_writes_doubtful_lines_again(self, path, disk, store, failures, end):
         """Lines in doubt stay so while the syncs of each open fail."""
-        prepare(disk)
-        with JSONLinesStore(path) as store:
-            disk.before = Fault('fdatasync', 1, failing(errno.EIO), lasting=True)
-            for _ in range(failures):
-                assert not try_add(store, MOSS)
-            disk.resume()
-        with JSONLinesStore(path) as store:
-            store.add(MOSS)
-            # A sync alone would lose them: the kernel takes their pages for clean.
-            assert disk.durable == path.read_bytes()
-            assert {FERN, MOSS} <= {*raw_plants(disk.durable)}
+        fd = disk.open(path, os.O_WRONLY)  # as a process that is killed before its sync
+        disk.pwrite(fd, lines(MOSS) + end, path.stat().st_size)
+        os.close(fd)
+        disk.before = Fault('fdatasync', 1, failing(errno.EIO), lasting=True)
+        for _ in range(failures):
+            assert_raise(StoreUnavailable, JSONLinesStore(path).load)
+        disk.resume()
+        fill(path, MOSS)
+        # A sync alone would lose them: the kernel takes their pages for clean.
+        assert disk.durable == path.read_bytes() == lines(FERN, MOSS)
 
     def test_others_notice_a_failed_sync(self, path, disk, store):
         """Each process that has the file open learns of it: none acknowledges."""
@@ -282,7 +204,9 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
     with store, store if shared else JSONLinesStore(path) as other:
         store.add(FERN)
         other.add(FERN)
-        with ThreadPoolExecutor(2) as pool, blocked_syncs(disk) as gate:
+        gate = Gate()
+        disk.before = lambda name, *arguments: gate() if name == 'fdatasync' else None
+        with ThreadPoolExecutor(2) as pool:
             first = pool.submit(store.add, MOSS)
             gate.wait_for(1)
             answer = pool.submit(other.add, plant)
@@ -294,17 +218,17 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
             gate.open()
             assert (answer.exception(PATIENCE) is None) is (plant == MOSS)
             assert first.result(PATIENCE)
-            disk.calls.clear()
+            begun = disk.now
             assert other.add(FERN) is False  # it was durable before
-            assert 'fdatasync' not in disk.calls_on(path)
+            assert disk.calls_since(begun) == []
     assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
 
 
 def test_plants_of_a_batch_share_a_write_and_a_sync(path, disk, store):
     """However many they are."""
-    disk.calls.clear()
+    begun = disk.now
     store.add_many([MOSS, IVY, REED])
-    assert disk.calls_on(path) == ['pwrite', 'fdatasync']
+    assert disk.calls_since(begun) == ['pwrite', 'fdatasync']
 
 
 # Errors of F_FULLFSYNC: none, of file systems that lack it, of a disk.
@@ -316,17 +240,17 @@ def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error
     """A sync on macOS is F_FULLFSYNC, or fsync if the file system has none."""
 
     def full_sync(fd, command):
-        disk.calls.append(('F_FULLFSYNC', fd))
+        disk.calls.append(f'F_FULLFSYNC {path}')
         if error:
             raise failure(error)
 
     mac = vars(fcntl) | {'F_FULLFSYNC': 51, 'fcntl': full_sync}
     monkeypatch.setattr(disk_calls, 'fcntl', SimpleNamespace(**mac))
-    disk.calls.clear()
+    begun = disk.now
     if error == errno.EIO:
         assert_raise(StoreUnavailable, partial(store.add, MOSS), store.ping)
-        assert disk.calls_on(path) == ['pwrite', 'F_FULLFSYNC']
+        assert disk.calls_since(begun) == ['pwrite', 'F_FULLFSYNC']
     else:
         store.add(MOSS)
         syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
-        assert disk.calls_on(path) == ['pwrite', *syncs]
+        assert disk.calls_since(begun) == ['pwrite', *syncs]
