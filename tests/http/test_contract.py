@@ -243,15 +243,3 @@ def test_unusual_request_id_is_replaced(anonymous):
         made.add(anonymous.get('/livez').headers['X-Request-Id'])
         assert request_id not in made
     assert len(made) == 6
-
-
-@pytest.mark.parametrize('path', ['/a%0Ab', '/%1B[31m', '/%E2%80%A8', '/a%20b'])
-def test_path_cannot_break_a_log_line(path, anonymous, caplog):
-    """Neither a path nor a method can end a line of the log or colour it."""
-    caplog.set_level(logging.INFO, 'plants')
-    anonymous.lint = False
-    anonymous.request(path, method='G\x1b\n')
-    (line,) = caplog.messages
-    assert line.isascii()
-    assert line.isprintable()
-    assert len(line.split()) == 10

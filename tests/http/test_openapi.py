@@ -42,6 +42,7 @@ def test_only_public_operations_are_described_without_a_token(description, anony
             status = anonymous.request(path, method=method.upper()).status_int
             assert ('security' in operation) == (status == 200)
             assert operation.get('security', []) == []
+            assert ('401' in operation['responses']) == (status == 401)
 
 
 def test_description_is_valid_with_metrics_and_without(store, serve, description):
