@@ -55,8 +55,8 @@ class Gathering:
     def ask(self) -> None:
         self._asked = True
         if not self._gathers:
-            self._gathers = True
             gevent.spawn_raw(self._gather)
+            self._gathers = True  # not before: the caller may be interrupted
 
     def _gather(self) -> None:
         while self._asked:
