@@ -332,16 +332,18 @@ def test_locked_plant_delays_no_other_add(database, url, store, kind):
 def test_batches_never_deadlock(database, url, monkeypatch):
     """Batches of the same plants in different orders never wait for each other."""
     monkeypatch.setattr(connection, 'LOCK_WITHIN', PATIENCE)
-    before = database.log.count('deadlock detected')
+    together = threading.Barrier(4)
 
     def add_all(seed):
         chance = random.Random(seed)
         with open_store(url) as store:
-            for first in range(0, 2_000, 200):
-                plants = [Plant(first + at, 'Fern') for at in range(200)]
+            for first in range(0, 2_500, 500):
+                plants = [Plant(first + at, 'Fern') for at in range(500)]
                 chance.shuffle(plants)
+                together.wait(PATIENCE)
                 store.add_many(plants)
 
+    before = database.log.count('deadlock detected')
     in_threads(*(partial(add_all, seed) for seed in range(4)))
     assert database.log.count('deadlock detected') == before
 
