@@ -16,7 +16,6 @@ from server import (
     REPOSITORY,
     TOKEN,
     Server,
-    TLSServer,
     request,
     time_limits,
     wait_until,
@@ -25,13 +24,6 @@ from server import (
 SECRET = 'a-token-that-nobody-knows'
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
-# Not for the start, which fails for a database that a busy machine delays.
-SHORT_DATABASE_LIMITS = [
-    'from store.postgresql import connection',
-    'def post_fork(server, worker):',
-    '    connection.ANSWER_WITHIN, connection.CANCEL_WITHIN = 1, 0.5',
-]
-
 # jsonschema itself reads the published file, with none of our code in between.
 ERROR = Draft202012Validator(
     json.loads((REPOSITORY / 'schemas/Error.json').read_bytes())
@@ -222,8 +214,9 @@ def impatient(tmp_path_factory):
 @pytest.fixture(scope='session')
 def secure(tmp_path_factory):
     """A server with TLS, and 1 s for a first byte and for a request."""
+    directory = tmp_path_factory.mktemp('secure')
     limits = time_limits(FIRST_REQUEST=1, REQUEST_TIMEOUT=1)
-    with TLSServer(tmp_path_factory.mktemp('secure'), conf=limits) as server:
+    with Server(directory, is_tls=True, conf=limits) as server:
         yield server
         assert 'Traceback' not in server.log
 

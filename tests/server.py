@@ -107,11 +107,22 @@ class Server:
     """A server in a process group of its own, with its files in a directory."""
 
     def __init__(
-        self, directory, *arguments, command=GUNICORN, workers=1, conf=(), **environment
+        self,
+        directory,
+        *arguments,
+        command=GUNICORN,
+        workers=1,
+        conf=(),  # lines at the end of gunicorn.conf.py
+        is_tls=False,
+        **environment,
     ):
-        self.directory = directory
-        if conf:  # lines at the end of gunicorn.conf.py
+        self.directory, self.trust = directory, None
+        if conf:
             arguments = *configured(directory, *conf), *arguments
+        if is_tls:
+            self.trust = make_certificate(directory)
+            files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
+            arguments = *files, *arguments
         self._command = [str(word) for word in (*command, *arguments)]
         # To measure the coverage of a process, Python must be started for it.
         is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
@@ -154,16 +165,13 @@ class Server:
 
     def stop(self):
         """Kill the server; one that has files to remove may end by itself before."""
-        try:
+        with suppress(ProcessLookupError):
             if not self._is_killed:
-                self.interrupt()
-                self.wait()
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+                os.killpg(self.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
 
     @contextmanager
     def started(self):
@@ -174,10 +182,10 @@ class Server:
         finally:
             self.stop()
 
-    def run(self, seconds=PATIENCE):
+    def run(self):
         """Start a server that ends by itself; return its exit code."""
         with self.started():
-            return self.wait(seconds)
+            return self.wait()
 
     def wait(self, seconds=PATIENCE):
         """Wait until the server has ended; return its exit code."""
@@ -197,11 +205,6 @@ class Server:
             return pids and pids.isdisjoint(old)
 
         wait_until(all_are_new, 'all workers are new')
-
-    def interrupt(self):
-        """Do what Ctrl-C does: SIGINT to every process of the group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGINT)
 
     @property
     def pid(self):
@@ -226,8 +229,8 @@ class Server:
         pids = {int(re.match(rb'\d+', end)[0]) for end in ends}
         return {pid for pid in pids if is_alive(pid)}
 
-    def connect(self, **how):
-        return RawClient(self.port, **how)
+    def connect(self):
+        return RawClient(self.port, trust=self.trust)
 
     def ask(self, data, **how):
         """Send a request on a connection of its own and return its answer."""
@@ -251,15 +254,3 @@ class Server:
             return False
         with suppress(ConnectionError):
             return self.ask(request('GET', '/livez'))
-
-
-class TLSServer(Server):
-    """A server whose clients connect with TLS."""
-
-    def __init__(self, directory, *arguments, **how):
-        self.context = make_certificate(directory)
-        files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
-        super().__init__(directory, *files, *arguments, **how)
-
-    def connect(self):
-        return super().connect(trust=self.context)
