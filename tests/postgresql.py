@@ -41,14 +41,17 @@ log_min_messages = warning
 
 
 def witness(*settings):
-    """Return statements by which a table keeps the settings of each insertion."""
+    """Return a statement by which a plant has the settings of its insertion."""
     values = ', '.join(f"current_setting('{name}')" for name in settings)
+    return f'ALTER TABLE plants ADD seen text[] DEFAULT ARRAY[{values}]'
+
+
+def trigger(act):
+    """Return statements by which PL/pgSQL acts before each insertion, and warns."""
     return (
-        'CREATE TABLE seen (seen text[]); '
-        'CREATE FUNCTION see() RETURNS trigger AS $$BEGIN INSERT INTO seen '
-        f'VALUES (ARRAY[{values}]); RETURN NEW; END$$ LANGUAGE plpgsql; '
-        'CREATE TRIGGER see BEFORE INSERT ON plants '
-        'FOR EACH ROW EXECUTE FUNCTION see()'
+        "CREATE FUNCTION act() RETURNS trigger AS $$BEGIN RAISE WARNING 'soon'; "
+        f'{act}; RETURN NEW; END$$ LANGUAGE plpgsql; '
+        'CREATE TRIGGER act BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION act()'
     )
 
 
@@ -198,11 +201,11 @@ class PostgreSQL:
         """Return the URL of this server for the URL of a proxy or a pooler."""
         return re.sub(r':\d+/', f':{self.port}/', url)
 
-    def execute(self, statement, *values, url=None):
+    def execute(self, statement, url=None):
         """Run a statement in a new session; return its rows, if any."""
         own = self.own(url or self.url())
         with psycopg.connect(own, autocommit=True) as connection:
-            cursor = connection.execute(statement, values or None)
+            cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else None
 
     def sessions(self):
@@ -229,7 +232,7 @@ class PgBouncer:
         self._directory = new_directory()
         name = f'pooled_{next(self._numbers)}'
         port = free_port()
-        self._url = f'postgresql://gardener@127.0.0.1:{port}/{name}'
+        self.url = f'postgresql://gardener@127.0.0.1:{port}/{name}'
         (self._directory / 'ini').write_text(
             f'[databases]\n* = host=127.0.0.1 port={server.port} user=gardener\n'
             f'[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n'
@@ -242,7 +245,7 @@ class PgBouncer:
 
     def __enter__(self):
         self._process = spawn([self._program, self._directory / 'ini'], self._directory)
-        wait_until(lambda: accepts_connections(self._url))
+        wait_until(lambda: accepts_connections(self.url))
         return self
 
     def __exit__(self, *exc_info):
@@ -254,5 +257,5 @@ class PgBouncer:
         """Return the URL of the database, which is empty again."""
         # PgBouncer takes no options, so no URL can name a schema.
         empty = 'DROP SCHEMA public CASCADE; CREATE SCHEMA public'
-        self._server.execute(empty, url=self._url)
-        return self._url
+        self._server.execute(empty, url=self.url)
+        return self.url

@@ -71,14 +71,12 @@ class Proxy:
 
     def _must_drop_answer(self):
         """Return whether to drop this answer; first wait while the proxy is stopped."""
-        if self._answers_left is None:
-            return False
-        self._answers_left -= 1
-        if self._answers_left >= 0:
-            return False
-        if self._is_cut:
-            self._answers_left = None
-            return True
-        self._forwarding.clear()
-        self._forwarding.wait()
+        if self._answers_left is not None:
+            self._answers_left -= 1
+            if self._answers_left < 0 and self._is_cut:
+                self._answers_left = None
+                return True
+            if self._answers_left < 0:
+                self.stop()
+                self._forwarding.wait()
         return False

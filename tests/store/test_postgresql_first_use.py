@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 from exchange import table
-from postgresql import accepts_connections, assert_refused, witness
+from postgresql import accepts_connections, assert_refused, trigger, witness
 from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, open_store, postgresql
@@ -81,9 +81,6 @@ def uses(store):
 def has_table(database, url):
     """Return whether the table exists."""
     return database.execute("SELECT to_regclass('plants')", url=url) != [(None,)]
-
-
-# ---- the table
 
 
 RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
@@ -162,12 +159,7 @@ def test_second_table_is_not_made(database, lonely, monkeypatch):
         assert store.add(FERN) is False  # the table of others is passed over
 
 
-TRIGGER = (  # its warning refuses no plant
-    "CREATE FUNCTION act() RETURNS trigger AS $$BEGIN RAISE WARNING 'soon'; "
-    "IF NEW.name = 'bad' THEN {}; END IF; RETURN NEW; END$$ LANGUAGE plpgsql; "
-    'CREATE TRIGGER act BEFORE INSERT ON plants FOR EACH ROW EXECUTE FUNCTION act()'
-)
-EVERY = TRIGGER.replace("IF NEW.name = 'bad' THEN {}; END IF; ", '{}; ')
+BAD = "IF NEW.name = 'bad' THEN {}; END IF"
 POLICY = (
     'ALTER TABLE plants ENABLE ROW LEVEL SECURITY; '
     'CREATE POLICY reading ON plants FOR SELECT USING (true); '
@@ -185,9 +177,9 @@ RULES = {
     'unique': (RULE, 'Fern1', 'ALTER TABLE plants ADD UNIQUE (name)'),
     'length': (RULE, 'Orchid', 'ALTER TABLE plants ALTER name TYPE varchar(5)'),
     'index': (RULE, LONG, 'CREATE INDEX ON plants (name)'),
-    'trigger': (RULE, 'bad', TRIGGER.format("RAISE 'no'")),
+    'trigger': (RULE, 'bad', trigger(BAD.format("RAISE 'no'"))),
     # Refused only after many slow attempts, which take no time of others.
-    'busy': (BUSY, 'bad', TRIGGER.format(SLOW_CONFLICT)),
+    'busy': (BUSY, 'bad', trigger(BAD.format(SLOW_CONFLICT))),
     'policy': (DENIED, 'bad', POLICY),
 }
 
@@ -229,9 +221,9 @@ NO_KEY = 'ALTER TABLE plants DROP CONSTRAINT plants_pkey'
 REWRITE = 'CREATE RULE it AS ON INSERT TO plants DO INSTEAD NOTHING'
 # How a table refuses every plant, or changes it, and what undoes that; the reason.
 UNFIT = {
-    'function': (EVERY.format('INSERT INTO missing VALUES (1)'), DROP, LACKS),
-    'hidden': (EVERY.format('RETURN NULL'), DROP, None),
-    'cut': (EVERY.format('NEW.name := left(NEW.name, 3)'), DROP, None),
+    'function': (trigger('INSERT INTO missing VALUES (1)'), DROP, LACKS),
+    'hidden': (trigger('RETURN NULL'), DROP, None),
+    'cut': (trigger('NEW.name := left(NEW.name, 3)'), DROP, None),
     'not unique': (NO_KEY, 'ALTER TABLE plants ADD PRIMARY KEY (id)', None),
     'rewritten': (REWRITE, 'DROP RULE it ON plants', None),
     'partition': (PARTITION, NO_PARTITION, RULE),
@@ -299,14 +291,14 @@ def test_what_a_client_sent_is_in_no_error(database, made):
         assert 'SQLSTATE 23514' in error.detail
         assert 'plants, dry' in error.detail
         # Words of the server are one line without control characters and secrets.
-        database.execute(TRIGGER.format(r"RAISE E'a\nb\x1b[2J S3cret'"), url=made)
+        database.execute(trigger(BAD.format(r"RAISE E'a\nb\x1b[2J S3cret'")), url=made)
         [error] = assert_refused(RULE, partial(store.add, Plant(5, 'bad')))
         assert error.detail.startswith(r'a b\u001b[2J *** (SQLSTATE P0001')
 
 
 def test_batch_has_one_deadline(database, made, monkeypatch):
     """Plants for which no time is left are refused, too: nothing is known of them."""
-    database.execute(TRIGGER.format("PERFORM pg_sleep(0.2); RAISE 'no'"), url=made)
+    database.execute(trigger(BAD.format("PERFORM pg_sleep(0.2); RAISE 'no'")), url=made)
     monkeypatch.setattr(postgresql, 'ANSWER_WITHIN', 0.5)
     with open_store(made) as store:
         plants = Plants(store._target)
@@ -351,9 +343,6 @@ def test_database_must_be_utf8(database):
     assert not has_table(database, url)
 
 
-# ---- settings of the role
-
-
 SETTINGS = {  # which are given to a role, and which are used
     'client_encoding': ('latin1', 'UTF8'),
     'client_min_messages': ('error', 'warning'),
@@ -370,21 +359,17 @@ def test_settings_of_the_role_are_corrected(database, made, role, levels):
     settings = SETTINGS | {'synchronous_commit': levels}
     database.execute(witness(*settings), url=made)
     given = {name: value for name, (value, _) in settings.items()}
-    url = role(made, *RIGHTS, 'ALL ON seen', **given) + '&client_encoding=latin1'
+    url = role(made, *RIGHTS, **given) + '&client_encoding=latin1'
     plants = [Plant(id, 'Fern' * 100) for id in range(2_000)]
     with open_store(url) as store:
         assert all(store.add_many(plants))
         assert sorted(store) == plants
-    seen = database.execute('SELECT DISTINCT seen FROM seen', url=made)
+    seen = database.execute('SELECT DISTINCT seen FROM plants', url=made)
     assert seen == [([used for _, used in settings.values()],)]
-
-
-# ---- the URL
 
 
 AWAY = 'there is no connection to the database'
 LOGIN = 'the database refuses the login'
-# ---- the URL
 
 
 def test_forms_of_a_url(database, lonely, sealed):
@@ -408,10 +393,7 @@ NO_HOST = 'no host takes plants'
 # What is replaced in a URL, by what; the reason, and a part of the detail.
 WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
-    'database': (
-        *('/postgres[?]', '/nowhere?', LOGIN),
-        'database "nowhere" does not exist',
-    ),
+    'database': ('/postgres[?]', '/nowhere?', LOGIN, '"nowhere" does not exist'),
     'kinds': ('@(.*)/postgres', r'@x.invalid,\1/nowhere', NO_HOST, 'nowhere'),
     'label': ('127.0.0.1', 'a' * 64 + '.b', AWAY, 'label'),
     'number': ('$', '&keepalives_idle=soon', AWAY, 'keepalives_idle'),
