@@ -17,7 +17,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -60,14 +60,17 @@ NO_PLANTS += [
 ]
 
 
+@cache
 def samples():
     """Return plants that have every kind of id and text, also a megabyte."""
     every = ''.join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
-    texts = [*HOSTILE, *(character * 2**20 for character in 'x"\x01\U0001f331')]
-    texts += [every[at : at + 2**16] for at in range(0, len(every), 2**16)]
-    kinds = enumerate(itertools.product(texts, TEXTS), 7000)
+    long = [every[at : at + 2**17] for at in range(0, len(every), 2**17)]
+    long += [character * 2**20 for character in 'x\x01\U0001f331']
+    kinds = [*itertools.product(HOSTILE, TEXTS), *zip(long, itertools.cycle(TEXTS))]
     plants = [Plant(id, *('Fern' for _ in TEXTS)) for id in IDS]
-    return plants + [Plant(id, 'Fern')._replace(**{m: text}) for id, (text, m) in kinds]
+    for id, (text, member) in enumerate(kinds, 7000):
+        plants.append(Plant(id, 'Fern')._replace(**{member: text}))
+    return plants
 
 
 def rivals():
@@ -128,6 +131,16 @@ def uses(store):
     """Return calls that need the plants of a store."""
     add, add_many = partial(store.add, FERN), partial(store.add_many, [MOSS])
     return [store.ping, add, add_many, partial(list, store), store.load]
+
+
+def goes_on(store, new, *stored):
+    """Check that a process knows what is stored, and that it adds a plant."""
+    for plant in stored:
+        assert store.add(plant) is False
+        with pytest.raises(IdTaken):
+            store.add(plant._replace(name='Reed'))
+    assert store.add(new)
+    assert set(store) == {new, *stored}
 
 
 def open_files():
@@ -288,10 +301,9 @@ class StoreContract:
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_store_works_after_a_fork(self, store, used):
         """8. A store that was made before a fork works after it, in both processes."""
-        before, by_child, by_parent = (Plant(id, 'Fern') for id in range(3))
         files = open_files()
         if used:
-            store.add(before)
+            store.add(FERN)
         files = open_files() - files
 
         def use():
@@ -300,29 +312,22 @@ class StoreContract:
                 for file in files:
                     os.dup2(nothing.fileno(), int(file.name))
             store.ping()
-            store.add(before)
-            with pytest.raises(IdTaken):
-                store.add(before._replace(name='Moss'))
-            store.add(by_child)
-            assert set(store) == {before, by_child}
-            store.close()
+            assert store.add(FERN) is not used
+            goes_on(store, MOSS, FERN)
 
         in_children(use)
-        shared = [by_child] if self.url(store) else []
-        for plant in shared:
-            with pytest.raises(IdTaken):
-                store.add(plant._replace(name='Moss'))
-        store.add(before)
-        store.add(by_parent)
-        self.assert_holds(store, before, by_parent, *shared)
+        stored = [FERN, MOSS] if self.url(store) else [FERN] * used
+        goes_on(store, Plant(3, 'Ivy'), *stored)
+        self.assert_holds(store, Plant(3, 'Ivy'), *stored)
 
     def test_load_before_a_fork(self, store):
         """Children that are forked after ``load`` go on with what was there.
 
-        It may be called again, waits by no scheduler, and leaves nothing open.
+        It may be called again, and leaves nothing open. It waits by no scheduler, but
+        ``add`` and ``ping`` do.
         """
         store.add(FERN)
-        url, added, scheduler = self.url(store), [FERN], Mock(THREADS, wraps=THREADS)
+        url, stored, scheduler = self.url(store), [FERN], Mock(THREADS, wraps=THREADS)
         if url:
             store.close()
             store = open_store(url, create=False, scheduler=scheduler)
@@ -330,20 +335,12 @@ class StoreContract:
             files = open_files()
             store.load(wait=wait)
             assert open_files() == files
-            assert not scheduler.waiter.called
-
-            def use(new, *added):
-                for plant in added:
-                    assert store.add(plant) is False
-                    with pytest.raises(IdTaken):
-                        store.add(plant._replace(name='Reed'))
-                assert store.add(new)
-                assert set(store) == {*added, new}
-                store.close()
-
-            in_children(partial(use, Plant(id, 'Moss'), *added))
-            added += [Plant(id, 'Moss')] * bool(url)
-        self.assert_holds(store, *added)
+            in_children(partial(goes_on, store, Plant(id, 'Moss'), *stored))
+            stored += [Plant(id, 'Moss')] * bool(url)
+        for waits, use in enumerate(2 * [store.ping, partial(store.add, FERN)]):
+            assert scheduler.waiter.call_count == waits * bool(url)
+            use()
+        self.assert_holds(store, *stored)
         store.close()
 
     def test_missing_store_is_made_only_with_create(self, store, tmp_path):
@@ -382,13 +379,3 @@ class StoreContract:
         stored = list(store)
         assert {*others, given[-1]} <= {*stored} <= {*others, *given}
         self.assert_holds(store, *set(stored))
-
-    def test_callers_wait_by_the_scheduler(self, store):
-        """``add`` and ``ping`` wait by a ``waiter`` of the scheduler."""
-        url = self.url(store) or pytest.skip('nobody waits for this store')
-        scheduler = Mock(THREADS, wraps=THREADS)
-        with open_store(url, scheduler=scheduler) as other:
-            for use in partial(other.add, FERN), other.ping:
-                scheduler.waiter.reset_mock()
-                use()
-                assert scheduler.waiter.called, f'no waiter for {use}'
