@@ -2,8 +2,8 @@
 
 import threading
 import time
-from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from disk import Gate, assert_raise
@@ -31,20 +31,28 @@ class Commits(CommittedStore):
     def __init__(self, gather=NEVER, **options):
         super().__init__('commits', gather, **options)
         self.before = {}  # from the name of a call to what may block or raise
-        self.choose = lambda entry: None  # sets what is wrong with one entry
+        self.errors = {}  # from an id to what is wrong with it
         self.batches = []  # the ids of each append
         self.calls = []  # that have ended
 
     def _open_backend(self):
         self._do('open')
-        return Backend(self)
+        ping, close = partial(self._do, 'ping'), partial(self._do, 'close')
+        return SimpleNamespace(append=self._append, ping=ping, close=close)
+
+    def _append(self, batch):
+        self.batches.append([entry.item for entry in batch])
+        self._do('append')
+        for entry in batch:
+            entry.new, entry.error = True, self.errors.get(entry.item)
+        return partial(self._do, 'sync')
 
     def _record(self, plant):
         return plant.id, int(plant.name)
 
-    def _do(self, name, *ids):
+    def _do(self, name):
         self.before.get(name, lambda: None)()
-        self.calls.append((name, *ids))
+        self.calls.append(name)
 
     def __iter__(self):
         return iter(())
@@ -65,42 +73,26 @@ class Commits(CommittedStore):
             wait_until(lambda: gate.held and self.waiting() == place)
             job()
 
-        jobs = [*jobs, gate.open]
-        in_threads(
-            jobs[0], *map(partial, [follow] * len(jobs), range(len(jobs)), jobs[1:])
-        )
+        followers = enumerate([*jobs[1:], gate.open])
+        in_threads(jobs[0], *(partial(follow, *follower) for follower in followers))
 
 
-class Backend:
-    """The open part of such a store."""
+def failing(error):
+    """Return what raises an error."""
 
-    def __init__(self, store):
-        self.store = store
+    def fail(*arguments):
+        raise error
 
-    def append(self, batch):
-        ids = [entry.item for entry in batch]
-        self.store.batches.append(ids)
-        self.store._do('append', *ids)
-        for entry in batch:
-            entry.new = True
-            self.store.choose(entry)
-        return lambda: self.store._do('sync', *ids)
-
-    def ping(self):
-        self.store._do('ping')
-
-    def close(self):
-        self.store._do('close')
+    return fail
 
 
-@pytest.mark.parametrize('where', ['open', 'append', 'sync'])
+@pytest.mark.parametrize('where', ['open', 'sync'])
 @pytest.mark.parametrize(
     ('sizes', 'batches'),
     [
         ([1] * 9, [[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
         ([40, 40, 40, 40], [[1, 2, 3], [4]]),
         ([100, 1, 99, 1], [[1], [2, 3], [4]]),
-        ([0, 0, 0], [[1, 2, 3]]),
     ],
 )
 def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
@@ -114,7 +106,7 @@ def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
         store.put_behind(gate, *(partial(store.put, id, size=it) for id, it in sizes))
         assert store.batches == [[0], *batches]
         assert seen == [(len(batch), True) for batch in store.batches]
-        store.on_sync = lambda *sync: 1 / 0  # as it must not
+        store.on_sync = failing(ZeroDivisionError)  # as it must not
         assert store.put(99) is True
 
 
@@ -146,55 +138,45 @@ def test_failure_reaches_all_callers_of_the_batch(where, error):
 
 def test_entry_fails_alone():
     """What is wrong with one plant is told to its caller; that of a batch hides it."""
-
-    def choose(entry):
-        entry.error = IdTaken(entry.item) if entry.item % 2 else None
-
     with Commits() as store:
-        store.choose = choose
-        assert [str(each) for each in store.put(1, 2)] == [str(IdTaken(1)), 'True']
-        store.before['sync'] = partial(failing, FULL)
+        store.errors[1] = IdTaken(1)
+        assert store.put(1, 2) == [store.errors[1], True]
+        store.before['sync'] = failing(FULL)
         assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
 
 
-def failing(error):
-    """Raise an error."""
-    raise error
+class Eager(Scheduler):
+    """Wakes a caller, and goes on when it waits again, or when all is over."""
+
+    waits, is_over = 0, False
+
+    def waiter(self):
+        wait, wake = super().waiter()
+        self.waits += 1
+        return wait, partial(self.wake, wake)
+
+    def wake(self, wake):
+        before = self.waits
+        wake()
+        wait_until(lambda: self.waits > before or self.is_over)
 
 
-@pytest.mark.parametrize('is_eager', [False, True], ids=['late', 'at once'])
-def test_gather_waits_for_the_whole_crowd(is_eager):
+@pytest.mark.parametrize('scheduler', [THREADS, Eager()], ids=['late', 'at once'])
+def test_gather_waits_for_the_whole_crowd(scheduler):
     """After a slow sync the next batch has who waited already and who was woken.
 
     Neither those that come back late are missed, nor those counted twice that come back
     before others are woken.
     """
-
-    class Eager(Scheduler):
-        """Wakes a caller, and goes on when it waits again."""
-
-        def waiter(self):
-            wait, wake = super().waiter()
-            self.waits = self.waits + 1
-            return wait, partial(self.wake, wake)
-
-        def wake(self, wake):
-            before = self.waits
-            wake()
-            wait_until(lambda: self.waits > before or is_over)
-
-        waits = 0
-
-    is_over, gate = [], Gate()
-    scheduler = Eager() if is_eager else THREADS
+    gate = Gate()
     with Commits(Gather(0, LONG, LONG), scheduler=scheduler) as store:
 
         def again(id):
             for number in range(4):
                 store.put(id + 100 * number)
-                if not is_eager:
+                if scheduler is THREADS:
                     time.sleep(0.05)  # a batch that did not wait would begin meanwhile
-            is_over.append(id)
+            scheduler.is_over = True
 
         def before_sync():
             gate()
@@ -220,34 +202,29 @@ def test_gather_ends_without_the_crowd(gather):
         assert store.put(9) is True
 
 
-@pytest.mark.parametrize(
-    ('before', 'reason'),
-    [([], 'in time|opened'), ([FULL], 'full'), ([FULL, None], 'in time')],
-    ids=['at first', 'in an outage', 'after it'],
-)
-def test_caller_leaves_in_time(monkeypatch, before, reason):
+@pytest.mark.parametrize('is_outage', [False, True], ids=['', 'in an outage'])
+def test_caller_leaves_in_time(monkeypatch, is_outage):
     """Who waits too long hears why, and is not stored; in an outage within a second."""
+    within = LONG if is_outage else 0.05
+    monkeypatch.setattr(committer, 'WAIT_WITHIN', within)
+    defaults = committer._Committer.submit.__kwdefaults__
+    monkeypatch.setitem(defaults, 'within', within)
     with Commits() as store:
-        for outcome in before:
-            store.before = {'append': partial(failing, outcome)} if outcome else {}
-            with suppress(StoreUnavailable):
-                store.put(0)
-        is_outage = before == [FULL]
-        within = LONG if is_outage else 0.05
-        monkeypatch.setattr(committer, 'WAIT_WITHIN', within)
-        defaults = committer._Committer.submit.__kwdefaults__
-        monkeypatch.setitem(defaults, 'within', within)
+        if is_outage:
+            store.before['append'] = failing(FULL)
+            assert_raise(StoreUnavailable, partial(store.put, 0))
         store.before['append'] = gate = Gate()
         first = threading.Thread(target=partial(store.put, 1, 2), daemon=True)
         first.start()  # a bulk add, which waits as long as it takes
         gate.wait_for()
         began = time.monotonic()
+        reason = 'full' if is_outage else 'in time'
         assert_raise(StoreUnavailable, partial(store.put, 3), match=reason)
         assert time.monotonic() - began < 5
         gate.open()
         first.join(PATIENCE)
         store.put(4)
-        assert store.batches[len(before) :] == [[1, 2], [4]]
+        assert store.batches[-2:] == [[1, 2], [4]]
 
 
 def test_pings_that_wait_share_one():
@@ -255,30 +232,27 @@ def test_pings_that_wait_share_one():
     with Commits() as store:
         gate = Gate()
         store.before['append'] = gate
-        store.before['ping'] = partial(failing, FULL)
+        store.before['ping'] = failing(FULL)
         refused = partial(assert_raise, StoreUnavailable, store.ping, match='full')
         jobs = partial(store.put, 0), refused, partial(store.put, 1), refused
         store.put_behind(gate, *jobs)
         assert store.batches == [[0], [1]]
         del store.before['ping']
         store.ping()
-        assert store.calls.count(('ping',)) == 1
+        assert store.calls.count('ping') == 1
 
 
-@pytest.mark.parametrize('where', ['open', 'append', 'sync'])
+@pytest.mark.parametrize('where', ['open', 'sync'])
 @pytest.mark.parametrize('stuck', [False, True], ids=['slow', 'stuck'])
 def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
     """It waits for a limited time; who is in the queue is refused, and all after it."""
     monkeypatch.setattr(committer, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
     store, gate, closed = Commits(), Gate(), threading.Event()
     store.before[where] = gate
-    outcomes = {}
 
-    def put(id):
-        try:
-            outcomes[id] = store.put(id)
-        except StoreClosed:
-            outcomes[id] = 'closed'
+    def wait():
+        gate.wait_for()
+        assert_raise(StoreClosed, partial(store.put, 1))
 
     def close():
         gate.wait_for()
@@ -292,21 +266,19 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
         assert closed.wait(PATIENCE if stuck else 0.2) == stuck
         gate.open()
 
-    in_threads(partial(put, 0), lambda: gate.wait_for() or put(1), close, release)
-    assert outcomes == {0: True, 1: 'closed'}
-    wait_until(lambda: store.calls[-1] == ('close',), 'the backend is closed')
+    in_threads(partial(store.put, 0), wait, close, release)
+    wait_until(lambda: store.calls[-1] == 'close', 'the backend is closed')
     assert_raise(StoreClosed, partial(store.put, 2), store.ping, store.load)
     store.close()
 
 
 def test_thread_that_cannot_be_started(monkeypatch):
     """It is told, and tried again by the next caller."""
-    with Commits() as store:
-        start = committer._thread.start_new_thread
-        refuse = lambda *arguments: failing(RuntimeError('no more'))  # noqa: E731
-        monkeypatch.setattr(committer._thread, 'start_new_thread', refuse)
+    with Commits() as store, monkeypatch.context() as patch:
+        refuse = failing(RuntimeError('no more'))
+        patch.setattr(committer._thread, 'start_new_thread', refuse)
         assert_raise(StoreUnavailable, partial(store.put, 0), match='no more')
-        monkeypatch.setattr(committer._thread, 'start_new_thread', start)
+        patch.undo()
         assert store.put(1) is True
     assert store.batches == [[1]]
 
