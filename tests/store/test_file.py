@@ -1,11 +1,11 @@
 """The plant file itself: how it is made, and what happens to it under a store."""
 
 import errno
-import fcntl
 import os
 import shutil
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,255 +22,209 @@ from disk import (
 )
 from machine import locked
 from server import REPOSITORY, finished
-from waiting import in_child, in_threads, wait_until
+from waiting import in_child, wait_until
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import Verified, verify
 
-FERN, MOSS, IVY = PLANTS = [
-    Plant(1, 'Fern'),
-    Plant(2, 'Moss', 'shade'),
-    Plant(3, 'Ivy'),
-]
+FERN, MOSS, IVY = PLANTS = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
+OAK = Plant(4, 'Oak')
 
 
-class TestMaking:
-    def test_relative_path_is_resolved_at_once(self, path, monkeypatch):
-        """Links to the file are followed, and all processes lock one file."""
-        monkeypatch.chdir(path.parent)
-        path.with_name('link').symlink_to(path.name)
-        store = open_store('jsonl:link')
-        monkeypatch.chdir('/')
-        with store, JSONLinesStore(path) as other, locked(path):
-            pass
-        with JSONLinesStore(path) as other:
-            assert other.add(FERN)
-            with JSONLinesStore(path.with_name('link')) as store:
-                assert store.add(FERN) is False
-                assert store.path == other.path
-        assert path.read_bytes() == lines(FERN)
+def test_links_to_the_file_are_followed(path, monkeypatch):
+    """A relative path is resolved at once: all processes lock one file."""
+    monkeypatch.chdir(path.parent)
+    path.with_name('link').symlink_to(path.name)
+    store = open_store('jsonl:link')
+    monkeypatch.chdir('/')
+    with store, open_store(f'jsonl:{path}') as other:
+        assert other.add(FERN)
+        assert store.add(FERN) is False
+    assert path.read_bytes() == lines(FERN)
 
-    @pytest.mark.parametrize('mode', [None, 0o640], ids=['new', 'there'])
-    def test_files_have_mode_and_owner_of_the_plant_file(self, path, mode):
-        """A new file is private; a side file has the mode and owner of its file."""
-        mask = os.umask(0)
-        try:
-            if mode:
-                path.touch()
-                path.chmod(mode)
-                if not os.geteuid():
-                    os.chown(path, 12, 34)
-            with JSONLinesStore(path) as store:
-                store.add(FERN)
-                append(path, b'{"id":')
-                store.ping()
-        finally:
-            os.umask(mask)
-        assert {*files(path)} == {path.name, f'{path.name}.torn-1'}
-        found = [path.with_name(name).stat() for name in files(path)]
-        ours = os.geteuid(), os.getegid()
-        owner = (12, 34) if mode and not os.geteuid() else ours
-        assert {(status.st_uid, status.st_gid) for status in found} == {owner}
-        assert {status.st_mode & 0o7777 for status in found} == {mode or 0o600}
 
-    def test_missing_file_is_made_only_by_a_start(self, path):
-        """And there at once, by one of two processes."""
-        assert_raise(StoreUnavailable, JSONLinesStore(path, create=False).ping)
-        assert not path.exists()
-        store, other = JSONLinesStore(path), JSONLinesStore(path)
-        assert path.read_bytes() == b''
-        with store, other:
-            assert store.add(FERN)
-            assert other.add(FERN) is False
-            path.unlink()
-            assert_raise(StoreUnavailable, store.ping, other.ping, match='is not there')
-        assert not path.exists()
+@pytest.mark.parametrize('mode', [None, 0o640], ids=['new', 'there'])
+def test_files_have_mode_and_owner_of_the_plant_file(path, mode):
+    """A new file is private; a side file has the mode and owner of its file.
 
-    def test_what_is_no_file_is_refused(self, path):
-        """A directory, a FIFO, a device, a loop of links: at once, and untouched."""
-        path.mkdir()
-        os.mkfifo(path / 'fifo')
-        (path / 'loop').symlink_to('loop')
-        (path / 'file').touch()
-        names = '.', 'fifo', 'loop', '/dev/null', 'no/file', 'file/file'
-        before = sorted(path.iterdir())
-        for name in names:
-            with pytest.raises(StoreUnavailable) as caught:
-                JSONLinesStore(path / name)
-            assert (
-                str((path / name).parent) not in caught.value.reason
-            )  # clients see it
-            store = JSONLinesStore(path / name, create=False)
-            verified = partial(verify, store.path)
-            assert_raise(StoreUnavailable, store.ping, partial(list, store), verified)
-        assert sorted(path.iterdir()) == before
-
-    def test_link_in_the_place_of_a_side_file(self, path):
-        """It is left, and not written through: a neighbour may have put it there."""
-        path.write_bytes(lines(FERN) + b'{"id":')
-        target = path.with_name('of somebody else')
-        path.with_name('plants.jsonl.torn-1').symlink_to(target)
+    A link in the place of a side file is left, and not written through.
+    """
+    owner = os.geteuid(), os.getegid()
+    mask = os.umask(0)
+    try:
+        if mode:
+            path.touch(mode)
+            if not os.geteuid():
+                os.chown(path, *(owner := (12, 34)))
+        path.with_name('plants.jsonl.torn-1').symlink_to('of somebody else')
+        fill(path, FERN)
+        append(path, b'{"id":')
         fill(path, MOSS)
-        assert path.with_name('plants.jsonl.torn-2').read_bytes() == b'{"id":'
-        assert not target.exists()
-
-    @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-    def test_missing_right_is_told(self):
-        """Of the file and of its directory: who owns it, and which user we are."""
-
-        def use():
-            if not os.getuid():
-                os.seteuid(65534)
-            for path, place in (secret, secret), (fixed, fixed.parent):
-                with pytest.raises(StoreUnavailable) as caught:
-                    JSONLinesStore(path, create=False).ping()
-                assert f'{place} has mode ' in caught.value.detail
-                assert f'user {os.geteuid()}' in caught.value.detail
-            assert_raise(StoreUnavailable, lambda: JSONLinesStore(fixed.parent / 'new'))
-            assert JSONLinesStore(free / 'new').add(FERN)
-            assert verify(fixed) == Verified(1)  # which needs no right to write
-            assert_raise(StoreUnavailable, partial(verify, secret, repair=True))
-
-        with tempfile.TemporaryDirectory() as name:
-            at, free = Path(name).resolve(), Path(name, 'free').resolve()
-            free.mkdir()
-            fixed, secret = at / 'fixed', free / 'secret'
-            for path, mode in (fixed, 0o666), (secret, 0):
-                path.write_bytes(lines(FERN))
-                path.chmod(mode)
-            free.chmod(0o777)
-            at.chmod(0o555)
-            in_child(use)
-            at.chmod(0o755)
+    finally:
+        os.umask(mask)
+    assert not path.with_name('of somebody else').exists()
+    for status in path.stat(), path.with_name('plants.jsonl.torn-2').stat():
+        assert (status.st_uid, status.st_gid) == owner
+        assert status.st_mode & 0o7777 == (mode or 0o600)
 
 
-def everything(directory):
-    """Return what is in a directory, with the content of files."""
-    return {it: it.is_file() and it.read_bytes() for it in directory.rglob('*')}
+def test_missing_file_is_made_only_by_a_start(path):
+    """At once, by one of two processes; never again under a running store."""
+    store, other = open_store(f'jsonl:{path}'), open_store(f'jsonl:{path}')
+    assert path.read_bytes() == b''
+    with store, other:
+        assert store.add(FERN)
+        assert other.add(FERN) is False
+        path.unlink()
+        assert_raise(StoreUnavailable, store.ping, other.ping, match='is not there')
+    assert not path.exists()
 
 
-def copy(path, away):
-    """Another file with the same content is there."""
-    shutil.copy2(away, path)
+def test_what_is_no_file_is_refused(path):
+    """A directory, a FIFO, a device, a loop of links: at once, and untouched."""
+    path.mkdir()
+    os.mkfifo(path / 'fifo')
+    (path / 'loop').symlink_to('loop')
+    (path / 'file').touch()
+    before = sorted(path.iterdir())
+    for name in '.', 'fifo', 'loop', '/dev/null', 'no/file', 'file/file':
+        with pytest.raises(StoreUnavailable) as caught:
+            JSONLinesStore(path / name)
+        # Clients see it.
+        assert str((path / name).parent) not in caught.value.reason
+        store = JSONLinesStore(path / name, create=False)
+        verified = partial(verify, store.path)
+        assert_raise(StoreUnavailable, store.ping, partial(list, store), verified)
+    assert sorted(path.iterdir()) == before
 
 
-def shortened(path, away):
-    """The last line is missing, in place."""
-    away.rename(path)
-    os.truncate(path, len(lines(*PLANTS[:2])))
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+def test_missing_right_is_told():
+    """Of the file and of its directory: who owns it, and which user we are."""
+
+    def use():
+        if not os.getuid():
+            os.seteuid(65534)
+        for path, place in (secret, secret), (fixed, fixed.parent):
+            with pytest.raises(StoreUnavailable) as caught:
+                JSONLinesStore(path, create=False).ping()
+            assert f'{place} has mode ' in caught.value.detail
+            assert f'user {os.geteuid()}' in caught.value.detail
+        assert_raise(StoreUnavailable, lambda: JSONLinesStore(fixed.parent / 'new'))
+        assert JSONLinesStore(free / 'new').add(FERN)
+        assert verify(fixed) == Verified(1)  # which needs no right to write
+        assert_raise(StoreUnavailable, partial(verify, secret, repair=True))
+
+    with tempfile.TemporaryDirectory() as name:
+        at, free = Path(name).resolve(), Path(name, 'free').resolve()
+        free.mkdir()
+        fixed, secret = at / 'fixed', free / 'secret'
+        for path, mode in (fixed, 0o666), (secret, 0):
+            path.write_bytes(lines(FERN))
+            path.chmod(mode)
+        free.chmod(0o777)
+        at.chmod(0o555)
+        in_child(use)
+        at.chmod(0o755)
 
 
-def edited(path, away):
-    """The last line is another one, in place."""
-    away.rename(path)
-    text = path.read_bytes()
-    path.write_bytes(text.replace(b'Ivy', b'Yew'))
-
-
+# What may happen to a file that is moved away: in its place, or in place.
 CHANGES = {
     'gone': lambda path, away: None,
-    'copy': copy,
+    'copy': lambda path, away: shutil.copy2(away, path),
     'directory': lambda path, away: path.mkdir(),
     'link': lambda path, away: path.symlink_to('nothing'),
-    'shortened': shortened,
-    'edited': edited,
+    'shortened': lambda path, away: os.truncate(away.rename(path), len(lines(FERN))),
+    'edited': lambda path, away: away.rename(path).write_bytes(lines(FERN, MOSS, OAK)),
 }
 
 
-class TestChanges:
-    """A file that changes under a running store; all of it is noticed by each use."""
+@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
+def test_changed_file_is_refused_until_it_is_back(path, change):
+    """Each use says so, nothing is made anew, and the store goes on by itself."""
+    with open_store(f'jsonl:{path}') as store:
+        store.add_many(PLANTS)
+        away = path.rename(path.with_name('away'))
+        change(path, away)
+        before = [
+            (it, it.is_file() and it.read_bytes()) for it in path.parent.iterdir()
+        ]
+        for plant in FERN, OAK, FERN._replace(name='Reed'):
+            add = partial(store.add, plant)
+            assert_raise(StoreUnavailable, add, store.ping, match='the file ')
+        for it, content in before:
+            assert (it.is_file() and it.read_bytes()) == content
+        if path.is_dir():
+            path.rmdir()
+        if away.exists():
+            away.rename(path)
+        else:
+            path.write_bytes(lines(*PLANTS))
+        assert_stored(store, PLANTS, free=[100])
 
-    @pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
-    def test_changed_file_is_refused_until_it_is_back(self, path, change):
-        """Adds say so, nothing is made anew, and the store goes on by itself."""
-        with JSONLinesStore(path) as store:
-            store.add_many(PLANTS)
-            whole = path.read_bytes()
-            away = path.rename(path.with_name('away'))
-            change(path, away)
-            before = everything(path.parent)
-            for plant in FERN, Plant(4, 'Oak'), FERN._replace(name='Reed'):
-                add = partial(store.add, plant)
-                assert_raise(StoreUnavailable, add, store.ping, match='the file ')
-            assert everything(path.parent) == before
-            if away.exists():
-                if path.is_dir():
-                    path.rmdir()
-                away.rename(path)
-            else:
-                with path.open('r+b') as file:
-                    file.write(whole)
-            store.ping()
-            assert_stored(store, PLANTS, free=[100])
 
-    def test_lines_changed_in_place_give_no_id_twice(self, path):
-        """Also if the end is as it was: the line that an id leads to is read."""
-        many = [Plant(id, 'Fern' * 9) for id in range(10, 99)]
-        with JSONLinesStore(path) as store:
-            store.add_many([*PLANTS, *many])
-            text = path.read_bytes()
-            path.write_bytes(text.replace(b'{"id":1,', b'{"id":7,'))
-            adds = partial(store.add, FERN), partial(store.add, FERN._replace(name='x'))
-            assert_raise(StoreUnavailable, *adds, match='reload')
-            assert store.add(Plant(4, 'Oak')) is True  # which needs no other line
+def test_lines_changed_in_place_give_no_id_twice(path):
+    """Also if the end is as it was: the line that an id leads to is read."""
+    with open_store(f'jsonl:{path}') as store:
+        store.add_many([*PLANTS, Plant(10, 'Fern' * 99)])
+        path.write_bytes(path.read_bytes().replace(b'{"id":1,', b'{"id":7,'))
+        adds = partial(store.add, FERN), partial(store.add, FERN._replace(name='x'))
+        assert_raise(StoreUnavailable, *adds, match='reload')
+        assert store.add(OAK) is True  # which needs no other line
 
-    @pytest.mark.skipif(sys.platform != 'linux' or os.geteuid() != 0, reason='a mount')
-    def test_file_that_only_a_mount_keeps(self, path):
-        """A file without a name is gone: nobody can open again what is written to it.
 
-        As in a container with a mount of one file, which an editor on its host renames.
-        """
-        program = f"""
-            import os
-            from store import Plant, StoreUnavailable, open_store
-            store = open_store('jsonl:{path}', create=True)
-            store.add(Plant(1, 'Fern'))
-            os.unlink('{path}-on-the-host')
-            again = open_store('jsonl:{path}', create=False)
-            for use in store.ping, lambda: store.add(Plant(2, 'Moss')), again.ping:
-                try:
-                    print(use() or 'accepted')
-                except StoreUnavailable as ex:
-                    print('gone' if 'not there' in ex.reason else ex)
-        """
-        program = '\n'.join(line[12:] for line in program.split('\n'))
-        path.touch()
-        path.with_name(f'{path.name}-on-the-host').touch()
-        mount = f'mount --bind "{path}-on-the-host" "{path}"; exec "$@"'
-        shell = ['unshare', '--mount', 'sh', '-c', mount, 'sh']
-        done = finished([*shell, sys.executable, '-c', program], cwd=REPOSITORY)
-        if 'mount' in done.stderr:
-            pytest.skip('it needs the right to mount')
-        assert done.stdout.split() == ['gone'] * 3, done.stderr
+PROGRAM = """
+import os, sys
+from store import Plant, StoreUnavailable, open_store
+store = open_store(f'jsonl:{sys.argv[1]}')
+store.add(Plant(1, 'Fern'))
+os.unlink(f'{sys.argv[1]}-on-the-host')
+again = open_store(f'jsonl:{sys.argv[1]}', create=False)
+for use in store.ping, lambda: store.add(Plant(2, 'Moss')), again.ping:
+    try:
+        print(use() or 'accepted')
+    except StoreUnavailable as ex:
+        print('gone' if 'not there' in ex.reason else ex)
+"""
 
-    @pytest.mark.parametrize('who', ['opened', 'not yet', 'repair'])
-    def test_file_replaced_meanwhile_is_left_alone(self, path, who):
-        """Whoever waited for the lock of a replaced file leaves the new one alone."""
-        damage = b'{"id":7}\n'
-        path.write_bytes(lines(FERN))
-        others = lines(*(Plant(id, 'Moss') for id in range(9))) + damage + lines(IVY)
-        with JSONLinesStore(path) as waiting, path.open('rb') as other:
-            if who == 'opened':
-                waiting.ping()
-            fcntl.flock(other, fcntl.LOCK_EX)
 
-            def use():
-                call = partial(waiting.add, Plant(77, 'Oak'))
-                if who == 'repair':
-                    call = partial(verify, path, repair=True)
-                # Opened while it was replaced, or found replaced.
-                assert_raise((StoreUnavailable, StoreCorrupt), call)
+@pytest.mark.skipif(sys.platform != 'linux' or os.geteuid() != 0, reason='a mount')
+def test_file_that_only_a_mount_keeps(path):
+    """A file without a name is gone: nobody can open again what is written to it.
 
-            def replace():
-                wait_until(lambda: open_paths().count(str(path)) > 1)
-                path.with_name('new').write_bytes(others)
-                path.with_name('new').replace(path)
-                fcntl.flock(other, fcntl.LOCK_UN)
+    As in a container with a mount of one file, which an editor on its host renames.
+    """
+    path.touch()
+    path.with_name(f'{path.name}-on-the-host').touch()
+    mount = f'mount --bind "{path}-on-the-host" "{path}"; exec "$@"'
+    shell = ['unshare', '--mount', 'sh', '-c', mount, 'sh']
+    done = finished([*shell, sys.executable, '-c', PROGRAM, path], cwd=REPOSITORY)
+    if 'mount' in done.stderr:
+        pytest.skip('it needs the right to mount')
+    assert done.stdout.split() == ['gone'] * 3, done.stderr
 
-            in_threads(use, replace)
-        assert files(path) == {path.name: others}
+
+@pytest.mark.parametrize('who', ['opened', 'not yet', 'repair'])
+def test_file_replaced_meanwhile_is_left_alone(path, who):
+    """Whoever waited for the lock of a replaced file leaves the new one alone."""
+    path.write_bytes(lines(FERN))
+    others = lines(*(Plant(id, 'Moss') for id in range(9))) + b'{"id":7}\n' + lines(IVY)
+    with JSONLinesStore(path) as waiting, ThreadPoolExecutor(1) as pool:
+        use = partial(waiting.add, Plant(77, 'Oak'))
+        if who == 'opened':
+            waiting.ping()
+        elif who == 'repair':
+            use = partial(verify, path, repair=True)
+        with locked(path):
+            used = pool.submit(use)
+            wait_until(lambda: open_paths().count(str(path)) > 1)
+            path.with_name('new').write_bytes(others)
+            path.with_name('new').replace(path)
+        # Opened while it was replaced, or found replaced.
+        assert isinstance(used.exception(), (StoreUnavailable, StoreCorrupt))
+    assert files(path) == {path.name: others}
 
 
 UNSUPPORTED = [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL]
@@ -280,13 +234,8 @@ UNSUPPORTED = [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL]
 @pytest.mark.parametrize('lacking', ['locks', 'syncs'])
 def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, lacking, number):
     """It is refused in words that name it, as is what to do."""
-
-    def before(name, *arguments):
-        if name == 'fdatasync':
-            failing(number)()
-
     if lacking == 'syncs':
-        disk.before = before
+        monkeypatch.setattr(disk, 'fdatasync', failing(number))
     else:
         monkeypatch.setattr(plant_lock.fcntl, 'flock', failing(number))
     with JSONLinesStore(path) as store:
