@@ -33,6 +33,8 @@ from web.tokens import make_token, show_token
 log = logging.getLogger('plants')
 
 MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
+ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
+_unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile'  # a reload cannot change them
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
@@ -40,21 +42,16 @@ SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a contai
 
 def build() -> PlantsApp:
     """Make the application of a start; end the process if anything is wrong."""
-    # gunicorn sets its handlers after the load, and a worker some time after its fork.
-    # Until then process 1 would ignore a signal, and a worker leave it to the master.
-    _end_by_signals()
-    os.register_at_fork(after_in_child=_end_by_signals)
+    # gunicorn has handlers after the load: until then process 1 would ignore a signal.
+    for number in ENDING:
+        signal.signal(number, lambda *_: sys.exit(0))
+    os.register_at_fork(after_in_parent=_unblock)
     try:
         cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
         return make(cfg, os.environ | cfg.env)
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
         log.critical('%s', ex)
         sys.exit(1)
-
-
-def _end_by_signals() -> None:
-    for number in signal.SIGTERM, signal.SIGINT, signal.SIGQUIT:
-        signal.signal(number, lambda *_: sys.exit(0))
 
 
 def _at_exit(function: Callable[[], object]) -> None:
@@ -153,11 +150,15 @@ def pre_fork(server: Any, worker: Any) -> None:
         server.app.callable.store.load(wait=False)
     except Exception as ex:
         log.warning('the store was not read before a fork: %s', ex)
+    # Until it has handlers of its own, a worker would leave a signal to the master's,
+    # and the server would wait for it for ``graceful_timeout``.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
 def post_worker_init(worker: Any) -> None:
     """Ignore SIGHUP, which also the workers get when a terminal is closed."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _unblock()
 
 
 def _hang_up(server: Any, reload: Callable[[], None], terminals: list[int]) -> None:
