@@ -98,7 +98,7 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
         if cfg.is_ssl:
             ssl_context(cfg)
         if not cfg.check_config:
-            load(store, settings.store)
+            _load(store, settings.store)
     except OSError as ex:
         raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
     finally:
@@ -107,7 +107,7 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     return app
 
 
-def load(store: PlantStore, url: str) -> None:
+def _load(store: PlantStore, url: str) -> None:
     """Make a store if it is missing, and read it, however long that takes."""
     try:
         store.load()
