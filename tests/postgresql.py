@@ -173,13 +173,12 @@ class PostgreSQL:
         """Kill all processes of the server at once."""
         # NOTE: not by group or session: each backend is the leader of its own.
         parent = self._process.pid
-        if self._process.poll() is None:
-            os.kill(parent, signal.SIGSTOP)  # so that it starts no further child
-            children = Path(f'/proc/{parent}/task/{parent}/children').read_text()
-            for pid in map(int, [*children.split(), parent]):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.wait()
+        os.kill(parent, signal.SIGSTOP)  # so that it starts no further child
+        children = Path(f'/proc/{parent}/task/{parent}/children').read_text()
+        for pid in map(int, [*children.split(), parent]):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
         self._process = None
 
     @property
