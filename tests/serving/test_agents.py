@@ -57,9 +57,8 @@ AGENTS = {
 @pytest.mark.parametrize('agent', AGENTS)
 def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
     """Answers have the status, the body and the headers that they have without."""
-    ours = sysconfig.get_path('purelib')
     settings = {
-        'PYTHONPATH': ours,
+        'PYTHONPATH': sysconfig.get_path('purelib'),
         'PLANTS_CORS_ORIGINS': ORIGIN,
         'OTEL_TRACES_EXPORTER': 'console',
         'OTEL_METRICS_EXPORTER': 'none',

@@ -1,19 +1,17 @@
 """What clients may cost that are slow, silent, endless or gone: time, memory, places.
 
-Every other client is served meanwhile. Memory and CPU time are those of the worker; a
-bound is three times what was measured, because the machine may be busy.
+Every other client is served meanwhile. Memory is that of the worker; a bound is three
+times what was measured.
 """
 
 import os
 import re
-import selectors
 import signal
 import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import product
 from pathlib import Path
 from ssl import SSLEOFError
@@ -29,7 +27,7 @@ from exchange import (
     receive_last,
 )
 from machine import count_sockets, locked, only_worker
-from server import PATIENCE, Server, request, time_limits, wait_until
+from server import Server, request, time_limits, wait_until
 
 PROBE = request('GET', '/livez')
 LARGE = request('GET', LARGE_FILE)
@@ -118,14 +116,14 @@ def test_slow_reader_gets_everything(impatient):
     """A client that reads a piece at a time gets it all, also after the time limit."""
     whole = impatient.ask(LARGE).body
     with impatient.connect() as client:
-        client.send(LARGE * 3)
+        client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
+        client.send(LARGE)
         received = b''
-        while len(received) < 3 * len(whole):
-            piece = client._socket.recv(2**19)
+        while not received.endswith(whole):
+            piece = client._socket.recv(2**16)
             assert piece, 'closed'  # or it would be asked forever
             received += piece
-            time.sleep(0.15)
-        assert received.count(whole) == 3
+            time.sleep(0.05)
 
 
 def test_refused_body_is_read_away_while_it_comes(tmp_path):
@@ -141,16 +139,6 @@ def test_refused_body_is_read_away_while_it_comes(tmp_path):
                 time.sleep(0.1)
             assert count_sockets(server) > before
             wait_until(lambda: count_sockets(server) <= before, 'it is closed')
-
-
-def assert_served_beside(server, *floods):
-    """Check that adds are answered until functions, in threads, have ended."""
-    with ThreadPoolExecutor() as pool, server.connect() as healthy:
-        flooding = [pool.submit(flood) for flood in floods]
-        while not all(each.done() for each in flooding):
-            assert_quick(healthy)
-        for each in flooding:
-            each.result()
 
 
 ENDLESS = {
@@ -173,31 +161,21 @@ def test_endless_body_is_refused_and_cut_off(request, kind):
                 while True:
                     client._socket.sendall(piece)
 
-    assert_served_beside(server, *(partial(flood, *each) for each in ENDLESS.items()))
+    with ThreadPoolExecutor() as pool, server.connect() as healthy:
+        floods = [pool.submit(flood, *each) for each in ENDLESS.items()]
+        while not all(each.done() for each in floods):
+            assert_quick(healthy)
+        for each in floods:
+            each.result()
 
 
 def test_pipelining_clients_delay_nobody(measured):
-    """While 300 clients pipeline, adds of another are answered."""
-    refused = request('GET', '/x', authorization=None)
-    both = selectors.EVENT_READ | selectors.EVENT_WRITE
-    with ExitStack() as opened:
-        selector = opened.enter_context(selectors.DefaultSelector())
+    """While 300 clients have sent 150,000 requests, adds of another are answered."""
+    with ExitStack() as opened, measured.connect() as healthy:
         for _ in range(300):
-            sock = opened.enter_context(measured.connect())._socket
-            sock.setblocking(False)
-            selector.register(sock, both)
-
-        def pipeline():
-            until = time.monotonic() + 1
-            while time.monotonic() < until:
-                for key, events in selector.select(0.1):
-                    with suppress(BlockingIOError):
-                        if events & selectors.EVENT_READ:
-                            key.fileobj.recv(2**18)
-                        if events & selectors.EVENT_WRITE:
-                            key.fileobj.send(50 * refused)
-
-        assert_served_beside(measured, pipeline)
+            opened.enter_context(measured.connect()).send(PROBE * 500)
+        for _ in range(20):
+            assert_quick(healthy)
 
 
 # ---- places and files
@@ -269,19 +247,10 @@ def test_stalled_clients_make_room(tmp_path, subtests):
                 assert late.receive().status == 200
 
 
-# ---- processor time and memory
+# ---- memory
 
 LONG_HEAD = request(**{f'x-{n}': 'a' * 4_000 for n in range(7)}, content_length='60000')
 WANTED = request(content_length='60000', content_type='application/json')
-EXTENSION = b'1;a="%b"\r\n \r\n' % (b'x' * 3_000)
-# With the size of the pieces that are sent.
-SMALL_PIECES = {
-    LONG_HEAD[:-2]: 1,
-    CHUNKED + b'1\r\n \r\n' * 5_000: 1,
-    CHUNKED + b'0\r\n' + b'X: y\r\n' * 5_000: 1,
-    CHUNKED + b'1\r\n \r\n' * 65_536: 60_000,
-    CHUNKED + EXTENSION * 2_000: 99_999,
-}
 # With the memory that may come to it, in KiB.
 WITHHELD = {
     b'': 48,
@@ -307,16 +276,11 @@ def measured(tmp_path_factory):
         yield server
 
 
-def read_process(server, name, pattern):
-    """Return a number that a file of /proc has of the worker."""
-    text = Path(f'/proc/{only_worker(server)}/{name}').read_text()
-    return int(re.search(pattern, text, re.M)[1])
-
-
 def own_memory(server):
     """Return the memory of the worker without that of files, in KiB."""
     # Programs and libraries, 31 MB, count more in Pss whenever another Python ends.
-    return read_process(server, 'smaps_rollup', r'^Pss_Anon: +(\d+)')
+    text = Path(f'/proc/{only_worker(server)}/smaps_rollup').read_text()
+    return int(re.search(r'(?m)^Pss_Anon: +(\d+)', text)[1])
 
 
 def unread_bytes(server):
@@ -324,21 +288,6 @@ def unread_bytes(server):
     queue = rf'(?m)^ *\d+: \S+:{server.port:04X} \S+ 01 (\S+):(\S+)'
     found = re.findall(queue, Path('/proc/net/tcp').read_text())
     return [max(int(pair[side], 16) for pair in found) for side in (0, 1)]
-
-
-def test_small_pieces_cost_little(measured):
-    """Bytes that come one by one, and what is in chunks, cost no more than packets."""
-    before = read_process(measured, 'schedstat', r'^(\d+)')  # CPU time, in ns
-    for data, size in SMALL_PIECES.items():
-        with measured.connect() as client:
-            client._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with suppress(OSError):  # it may be closed before all is sent
-                for start in range(0, len(data), size):
-                    client._socket.sendall(data[start : start + size])
-            client.finish_sending()
-            assert client.is_readable(PATIENCE)
-    assert measured.ask(request(body=fern())).status == 200
-    assert read_process(measured, 'schedstat', r'^(\d+)') - before < 6e9
 
 
 def test_strangers_take_little_memory(measured, subtests):

@@ -57,9 +57,7 @@ REFUSED = {
     'pid file': ("pidfile = 'new.pid'", 'pidfile'),
     'setting of ours': ("raw_env = ['PLANTS_LOG=x']", 'PLANTS_LOG'),
     'store': ("raw_env = ['PLANTS_STORE=jsonl:no/plants']", 'no/plants'),
-    'certificate': ("certfile = 'no.pem'", 'certfile'),
     'no token any more': ("raw_env = ['PLANTS_TOKENS=']", 'PLANTS_TOKENS'),
-    'worker class': ("worker_class = 'no.Worker'", 'no.Worker'),
 }
 
 

@@ -13,20 +13,12 @@ import pytest
 from exchange import SECRET, fern, table
 from server import (
     GUNICORN,
-    SCRIPTS,
     Server,
     finished,
     make_certificate,
     request,
     wait_until,
 )
-
-
-def test_application_is_served_by_another_server(checkout):
-    """``waitress-serve app:app`` serves, with the settings of the environment."""
-    command = [SCRIPTS / 'waitress-serve', '--listen=127.0.0.1:0', 'app:app']
-    with Server(checkout, command=command, workers=None) as server:
-        assert server.ask(request(body=fern())).status == 200
 
 
 def test_made_token_works_and_stays(tmp_path):
@@ -71,32 +63,29 @@ def test_wrong_settings_stop_a_start_and_a_check(tmp_path, variables, words):
 
 
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
+# Arguments, and a text of the refusal.
+FAILING_STARTS = {
+    'damaged file': ('--env=PLANTS_STORE=jsonl:damaged', 'line 2'),
+    'no directory': ('--env=PLANTS_STORE=jsonl:no/plants', 'no/plants'),
+    'taken address': ('--bind=127.0.0.1:{}', 'in use'),
+}
 
 
-@pytest.mark.parametrize('url', ['jsonl:damaged', 'jsonl:no/plants'])
-def test_store_stops_a_start_and_no_check(tmp_path, url):
-    """A check opens no store; a start says a sentence, and leaves nothing."""
+@table('argument, words', FAILING_STARTS)
+def test_failing_start_leaves_nothing(service, tmp_path, argument, words):
+    """It says a sentence, and leaves no file; a check finds no fault."""
     (tmp_path / 'damaged').write_bytes(DAMAGED)
-    variables = {OPTIONS: '--worker-tmp-dir .', 'PLANTS_METRICS_TOKEN': 'm' * 30}
-    for arguments, code in (['--check-config'], 0), (['-p', 'pid'], 1):
-        server = Server(tmp_path, *arguments, PLANTS_STORE=url, **variables)
+    conf = ['import time', 'time.sleep = lambda seconds: None']  # between attempts
+    how = {'conf': conf, 'PLANTS_STORE': 'memory:', 'PLANTS_METRICS_TOKEN': 'm' * 30}
+    arguments = ['--worker-tmp-dir=.', argument.format(service.port)]
+    for more, code in (['--check-config'], 0), (['-p', 'pid'], 1):
+        server = Server(tmp_path, *arguments, *more, **how)
         assert server.run() == code
-        lines = [line for line in server.log.splitlines() if 'INFO' not in line]
-        assert len(lines) == code
-        assert re.search('line 2|no/plants', server.log) or not code
-        assert {path.name for path in tmp_path.iterdir()} == {'server.log', 'damaged'}
+        assert (words in server.log) == code
+        assert 'Traceback' not in server.log
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {'server.log', 'damaged', 'more.conf.py'}
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
-
-
-def test_start_at_a_taken_address_leaves_nothing(service, tmp_path):
-    """No pid file and no directory of counters; the other server goes on."""
-    options = f'-b 127.0.0.1:{service.port} -p pid --worker-tmp-dir .'
-    variables = {OPTIONS: options, 'PLANTS_METRICS_TOKEN': 'm' * 30}
-    at_once = ['import time', 'time.sleep = lambda seconds: None']  # five attempts
-    assert Server(tmp_path, conf=at_once, **variables).run() == 1
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {'server.log', 'plants.jsonl', 'more.conf.py'}
-    assert service.ask(request(body=fern())).status == 200
 
 
 def test_memory_store_keeps_one_worker(tmp_path):

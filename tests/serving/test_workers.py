@@ -142,15 +142,6 @@ def assert_all_stored(server, load):
     assert {plant['id'] for plant in load.added} <= set(stored)
 
 
-def scale(server, load):
-    """Send SIGTTIN up to four workers, and SIGTTOU down to one."""
-    signals = 2 * [signal.SIGTTIN] + 3 * [signal.SIGTTOU]
-    for number, workers in zip(signals, (3, 4, 3, 2, 1), strict=True):
-        server.signal(number)
-        wait_until(lambda n=workers: len(server.worker_pids()) == n, f'{workers} run')
-        load.wait_for_all()
-
-
 def recycle(server, load):
     """Wait until --max-requests has replaced every worker several times."""
     wait_until(lambda: server.log.count('Booting worker') > 6, 'they are replaced')
@@ -166,7 +157,6 @@ def upgrade(server, load):
 
 
 OPERATIONS = {
-    'SIGTTIN and SIGTTOU': (scale, []),
     'max_requests': (recycle, ['--max-requests=50']),
     'SIGUSR2': (upgrade, []),
 }
