@@ -10,7 +10,6 @@ import tempfile
 import warnings
 
 import pytest
-from hypothesis import settings
 from server import TOKEN
 
 from app import create_app
@@ -27,10 +26,6 @@ with warnings.catch_warnings():
 OTHER = f'{TOKEN}r'
 
 pytest.register_assert_rewrite('contract', 'disk')
-
-# A deadline would fail on a busy machine, and a database would make runs differ.
-settings.register_profile('tests', deadline=None, database=None, max_examples=60)
-settings.load_profile('tests')
 
 pytest_plugins = ['exchange']  # fixtures with real servers
 

@@ -182,7 +182,7 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
     steps = script.replace('postgresql://plants@db.example/plants', f"'{url}'")
     assert steps != script
     path = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}'}
-    with Server(tmp_path, command=('gunicorn', '-p', 'pid'), **path) as old:
+    with Server(tmp_path, '-p', 'pid') as old:
         assert old.ask(request(body=OAK._asdict() | {'tag': 'sun'})).status == 200
         (tmp_path / 'new').mkdir()
         steps = f'cd {tmp_path}\n{steps}'

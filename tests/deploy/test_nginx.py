@@ -21,6 +21,7 @@ from server import (
     request,
     wait_until,
 )
+from waiting import PATIENCE
 
 TEMPORARY = ('client_body', 'proxy', 'fastcgi', 'uwsgi', 'scgi')
 MAIN = 'pid nginx.pid; error_log error.log warn; events {} http { include plants.conf; '
@@ -158,11 +159,20 @@ def test_request_id_is_the_same_everywhere(service, nginx, sent):
     wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'nginx logs it')
 
 
+def accepted(listening):
+    """Return a connection of nginx."""
+    upstream, _ = listening.accept()
+    upstream.settimeout(PATIENCE)
+    return upstream
+
+
 def take(upstream, plant, answer=b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'):
     """Receive the whole request with a plant from nginx, answer it, and return it."""
     data = b''
     while not data.endswith(b'}'):
-        data += upstream.recv(4096)
+        piece = upstream.recv(4096)
+        assert piece, 'nginx closed the connection'
+        data += piece
     assert json.loads(data.partition(b'\r\n\r\n')[2]) == plant
     upstream.sendall(answer)
     return data
@@ -180,16 +190,17 @@ def test_service_that_is_away_or_slow_or_closes(tmp_path):
         assert 'secret' not in nginx.log
         listening.bind(str(nginx.upstream))
         listening.listen()
+        listening.settimeout(PATIENCE)
         with nginx.connect() as client, nginx.connect() as other:
             client.send(request(body=one, **forged))
-            with listening.accept()[0] as upstream:
+            with accepted(listening) as upstream:
                 data = take(upstream, one)
                 assert client.receive().status == 200
                 assert b'\r\nX-Forwarded-Proto: https\r\n' in data
                 assert b'\r\nX-Forwarded-For: 127.0.0.1\r\n' in data
                 client.send(request(body=two))
                 take(upstream, two, b'')
-            with listening.accept()[0] as upstream:
+            with accepted(listening) as upstream:
                 take(upstream, two)
                 assert client.receive().status == 200
                 data = chunked(json.dumps(slow).encode())
