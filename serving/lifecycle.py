@@ -34,6 +34,7 @@ log = logging.getLogger('plants')
 
 MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
+_block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
 _unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile'  # a reload cannot change them
@@ -45,13 +46,22 @@ def build() -> PlantsApp:
     # gunicorn has handlers after the load: until then process 1 would ignore a signal.
     for number in ENDING:
         signal.signal(number, lambda *_: sys.exit(0))
-    os.register_at_fork(after_in_parent=_unblock)
+    os.register_at_fork(
+        before=_block, after_in_parent=_unblock, after_in_child=_end_early
+    )
     try:
         cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
         return make(cfg, os.environ | cfg.env)
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
         log.critical('%s', ex)
         sys.exit(1)
+
+
+def _end_early() -> None:
+    """Let a signal end a worker that would leave it to the handlers of the master."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    _unblock()
 
 
 def _at_exit(function: Callable[[], object]) -> None:
@@ -150,15 +160,11 @@ def pre_fork(server: Any, worker: Any) -> None:
         server.app.callable.store.load(wait=False)
     except Exception as ex:
         log.warning('the store was not read before a fork: %s', ex)
-    # Until it has handlers of its own, a worker would leave a signal to the master's,
-    # and the server would wait for it for ``graceful_timeout``.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
 def post_worker_init(worker: Any) -> None:
     """Ignore SIGHUP, which also the workers get when a terminal is closed."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    _unblock()
 
 
 def _hang_up(server: Any, reload: Callable[[], None], terminals: list[int]) -> None:

@@ -218,8 +218,8 @@ def test_server_that_stops_answers_or_closes(tmp_path, number, whom, times):
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGQUIT])
 def test_worker_that_is_starting_stops_at_once(tmp_path, number):
-    """A worker that has no signal handlers yet stops as soon as it has them."""
-    lines = 'import time', 'post_fork = lambda server, worker: time.sleep(1)'
+    """A worker that has no signal handlers yet stops at once with the server."""
+    lines = 'import time', 'post_fork = lambda server, worker: time.sleep(3600)'
     with Server(tmp_path, conf=lines).started() as server:
         wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
         server.signal(number)
