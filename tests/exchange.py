@@ -164,7 +164,9 @@ class Load:
                     while is_kept and (plant or not self._enough.wait(pause)):
                         plant = plant or fern(name=chance.choice(NAMES))
                         answer = client.ask(request(body=plant, connection=connection))
-                        self._check(answer)
+                        if not answer or (self._repeats and answer.status == 503):
+                            raise ConnectionError
+                        assert answer.status == 200, answer
                         is_kept = not answer.announces_close
                         self.added.append(plant)
                         self._counts[number] += 1
@@ -173,14 +175,6 @@ class Load:
                 self.failed.append(number)
                 plant = plant if self._repeats else None
                 self._enough.wait(0.01)
-
-    def _check(self, answer):
-        if answer and answer.status == 503 and self._repeats:
-            assert_error(answer, 50300)
-            answer = None
-        if answer is None:
-            raise ConnectionError
-        assert answer.status == 200, answer
 
 
 def parse_samples(text):
