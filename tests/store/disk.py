@@ -164,6 +164,11 @@ class Disk:
     def fsync(self, fd):
         self._sync('fsync', fd)
 
+    def append(self, data):
+        """Append to the plant file, as a process that is killed before its sync."""
+        with open(self.plants, 'rb+') as file:
+            self.pwrite(file.fileno(), data, self.plants.stat().st_size)
+
     @property
     def now(self):
         """The last moment."""
@@ -229,7 +234,7 @@ class Disk:
             version = len(file.versions) - 1 if file else 0
         try:
             self._begin(name, fd)
-            if file and self._reported[fd] < file.failures:
+            if file and self._reported.get(fd, 0) < file.failures:
                 raise failure(errno.EIO)
         except OSError:
             if file:
@@ -325,6 +330,12 @@ def failing(number):
         raise failure(number)
 
     return effect
+
+
+def full(room):
+    """Return an effect: a write writes so many bytes, and all later ones none."""
+    rooms = iter([room] * bool(room))
+    return lambda *arguments: next(rooms, 0) or failing(errno.ENOSPC)()
 
 
 class Gate:

@@ -18,6 +18,7 @@ from disk import (
     crash,
     failing,
     files,
+    full,
     installed,
     lines,
     no_fault,
@@ -88,12 +89,11 @@ class Run:
         With ``kept`` it is durable, and that part of it must not vanish.
         """
         self.sent.update(plants)
-        fd = self.disk.open(self.path, os.O_WRONLY)
-        self.disk.pwrite(fd, data, os.fstat(fd).st_size)
+        self.disk.append(data)
         if kept:
-            self.disk.fdatasync(fd)
+            with self.path.open() as file:
+                self.disk.fdatasync(file.fileno())
             self.kept = self.disk.now, kept
-        os.close(fd)
 
     def told_by(self, moment):
         """Return the plants that were acknowledged by a moment."""
@@ -170,14 +170,9 @@ def lost_block(run):
 
 def full_disk(run):
     """A write that fails in the middle, and another write in its place."""
-    room = iter([3000])
-
-    def fill(*arguments):
-        return next(room, None) or failing(errno.ENOSPC)()
-
     store = run.open()
     run.add(store, FERN, *LONG)
-    run.disk.before = Fault('pwrite', 1, fill, lasting=True)
+    run.disk.before = Fault('pwrite', 1, full(3000), lasting=True)
     with pytest.raises(StoreUnavailable):
         run.add(store, *LONGER)
     run.disk.resume()

@@ -1,6 +1,5 @@
 """The file store on a disk that fails, is full, or loses unsynced writes."""
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -14,27 +13,23 @@ from disk import (
     Gate,
     append,
     assert_raise,
-    assert_stored,
     failing,
     failure,
     files,
     fill,
+    full,
     lines,
+    no_fault,
     path_of,
-    take_side_files,
     try_add,
 )
 from waiting import PATIENCE
 
-from store import IdTaken, Plant, StoreError, StoreUnavailable
+from store import IdTaken, Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import disk as disk_calls
-from store.jsonl.repair import verify
 
-FERN, MOSS, IVY, REED = PLANTS = [
-    Plant(number, name, 'shade' if number % 2 else None)
-    for number, name in enumerate(('Fern', 'Moss', 'Ivy', 'Reed'), 1)
-]
+FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 TORN = b'{"id":7,"na'
 
 
@@ -46,154 +41,113 @@ def store(path, disk):
         yield store
 
 
-class TestFullDisk:
-    @pytest.mark.parametrize('written', [0, 5])
-    def test_failed_write_leaves_no_byte(self, path, disk, store, written):
-        """A failed write is rolled back; the store is not ready until writes work."""
-
-        def effect(fd, data, offset):
-            if offset > len(lines(FERN)) or not written:
-                raise failure(errno.EDQUOT)
-            return written
-
-        disk.before = Fault('pwrite', 1, effect, lasting=True)
-        for use in (lambda: store.add(MOSS)), (lambda: store.add(IVY)), store.ping:
-            with pytest.raises(StoreUnavailable) as caught:
-                use()
-            assert caught.value.reason == os.strerror(errno.EDQUOT)
-            assert path.read_bytes() == lines(FERN)
-        assert store.add(FERN) is False
-        assert_raise(IdTaken, lambda: store.add(FERN._replace(name='Moss')))
-        disk.resume()
-        store.ping()
-        assert store.add(MOSS) is True
-        assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
-        assert [*path.parent.iterdir()] == [path]
-
-    def test_ping_tells_what_an_add_would(self, path, disk, store):
-        """It writes elsewhere; after a failed write at that place and length, too."""
-        begun = disk.now
-        store.ping()
-        assert disk.calls_since(begun) == []
-        room = len(lines(FERN)) + 10
-
-        def effect(fd, data, offset):
-            if offset + len(data) > room:
-                raise failure(errno.EFBIG)
-
-        disk.before = Fault('pwrite', 1, effect, lasting=True)
-        store.ping()  # there is room for a small plant
-        assert not try_add(store, MOSS)
-        assert_raise(StoreUnavailable, store.ping, match='large')
-        # What ails the plant file alone: it was made immutable, for example.
-
-        def ail(name, target, *arguments):
-            if name == 'pwrite' and path_of(target) == str(path):
-                raise failure(errno.EPERM)
-
-        disk.before = ail
-        assert_raise(StoreUnavailable, store.ping, match='not permitted')
-        disk.resume()
-        assert store.add(MOSS)
-        room = 20
-        disk.before = Fault('pwrite', 1, effect, lasting=True)
-        store.ping()  # as before the failure
-
-    @pytest.mark.parametrize('call', ['fsync', 'pwrite'])
-    def test_failed_cut_leaves_no_copies(self, path, disk, store, call):
-        """Without room for a copy a torn tail stays as it is."""
-        append(path, TORN)
-        disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
-        assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
-        assert files(path) == {path.name: lines(FERN) + TORN}
-
-    def test_cut_is_told_though_the_next_write_fails(self, path, disk, store, caplog):
-        """The log names a side file at once, not when the disk has room again."""
-        append(path, TORN)
-        disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
-        assert not try_add(store, MOSS)
-        assert 'a copy is in plants.jsonl.torn-1' in caplog.text
-
-    @pytest.mark.parametrize('nth', range(1, 8))
-    @pytest.mark.parametrize('written', [None, 100])
-    def test_repair_that_fails_is_completed(self, path, disk, nth, written):
-        """By the same command, wherever the disk is full; no plant is lost."""
-        damage = b'{"id":7,"name":null}%b\n' % bytes(b'x' * 2000)
-        path.write_bytes(lines(FERN) + damage + lines(MOSS))
-        limits = iter([written] * bool(written))
-
-        def effect(*arguments):
-            for limit in limits:
-                return limit
-            raise failure(errno.ENOSPC)
-
-        disk.before = fault = Fault('pwrite', nth, effect, lasting=True)
-        with contextlib.suppress(StoreError):
-            verify(path, repair=True)
-        disk.resume()
-        assert verify(path, repair=True).plants == 2
-        assert_stored(path, [FERN, MOSS])
-        assert damage in take_side_files(path)
-        assert fault.reached == (nth < 6)
+@pytest.mark.parametrize('written', [0, 5])
+def test_failed_write_leaves_no_byte(path, disk, store, written):
+    """A failed write is rolled back; the store is not ready until writes work."""
+    disk.before = Fault('pwrite', 1, full(written), lasting=True)
+    for use in (lambda: store.add(MOSS)), (lambda: store.add(IVY)), store.ping:
+        with pytest.raises(StoreUnavailable) as caught:
+            use()
+        assert caught.value.reason == os.strerror(errno.ENOSPC)
+        assert path.read_bytes() == lines(FERN)
+    assert store.add(FERN) is False
+    assert_raise(IdTaken, lambda: store.add(FERN._replace(name='Moss')))
+    disk.resume()
+    store.ping()
+    assert store.add(MOSS) is True
+    assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+    assert [*path.parent.iterdir()] == [path]
 
 
-# A call after which the sync must latch: its name, and what is at the end of the file.
-LATCHES = {
-    'an append': ('', b''),
-    'a rollback': ('pwrite', b''),
-    'a cut': ('', TORN),
-}
+def test_ping_tells_what_an_add_would(path, disk, store):
+    """It writes elsewhere; after a failed write at that place and length, too."""
+    begun = disk.now
+    store.ping()
+    assert disk.calls_since(begun) == []
+    room = len(lines(FERN)) + 10
+
+    def effect(fd, data, offset):
+        if offset + len(data) > room:
+            raise failure(errno.EFBIG)
+
+    disk.before = Fault('pwrite', 1, effect, lasting=True)
+    store.ping()  # there is room for a small plant
+    assert not try_add(store, MOSS)
+    assert_raise(StoreUnavailable, store.ping, match='large')
+    # What ails the plant file alone: it was made immutable, for example.
+
+    def ail(name, target, *arguments):
+        if name == 'pwrite' and path_of(target) == str(path):
+            raise failure(errno.EPERM)
+
+    disk.before = ail
+    assert_raise(StoreUnavailable, store.ping, match='not permitted')
+    disk.resume()
+    assert store.add(MOSS)
+    room = 20
+    disk.before = Fault('pwrite', 1, effect, lasting=True)
+    store.ping()  # as before the failure
 
 
-class TestFailedSync:
-    @pytest.mark.parametrize(('call', 'end'), LATCHES.values(), ids=LATCHES)
-    def test_store_refuses_after_a_failed_sync(self, path, disk, store, call, end):
-        """Wherever a sync fails: the kernel reports it once, and drops the pages."""
-        append(path, end)
-        limits = iter([5])
+@pytest.mark.parametrize('call', ['fsync', 'pwrite'])
+def test_failed_cut_leaves_no_copies(path, disk, store, call):
+    """Without room for a copy a torn tail stays as it is."""
+    append(path, TORN)
+    disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
+    assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
+    assert files(path) == {path.name: lines(FERN) + TORN}
 
-        def before(name, target, *arguments):
-            if name == 'fdatasync':
-                raise failure(errno.EIO)
-            if name == call:
-                for limit in limits:
-                    return limit
-                raise failure(errno.ENOSPC)
-            return None
 
-        disk.before = before
+def test_cut_is_told_though_the_next_write_fails(path, disk, store, caplog):
+    """The log names a side file at once, not when the disk has room again."""
+    append(path, TORN)
+    disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
+    assert not try_add(store, MOSS)
+    assert 'a copy is in plants.jsonl.torn-1' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('is_full', 'end'), [(False, b''), (True, b''), (False, TORN)], ids=str
+)
+def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
+    """Wherever a sync fails: the kernel reports it once, and drops the pages."""
+    append(path, end)
+    effects = {'fdatasync': failing(errno.EIO)}
+    if is_full:
+        effects['pwrite'] = full(5)
+    disk.before = lambda name, *arguments: effects.get(name, no_fault)(name)
+    assert not try_add(store, MOSS)
+    disk.resume()
+    adds = [partial(store.add, plant) for plant in (MOSS, IVY, FERN)]
+    assert_raise(StoreUnavailable, *2 * [*adds, store.ping], match='reload')
+    assert disk.durable == lines(FERN)
+    fill(path, MOSS)  # as a reload does
+    assert disk.durable == lines(FERN, MOSS)
+
+
+@pytest.mark.parametrize('failures', [0, 3])
+@pytest.mark.parametrize('end', [b'', TORN])
+def test_open_writes_doubtful_lines_again(path, disk, store, failures, end):
+    """Lines in doubt stay so while the syncs of each open fail."""
+    disk.append(lines(MOSS) + end)  # as a process that is killed before its sync
+    disk.before = Fault('fdatasync', 1, failing(errno.EIO), lasting=True)
+    for _ in range(failures):
+        assert_raise(StoreUnavailable, JSONLinesStore(path).load)
+    disk.resume()
+    fill(path, MOSS)
+    # A sync alone would lose them: the kernel takes their pages for clean.
+    assert disk.durable == path.read_bytes() == lines(FERN, MOSS)
+
+
+def test_others_notice_a_failed_sync(path, disk, store):
+    """Each process that has the file open learns of it: none acknowledges."""
+    with JSONLinesStore(path) as other:
+        other.ping()
+        disk.before = Fault('fdatasync', 1, failing(errno.EIO))
         assert not try_add(store, MOSS)
         disk.resume()
-        adds = [partial(store.add, plant) for plant in (MOSS, IVY, FERN)]
-        assert_raise(StoreUnavailable, *2 * [*adds, store.ping], match='reload')
-        assert disk.durable == lines(FERN)
-        fill(path, MOSS)  # as a reload does
-        assert disk.durable == lines(FERN, MOSS)
-
-    @pytest.mark.parametrize('failures', [0, 3])
-    @pytest.mark.parametrize('end', [b'', TORN])
-    def test_open_writes_doubtful_lines_again(self, path, disk, store, failures, end):
-        """Lines in doubt stay so while the syncs of each open fail."""
-        fd = disk.open(path, os.O_WRONLY)  # as a process that is killed before its sync
-        disk.pwrite(fd, lines(MOSS) + end, path.stat().st_size)
-        os.close(fd)
-        disk.before = Fault('fdatasync', 1, failing(errno.EIO), lasting=True)
-        for _ in range(failures):
-            assert_raise(StoreUnavailable, JSONLinesStore(path).load)
-        disk.resume()
-        fill(path, MOSS)
-        # A sync alone would lose them: the kernel takes their pages for clean.
-        assert disk.durable == path.read_bytes() == lines(FERN, MOSS)
-
-    def test_others_notice_a_failed_sync(self, path, disk, store):
-        """Each process that has the file open learns of it: none acknowledges."""
-        with JSONLinesStore(path) as other:
-            other.ping()
-            disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-            assert not try_add(store, MOSS)
-            disk.resume()
-            adds = partial(other.add, MOSS), partial(other.add, IVY)
-            assert_raise(StoreUnavailable, *adds, match='reload')
+        adds = partial(other.add, MOSS), partial(other.add, IVY)
+        assert_raise(StoreUnavailable, *adds, match='reload')
 
 
 @pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
@@ -227,7 +181,7 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
 def test_plants_of_a_batch_share_a_write_and_a_sync(path, disk, store):
     """However many they are."""
     begun = disk.now
-    store.add_many([MOSS, IVY, REED])
+    store.add_many([MOSS, IVY])
     assert disk.calls_since(begun) == ['pwrite', 'fdatasync']
 
 
