@@ -1,44 +1,10 @@
-"""The application under another WSGI server, and below the path of another one."""
-
-import threading
-from contextlib import contextmanager
+"""The application below the path of another one, under any WSGI server."""
 
 import pytest
 from conftest import Client
-from exchange import assert_error, chunked
-from rawclient import TOKEN, RawClient, request
+from exchange import assert_error
+from rawclient import TOKEN
 from test_contract import FERN, FERN_ANSWER
-from werkzeug.serving import make_server
-
-
-@contextmanager
-def served_by_werkzeug(app):
-    """Yield the port where another server, with a thread a request, serves."""
-    with make_server('127.0.0.1', 0, app, threaded=True) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        yield server.port
-        server.shutdown()
-        thread.join()
-
-
-def test_another_server_serves_the_application(serve, store):
-    """Bodies of each framing, of any size and none, are read as under ours."""
-    app = serve(store, max_body_bytes=200).app
-    requests = {
-        200: request(body=FERN),
-        40001: request(),
-        40003: request(body=b' ' * 201),
-        40005: chunked(b'{"id": 2, "na', b'me": 3}', content_type='application/json'),
-    }
-    with served_by_werkzeug(app) as port:
-        for value, data in requests.items():
-            with RawClient(port) as client:
-                answer = client.ask(data)
-            if value == 200:
-                assert answer.json == FERN_ANSWER
-            else:
-                assert_error(answer, value)
 
 
 @pytest.fixture

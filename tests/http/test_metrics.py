@@ -4,7 +4,7 @@ import pytest
 from exchange import parse_samples
 from test_contract import FERN, faulty_store
 
-from store import Plant, __version__, open_store
+from store import __version__
 
 FOR_METRICS = 'Bearer for-metrics'
 
@@ -55,20 +55,6 @@ def test_requests_are_counted_by_method_route_status_and_error(client):
     assert not [text for text in ('path/1', 'BREW') if text in str(samples)]
     assert 0 < request_sample(samples, suffix='sum') < 10
     assert request_sample(samples, suffix='bucket', le='10.0') == 3
-
-
-def test_syncs_are_counted(serve, path):
-    """The syncs of a store are counted, with their time and plants."""
-    with open_store(f'jsonl:{path}') as store:
-        client = serve(store, metrics_token='for-metrics')
-        assert read_samples(client)['plants_store_sync_seconds_count',] == 0
-        client.add(FERN)
-        store.add(Plant(2, 'Moss'))
-        client.add(FERN | {'id': 2})
-        samples = read_samples(client)
-    for name in ('sync_seconds_count', 'batch_plants_count', 'batch_plants_sum'):
-        assert samples[f'plants_store_{name}',] == 2
-    assert 0 < samples['plants_store_sync_seconds_sum',] < 10
 
 
 def test_readiness_of_the_store_and_version_are_reported(client, serve):

@@ -26,14 +26,6 @@ ENVIRON = {
 }
 
 
-def test_defaults_are_a_file_and_no_token(tmp_path, monkeypatch):
-    """The default is a file in the working directory, and no token; none is made."""
-    monkeypatch.chdir(tmp_path)
-    expected = Settings('jsonl:plants.jsonl', None, 65_536, None, ())
-    assert Settings.from_environ({}) == expected
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize('space', ['{}', '\t{} \r\n'], ids=ascii)
 def test_each_variable_sets_a_field(space):
     """Each variable sets one field; white space around its value is removed."""
