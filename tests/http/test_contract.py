@@ -6,7 +6,9 @@ import logging
 from unittest.mock import MagicMock, Mock
 
 import pytest
+from conftest import Client
 from exchange import assert_error
+from rawclient import TOKEN
 
 from store import Plant, PlantStore, errors
 
@@ -150,6 +152,49 @@ def test_unknown_path_is_40400(client, anonymous):
         for method in ('GET', 'POST', 'OPTIONS', 'BREW'):
             assert_error(client.request(path, method=method), 40400)
         assert_error(anonymous.get(path), 40100)
+
+
+@pytest.mark.parametrize('prefix', ['', '/garden', '/my/garden', '/plants'])
+def test_paths_are_those_below_the_prefix(client, prefix):
+    """Under any prefix each path works as without one, and so does every refusal."""
+    app = client.app
+
+    def mounted(environ, start_response):
+        return app({**environ, 'SCRIPT_NAME': prefix}, start_response)
+
+    client, anonymous = Client(mounted, TOKEN), Client(mounted)
+    assert client.add(FERN).json == FERN_ANSWER
+    assert anonymous.get('/livez').status_int == 200
+    assert anonymous.get('/openapi.json').json['servers'][0]['url'] == '.'
+    assert_error(anonymous.get('/plants'), 40100)
+    assert_error(client.get('/plants/plants'), 40400)
+    assert_error(client.get('/plants'), 40500)
+
+
+# Variables of the environ, and what is answered without them.
+VARIABLES = {
+    'SCRIPT_NAME': 200,
+    'QUERY_STRING': 200,
+    'PATH_INFO': 40400,
+    'CONTENT_LENGTH': 40001,
+    'CONTENT_TYPE': 40002,
+    'HTTP_AUTHORIZATION': 40100,
+}
+
+
+@pytest.mark.parametrize('is_absent', [False, True])
+@pytest.mark.parametrize('name', VARIABLES)
+def test_empty_variable_is_like_an_absent_one(client, name, is_absent):
+    """An empty variable of the environ and an absent one mean the same."""
+
+    def changed(environ, start_response):
+        environ |= {'SCRIPT_NAME': '/garden', name: ''}
+        if is_absent:
+            del environ[name]
+        return client.app(environ, start_response)
+
+    answer = Client(changed, TOKEN).add(FERN)
+    assert answer.json.get('error', 200) == VARIABLES[name]
 
 
 def test_query_is_ignored(client, anonymous):
