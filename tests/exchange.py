@@ -22,6 +22,7 @@ from server import (
 )
 
 SECRET = 'a-token-that-nobody-knows'
+ORIGIN = 'https://page.example'
 MAX_ANSWER_SECONDS = PATIENCE / 4  # a healthy server needs a millisecond
 LARGE_FILE = '/docs/swagger-ui-bundle.js'  # 1.6 MiB
 # jsonschema itself reads the published file, with none of our code in between.
@@ -188,7 +189,8 @@ def parse_samples(text):
 @pytest.fixture(scope='session')
 def service(tmp_path_factory):
     """A server with two workers; its log must show no token and no traceback."""
-    with Server(tmp_path_factory.mktemp('server'), workers=2) as server:
+    how = {'workers': 2, 'PLANTS_CORS_ORIGINS': ORIGIN}
+    with Server(tmp_path_factory.mktemp('server'), **how) as server:
         assert server.ask(request(body=fern())).status == 200
         yield server
     assert TOKEN not in server.log

@@ -11,13 +11,11 @@ from pathlib import Path
 from server import PATIENCE, REPOSITORY, ROOMS, RawClient
 
 
-def client_at(path, source=''):
-    """Return a client of the unix socket at a path, bound to a source."""
+def client_at(path):
+    """Return a client of the Unix socket at a path."""
     connected = socket.socket(socket.AF_UNIX)
     connected.settimeout(PATIENCE)
     try:
-        if source:
-            connected.bind(source)
         connected.connect(str(path))
     except OSError:
         connected.close()
