@@ -59,10 +59,6 @@ def installed(disk):
 class Killed(BaseException):
     """The process is killed here; as a BaseException it passes every handler."""
 
-    def __init__(self, written=0):
-        super().__init__()
-        self.written = written  # bytes of a write, before
-
 
 class File:
     """What a file holds after each change, as a disk has it that writes all of it."""
@@ -135,12 +131,13 @@ class Disk:
         return fd
 
     def pwrite(self, fd, data, offset):
-        try:
-            limit = self._begin('pwrite', fd, data, offset)
-        except Killed as ex:
-            self._write(fd, data[: ex.written], offset)
-            raise
-        return self._write(fd, data[:limit], offset)
+        data = data[: self._begin('pwrite', fd, data, offset)]
+        with self._lock:
+            count = os.pwrite(fd, data, offset)
+            if file := self._file(fd):
+                self._note('pwrite', fd)
+                file.change(self.now, offset, data)
+            return count
 
     def ftruncate(self, fd, size):
         self._begin('ftruncate', fd, size)
@@ -218,14 +215,6 @@ class Disk:
         """Return the file of a descriptor or a path, if it is one of the directory."""
         number = self._numbers.get(os.stat(target).st_ino)
         return None if number is None else self.files[number]
-
-    def _write(self, fd, data, offset):
-        with self._lock:
-            count = os.pwrite(fd, data, offset)
-            if file := self._file(fd):
-                self._note('pwrite', fd)
-                file.change(self.now, offset, data)
-            return count
 
     def _sync(self, name, fd):
         with self._lock:

@@ -30,10 +30,9 @@ from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl.repair import verify
 
-# How many states of most scenarios are tried.
-STATES = int(os.environ.get('CRASH_STATES', '40'))
+# How many states of a scenario are tried.
+STATES = int(os.environ.get('CRASH_STATES', '120'))
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
-BLOCKS = 512, 4096
 NEW = Plant(0, 'New')
 # Plants for small batches, for batches of some 512-byte blocks and of 4 KiB blocks.
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
@@ -75,10 +74,6 @@ class Run:
         self.sent.update(plants)
         outcomes = store.add_many(plants)
         assert all(isinstance(new, bool) for new in outcomes), outcomes
-        self.acknowledge(*plants)
-
-    def acknowledge(self, *plants):
-        """Note that plants are acknowledged."""
         self.disk.calls.append(f'{len(plants)} acknowledged')
         for plant in plants:
             self.acknowledged.setdefault(plant, self.disk.now)
@@ -129,12 +124,13 @@ def random_kills(run):
     chance = Random(SEED)
     plants = [FERN, MOSS, IVY, *LONG, *OTHERS, *LONGER, *NESTED]
     for _ in range(5):
-        calls = iter(range(chance.randrange(40)))
-        written = chance.randrange(900)
+        limits = [None] * chance.randrange(40)
+        limits = iter([*limits, chance.randrange(1, 900)])  # the last write is torn
 
-        def kill(*call, calls=calls, written=written):
-            if next(calls, None) is None:
-                raise Killed(written)
+        def kill(*call, limits=limits):
+            for limit in limits:
+                return limit
+            raise Killed
 
         run.disk.before = kill
         with suppress(Killed, StoreUnavailable):
@@ -211,8 +207,6 @@ def run(request, directory):
     """A scenario, for all tests of its states."""
     with Run(directory()) as run:
         request.param(run)
-    # Only 2 of 100 states of these show that a cut or a rollback is not synced.
-    run.factor = 3 if request.param in (torn_tail_while_open, full_disk) else 1
     return run
 
 
@@ -257,7 +251,7 @@ def check(run, moment):
     assert path.read_bytes() == whole + lines(NEW)
 
 
-def left_by_crashes(run, block, chance, limit):
+def left_by_crashes(run, chance, limit):
     """Put different random states in place of the files; yield their moments."""
     # More states of the moments at which more may have been lost.
     moments = range(len(run.disk.calls))
@@ -271,7 +265,7 @@ def left_by_crashes(run, block, chance, limit):
             is_old = len(kinds) > 1 and chance.random() < old
             return chance.choice(kinds[1:]) if is_old else kinds[0]
 
-        state = crash(run.disk, moment, block, pick)
+        state = crash(run.disk, moment, chance.choice([512, 4096]), pick)
         # With as many promised plants.
         key = hash((*sorted(state.items()), len(run.told_by(moment))))
         if key not in seen:
@@ -290,9 +284,9 @@ def place(path, state):
         path.with_name(name).write_bytes(content)
 
 
-def fault(run, block, chance, limit):
+def fault(run, chance, limit):
     """Return what is wrong with the first state that shows a fault, if any."""
-    for moment in left_by_crashes(run, block, chance, limit):
+    for moment in left_by_crashes(run, chance, limit):
         left = files(run.path)
         try:
             check(run, moment)
@@ -303,19 +297,16 @@ def fault(run, block, chance, limit):
     return ''
 
 
-@pytest.mark.parametrize('block', BLOCKS)
-def test_acknowledged_plants_survive_a_crash(run, block):
+def test_acknowledged_plants_survive_a_crash(run):
     """After a crash at any moment of a scenario no acknowledged plant is lost."""
-    chance = Random(f'{SEED} {block}')
-    found = fault(run, block, chance, STATES * run.factor)
+    found = fault(run, Random(SEED), STATES)
     assert not found, found
 
 
-@pytest.mark.parametrize('block', BLOCKS)
-def test_acknowledged_plants_survive_a_second_crash(directory, run, block):
+def test_acknowledged_plants_survive_a_second_crash(run):
     """A second crash, while a store opens after the first one, loses none either."""
-    chance = Random(f'{SEED} {block}')
-    for moment in left_by_crashes(run, block, chance, max(4, STATES // 40)):
+    chance = Random(SEED)
+    for moment in left_by_crashes(run, chance, STATES // 20):
         left = files(run.path)
         with Run(run.path.parent) as again:
             again.sent = run.sent | {Plant(99, 'Elm')}
@@ -325,7 +316,7 @@ def test_acknowledged_plants_survive_a_second_crash(directory, run, block):
                 again.kept = 0, run.kept[1]
             with open_left(again) as store:
                 again.add(store, Plant(99, 'Elm'))
-        found = fault(again, block, chance, STATES // 8)
+        found = fault(again, chance, STATES // 20)
         assert not found, f'{left}\nwas opened. {found}'
 
 
@@ -335,7 +326,7 @@ def test_missing_sync_is_detected(directory, forgotten):
     with Run(directory()) as run:
         setattr(run.disk, forgotten, lambda fd: None)
         new_store(run)
-    assert fault(run, 512, Random(SEED), 1000)
+    assert fault(run, Random(SEED), 1000)
 
 
 def nothing(run):
