@@ -46,9 +46,6 @@ def rows(page, heading):
     ]
 
 
-# ---- links, lists, figures
-
-
 @pytest.mark.parametrize('page', PAGES)
 def test_links_have_targets(page):
     """Each link is to a file that exists, and to a heading in it if it names one."""
@@ -77,9 +74,6 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
     page = rows('docs/benchmarks.md', 'Adds')
     measured = [[cells[column] for column in columns] for cells in page]
     assert all(cells in measured for cells in rows('README.md', 'Speed'))
-
-
-# ---- what can be run
 
 
 # Appended to a program that serves: WebTest checks its answers as WSGI.
@@ -151,9 +145,6 @@ def test_first_request_is_answered_as_shown(tmp_path):
         command = command.replace(':8000', f':{server.port}').replace('TOKEN', TOKEN)
         done = finished(f'{curl} --silent {command}', shell=True)
     assert done.stdout.strip() == answer.strip()
-
-
-# ---- backup, restore, migration
 
 
 @pytest.mark.parametrize('kind', ['file', 'database'])

@@ -14,7 +14,6 @@ from server import (
     TOKEN,
     RawClient,
     Server,
-    finished,
     free_port,
     installed,
     make_certificate,
@@ -24,15 +23,19 @@ from server import (
 from waiting import PATIENCE
 
 TEMPORARY = ('client_body', 'proxy', 'fastcgi', 'uwsgi', 'scgi')
-MAIN = 'pid nginx.pid; error_log error.log warn; events {} http { include plants.conf; '
+MAIN = 'pid nginx.pid; error_log stderr warn; events {} http { include plants.conf; '
 MAIN += ' '.join(f'{name}_temp_path {name};' for name in TEMPORARY) + ' }\n'
 
 
-class Nginx:
+class Nginx(Server):
     """nginx in a directory with the recipe, with other paths, port and host name."""
 
+    port = None
+
     def __init__(self, directory):
-        self.directory = directory
+        program = installed('nginx', 'nginx-light')
+        command = program, '-p', directory, '-c', 'nginx.conf', '-g', 'daemon off;'
+        super().__init__(directory, command=command, workers=None)
         self.upstream = directory / 'plants.sock'
         self.port = free_port()
         self._trust = make_certificate(directory)
@@ -52,29 +55,12 @@ class Nginx:
         user = 'user root;' if directory.stat().st_uid == 0 else ''
         (directory / 'nginx.conf').write_text(user + MAIN)
 
-    def _run(self, *arguments):
-        """Run nginx, which returns when its daemon listens or has the signal."""
-        command = installed('nginx', 'nginx-light'), '-p', self.directory
-        finished([*command, '-c', 'nginx.conf', *arguments], check=True)
-
-    def __enter__(self):
-        self._run()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._run('-s', 'stop')
-        pid = self.directory / 'nginx.pid'
-        wait_until(lambda: not pid.exists(), 'nginx ends')
-
     def connect(self, source=None):
         return RawClient(self.port, source=source, trust=self._trust)
 
-    def ask(self, data):
-        with self.connect() as client:
-            return client.ask(data)
-
     @property
-    def log(self):
+    def requests(self):
+        """Return the log of requests."""
         return (self.directory / 'access.log').read_text()
 
 
@@ -83,10 +69,9 @@ def nginx(tmp_path_factory):
     """nginx, in front of any upstream that listens."""
     with Nginx(tmp_path_factory.mktemp('nginx')) as nginx:
         yield nginx
-    errors = (nginx.directory / 'error.log').read_text()
-    assert '[alert]' not in errors
-    assert 'buffered to a temporary file' not in errors
-    assert TOKEN not in errors + nginx.log
+    assert '[alert]' not in nginx.log
+    assert 'buffered to a temporary file' not in nginx.log
+    assert TOKEN not in nginx.log + nginx.requests
 
 
 @pytest.fixture(scope='module')
@@ -156,7 +141,7 @@ def test_request_id_is_the_same_everywhere(service, nginx, sent):
     id = answer.headers['x-request-id']
     assert re.fullmatch('from-the-client|[0-9a-f]{32}', id)
     wait_until(lambda: id in service.log, 'the service logs it')
-    wait_until(lambda: f' {id} POST /plants 200 ' in nginx.log, 'nginx logs it')
+    wait_until(lambda: f' {id} POST /plants 200 ' in nginx.requests, 'nginx logs it')
 
 
 def accepted(listening):
@@ -186,8 +171,8 @@ def test_service_that_is_away_or_slow_or_closes(tmp_path):
         answer = nginx.ask(request('POST', '/plants?access_token=secret', fern()))
         assert_error(answer, 50300)
         logged = f' {answer.headers["x-request-id"]} POST /plants 503 '
-        wait_until(lambda: logged in nginx.log, 'it is logged, without the query')
-        assert 'secret' not in nginx.log
+        wait_until(lambda: logged in nginx.requests, 'it is logged, without the query')
+        assert 'secret' not in nginx.requests
         listening.bind(str(nginx.upstream))
         listening.listen()
         listening.settimeout(PATIENCE)
