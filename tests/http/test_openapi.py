@@ -84,11 +84,9 @@ def test_description_has_the_rules_that_are_in_use(
     edit_schema, serve, store, name, keywords
 ):
     """An edit is described: a body fits the description if it is accepted."""
-    running = serve(store)
     edit_schema(name, lambda schema: schema.update(keywords))
     client = serve(store)
     description = client.get('/openapi.json').json
-    assert running.get('/openapi.json').json != description
     assert 'allOf' not in description['components']['schemas']['NewPlant']
     schema = {'$ref': '#/components/schemas/NewPlant', **description}
     others = {'name': 'Ivy'}, {'name': 'Fern'}, {'name': 1}, {}
