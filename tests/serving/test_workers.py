@@ -88,12 +88,18 @@ def test_several_sockets_are_served(tmp_path):
                 assert ask_in_step(client, data).status == 200
 
 
-FAILING = ['def post_worker_init(worker): worker.wsgi = lambda *environ: 1 / 0']
+FAILING = {
+    'an exception': '1 / 0',
+    'a header with a line': 'start("200 OK", [("a", "\\r\\nb: c")]) and []',
+}
 
 
-def test_application_that_fails_ends_only_its_connection(tmp_path):
-    """The answer to an exception is 500, and the connection ends; others go on."""
-    with Server(tmp_path, conf=FAILING) as server:
+@table('application', FAILING)
+def test_application_that_fails_ends_only_its_connection(tmp_path, application):
+    """The answer is 500, and the connection ends; others go on."""
+    conf = [f'fail = lambda environ, start: {application}']
+    conf += ['def post_worker_init(worker): worker.wsgi = fail']
+    with Server(tmp_path, conf=conf) as server:
         for _ in range(2):
             with server.connect() as client:
                 client.send(2 * PROBE)
@@ -232,6 +238,18 @@ def stop(server, number=signal.SIGTERM):
             return True
 
     wait_until(refuses, 'it accepts no more connections')
+
+
+def test_quick_stop_closes_connections_before_the_store(tmp_path):
+    """While an add still keeps the store open, no client hears that it is closed."""
+    with Server(tmp_path) as server, server.connect() as idle:
+        assert idle.ask(PROBE).status == 200
+        with locked(tmp_path / 'plants.jsonl'), server.connect() as waiting:
+            waiting.send(request(body=fern()))
+            assert not waiting.is_readable(0.1)
+            stop(server, signal.SIGQUIT)
+            assert idle.ask(request(body=fern())) is None
+        assert server.wait(20) == 0
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
