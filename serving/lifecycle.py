@@ -87,11 +87,15 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     }
     if any(wrong.values()):
         raise ValueError('\n'.join(filter(wrong.get, wrong)))
+    # A hardened unit forbids the calls that change users, also those to the same user.
+    user, group = os.geteuid(), os.getegid()
+    is_other = (user, group) != (cfg.uid, cfg.gid)
     if settings.metrics_token and not cfg.check_config and COUNTERS not in os.environ:
         # Now, as their package chooses its mode when it is imported.
         os.environ[COUNTERS] = path = tempfile.mkdtemp(prefix='plants-', dir=place)
         _at_exit(partial(shutil.rmtree, path, ignore_errors=True))
-        os.chown(path, cfg.uid, cfg.gid)
+        if is_other:
+            os.chown(path, cfg.uid, cfg.gid)
     is_ours = issubclass(cfg.worker_class, PlantsWorker)
     if served and served.settings.store == settings.store:
         store = served.store  # with all that it has read
@@ -101,10 +105,10 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     tokens = settings.tokens or MADE_TOKEN
     app = create_app(store, tokens=tokens, **settings.app_options())
     vars(app).update(settings=settings, store=store)  # for the hooks
-    user, group = os.geteuid(), os.getegid()
     try:
-        os.setegid(cfg.gid)
-        os.seteuid(cfg.uid)
+        if is_other:
+            os.setegid(cfg.gid)
+            os.seteuid(cfg.uid)
         if cfg.is_ssl:
             ssl_context(cfg)
         if not cfg.check_config:
@@ -112,8 +116,9 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     except OSError as ex:
         raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
     finally:
-        os.seteuid(user)
-        os.setegid(group)
+        if is_other:
+            os.seteuid(user)
+            os.setegid(group)
     return app
 
 

@@ -29,6 +29,14 @@ def test_units_are_sound_and_hardened(tmp_path, name):
     assert done.returncode == 0, done.stdout
 
 
+# ``SystemCallFilter`` forbids these calls, also those that would change nothing.
+FILTER = """import os
+def refuse(*arguments):
+    raise PermissionError(1, 'Operation not permitted')
+os.chown = os.setegid = os.seteuid = os.setgid = os.setuid = refuse
+"""
+
+
 @pytest.fixture
 def service(tmp_path):
     """The service as its unit runs it; the test stands in for systemd."""
@@ -48,6 +56,8 @@ def service(tmp_path):
     path, notify = tmp_path / 'plants.sock', tmp_path / 'notify'
     variables |= {'LISTEN_FDS': '1', 'NOTIFY_SOCKET': str(notify)}
     variables |= {'PLANTS_TOKENS': None, 'GUNICORN_CMD_ARGS': None}
+    (state / 'sitecustomize.py').write_text(FILTER)
+    variables |= {'PYTHONPATH': str(state), 'PLANTS_METRICS_TOKEN': 'for-metrics'}
     with (
         socket.socket(socket.AF_UNIX) as listening,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified,
