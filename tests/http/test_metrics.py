@@ -7,12 +7,12 @@ from store import __version__
 
 # How often each combination of labels was counted.
 COUNTS = {
-    'method="POST",route="/plants",status="200",error="0"': 3,
-    'method="POST",route="/plants",status="400",error="40006"': 1,
-    'method="POST",route="",status="401",error="40101"': 1,
-    'method="GET",route="",status="404",error="40400"': 5,
-    'method="HEAD",route="/livez",status="200",error="0"': 1,
-    'method="other",route="/plants",status="405",error="40500"': 4,
+    'error="0",method="POST",route="/plants",status="200"': 3,
+    'error="40006",method="POST",route="/plants",status="400"': 1,
+    'error="40101",method="POST",route="",status="401"': 1,
+    'error="40400",method="GET",route="",status="404"': 5,
+    'error="0",method="HEAD",route="/livez",status="200"': 1,
+    'error="40500",method="other",route="/plants",status="405"': 4,
 }
 
 
