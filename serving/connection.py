@@ -148,8 +148,8 @@ class Connection:
                 worker.log.error('%s: request failed', id, exc_info=error)
             else:
                 worker.log.warning('%s: request refused: %s', id, self._status)
-        is_last = request.fault or not (request.keeps and worker.alive)
-        keeps = not is_last and worker.keepalive > 0
+        keeps = request.keeps and not request.fault
+        keeps = keeps and worker.alive and worker.keepalive > 0
         head = (
             f'HTTP/1.1 {self._status}\r\nServer: gunicorn\r\n'
             f'Date: {_http_date(int(time.time()))}\r\n'
