@@ -41,7 +41,7 @@ from unittest import mock
 import pytest
 from waiting import PATIENCE, wait_until
 
-from store import IdTaken, Plant, StoreUnavailable
+from store import IdTaken, Plant
 from store.jsonl import JSONLinesStore, record
 
 
@@ -54,10 +54,6 @@ def installed(disk):
             if name.startswith('store.jsonl') and hasattr(module, 'os'):
                 stack.enter_context(mock.patch.object(module, 'os', disk))
         yield disk
-
-
-class Killed(BaseException):
-    """The process is killed here; as a BaseException it passes every handler."""
 
 
 class File:
@@ -86,7 +82,7 @@ class Disk:
     """The system calls of the file store, on the directory of a plant file.
 
     ``before`` is called before each call, with its name and its arguments. It may block
-    or raise; after a ``Killed`` every call raises it. A number limits a pwrite.
+    or raise. A number limits a pwrite.
     """
 
     def __init__(self, path):
@@ -101,7 +97,6 @@ class Disk:
         self._numbers = {}  # from an inode to the number of its file
         self._reported = {}  # from a descriptor to the failures reported on it
         self._lock = threading.RLock()
-        self._killed = False
         for entry in filter(os.DirEntry.is_file, os.scandir(path.parent)):
             self._enter_file(entry.name, entry.inode(), Path(entry).read_bytes())
         self.names_synced.append((0, len(self.names)))
@@ -110,11 +105,11 @@ class Disk:
         return getattr(os, name)
 
     def pread(self, *arguments):
-        self._begin('pread', *arguments)
+        self.before('pread', *arguments)
         return os.pread(*arguments)
 
     def open(self, path, flags, mode=0o777):
-        self._begin('open', path, flags)
+        self.before('open', path, flags)
         with self._lock:
             is_new = flags & os.O_CREAT and not os.path.exists(path)
             fd = os.open(path, flags, mode)
@@ -131,7 +126,7 @@ class Disk:
         return fd
 
     def pwrite(self, fd, data, offset):
-        data = data[: self._begin('pwrite', fd, data, offset)]
+        data = data[: self.before('pwrite', fd, data, offset)]
         with self._lock:
             count = os.pwrite(fd, data, offset)
             if file := self._file(fd):
@@ -140,7 +135,7 @@ class Disk:
             return count
 
     def ftruncate(self, fd, size):
-        self._begin('ftruncate', fd, size)
+        self.before('ftruncate', fd, size)
         with self._lock:
             os.ftruncate(fd, size)
             self._note('ftruncate', fd)
@@ -148,7 +143,7 @@ class Disk:
                 file.change(self.now, size)
 
     def unlink(self, path):
-        self._begin('unlink', path)
+        self.before('unlink', path)
         with self._lock:
             self._numbers.pop(os.stat(path).st_ino, None)
             os.unlink(path)
@@ -191,17 +186,7 @@ class Disk:
 
     def resume(self):
         """Continue with the disk as it is, without further faults."""
-        self._killed = False
         self.before = no_fault
-
-    def _begin(self, name, *arguments):
-        if self._killed:
-            raise Killed
-        try:
-            return self.before(name, *arguments)
-        except Killed:
-            self._killed = True
-            raise
 
     def _note(self, name, target):
         self.calls.append(f'{name} {path_of(target)}')
@@ -222,7 +207,7 @@ class Disk:
             file, names = self._file(fd), len(self.names)
             version = len(file.versions) - 1 if file else 0
         try:
-            self._begin(name, fd)
+            self.before(name, fd)
             if file and self._reported.get(fd, 0) < file.failures:
                 raise failure(errno.EIO)
         except OSError:
@@ -294,7 +279,7 @@ def failure(number):
 class Fault:
     """Makes the n-th call of one function fail, or all from the n-th on."""
 
-    call: str  # the name of the function
+    call: str  # the name of the function, or none: any
     nth: int  # the number of the call, from 1
     effect: Callable  # called with the call's arguments; it raises, or returns a limit
     lasting: bool = False  # whether the calls after it fail too
@@ -305,7 +290,7 @@ class Fault:
         return self.count >= self.nth
 
     def __call__(self, name, *arguments):
-        if name != self.call:
+        if self.call not in (name, ''):
             return None
         self.count += 1
         due = self.reached if self.lasting else self.count == self.nth
@@ -384,14 +369,6 @@ def fill(path, *plants):
     """Add plants to a plant file by a store, and close it."""
     with JSONLinesStore(path) as opened:
         opened.add_many(plants)
-
-
-def try_add(store, plant):
-    """Add a plant; return whether it was stored."""
-    with contextlib.suppress(StoreUnavailable):
-        store.add(plant)
-        return True
-    return False
 
 
 def assert_raise(error, *uses, match=None):

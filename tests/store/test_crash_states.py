@@ -14,7 +14,6 @@ import pytest
 from disk import (
     Disk,
     Fault,
-    Killed,
     crash,
     failing,
     files,
@@ -119,28 +118,6 @@ def batches(run):
     run.add(other, *LONG, IVY)
 
 
-def random_kills(run):
-    """Random processes, which are killed at random calls, add random plants."""
-    chance = Random(SEED)
-    plants = [FERN, MOSS, IVY, *LONG, *OTHERS, *LONGER, *NESTED]
-    for _ in range(5):
-        limits = [None] * chance.randrange(40)
-        limits = iter([*limits, chance.randrange(1, 900)])  # the last write is torn
-
-        def kill(*call, limits=limits):
-            for limit in limits:
-                return limit
-            raise Killed
-
-        run.disk.before = kill
-        with suppress(Killed, StoreUnavailable):
-            store = run.open()
-            for _ in range(2):
-                run.add(store, *chance.sample(plants, 2))
-        run.disk.resume()
-    run.add(run.open(), OTHERS[0])
-
-
 def torn_tail_while_open(run):
     """A process cuts off the torn tail that another one has left."""
     for plants in OTHERS, [MOSS]:
@@ -187,10 +164,7 @@ def repaired(run):
     run.add(store, MOSS)
 
 
-SCENARIOS = [
-    *(new_store, batches, random_kills),
-    *(torn_tail_while_open, lost_block, full_disk, repaired),
-]
+SCENARIOS = new_store, batches, torn_tail_while_open, lost_block, full_disk, repaired
 
 
 @pytest.fixture(scope='module')
@@ -258,12 +232,14 @@ def left_by_crashes(run, chance, limit):
     weights = [run.disk.in_doubt(moment) for moment in moments]
     seen = set()
     for moment in chance.choices(moments, weights, k=5 * limit):
-        # All new, mostly new, half old, mostly old, all old: with equal chance.
-        old = chance.choice([0, 0.1, 0.5, 0.9, 1])
+        # All new, all old, runs of both, or any mixture.
+        is_old = chance.choice([False, True])
+        turns = chance.choice([0, 0.1, 0.5])
 
-        def pick(kinds, old=old):
-            is_old = len(kinds) > 1 and chance.random() < old
-            return chance.choice(kinds[1:]) if is_old else kinds[0]
+        def pick(kinds, turns=turns):
+            nonlocal is_old
+            is_old ^= chance.random() < turns
+            return chance.choice(kinds[1:] or kinds) if is_old else kinds[0]
 
         state = crash(run.disk, moment, chance.choice([512, 4096]), pick)
         # With as many promised plants.
@@ -351,6 +327,7 @@ CALLS = ['open', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'unlink']
 EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
 EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
 EFFECTS['pwrite-nothing'] = 'pwrite', lambda *arguments: 0
+EFFECTS['any'] = '', failing(errno.EIO)  # lasting, it is a process that is killed
 
 
 @pytest.mark.parametrize('lasting', [False, True], ids=['once', 'lasting'])
@@ -358,8 +335,8 @@ EFFECTS['pwrite-nothing'] = 'pwrite', lambda *arguments: 0
 @pytest.mark.parametrize('prepare', [nothing, torn_tail, lost_beginning])
 def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
     """Whichever call fails: as if the process is killed then, or the power is cut."""
-    # Each third of the many reads.
-    for nth in itertools.count(1, 3 if call == 'pread' else 1):
+    # Each third of many calls.
+    for nth in itertools.count(1, 3 if call in ('pread', '') else 1):
         with Run(directory()) as run:
             prepare(run)
             run.disk.before = fault = Fault(call, nth, effect, lasting)

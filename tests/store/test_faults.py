@@ -21,7 +21,6 @@ from disk import (
     lines,
     no_fault,
     path_of,
-    try_add,
 )
 from waiting import PATIENCE
 
@@ -72,7 +71,7 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 
     disk.before = Fault('pwrite', 1, effect, lasting=True)
     store.ping()  # there is room for a small plant
-    assert not try_add(store, MOSS)
+    assert_raise(StoreUnavailable, partial(store.add, MOSS))
     assert_raise(StoreUnavailable, store.ping, match='large')
     # What ails the plant file alone: it was made immutable, for example.
 
@@ -102,7 +101,7 @@ def test_cut_is_told_though_the_next_write_fails(path, disk, store, caplog):
     """The log names a side file at once, not when the disk has room again."""
     append(path, TORN)
     disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
-    assert not try_add(store, MOSS)
+    assert_raise(StoreUnavailable, partial(store.add, MOSS))
     assert 'a copy is in plants.jsonl.torn-1' in caplog.text
 
 
@@ -116,7 +115,7 @@ def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
     if is_full:
         effects['pwrite'] = full(5)
     disk.before = lambda name, *arguments: effects.get(name, no_fault)(name)
-    assert not try_add(store, MOSS)
+    assert_raise(StoreUnavailable, partial(store.add, MOSS))
     disk.resume()
     adds = [partial(store.add, plant) for plant in (MOSS, IVY, FERN)]
     assert_raise(StoreUnavailable, *2 * [*adds, store.ping], match='reload')
@@ -144,7 +143,7 @@ def test_others_notice_a_failed_sync(path, disk, store):
     with JSONLinesStore(path) as other:
         other.ping()
         disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-        assert not try_add(store, MOSS)
+        assert_raise(StoreUnavailable, partial(store.add, MOSS))
         disk.resume()
         adds = partial(other.add, MOSS), partial(other.add, IVY)
         assert_raise(StoreUnavailable, *adds, match='reload')
@@ -176,6 +175,15 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
             assert other.add(FERN) is False  # it was durable before
             assert disk.calls_since(begun) == []
     assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
+
+
+@pytest.mark.parametrize('call', ['flock', 'fdatasync'])
+def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, call):
+    """It is refused in words that name it, as is what to do."""
+    where = fcntl if call == 'flock' else disk
+    monkeypatch.setattr(where, call, failing(errno.ENOLCK))
+    load = JSONLinesStore(path).load
+    assert_raise(StoreUnavailable, load, load, match=r'\(\w+\).*local')
 
 
 def test_plants_of_a_batch_share_a_write_and_a_sync(path, disk, store):
