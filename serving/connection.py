@@ -122,6 +122,7 @@ class Connection:
                     self._send(b'HTTP/1.1 100 Continue\r\n\r\n')
             data = b''
             with suppress(OSError):  # it is late
+                poll()  # others go first: it may never pause
                 data = self._sock.recv(RECEIVE)
             if not data:
                 if request is not None:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import time
 from contextlib import contextmanager, suppress
@@ -45,6 +46,16 @@ def locked(path, how=fcntl.LOCK_EX):
     with path.open('rb') as file:
         fcntl.flock(file, how)
         yield
+
+
+@contextmanager
+def paused(pid):
+    """Stop a process for a while, as a machine does that is moved or has no time."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def edit(path, old, new):

@@ -6,7 +6,6 @@ times what was measured.
 
 import os
 import re
-import signal
 import socket
 import struct
 import time
@@ -26,7 +25,7 @@ from exchange import (
     fern,
     receive_last,
 )
-from machine import count_sockets, locked, only_worker
+from machine import count_sockets, locked, only_worker, paused
 from server import PATIENCE, Server, request, time_limits, wait_until
 
 PROBE = request('GET', '/livez')
@@ -82,11 +81,9 @@ def test_idle_connection_is_closed_at_its_time_limit(tmp_path):
             assert time.monotonic() - began > 0.9
         with server.connect() as client:
             assert client.ask(PROBE).status == 200
-            pid = only_worker(server)
-            os.kill(pid, signal.SIGSTOP)
-            client.send(request(body=fern()))
-            assert not client.is_readable(1.5)
-            os.kill(pid, signal.SIGCONT)
+            with paused(only_worker(server)):
+                client.send(request(body=fern()))
+                assert not client.is_readable(1.5)
             assert client.receive().status == 200
 
 
@@ -178,6 +175,21 @@ def test_pipelining_clients_delay_nobody(measured):
             opened.enter_context(measured.connect()).send(PROBE * 500)
         for _ in range(20):
             assert_quick(healthy)
+
+
+def test_body_that_never_pauses_delays_nobody(measured):
+    """Bodies that have arrived whole, of 65,000 chunks, are read in turns."""
+    body = CHUNKED + b'1\r\n \r\n' * 65_000 + b'0\r\n\r\n'
+    with ExitStack() as opened, measured.connect() as healthy:
+        assert healthy.ask(PROBE).status == 200
+        clients = [opened.enter_context(measured.connect()) for _ in range(10)]
+        assert clients[-1].ask(PROBE).status == 200
+        with paused(only_worker(measured)):
+            healthy.send(PROBE)  # what has come last is read first
+            for client in clients:
+                client.send(body)
+        assert healthy.receive().status == 200
+        assert not any(client.is_readable() for client in clients)
 
 
 # ---- places and files
