@@ -4,7 +4,6 @@ Every other client is served meanwhile. Memory is that of the worker; a bound is
 times what was measured.
 """
 
-import os
 import re
 import socket
 import struct
