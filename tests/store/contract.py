@@ -15,7 +15,6 @@ import os
 import random
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -86,25 +85,15 @@ class Interrupted(BaseException):
     """What interrupts a caller, as Ctrl-C does."""
 
 
-def in_threads(*jobs):
-    """Run functions at once, each in a thread; fail if one fails or hangs."""
-    pool = ThreadPoolExecutor(len(jobs))
-    running = [pool.submit(job) for job in jobs]
-    pool.shutdown(wait=False)  # so that a thread that hangs fails its test
-    for job in running:
-        job.result(PATIENCE)
-
-
-def in_children(*jobs):
-    """Run functions at once, each in a forked child; fail if one fails or hangs."""
-    children = [FORK.Process(target=job, daemon=True) for job in jobs]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(PATIENCE)
-        child.kill()
-        child.join()
-    assert {child.exitcode for child in children} == {0}, 'a child failed, or hangs'
+def at_once(kind, *jobs):
+    """Run functions at once, in threads or forked children; fail if one hangs."""
+    workers = [kind(target=job, daemon=True) for job in jobs]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(PATIENCE)
+        assert not worker.is_alive(), 'it hangs'
+        assert getattr(worker, 'exitcode', 0) == 0, 'a child failed'
 
 
 def ends_before(point, function):
@@ -221,14 +210,14 @@ class StoreContract:
         store.add(MOSS)
         self.assert_holds(store, FERN, MOSS)
 
-    @pytest.mark.parametrize('run', [in_threads, in_children])
-    def test_adds_at_once(self, store, run):
+    @pytest.mark.parametrize('kind', [threading.Thread, FORK.Process])
+    def test_adds_at_once(self, store, kind):
         """4. ``add`` may be called from many threads, and from many processes.
 
         Each id has exactly one winner, and all may add the very same plants.
         """
-        url = self.url(store) if run is in_children else None
-        if run is in_children and not url:
+        url = self.url(store) if kind is FORK.Process else None
+        if kind is FORK.Process and not url:
             pytest.skip('the plants of this store die with it')
         ids = {name: random.Random(name).sample(range(200), 120) for name in 'abcdefgh'}
         same = [Plant(id, 'Fern') for id in range(200, 220)]
@@ -244,7 +233,7 @@ class StoreContract:
                         shared.add(Plant(id, name))
                         results.put((id, name))
 
-        run(*(partial(add_all, name) for name in ids))
+        at_once(kind, *(partial(add_all, name) for name in ids))
         results.put(None)
         won = [Plant(*result) for result in iter(results.get, None)]
         assert sorted(plant.id for plant in won) == sorted(set().union(*ids.values()))
@@ -279,25 +268,6 @@ class StoreContract:
                 use()
             store.close()
 
-    def test_close_ends_concurrent_adds(self, store):
-        """7. ``close`` ends the adds of other threads; what was added is kept."""
-        added, enough = [], threading.Event()
-
-        def add_until_closed(first):
-            with suppress(StoreClosed):
-                for id in itertools.count(first, 4):
-                    store.add(Plant(id, 'Fern'))
-                    added.append(Plant(id, 'Fern'))
-                    if len(added) > 50:
-                        enough.set()
-
-        def close():
-            assert enough.wait(PATIENCE)
-            store.close()
-
-        in_threads(close, *(partial(add_until_closed, first) for first in range(4)))
-        assert set(added) <= set(self.raw_plants(store))
-
     @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
     def test_store_works_after_a_fork(self, store, used):
         """8. A store that was made before a fork works after it, in both processes."""
@@ -315,7 +285,7 @@ class StoreContract:
             assert store.add(FERN) is not used
             goes_on(store, MOSS, FERN)
 
-        in_children(use)
+        at_once(FORK.Process, use)
         stored = [FERN, MOSS] if self.url(store) else [FERN] * used
         goes_on(store, Plant(3, 'Ivy'), *stored)
         self.assert_holds(store, Plant(3, 'Ivy'), *stored)
@@ -335,7 +305,8 @@ class StoreContract:
             files = open_files()
             store.load(wait=wait)
             assert open_files() == files
-            in_children(partial(goes_on, store, Plant(id, 'Moss'), *stored))
+            use = partial(goes_on, store, Plant(id, 'Moss'), *stored)
+            at_once(FORK.Process, use)
             stored += [Plant(id, 'Moss')] * bool(url)
         for waits, use in enumerate(2 * [store.ping, partial(store.add, FERN)]):
             assert scheduler.waiter.call_count == waits * bool(url)

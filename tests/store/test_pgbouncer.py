@@ -14,7 +14,7 @@ from test_postgresql_faults import (  # noqa: F401
     test_outage_loses_no_acknowledged_plant,
     test_sessions_that_end_lose_no_acknowledged_plant,
 )
-from test_store_postgresql import TestPostgreSQLStore as DirectContract
+from test_stores import TestPostgreSQLStore as DirectContract
 
 from store import Plant, open_store
 
