@@ -9,15 +9,7 @@ import pytest
 from disk import Gate, assert_raise
 from waiting import PATIENCE, in_threads, wait_until
 
-from store import (
-    THREADS,
-    IdTaken,
-    Plant,
-    Scheduler,
-    StoreClosed,
-    StoreUnavailable,
-    committer,
-)
+from store import IdTaken, Plant, StoreClosed, StoreUnavailable, committer
 from store.committer import CommittedStore, Gather
 
 LONG = 10**6  # seconds
@@ -28,8 +20,8 @@ FULL = StoreUnavailable('full')
 class Commits(CommittedStore):
     """A store whose calls take as long as a test wants, or fail."""
 
-    def __init__(self, gather=NEVER, **options):
-        super().__init__('commits', gather, **options)
+    def __init__(self, gather=NEVER):
+        super().__init__('commits', gather)
         self.before = {}  # from the name of a call to what may block or raise
         self.errors = {}  # from an id to what is wrong with it
         self.batches = []  # the ids of each append
@@ -145,38 +137,15 @@ def test_entry_fails_alone():
         assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
 
 
-class Eager(Scheduler):
-    """Wakes a caller, and goes on when it waits again, or when all is over."""
-
-    waits, is_over = 0, False
-
-    def waiter(self):
-        wait, wake = super().waiter()
-        self.waits += 1
-        return wait, partial(self.wake, wake)
-
-    def wake(self, wake):
-        before = self.waits
-        wake()
-        wait_until(lambda: self.waits > before or self.is_over)
-
-
-@pytest.mark.parametrize('scheduler', [THREADS, Eager()], ids=['late', 'at once'])
-def test_gather_waits_for_the_whole_crowd(scheduler):
-    """After a slow sync the next batch has who waited already and who was woken.
-
-    Neither those that come back late are missed, nor those counted twice that come back
-    before others are woken.
-    """
+def test_gather_waits_for_the_whole_crowd():
+    """After a slow sync the next batch has who waited already and who was woken."""
     gate = Gate()
-    with Commits(Gather(0, LONG, LONG), scheduler=scheduler) as store:
+    with Commits(Gather(0, LONG, LONG)) as store:
 
         def again(id):
             for number in range(4):
                 store.put(id + 100 * number)
-                if scheduler is THREADS:
-                    time.sleep(0.05)  # a batch that did not wait would begin meanwhile
-            scheduler.is_over = True
+                time.sleep(0.05)  # a batch that did not wait would begin meanwhile
 
         def before_sync():
             gate()

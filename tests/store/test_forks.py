@@ -1,7 +1,6 @@
 """The file store in forked processes: what they inherit, and what they never use."""
 
 import os
-import shutil
 import threading
 from functools import partial
 
@@ -27,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 PLANTS = [Plant(number, 'Fern') for number in range(1, 5)]
 MANY = [Plant(number, 'Moss' * 50) for number in range(100, 1_000)]
 IVY, OAK = Plant(9, 'Ivy'), Plant(10, 'Oak')
+LAST = lines(MANY[-1])
 
 
 @pytest.fixture
@@ -78,26 +78,23 @@ def test_child_goes_on_with_what_was_loaded(path, store):
     assert take_side_files(path) == [b'{"id":']
 
 
-def replace(path):
+def replaced(path, content):
     """Put a copy in the place of the file."""
-    shutil.copy2(path, path.with_name('copy'))
+    path.with_name('copy').write_bytes(content)
     path.with_name('copy').replace(path)
 
 
-def edit(path):
-    """Change the last plant in place."""
-    path.write_bytes(path.read_bytes().replace(lines(MANY[-1])[:8], b'{"id":77'))
+CHANGES = {
+    'another file': replaced,
+    'another line': lambda path, content: path.write_bytes(content[:-3] + b'x"}\n'),
+    'a line less': lambda path, content: path.write_bytes(content[: -len(LAST)]),
+}
 
 
-def shorten(path):
-    """Cut off the last line."""
-    os.truncate(path, path.stat().st_size - len(lines(MANY[-1])))
-
-
-@pytest.mark.parametrize('change', [replace, edit, shorten])
+@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
 def test_child_believes_only_what_fits(path, store, change):
     """If the file is another one, an add is refused until a reload reads it anew."""
-    change(path)
+    change(path, path.read_bytes())
     content = path.read_bytes()
     refused = partial(assert_raise, StoreUnavailable, partial(store.add, IVY))
     in_child(refused, refused)
