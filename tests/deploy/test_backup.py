@@ -33,8 +33,8 @@ def run(backups, keep='14', **options):
     unit = UNIT.replace('/var/lib/plants-backup', str(backups))
     unit = re.sub('/opt/plants|/var/lib/plants', str(backups.parent), unit)
     [command] = re.findall('^ExecStart=(.*) 14$', unit, re.MULTILINE)
-    [variable] = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
-    environment = {'PATH': os.defpath, **dict([variable.split('=', 1)])}
+    variables = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
+    environment = {'PATH': os.defpath, **dict(it.split('=', 1) for it in variables)}
     command = [*shlex.split(command), keep]
     done = finished(command, env=environment, stderr=subprocess.STDOUT, **options)
     assert done.stdout, 'it says what it did, or why not'
