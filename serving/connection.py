@@ -54,9 +54,9 @@ class Connection:
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)
-                if not self._received:
-                    gevent.sleep(0)  # others go first
-                else:  # a client that pipelines waits until their requests are read
+                gevent.sleep(0)  # others go first
+                if self._received:  # until their requests are read
+                    self.since = float('inf')  # the wait is not for the client
                     with worker.pipelining:
                         poll()
             if request is not None:

@@ -168,12 +168,21 @@ def test_endless_body_is_refused_and_cut_off(request, kind):
 
 
 def test_pipelining_clients_delay_nobody(measured):
-    """While 300 clients have sent 150,000 requests, adds of another are answered."""
+    """While 300 clients have sent 150,000 requests, adds of another are answered.
+
+    So are three requests that come at once.
+    """
     with ExitStack() as opened, measured.connect() as healthy:
-        for _ in range(300):
-            opened.enter_context(measured.connect()).send(PROBE * 500)
+        clients = [opened.enter_context(measured.connect()) for _ in range(300)]
+        for client in clients:
+            client.send(PROBE * 500)
+        assert all(client.is_readable(PATIENCE) for client in clients)
         for _ in range(20):
             assert_quick(healthy)
+        began = time.monotonic()
+        healthy.send(PROBE * 3)
+        assert [healthy.receive().status for _ in range(3)] == [200] * 3
+        assert time.monotonic() - began < MAX_ANSWER_SECONDS
 
 
 def test_body_that_never_pauses_delays_nobody(measured):
