@@ -67,6 +67,7 @@ class Connection:
             worker.log.exception('a connection was lost')
         finally:
             worker.connections.discard(self)
+            self.since = float('inf')  # nothing waits any more
             self._sock.close()
 
     def end(self) -> None:

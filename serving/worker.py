@@ -95,7 +95,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
-        poll()  # after a pause of this process: first see who has sent
+        for _ in range(6):  # after a pause of this process: first see who has sent
+            poll()  # one reports 64 sockets at most, the next twice as many
         now = time.monotonic()
         late = [each for each in self.connections if each.since + each.limit < now]
         if len(self.connections) >= self.worker_connections:

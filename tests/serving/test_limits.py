@@ -71,19 +71,27 @@ def test_incomplete_request_is_ended_at_its_time_limit(impatient, before):
 
 def test_idle_connection_is_closed_at_its_time_limit(tmp_path):
     """Before a request and after it; what a paused worker was sent is read first."""
-    limits = time_limits(REQUEST_TIMEOUT=3600, FIRST_REQUEST=1)
-    with Server(tmp_path, '--keep-alive=1', conf=limits) as server:
+    limits = time_limits(REQUEST_TIMEOUT=3600, FIRST_REQUEST=1, LINGER=1)
+    conf = [*limits, 'keepalive = 1', 'worker_connections = 300']
+    with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
         began = time.monotonic()
         with server.connect() as silent, server.connect() as idle:
             assert idle.ask(PROBE).status == 200
             assert (silent.receive(), idle.receive()) == (None, None)
             assert time.monotonic() - began > 0.9
-        with server.connect() as client:
-            assert client.ask(PROBE).status == 200
-            with paused(only_worker(server)):
-                client.send(request(body=fern()))
-                assert not client.is_readable(1.5)
-            assert client.receive().status == 200
+        clients = [opened.enter_context(server.connect()) for _ in range(300)]
+        for client in clients:
+            client.ask(PROBE)
+        with paused(only_worker(server)):
+            open_still = [client for client in clients if not client.is_readable()]
+            for client in open_still:
+                client.send(PROBE)
+            time.sleep(1.5)
+        assert all(client.receive() for client in open_still)
+        with paused(only_worker(server)):
+            time.sleep(1.5)
+        assert not any(client.receive() for client in open_still)
+        assert 'Traceback' not in server.log
 
 
 def test_waiting_for_the_store_delays_only_requests_to_it(impatient):
