@@ -64,7 +64,7 @@ def samples():
     """Return plants that have every kind of id and text, also a megabyte."""
     every = ''.join(map(chr, [*range(1, 0xD800), *range(0xE000, 0x110000)]))
     long = [every[at : at + 2**17] for at in range(0, len(every), 2**17)]
-    long += [character * 2**20 for character in 'x\x01\U0001f331']
+    long += ['x' * 2**20, '\U0001f331' * 2**20, '\x01' * 2**18]
     kinds = [*itertools.product(HOSTILE, TEXTS), *zip(long, itertools.cycle(TEXTS))]
     plants = [Plant(id, *('Fern' for _ in TEXTS)) for id in IDS]
     for id, (text, member) in enumerate(kinds, 7000):
@@ -304,7 +304,7 @@ class StoreContract:
         for id, wait in enumerate([True, True, False, False, True], 2):
             files = open_files()
             store.load(wait=wait)
-            assert open_files() == files
+            assert open_files() <= files
             use = partial(goes_on, store, Plant(id, 'Moss'), *stored)
             at_once(FORK.Process, use)
             stored += [Plant(id, 'Moss')] * bool(url)

@@ -74,22 +74,6 @@ def test_no_message_shows_a_password(scheme, place, password, is_quoted):
         assert text not in ''.join(shown)
 
 
-MALFORMED = [
-    *('', 'memory', 'memory:plants', 'mysql://host/plants', 'jsonl:', 'jsonl: '),
-    *('postgresql:plants', 'postgresql://me:pass#word@host/plants', '//host/plants'),
-    *('jsonl://host/x', 'jsonl:///tmp/plants.jsonl', 'jsonl:a:b', 'jsonl:"x"', "'x'"),
-]
-
-
-def test_malformed_url_is_refused(path, monkeypatch):
-    """A malformed URL is refused, and nothing is made."""
-    monkeypatch.chdir(path.parent)
-    for url in MALFORMED:
-        with pytest.raises(ValueError):  # noqa: PT011 - any sentence
-            print(open_store(url))
-    assert files(path) == {}
-
-
 # As a .env file of Windows, an editor, a template, or a shell leaves them.
 @pytest.mark.parametrize('name', ['{}\r', ' {}', '{} \t', '\xa0"{}"\r', "'{}'"])
 @pytest.mark.parametrize('both', [False, True], ids=['', 'both names exist'])
