@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import signal
+import sys
 
 import pytest
 from exchange import Load, assert_error, fern
@@ -51,7 +52,7 @@ REFUSED = {
     'address': ("bind = '127.0.0.1:1'", 'bind'),
     'user': ('user = 1', 'user'),
     'pid file': ("pidfile = 'new.pid'", 'pidfile'),
-    'setting of ours': ("raw_env = ['PLANTS_LOG=x']", 'PLANTS_LOG'),
+    'setting of ours': ("chdir = '/'\nraw_env = ['PLANTS_LOG=x']", 'PLANTS_LOG'),
     'store': ("raw_env = ['PLANTS_STORE=jsonl:no/plants']", 'no/plants'),
     'no token any more': ("raw_env = ['PLANTS_TOKENS=']", 'PLANTS_TOKENS'),
 }
@@ -83,6 +84,8 @@ def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subt
                 assert words in refusal(server)
                 assert server.worker_pids() == workers
                 assert server.ask(request(body=fern())).status == 200
+                if sys.platform == 'linux':
+                    assert os.readlink(f'/proc/{server.pid}/cwd') == str(checkout)
         settings.write_text(ours)
         schema = checkout / 'schemas/Plant.json'
         sound = schema.read_text()
