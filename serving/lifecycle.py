@@ -87,24 +87,15 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     }
     if any(wrong.values()):
         raise ValueError('\n'.join(filter(wrong.get, wrong)))
-    # A hardened unit forbids the calls that change users, also those to the same user.
-    user, group = os.geteuid(), os.getegid()
-    is_other = (user, group) != (cfg.uid, cfg.gid)
-    if settings.metrics_token and not cfg.check_config and COUNTERS not in os.environ:
-        # Now, as their package chooses its mode when it is imported.
-        os.environ[COUNTERS] = path = tempfile.mkdtemp(prefix='plants-', dir=place)
-        _at_exit(partial(shutil.rmtree, path, ignore_errors=True))
-        if is_other:
-            os.chown(path, cfg.uid, cfg.gid)
     is_ours = issubclass(cfg.worker_class, PlantsWorker)
     if served and served.settings.store == settings.store:
         store = served.store  # with all that it has read
     else:
         scheduler = GeventScheduler() if is_ours else THREADS
         store = open_store(settings.store, create=False, scheduler=scheduler)
-    tokens = settings.tokens or MADE_TOKEN
-    app = create_app(store, tokens=tokens, **settings.app_options())
-    vars(app).update(settings=settings, store=store)  # for the hooks
+    user, group = os.geteuid(), os.getegid()
+    # A hardened unit forbids the calls that change users, also those to the same user.
+    is_other = (user, group) != (cfg.uid, cfg.gid)
     try:
         if is_other:
             os.setegid(cfg.gid)
@@ -113,12 +104,19 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
             ssl_context(cfg)
         if not cfg.check_config:
             _load(store, settings.store)
+            if settings.metrics_token and COUNTERS not in os.environ:
+                # Before their package is imported, which then chooses its mode.
+                os.environ[COUNTERS] = path = tempfile.mkdtemp('-plants', dir=place)
+                _at_exit(partial(shutil.rmtree, path, ignore_errors=True))
     except OSError as ex:
         raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
     finally:
         if is_other:
             os.seteuid(user)
             os.setegid(group)
+    tokens = settings.tokens or MADE_TOKEN
+    app = create_app(store, tokens=tokens, **settings.app_options())
+    vars(app).update(settings=settings, store=store)  # for the hooks
     return app
 
 
