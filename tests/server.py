@@ -238,13 +238,10 @@ class Server:
             client.send(data)
             return client.receive(**how)
 
-    def lines(self):
-        """Return the lines of the plant file, as bytes."""
-        return (self.directory / 'plants.jsonl').read_bytes().splitlines()
-
     def plants(self):
         """Return the plants of the plant file, read without the store."""
-        return [json.loads(line) for line in self.lines()]
+        lines = (self.directory / 'plants.jsonl').read_bytes().splitlines()
+        return [json.loads(line) for line in lines]
 
     def _serves(self):
         """Whether every worker has started, and one answers."""

@@ -7,14 +7,14 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from exchange import assert_error, fern
+from exchange import ORIGIN, assert_error, fern
 from server import GUNICORN, Server, finished, request, wait_until
+from test_requests import FAULTS
 
 PACKAGES = (
     *('opentelemetry-distro==0.66b1', 'opentelemetry-instrumentation-falcon==0.66b1'),
     'ddtrace==4.16.0',
 )
-ORIGIN = 'https://garden.example'
 # A worker answers 500 for a tag, so that there is one of each status.
 FAILING = [
     'from store.jsonl import JSONLinesStore',
@@ -69,19 +69,12 @@ def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
     command = [agents / agent, agents / 'python', *GUNICORN[1:]]
     plant = fern()
     preflight = {'origin': ORIGIN, 'access_control_request_method': 'POST'}
-    faults = {
-        40006: request(body=plant | {'name': 'Moss'}),
-        40004: request(body=b'{'),
-        40100: request(body=plant, authorization=None),
-        40101: request(body=plant, authorization='Bearer wrong'),
-        40400: request('GET', '/no'),
-        40500: request('PUT', '/plants'),
-        50000: request(body=fern(tag='500')),
-    }
+    faults = [*FAULTS.values(), (40006, request(body=plant | {'name': 'Moss'}))]
+    faults += [(50000, request(body=fern(tag='500')))]
     with Server(tmp_path, command=command, conf=FAILING, **settings) as server:
         answer = server.ask(request(body=plant))
         assert (answer.status, answer.json) == (200, {'name': 'Fern'})
-        for value, data in faults.items():
+        for value, data in faults:
             assert_error(server.ask(data), value)
         data = request('OPTIONS', authorization=None, **preflight)
         answer = server.ask(data, head=True)

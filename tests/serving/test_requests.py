@@ -24,6 +24,7 @@ from exchange import (
 from server import PATIENCE, TOKEN, Server, request, wait_until
 
 PROBE = request('GET', '/livez')
+BODY = b'{"id":1,"name":"x"}'
 LONG = b' ' * 20 * 2**20
 HOSTS = [
     *('', 'a_b~c', 'a%20b', "A!$&'()*+,;=:", 'a:80', '1.2.3.4:8000', '[::1]'),
@@ -118,14 +119,14 @@ LAST = {
 @table('value, data', FAULTS | LAST)
 def test_bad_request_is_refused(service, connection, value, data):
     """It gets an Error with an id and a date, stores nothing, and shows no secret."""
-    before = service.lines()
+    before = service.plants()
     answer = ask_in_step(connection, data, head=data.startswith(b'HEAD'))
     if data.startswith(b'HEAD'):
         assert (answer.status, answer.body) == (value // 100, b'')
     else:
         assert_error(answer, value)
     assert answer.announces_close == ((value, data) in LAST.values())
-    assert service.lines() == before
+    assert service.plants() == before
     made = parsedate_to_datetime(answer.headers['date'])
     assert answer.headers['date'] == format_datetime(made, usegmt=True)
     assert abs(time.time() - made.timestamp()) < PATIENCE
@@ -140,15 +141,15 @@ def test_bad_request_is_refused(service, connection, value, data):
 
 CUT_OFF = [
     chunked(end=b'20\r\n{"id'),
-    chunked(b'{"id":1,"name":"x"}', end=b''),
-    chunked(b'{"id":1,"name":"x"}', end=b'0\r\nX-Su'),
+    chunked(BODY, end=b''),
+    chunked(BODY, end=b'0\r\nX-Su'),
     request(body=fern(), content_length='1000'),
 ]
 
 
 def test_body_that_ends_early_is_refused(service, subtests):
     """It is 40000, and stores nothing, also if the client has left."""
-    before = service.lines()
+    before = service.plants()
     for data in CUT_OFF:
         with service.connect() as gone:
             gone.send(data)
@@ -156,28 +157,20 @@ def test_body_that_ends_early_is_refused(service, subtests):
             client.send(data)
             client.finish_sending()
             assert_error(receive_last(client), 40000)
-    assert service.lines() == before
+    assert service.plants() == before
 
 
-def padded(size, *lines):
-    """Return the head of a request with these lines, made so long with others."""
-    head = PROBE[:-2] + b''.join(line + b'\r\n' for line in lines)
-    while (missing := size - len(head) - 2) > 0:
-        head += b'X: %b\r\n' % (b'a' * (min(missing, 6_000) - 5))
-    return head + b'\r\n'
-
-
-def with_trailers(size):
-    """Return a request with trailers so long, with the empty line at their end."""
-    trailers = b'0\r\nX: ' + b'a' * (size - 7) + b'\r\n\r\n'
-    return chunked(b'{"id": 1, "name": "Fern"}', end=trailers)
-
-
+MINIMAL = len(request('GET', '/livez', x=''))
+# The requests are of so many bytes, or with so many lines of a header.
 LIMITS = {
     'first line': (41400, 8_192, lambda n: request('GET', '/livez'.ljust(n - 13, '?'))),
-    'header lines': (43100, 100, lambda n: padded(0, *[b'X: a'] * (n - 2))),
-    'head': (43100, 32_768, padded),
-    'trailers': (40000, 32_768, with_trailers),
+    'lines': (43100, 100, lambda n: request('GET', '/livez', x=['a'] * (n - 2))),
+    'head': (43100, 32_768, lambda n: request('GET', '/livez', x='a' * (n - MINIMAL))),
+    'trailers': (
+        40000,
+        32_768,
+        lambda n: chunked(BODY, end=b'0\r\nX: ' + b'a' * (n - 7) + b'\r\n\r\n'),
+    ),
 }
 
 
