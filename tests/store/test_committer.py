@@ -250,3 +250,11 @@ def test_thread_that_cannot_be_started(monkeypatch):
         patch.undo()
         assert store.put(1) is True
     assert store.batches == [[1]]
+
+
+def test_error_between_two_batches_ends_no_thread():
+    """Want of memory reaches the callers of one batch; the next one is committed."""
+    with Commits(gather=None) as store:
+        assert_raise(TypeError, partial(store.put, 0, 1))
+        store._gather = NEVER
+        assert store.put(2) is True

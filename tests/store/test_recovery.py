@@ -38,11 +38,11 @@ RUNNING = pytest.mark.parametrize('running', [True, False], ids=['running', 'at-
 
 
 @contextlib.contextmanager
-def opened(path, running, content=TWO):
-    """Yield a store, which has a file open or not yet; the file has this content."""
+def opened(path, running):
+    """Yield a store that has a file of two plants open, or not yet."""
     for file in path.parent.glob('plants*'):
         file.unlink()
-    path.write_bytes(content)
+    path.write_bytes(TWO)
     with JSONLinesStore(path) as store:
         if running:
             store.ping()
