@@ -1,29 +1,26 @@
-"""Several processes on one plant file: killed, stopped, and each other's servers.
+"""Several processes on one plant file, which are killed and stopped.
 
-The tests read the file without the store.
+The test reads the file without the store.
 """
 
 import os
 import random
 import signal
 import time
-from collections import Counter
 from contextlib import suppress
 
 import pytest
 from disk import lines, raw_plants
-from exchange import Load
-from server import Server
 from waiting import FORK, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store
 from store.jsonl.repair import Verified, verify
 
 
-def add_for_ever(path, name, told):
+def add_for_ever(store, name, told):
     """Add random plants in a process; tell a file of each that is acknowledged."""
     chance = random.Random(name)
-    with open_store(f'jsonl:{path}', create=False) as store, told.open('ab', 0) as file:
+    with told.open('ab', 0) as file:
         while True:
             plant = Plant(chance.randrange(3000), name, 'x' * chance.randrange(900))
             with suppress(StoreUnavailable, IdTaken):
@@ -35,12 +32,18 @@ def add_for_ever(path, name, told):
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_processes_that_are_killed_and_stopped(tmp_path, path):
-    """Whatever happens to them: nothing acknowledged is lost, no id given twice."""
-    path.touch()
-    chance, running = random.Random(0), []
+    """Whatever happens to them: nothing acknowledged is lost, no id given twice.
+
+    Half of them go on with what their parent has loaded, as workers of a server do.
+    """
+    url, chance, running = f'jsonl:{path}', random.Random(0), []
+    master = open_store(url)
+    master.load()
 
     def start(number):
-        arguments = path, f'{number}', tmp_path / f'told-{number}'
+        store = master if number % 2 else open_store(url, create=False)
+        master.load(wait=False)
+        arguments = store, f'{number}', tmp_path / f'told-{number}'
         running.append(FORK.Process(target=add_for_ever, args=arguments, daemon=True))
         running[-1].start()
 
@@ -65,34 +68,8 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
     for process in running:
         process.kill()
         process.join()
-    open_store(f'jsonl:{path}').load()  # which mends what the last one left
+    master.load()  # which mends what the last one left
     stored = raw_plants(path.read_bytes())
     assert len({plant.id for plant in stored}) == len(stored)
     assert {*told()} <= {*stored}
     assert verify(path) == Verified(len(stored))
-
-
-def test_killed_workers_beside_another_server(tmp_path, path):
-    """Whenever a worker or a server is killed, what was answered is stored once."""
-    acknowledged = []
-    homes = tmp_path / 'one', tmp_path / 'two'
-    for home in homes:
-        home.mkdir()
-    one, two = (Server(home, workers=2, PLANTS_STORE=f'jsonl:{path}') for home in homes)
-    with one, two, Load(two, acknowledged, repeats=True) as other:
-        for number in range(4):
-            with Load(one, acknowledged, repeats=True) as crowd:
-                crowd.wait_for_all()
-                if number < 3:
-                    os.kill(min(one.worker_pids()), signal.SIGKILL)
-                else:
-                    os.killpg(one.pid, signal.SIGKILL)
-                    one.wait()
-                    one.start()
-                crowd.wait_for_all()
-                other.wait_for_all()
-    found = Counter(raw_plants(path.read_bytes()))
-    sent = Counter(Plant(**plant) for plant in acknowledged)
-    # NOTE: not the counters: pytest would print thousands of plants.
-    assert list(sent - found) == [], 'lost'
-    assert list(found - sent) == [], 'twice, or not as sent'
