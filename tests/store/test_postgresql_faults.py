@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-from exchange import table
+from exchange import assert_error, fern, table
 from postgresql import PostgreSQL, assert_refused, trigger
 from proxy import Proxy
-from server import free_port
+from rawclient import request
+from server import Server, free_port
 from waiting import FORK, PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
@@ -215,6 +216,27 @@ def test_failover_loses_no_acknowledged_plant(
             proxy.stop()
         database.kill()
         standby.execute('SELECT pg_promote()')  # returns when it is done
+
+
+def test_service_outlives_outages_of_its_database(tmp_path, database, url, proxy):
+    """What needs no store is answered in an outage; then each worker adds again."""
+    live, ready = request('GET', '/livez'), request('GET', '/readyz')
+    with (
+        Server(tmp_path, workers=2, PLANTS_STORE=proxy.url(url)) as server,
+        server.connect() as waiting,
+    ):
+        proxy.stop()
+        waiting.send(request(body=fern()))
+        assert [server.ask(live).status for _ in range(8)] == [200] * 8
+        assert not waiting.is_readable()
+        proxy.go_on()
+        assert waiting.receive().status == 200
+        database.kill()
+        assert_error(waiting.ask(request(body=fern())), 50300)
+        database.start()
+        wait_until(lambda: {server.ask(ready).status for _ in range(8)} == {200})
+        assert server.ask(request(body=fern())).status == 200
+    assert 'Traceback' not in server.log
 
 
 def test_ended_idle_session_fails_no_add(database, store):
