@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gevent
+from gevent.ssl import SSLSocket
 
 from serving.request import Request, read_head
 from serving.scheduler import poll
@@ -51,6 +52,9 @@ class Connection:
         """Answer requests until the connection ends; the greenlet."""
         worker, self._greenlet = self._worker, gevent.getcurrent()
         try:
+            if worker.tls is not None:  # the first read makes the handshake
+                how = {'server_side': True, 'do_handshake_on_connect': False}
+                self._sock = SSLSocket(self._sock, _context=worker.tls, **how)
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)

@@ -15,7 +15,6 @@ from typing import Any
 import gevent
 from gevent import socket
 from gevent.lock import Semaphore
-from gevent.ssl import SSLSocket
 from gunicorn.http.wsgi import base_environ
 from gunicorn.sock import ssl_context
 from gunicorn.workers.ggevent import GeventWorker
@@ -131,14 +130,11 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             'wsgi.url_scheme': 'https' if self.tls else 'http',
         }
         while True:
+            while len(self.connections) >= self.worker_connections:
+                gevent.sleep(TICK)  # another worker may accept the next
             try:
                 sock, name = listener.accept()
-                while len(self.connections) >= self.worker_connections:
-                    gevent.sleep(TICK)
-                if self.tls is not None:  # the first read makes the handshake
-                    how = {'server_side': True, 'do_handshake_on_connect': False}
-                    sock = SSLSocket(sock, _context=self.tls, **how)
-            except OSError:  # no descriptor is left, or the client is gone
+            except OSError:  # no descriptor is left
                 gevent.sleep(TICK)
                 continue
             host, port = name[:2] if isinstance(name, tuple) else (name or '', '')

@@ -4,6 +4,7 @@ import json
 import re
 import select
 import socket
+import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -100,6 +101,12 @@ class RawClient:
         """Send the end of the stream; answers can still be received."""
         with suppress(OSError):  # the server may have closed already
             self._socket.shutdown(socket.SHUT_WR)
+
+    def reset(self):
+        """Close the connection as a client does that has crashed."""
+        linger = struct.pack('ii', 1, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.close()
 
     def close(self):
         self._stream.close()

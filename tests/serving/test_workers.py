@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -12,6 +13,7 @@ from statistics import median
 import pytest
 from exchange import (
     LARGE_FILE,
+    MAX_ANSWER_SECONDS,
     Load,
     ask_in_step,
     assert_error,
@@ -20,7 +22,7 @@ from exchange import (
     receive_last,
     table,
 )
-from machine import client_at, locked
+from machine import client_at, locked, paused
 from server import (
     PATIENCE,
     RawClient,
@@ -62,7 +64,7 @@ def test_tls_is_served(secure):
 
 
 def test_connection_without_a_handshake_is_closed(secure):
-    """A client without TLS is disconnected, and delays nobody."""
+    """A client without TLS is disconnected; that, and a reset, delay nobody."""
     with ExitStack() as opened:
         clients = [opened.enter_context(RawClient(secure.port)) for _ in range(3)]
         for client, data in zip(clients, (b'', b'\x16\x03\x01', PROBE), strict=True):
@@ -70,6 +72,27 @@ def test_connection_without_a_handshake_is_closed(secure):
         assert secure.ask(request(body=fern())).status == 200
         for client in clients:
             assert client.is_readable(PATIENCE)
+    for _ in range(100):
+        RawClient(secure.port).reset()
+    began = time.monotonic()
+    assert secure.ask(request(body=fern())).status == 200
+    assert time.monotonic() - began < MAX_ANSWER_SECONDS
+
+
+def test_full_worker_leaves_connections_to_others(tmp_path):
+    """What a worker cannot serve now is accepted by another one that can."""
+    conf = ['worker_connections = 2']
+    with Server(tmp_path, workers=2, conf=conf) as server, ExitStack() as opened:
+        opened.enter_context(locked(tmp_path / 'plants.jsonl'))
+        with paused(max(server.worker_pids())):
+            clients = [opened.enter_context(server.connect()) for _ in range(2)]
+            for client in clients:
+                client.send(request(body=fern()))
+            late = opened.enter_context(server.connect())
+            late.send(PROBE)
+            assert not late.is_readable(0.5)
+        assert late.receive().status == 200
+        assert not any(client.is_readable() for client in clients)
 
 
 def test_several_sockets_are_served(tmp_path):
