@@ -1,7 +1,8 @@
 """The life of a server: what it serves, and hooks of gunicorn in their order.
 
 The master makes the application and loads the store before it makes workers, which
-inherit both. A reload (SIGHUP) does the same beside what runs, and assigns it last.
+inherit both. A reload (SIGHUP) does the same beside what runs: nothing is assigned, so
+that nothing has to be put back, before all of it has worked.
 """
 
 import atexit
@@ -46,9 +47,7 @@ def build() -> PlantsApp:
     # gunicorn has handlers after the load: until then process 1 would ignore a signal.
     for number in ENDING:
         signal.signal(number, lambda *_: sys.exit(0))
-    os.register_at_fork(
-        before=_block, after_in_parent=_unblock, after_in_child=_end_early
-    )
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_end)
     try:
         cfg = WSGIApplication().cfg  # what gunicorn has read, too, and does not pass
         return make(cfg, os.environ | cfg.env)
@@ -57,7 +56,7 @@ def build() -> PlantsApp:
         sys.exit(1)
 
 
-def _end_early() -> None:
+def _end() -> None:
     """Let a signal end a worker that would leave it to the handlers of the master."""
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
@@ -71,10 +70,7 @@ def _at_exit(function: Callable[[], object]) -> None:
 
 
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
-    """Make what a configuration describes, beside the application that is served.
-
-    ``gunicorn --check-config`` opens no store. A ``ValueError`` has a line a fault.
-    """
+    """Make what is configured, beside what is served; a check opens no store."""
     settings, place = Settings.from_environ(environ), cfg.worker_tmp_dir
     in_memory = settings.store == 'memory:'
     unseen = not settings.tokens and (served.settings.tokens if served else cfg.daemon)
