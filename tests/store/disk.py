@@ -27,7 +27,6 @@ What is left out
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import stat
@@ -48,7 +47,6 @@ from store.jsonl import JSONLinesStore, record
 @contextlib.contextmanager
 def installed(disk):
     """Give the file store the system calls of a disk; yield it."""
-    importlib.import_module('store.jsonl.repair')
     with contextlib.ExitStack() as stack:
         for name, module in sys.modules.items():
             if name.startswith('store.jsonl') and hasattr(module, 'os'):
@@ -209,7 +207,7 @@ class Disk:
         try:
             self.before(name, fd)
             if file and self._reported.get(fd, 0) < file.failures:
-                raise failure(errno.EIO)
+                failing(errno.EIO)()
         except OSError:
             if file:
                 with self._lock:
@@ -266,13 +264,8 @@ def open_paths():
     return [path_of(int(fd)) for fd in os.listdir('/proc/self/fd')]
 
 
-def no_fault(name, *arguments):
+def no_fault(*call):
     """Let every call succeed."""
-
-
-def failure(number):
-    """Return the error that a failing system call raises."""
-    return OSError(number, os.strerror(number))
 
 
 @dataclass
@@ -301,7 +294,7 @@ def failing(number):
     """Return an effect: the call fails with an error number."""
 
     def effect(*arguments):
-        raise failure(number)
+        raise OSError(number, os.strerror(number))
 
     return effect
 

@@ -5,9 +5,8 @@ import itertools
 import json
 import logging
 import os
-import tempfile
 from contextlib import ExitStack, suppress
-from pathlib import Path
+from functools import partial
 from random import Random, SystemRandom
 
 import pytest
@@ -168,11 +167,10 @@ SCENARIOS = new_store, batches, torn_tail_while_open, lost_block, full_disk, rep
 
 
 @pytest.fixture(scope='module')
-def directory():
+def directory(tmp_path_factory):
     """Return a function that makes a directory."""
     logging.disable()  # pytest would keep all of it
-    with tempfile.TemporaryDirectory() as parent:
-        yield lambda: Path(tempfile.mkdtemp(dir=parent))
+    yield partial(tmp_path_factory.mktemp, 'run')
     logging.disable(logging.NOTSET)
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,6 @@ from disk import (
     append,
     assert_raise,
     failing,
-    failure,
     files,
     fill,
     full,
@@ -67,7 +67,7 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 
     def effect(fd, data, offset):
         if offset + len(data) > room:
-            raise failure(errno.EFBIG)
+            failing(errno.EFBIG)()
 
     disk.before = Fault('pwrite', 1, effect, lasting=True)
     store.ping()  # there is room for a small plant
@@ -77,7 +77,7 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 
     def ail(name, target, *arguments):
         if name == 'pwrite' and path_of(target) == str(path):
-            raise failure(errno.EPERM)
+            failing(errno.EPERM)()
 
     disk.before = ail
     assert_raise(StoreUnavailable, store.ping, match='not permitted')
@@ -89,17 +89,12 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 
 
 @pytest.mark.parametrize('call', ['fsync', 'pwrite'])
-def test_failed_cut_leaves_no_copies(path, disk, store, call):
-    """Without room for a copy a torn tail stays as it is."""
+def test_torn_tail_on_a_full_disk(path, disk, store, caplog, call):
+    """Without room for a copy it stays; a copy is told though the next write fails."""
     append(path, TORN)
     disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
     assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
     assert files(path) == {path.name: lines(FERN) + TORN}
-
-
-def test_cut_is_told_though_the_next_write_fails(path, disk, store, caplog):
-    """The log names a side file at once, not when the disk has room again."""
-    append(path, TORN)
     disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
     assert_raise(StoreUnavailable, partial(store.add, MOSS))
     assert 'a copy is in plants.jsonl.torn-1' in caplog.text
@@ -193,26 +188,19 @@ def test_plants_of_a_batch_share_a_write_and_a_sync(path, disk, store):
     assert disk.calls_since(begun) == ['pwrite', 'fdatasync']
 
 
-# Errors of F_FULLFSYNC: none, of file systems that lack it, of a disk.
-FULL_SYNCS = 0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO
-
-
-@pytest.mark.parametrize('error', FULL_SYNCS)
+@pytest.mark.parametrize('error', [0, errno.ENOTSUP, errno.EINVAL, errno.EIO])
 def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error):
     """A sync on macOS is F_FULLFSYNC, or fsync if the file system has none."""
 
     def full_sync(fd, command):
         disk.calls.append(f'F_FULLFSYNC {path}')
         if error:
-            raise failure(error)
+            failing(error)()
 
     mac = vars(fcntl) | {'F_FULLFSYNC': 51, 'fcntl': full_sync}
     monkeypatch.setattr(disk_calls, 'fcntl', SimpleNamespace(**mac))
-    begun = disk.now
-    if error == errno.EIO:
-        assert_raise(StoreUnavailable, partial(store.add, MOSS), store.ping)
-        assert disk.calls_since(begun) == ['pwrite', 'F_FULLFSYNC']
-    else:
+    begun, is_broken = disk.now, error == errno.EIO
+    with pytest.raises(StoreUnavailable) if is_broken else nullcontext():
         store.add(MOSS)
-        syncs = ['F_FULLFSYNC', *(['fsync'] if error else [])]
-        assert disk.calls_since(begun) == ['pwrite', *syncs]
+    syncs = ['F_FULLFSYNC', *['fsync'] * (error != 0 and not is_broken)]
+    assert disk.calls_since(begun) == ['pwrite', *syncs]

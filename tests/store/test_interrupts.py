@@ -52,7 +52,7 @@ def in_use():
 
 def is_released(before):
     """Whether no more is in use than before."""
-    return all(now <= then for now, then in zip(in_use(), before, strict=True))
+    return all(map(int.__le__, in_use(), before))
 
 
 USES = {

@@ -180,21 +180,16 @@ PIECES = [
 ]
 
 
-@pytest.fixture(scope='module')
-def shared(tmp_path_factory):
-    """The path of a plant file for all examples."""
-    return tmp_path_factory.mktemp('shared') / 'plants.jsonl'
-
-
 @RUNNING
 @settings(max_examples=100)
 @given(end=st.lists(st.sampled_from(PIECES), max_size=7).map(b''.join))
 @example(end=lost_block())
-def test_no_record_and_no_byte_is_ever_lost(shared, running, end):
+def test_no_record_and_no_byte_is_ever_lost(tmp_path_factory, running, end):
     """Whatever is at the end: a store refuses it untouched, or keeps all records."""
-    with opened(shared, running) as store:
-        append(shared, end)
-        content = shared.read_bytes()
+    path = tmp_path_factory.mktemp('end') / 'plants.jsonl'
+    with opened(path, running) as store:
+        append(path, end)
+        content = path.read_bytes()
         records = set()
         for line in content.split(b'\n'):
             with contextlib.suppress(ValueError, TypeError):
@@ -202,10 +197,10 @@ def test_no_record_and_no_byte_is_ever_lost(shared, running, end):
         try:
             store.add(yew := Plant(77, 'Yew'))
             records.add(yew)
-            assert set(raw_plants(shared.read_bytes())) == records
+            assert set(raw_plants(path.read_bytes())) == records
         except StoreCorrupt:  # what is NUL may be blank by then
-            assert len(shared.read_bytes()) == len(content)
-        kept = b'\n'.join([*take_side_files(shared), shared.read_bytes()])
+            assert len(path.read_bytes()) == len(content)
+        kept = b'\n'.join([*take_side_files(path), path.read_bytes()])
         for line in content.split(b'\n'):
             assert line in kept or not line.strip(b'\0 ')
         for plant in records:
@@ -213,30 +208,22 @@ def test_no_record_and_no_byte_is_ever_lost(shared, running, end):
 
 
 @RUNNING
-def test_blank_lines_are_no_damage(path, running):
-    """Every reader skips them, wherever they are, also at the end of the file."""
+def test_blank_lines_are_no_damage(path, caplog, running):
+    """Every reader skips them, wherever they are, and a byte order mark at the start.
+
+    A check tells the mark; plants are added behind all that.
+    """
     blank = b'\n', b' \t \n', b'\r\n', b' ' * 3_000_000 + b'\n'
-    content = b''.join([blank[0], TWO, *blank, lines(PLANTS[2]), b'\n  '])
+    before = TWO if running else b'\xef\xbb\xbf\n' + TWO
+    content = b''.join([before, *blank, lines(PLANTS[2]), b'\n  '])
     with opened(path, running) as store:
-        if running:
-            content = TWO + content
         path.write_bytes(content)
-        assert sorted({*store}) == sorted(PLANTS[:3])
+        assert list(store) == PLANTS[:3]
         assert verify(path).damaged == ()
+        assert ('byte order mark' in caplog.text) is not running
         assert_stored(store, PLANTS[:3], free=[4])
     assert path.read_bytes() == content + b'\n' + lines(Plant(4, 'Free'))
     assert not take_side_files(path)
-
-
-def test_byte_order_mark_at_the_start(path, caplog):
-    """It is read over, and told by a check; plants are added behind it."""
-    path.write_bytes(b'\xef\xbb\xbf' + TWO)
-    with JSONLinesStore(path) as store:
-        assert list(store) == PLANTS[:2]
-        assert_stored(store, PLANTS[:2], free=[3])
-    assert path.read_bytes() == b'\xef\xbb\xbf' + TWO + lines(Plant(3, 'Free'))
-    assert verify(path) == Verified(3)
-    assert 'byte order mark' in caplog.text
 
 
 def test_opening_beside_one_that_cuts(path, disk):
