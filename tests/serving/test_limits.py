@@ -193,17 +193,25 @@ def test_pipelining_clients_delay_nobody(measured):
 
 
 def test_body_that_never_pauses_delays_nobody(measured):
-    """Bodies that have arrived whole, of 65,000 chunks, are read in turns."""
+    """Bodies that have arrived whole, of 65,000 chunks, are read in turns.
+
+    Meanwhile other requests are answered, also on new connections.
+    """
     body = CHUNKED + b'1\r\n \r\n' * 65_000 + b'0\r\n\r\n'
-    with ExitStack() as opened, measured.connect() as healthy:
-        assert healthy.ask(PROBE).status == 200
-        clients = [opened.enter_context(measured.connect()) for _ in range(10)]
-        assert clients[-1].ask(PROBE).status == 200
+    with ExitStack() as opened:
+        healthy, *clients = [
+            opened.enter_context(measured.connect()) for _ in range(11)
+        ]
+        for client in (healthy, *clients):
+            assert client.ask(PROBE).status == 200
         with paused(only_worker(measured)):
-            healthy.send(PROBE)  # what has come last is read first
+            others = [opened.enter_context(measured.connect()) for _ in range(60)]
+            for client in (healthy, *others):  # what comes last is read first
+                client.send(PROBE)
             for client in clients:
                 client.send(body)
-        assert healthy.receive().status == 200
+        for client in (healthy, *others):
+            assert client.receive().status == 200
         assert not any(client.is_readable() for client in clients)
 
 
