@@ -6,9 +6,9 @@ import logging
 from unittest.mock import MagicMock, Mock
 
 import pytest
-from conftest import Client
 from exchange import assert_error
 from rawclient import TOKEN
+from wsgiclient import Client
 
 from store import Plant, PlantStore, errors
 

@@ -5,11 +5,11 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-from conftest import Client
 from exchange import assert_error
 from machine import edit
 from server import finished
 from test_contract import FERN
+from wsgiclient import Client
 
 from app import create_app
 from store import Plant, PlantStore

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import OTHER, TOKEN, Client
 from exchange import assert_error
+from rawclient import TOKEN
 from server import REPOSITORY, finished
 from test_contract import FERN
+from wsgiclient import OTHER, Client
 
 import app
 from app import create_app, get_app

@@ -4,10 +4,11 @@ import hashlib
 import os
 
 import pytest
-from conftest import OTHER, TOKEN, Client
 from exchange import assert_error, table
+from rawclient import TOKEN
 from server import wait_until
 from test_contract import FERN
+from wsgiclient import OTHER, Client
 
 from app import create_app
 from store.memory import MemoryStore
