@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from functools import partial
 from typing import Any
 
@@ -89,41 +89,40 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     else:
         scheduler = GeventScheduler() if is_ours else THREADS
         store = open_store(settings.store, create=False, scheduler=scheduler)
-    user, group = os.geteuid(), os.getegid()
-    # A hardened unit forbids the calls that change users, also those to the same user.
-    is_other = (user, group) != (cfg.uid, cfg.gid)
     try:
-        if is_other:
-            os.setegid(cfg.gid)
-            os.seteuid(cfg.uid)
-        if cfg.is_ssl:
-            ssl_context(cfg)
-        if not cfg.check_config:
-            _load(store, settings.store)
-            if settings.metrics_token and COUNTERS not in os.environ:
-                # Before their package is imported, which then chooses its mode.
-                os.environ[COUNTERS] = path = tempfile.mkdtemp('-plants', dir=place)
-                _at_exit(partial(shutil.rmtree, path, ignore_errors=True))
+        _load(cfg, settings, store)
     except OSError as ex:
         raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
-    finally:
-        if is_other:
-            os.seteuid(user)
-            os.setegid(group)
     tokens = settings.tokens or MADE_TOKEN
     app = create_app(store, tokens=tokens, **settings.app_options())
     vars(app).update(settings=settings, store=store)  # for the hooks
     return app
 
 
-def _load(store: PlantStore, url: str) -> None:
-    """Make a store if it is missing, and read it, however long that takes."""
-    try:
-        store.load()
-    except StoreUnavailable:  # perhaps it is missing
-        with open_store(url, create=True) as made:
-            made.ping()
-        store.load()
+def _load(cfg: Config, settings: Settings, store: PlantStore) -> None:
+    """Read certificate and store as the user that serves, however long that takes."""
+    with ExitStack() as stack:
+        # Not to the same user: a hardened unit forbids these calls.
+        if (os.geteuid(), os.getegid()) != (cfg.uid, cfg.gid):
+            stack.callback(os.setegid, os.getegid())
+            stack.callback(os.seteuid, os.geteuid())
+            os.setegid(cfg.gid)
+            os.seteuid(cfg.uid)
+        if cfg.is_ssl:
+            ssl_context(cfg)
+        if cfg.check_config:
+            return
+        try:
+            store.load()
+        except StoreUnavailable:  # perhaps it is missing
+            with open_store(settings.store, create=True) as made:
+                made.ping()
+            store.load()
+        if settings.metrics_token and COUNTERS not in os.environ:
+            # Before their package is imported, which then chooses its mode.
+            place = tempfile.mkdtemp(prefix='plants-', dir=cfg.worker_tmp_dir)
+            _at_exit(partial(shutil.rmtree, place, ignore_errors=True))
+            os.environ[COUNTERS] = place
     path = getattr(store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:
         log.warning('%s: it is on %s, and may end with this container', path, kind)
