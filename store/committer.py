@@ -216,10 +216,10 @@ class _Committer:
                 self._fail(batch, ex)
             for call in batch:
                 call.wake()
-        while self._waiting:
-            call = self._waiting.popleft()
-            call.error = StoreClosed()
-            call.wake()
+        with suppress(IndexError):  # until none waits; each may leave at any moment
+            while call := self._waiting.popleft():
+                call.error = StoreClosed()
+                call.wake()
         if self._backend is not None:
             with suppress(Exception):
                 self._backend.close()
