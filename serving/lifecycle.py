@@ -24,6 +24,7 @@ from gunicorn.config import Config
 from gunicorn.sock import ssl_context
 
 from app import PlantsApp, create_app
+from serving.log import PlantsLogger
 from serving.scheduler import GeventScheduler
 from serving.worker import PlantsWorker
 from store import THREADS, PlantStore, StoreError, StoreUnavailable, masked, open_store
@@ -130,7 +131,9 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> None:
 
 def on_starting(server: Any) -> None:
     """Prepare for the signals that come, and for a start that fails."""
-    atexit.register(lambda: server.app.callable.store.close())  # in a worker, too
+    # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
+    atexit.register(PlantsLogger.buffer.flush)
+    atexit.register(lambda: server.app.callable.store.close())
     _at_exit(lambda: server.pidfile and server.pidfile.unlink())
     hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
     terminals = [number for number in range(3) if hears and os.isatty(number)]

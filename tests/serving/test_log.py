@@ -120,6 +120,16 @@ def test_log_file_is_rotated(tmp_path, log):
         assert 'Handling signal: usr1' in moved.read_text()
 
 
+def test_last_line_is_written_to_a_file(tmp_path):
+    """A server that ends at once has written a line for each answer."""
+    with Server(tmp_path, '--error-logfile', 'server.log') as server:
+        assert server.ask(request(body=FERN, x_request_id='last')).status == 200
+        server.signal(signal.SIGQUIT)
+        assert server.wait() == 0
+        assert ' last ' in server.log
+        assert 'Traceback' not in server.log
+
+
 @pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, place):
     """With a full disk, or no directory for the log any more, the server goes on."""
