@@ -73,14 +73,17 @@ class Buffer(BufferingHandler):
         with self.lock:  # type: ignore[union-attr]
             records, self.buffer = self.buffer, []
             for target in self.targets.handlers if records else ():
+                # One of a log configuration may rotate files, or want some lines.
+                is_plain = isinstance(target, logging.StreamHandler)
                 try:
-                    if isinstance(target, logging.StreamHandler):
+                    if is_plain and hasattr(target, '_gunicorn'):
                         lines = [f'{target.format(record)}\n' for record in records]
                         target.stream.write(''.join(lines))
                         target.flush()
                     else:
                         for record in records:
-                            target.handle(record)
+                            if record.levelno >= target.level:
+                                target.handle(record)
                 except Exception:  # a full disk must not turn a 200 into a 500
                     target.handleError(records[0])
 

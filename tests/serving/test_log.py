@@ -130,6 +130,29 @@ def test_last_line_is_written_to_a_file(tmp_path):
         assert 'Traceback' not in server.log
 
 
+def test_log_configuration_keeps_its_rules(tmp_path):
+    """Its handlers rotate their files, and have lines of their level."""
+    kinds = {'console': 'StreamHandler', 'errors': 'FileHandler'}
+    kinds['all'] = 'handlers.RotatingFileHandler'
+    handlers = {name: {'class': f'logging.{kind}'} for name, kind in kinds.items()}
+    handlers['errors'] |= {'filename': 'errors', 'level': 'ERROR'}
+    handlers['all'] |= {'filename': 'all', 'maxBytes': 1_000, 'backupCount': 1}
+    loggers = {'gunicorn.error': {'level': 'INFO', 'handlers': list(handlers)}}
+    config = {'version': 1, 'handlers': handlers, 'loggers': loggers}
+    with Server(tmp_path, conf=[f'logconfig_dict = {config}']) as server:
+        for _ in range(40):
+            assert server.ask(request(body=FERN)).status == 200
+        wait_until((tmp_path / 'all.1').exists, 'it is rotated')
+        assert (tmp_path / 'errors').read_text() == ''
+
+
+def test_other_class_of_log_is_used(tmp_path):
+    """With gunicorn's own, and so with that for StatsD, the service serves."""
+    other = 'gunicorn.glogging.Logger'
+    with Server(tmp_path, '--logger-class', other) as server:
+        assert server.ask(request(body=FERN)).status == 200
+
+
 @pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, place):
     """With a full disk, or no directory for the log any more, the server goes on."""
