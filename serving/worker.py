@@ -20,6 +20,7 @@ from gunicorn.sock import ssl_context
 from gunicorn.workers.ggevent import GeventWorker
 
 from serving.connection import LINGER, Connection
+from serving.log import PlantsLogger
 from serving.scheduler import poll
 
 OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
@@ -75,10 +76,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         sys.setswitchinterval(0.00005)  # seconds that a thread waits for the GIL
         call_soon = gevent.get_hub().loop.run_callback_threadsafe
-        flush = self.log.buffer.flush
-        self.log.buffer.flush_soon = partial(
-            call_soon, gevent.spawn_later, FLUSH, flush
-        )
+        buffer = PlantsLogger.buffer  # ``self.log`` may be of another class
+        buffer.flush_soon = partial(call_soon, gevent.spawn_later, FLUSH, buffer.flush)
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request
         self.tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
