@@ -74,9 +74,9 @@ class Buffer(BufferingHandler):
             records, self.buffer = self.buffer, []
             for target in self.targets.handlers if records else ():
                 # One of a log configuration may rotate files, or want some lines.
-                is_plain = isinstance(target, logging.StreamHandler)
+                is_ours = hasattr(target, '_gunicorn')
                 try:
-                    if is_plain and hasattr(target, '_gunicorn'):
+                    if is_ours and isinstance(target, logging.StreamHandler):
                         lines = [f'{target.format(record)}\n' for record in records]
                         target.stream.write(''.join(lines))
                         target.flush()
