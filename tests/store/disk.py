@@ -19,10 +19,8 @@ What is modelled
     not write it. As on Linux, each descriptor that was open reports the failure once.
 
 What is left out
-    * Blocks that a disk writes in part, or returns with flipped bits. A record has no
-      checksum; that its bytes are JSON is all that tells.
-    * Times and owners of files, since the store reads none.
-    * A disk that lies about its syncs: nothing can be built on it.
+    Blocks that a disk writes in part, or returns with flipped bits. A record has no
+    checksum; that its bytes are JSON is all that tells.
 """
 
 import contextlib
@@ -305,19 +303,14 @@ def full(room):
     return lambda *arguments: next(rooms, 0) or failing(errno.ENOSPC)()
 
 
-class Gate:
-    """Blocks its callers until it is open."""
+class Gate(threading.Event):
+    """Blocks its callers until it is set."""
 
-    def __init__(self):
-        self.held = 0  # how many callers have come
-        self._opened = threading.Event()
+    held = 0  # how many callers have come
 
     def __call__(self, *arguments):
         self.held += 1
-        assert self._opened.wait(PATIENCE)
-
-    def open(self):
-        self._opened.set()
+        assert self.wait(PATIENCE)
 
     def wait_for(self, count=1):
         """Wait until so many callers have come."""

@@ -65,7 +65,7 @@ class Commits(CommittedStore):
             wait_until(lambda: gate.held and self.waiting() == place)
             job()
 
-        followers = enumerate([*jobs[1:], gate.open])
+        followers = enumerate([*jobs[1:], gate.set])
         in_threads(jobs[0], *(partial(follow, *follower) for follower in followers))
 
 
@@ -190,7 +190,7 @@ def test_caller_leaves_in_time(monkeypatch, is_outage):
         reason = 'full' if is_outage else 'in time'
         assert_raise(StoreUnavailable, partial(store.put, 3), match=reason)
         assert time.monotonic() - began < 5
-        gate.open()
+        gate.set()
         first.join(PATIENCE)
         store.put(4)
         assert store.batches[-2:] == [[1, 2], [4]]
@@ -233,7 +233,7 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
         gate.wait_for()
         # A close that did not wait would end long before the short timeout.
         assert closed.wait(PATIENCE if stuck else 0.2) == stuck
-        gate.open()
+        gate.set()
 
     in_threads(partial(store.put, 0), wait, close, release)
     wait_until(lambda: store.calls[-1] == 'close', 'the backend is closed')

@@ -43,29 +43,21 @@ NESTED = [
 ]
 
 
-class Run:
+class Run(ExitStack):
     """What happens to a plant file, and what its clients have sent and were told."""
 
     def __init__(self, directory):
+        super().__init__()
         self.path = directory / 'plants.jsonl'
-        self.disk = Disk(self.path)
+        self.disk = self.enter_context(installed(Disk(self.path)))
         self.sent = set()
         self.acknowledged = {}  # the moment of each plant
         self.kept = 0, b''  # a moment, and what some file must hold from then on
         self.is_damaged = False  # whether a repair may be needed
-        self._stores = ExitStack()
-
-    def __enter__(self):
-        self._stores.enter_context(installed(self.disk))
-        return self
-
-    def __exit__(self, *exc_info):
-        self.disk.resume()
-        self._stores.close()
 
     def open(self):
         """Open another store, as another process."""
-        return self._stores.enter_context(JSONLinesStore(self.path))
+        return self.enter_context(JSONLinesStore(self.path))
 
     def add(self, store, *plants):
         """Add plants in one batch; note that they are acknowledged."""

@@ -163,7 +163,7 @@ def test_answer_rests_on_a_durable_line(path, disk, shared, plant):
             with pytest.raises(TimeoutError):
                 answer.result(0.05)
             assert disk.durable == lines(FERN)
-            gate.open()
+            gate.set()
             assert (answer.exception(PATIENCE) is None) is (plant == MOSS)
             assert first.result(PATIENCE)
             begun = disk.now

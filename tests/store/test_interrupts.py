@@ -57,7 +57,6 @@ def is_released(before):
 
 USES = {
     'add': lambda store, plants: store.add(plants[0]),
-    'first add': lambda store, plants: store.add(plants[0]),
     'add_many': lambda store, plants: store.add_many(plants),
     'ping': lambda store, plants: store.ping(),
     'close': lambda store, plants: store.close(),
@@ -75,7 +74,7 @@ def sweep(open_one, use):
         # First without an interrupt.
         for point in itertools.chain([NO_POINT], itertools.count(0, step)):
             store = open_one()
-            if use != 'first add':
+            if use != 'add':  # which opens it
                 store.ping()
             *plants, others = (Plant(next(ids), use) for _ in range(3))
             ended = ends_before(point, partial(USES[use], store, plants))
