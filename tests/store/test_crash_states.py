@@ -29,7 +29,7 @@ from store.jsonl import JSONLinesStore
 from store.jsonl.repair import verify
 
 # How many states of a scenario are drawn.
-STATES = int(os.environ.get('CRASH_STATES', '200'))
+STATES = int(os.environ.get('CRASH_STATES', '400'))
 SEED = int(os.environ.get('CRASH_SEED') or SystemRandom().randrange(2**32))
 NEW = Plant(0, 'New')
 # Plants for small batches, for batches of some 512-byte blocks and of 4 KiB blocks.
@@ -37,6 +37,9 @@ FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 LONG = [Plant(number, 'Oak' * 110) for number in range(11, 14)]
 LONGER = [Plant(number, 'Ash' * 600) for number in range(21, 24)]
 OTHERS = [Plant(number, 'Yew' * 80) for number in range(31, 35)]
+# A long line that is torn, and as many bytes of short ones in its place.
+GIANT = Plant(24, 'Ash' * 1500)
+MANY = [Plant(number, 'Elm' * 110) for number in range(51, 63)]
 # A plant within the text of another: a part of its line could be a record.
 NESTED = [
     Plant(number, f'"}}{{"id":1,"name":"Elm"}}{number}' * 20) for number in (41, 42)
@@ -111,10 +114,10 @@ def batches(run):
 
 def torn_tail_while_open(run):
     """A process cuts off the torn tail that another one has left."""
-    for plants in OTHERS, [MOSS]:
+    for plants in MANY, [MOSS]:
         store = run.open()
         run.add(store, FERN, *LONG)
-        run.append(lines(*LONGER)[:3000], *LONGER)
+        run.append(lines(GIANT)[:4400], GIANT)
         run.add(store, *plants)
         run.add(store, IVY)
 
@@ -136,11 +139,11 @@ def full_disk(run):
     """A write that fails in the middle, and another write in its place."""
     store = run.open()
     run.add(store, FERN, *LONG)
-    run.disk.before = Fault('pwrite', 1, full(3000), lasting=True)
+    run.disk.before = Fault('pwrite', 1, full(4400), lasting=True)
     with pytest.raises(StoreUnavailable):
-        run.add(store, *LONGER)
+        run.add(store, GIANT)
     run.disk.resume()
-    run.add(store, *OTHERS)
+    run.add(store, *MANY)
     run.add(store, IVY)
 
 
@@ -219,12 +222,12 @@ def left_by_crashes(run, chance, draws):
     """Put random states in place of the files, each once; yield their moments."""
     # More states of the moments at which more may have been lost.
     moments = range(len(run.disk.calls))
-    weights = [run.disk.in_doubt(moment) for moment in moments]
+    weights = [run.disk.in_doubt(moment) ** 2 for moment in moments]
     seen = set()
     for moment in chance.choices(moments, weights, k=draws):
         # All new, all old, runs of both, or any mixture.
         is_old = chance.choice([False, True])
-        turns = chance.choice([0, 0.1, 0.5])
+        turns = chance.choice([0.1, 0.5])
 
         def pick(kinds, turns=turns):
             nonlocal is_old
@@ -270,7 +273,7 @@ def test_acknowledged_plants_survive_a_crash(run):
 def test_acknowledged_plants_survive_a_second_crash(run):
     """A second crash, while a store opens after the first one, loses none either."""
     chance = Random(SEED)
-    for moment in left_by_crashes(run, chance, STATES // 20):
+    for moment in left_by_crashes(run, chance, STATES // 40):
         with Run(run.path.parent) as again:
             again.sent = run.sent | {Plant(99, 'Elm')}
             again.acknowledged = dict.fromkeys(run.told_by(moment), 0)
@@ -279,7 +282,7 @@ def test_acknowledged_plants_survive_a_second_crash(run):
                 again.kept = 0, run.kept[1]
             with open_left(again) as store:
                 again.add(store, Plant(99, 'Elm'))
-        check_crashes(again, chance, STATES // 20)
+        check_crashes(again, chance, STATES // 40)
 
 
 @pytest.mark.parametrize('forgotten', ['fdatasync', 'fsync'])
