@@ -74,8 +74,10 @@ def refusal(server):
 def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subtests):
     """What new workers could not start with is refused, until it is corrected."""
     settings = checkout / 'gunicorn.conf.py'
-    ours = f"{settings.read_text()}\nbind = '127.0.0.1:0'\n"
+    bound = "bind, pidfile = '127.0.0.1:0', 'run/pid'"
+    ours = f'{settings.read_text()}\n{bound}\n'
     settings.write_text(ours)
+    (checkout / 'run').mkdir()
     with Server(checkout, command=IN_PLACE, GUNICORN_CMD_ARGS=None) as server:
         workers = server.worker_pids()
         for name, (line, words) in REFUSED.items():
@@ -91,6 +93,9 @@ def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subt
         sound = schema.read_text()
         schema.write_text('{"type": ["obj')
         assert 'Plant.json' in refusal(server)
+        (checkout / 'run').rename(checkout / 'away')
+        assert 'pidfile' in refusal(server)
+        (checkout / 'away').rename(checkout / 'run')
         start = [*IN_PLACE, '-c', settings]
         assert Server(tmp_path_factory.mktemp('start'), command=start).run() == 1
         replace_worker(server)  # it serves what the others serve
