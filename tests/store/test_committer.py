@@ -157,11 +157,8 @@ def test_gather_waits_for_the_whole_crowd():
         assert [*map(len, store.batches)][:4] == [1, 3, 3, 3]
 
 
-@pytest.mark.parametrize(
-    'gather',
-    [NEVER, Gather(0, 0, LONG), Gather(0, LONG, 0.01)],
-    ids=['a quick sync', 'a share of the sync', 'a limit'],
-)
+# After a quick sync none, a share of the sync, a limit.
+@pytest.mark.parametrize('gather', [NEVER, Gather(0, 0, LONG), Gather(0, LONG, 0.01)])
 def test_gather_ends_without_the_crowd(gather):
     """If the crowd does not come back, one caller waits only for so long."""
     with Commits(gather) as store:

@@ -325,8 +325,8 @@ EFFECTS['any'] = '', failing(errno.EIO)  # lasting, it is a process that is kill
 @pytest.mark.parametrize('prepare', [nothing, torn_tail, lost_beginning])
 def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
     """Whichever call fails: as if the process is killed then, or the power is cut."""
-    # Each third of many calls.
-    for nth in itertools.count(1, 3 if call in ('pread', '') else 1):
+    # Each fifth of many calls.
+    for nth in itertools.count(1, 5 if call in ('pread', '') else 1):
         with Run(directory()) as run:
             prepare(run)
             run.disk.before = fault = Fault(call, nth, effect, lasting)

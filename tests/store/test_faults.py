@@ -44,11 +44,9 @@ def store(path, disk):
 def test_failed_write_leaves_no_byte(path, disk, store, written):
     """A failed write is rolled back; the store is not ready until writes work."""
     disk.before = Fault('pwrite', 1, full(written), lasting=True)
-    for use in (lambda: store.add(MOSS)), (lambda: store.add(IVY)), store.ping:
-        with pytest.raises(StoreUnavailable) as caught:
-            use()
-        assert caught.value.reason == os.strerror(errno.ENOSPC)
-        assert path.read_bytes() == lines(FERN)
+    uses = partial(store.add, MOSS), partial(store.add, IVY), store.ping
+    assert_raise(StoreUnavailable, *uses, match=os.strerror(errno.ENOSPC))
+    assert path.read_bytes() == lines(FERN)
     assert store.add(FERN) is False
     assert_raise(IdTaken, lambda: store.add(FERN._replace(name='Moss')))
     disk.resume()

@@ -102,9 +102,7 @@ def test_child_believes_only_what_fits(path, store, change):
 
 
 @pytest.mark.parametrize('is_reload', [False, True], ids=['', 'a reload that fails'])
-def test_what_another_worker_synced_is_not_forgotten(
-    path, store, monkeypatch, is_reload
-):
+def test_what_another_worker_synced_is_known(path, store, monkeypatch, is_reload):
     """A worker refuses a file that lacks what another one, now gone, has synced."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
     loaded = path.stat().st_size

@@ -1,7 +1,4 @@
-"""Several processes on one plant file, which are killed and stopped.
-
-The test reads the file without the store.
-"""
+"""Several processes on one plant file, which are killed and stopped."""
 
 import os
 import random
