@@ -38,29 +38,5 @@ class GeventScheduler(Scheduler):
         return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        return Gathering(function).ask
-
-
-class Gathering:
-    """Calls a function once for all that ask, after a poll in which none has asked.
-
-    No client can delay that, and other requests are served meanwhile, which a limit in
-    time would not do: it would gather all connections in one batch.
-    """
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-        self._gathers = self._asked = False
-
-    def ask(self) -> None:
-        self._asked = True
-        if not self._gathers:
-            gevent.spawn_raw(self._gather)
-            self._gathers = True  # not before: the caller may be interrupted
-
-    def _gather(self) -> None:
-        while self._asked:
-            self._asked = False
-            poll()
-        self._gathers = False
-        self._function()
+        # After all greenlets whose clients one poll has found: they share a batch.
+        return partial(gevent.get_hub().loop.run_callback, function)
