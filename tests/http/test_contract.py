@@ -171,37 +171,14 @@ def test_paths_are_those_below_the_prefix(client, prefix):
     assert_error(client.get('/plants'), 40500)
 
 
-# Variables of the environ, and what is answered without them.
-VARIABLES = {
-    'SCRIPT_NAME': 200,
-    'QUERY_STRING': 200,
-    'PATH_INFO': 40400,
-    'CONTENT_LENGTH': 40001,
-    'CONTENT_TYPE': 40002,
-    'HTTP_AUTHORIZATION': 40100,
-}
+def test_absent_path_is_an_empty_one(client):
+    """A server may leave an empty path out (PEP 3333)."""
 
-
-@pytest.mark.parametrize('is_absent', [False, True])
-@pytest.mark.parametrize('name', VARIABLES)
-def test_empty_variable_is_like_an_absent_one(client, name, is_absent):
-    """An empty variable of the environ and an absent one mean the same."""
-
-    def changed(environ, start_response):
-        environ |= {'SCRIPT_NAME': '/garden', name: ''}
-        if is_absent:
-            del environ[name]
+    def without_path(environ, start_response):
+        del environ['PATH_INFO']
         return client.app(environ, start_response)
 
-    answer = Client(changed, TOKEN).add(FERN)
-    assert answer.json.get('error', 200) == VARIABLES[name]
-
-
-def test_query_is_ignored(client, anonymous):
-    """A query string changes nothing, and a token in it is not accepted."""
-    query = f'/plants?id=2&access_token={client.authorization[1]}'
-    assert client.add(FERN, path=query).status_int == 200
-    assert_error(anonymous.add(FERN, path=query), 40100)
+    assert_error(Client(without_path, TOKEN).add(FERN), 40400)
 
 
 @pytest.mark.parametrize('path', PUBLIC)

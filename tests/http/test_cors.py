@@ -27,6 +27,7 @@ def test_page_can_read_every_answer(serve, store, origins, allowed):
     client.extra_environ['HTTP_ORIGIN'] = PAGE
     answers = [request(client) for request in REQUESTS.values()]
     store.close()
+    assert_error(client.options('/plants', headers={'Origin': PAGE}), 40500)
     answers += [client.add(FERN), preflight(client), preflight(client, '/no')]
     assert [answer.status_int for answer in answers[-3:]] == [503, 204, 204]
     for answer in answers:
@@ -41,15 +42,6 @@ def test_page_can_read_every_answer(serve, store, origins, allowed):
         assert answer.headers['Access-Control-Allow-Methods'] == 'GET, HEAD, POST'
         names = answer.headers['Access-Control-Allow-Headers']
         assert names == 'authorization,content-type'
-
-
-def test_options_that_is_no_preflight_is_refused(serve, store):
-    """OPTIONS that is no preflight is 405 with a token, and 401 without one."""
-    client = serve(store, cors_origins='*')
-    for value in (40500, 40100):
-        for origin in ({'Origin': PAGE}, {}):
-            assert_error(client.options('/plants', headers=origin), value)
-        client.authorization = None
 
 
 @pytest.mark.parametrize('origin', ['https://b.example', 'null', f'{PAGE}.evil'])
