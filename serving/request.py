@@ -8,8 +8,6 @@ with h11 42, with gunicorn's parser 78. Of 19,477 hostile streams 18,092 are rea
 reads them; the others are refused, and no bytes are taken for another request than h11
 or llhttp take them for. llhttp also loses the body of a request with ``Upgrade: h2c``,
 which Java's client sends.
-
-The grammar is the check: what does not match is refused, and the connection ends.
 """
 
 import re

@@ -42,7 +42,10 @@ WRONG_SETTINGS = {
         {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'},
         ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'],
     ),
-    'of gunicorn': ({OPTIONS: '-w 0 --worker-tmp-dir no'}, ['workers', 'worker_tmp']),
+    'of gunicorn': (
+        {OPTIONS: '-b :70000 -w 0 --worker-tmp-dir no'},
+        ['bind', 'workers', 'worker_tmp'],
+    ),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile']),
     '--reload': ({OPTIONS: '--reload'}, ['reload']),
     'workers': ({'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'}, ['memory:']),
