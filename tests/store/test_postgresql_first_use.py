@@ -13,8 +13,7 @@ from postgresql import accepts_connections, assert_refused, trigger, witness
 from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, open_store, postgresql
-from store.committer import Entry
-from store.postgresql import Plants, connection
+from store.postgresql import connection
 from store.postgresql.table import CREATE
 
 FERN = Plant(1, 'Fern')
@@ -22,7 +21,6 @@ REED = Plant(1, 'Reed')
 MOSS = Plant(2, 'Moss', 'shade')
 RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
 SENT = 'a secret'  # a traceback shows the lines of this module
-AWAY = 'there is no connection to the database'
 LOGIN = 'the database refuses the login'
 NO_HOST = 'no host takes plants'
 RULE = 'a rule of the table plants does not permit it'
@@ -128,11 +126,11 @@ def test_table_that_lacks_a_column_is_refused(database, url):
         assert store.add(MOSS) is True
 
 
-def test_second_table_is_not_made(database, lonely, monkeypatch):
+def test_second_table_is_not_made(database, lonely):
     """If the search_path no longer leads to the table, no other one is made."""
     path = 'the search_path does not lead to one table plants'
     change = 'ALTER DATABASE lonely SET search_path = '
-    database.execute('CREATE SCHEMA other; CREATE SCHEMA "a%sB"', url=lonely)
+    database.execute('CREATE SCHEMA other', url=lonely)
     with open_store(lonely) as first:
         first.add(FERN)
         database.execute(f'{change} other')
@@ -145,20 +143,13 @@ def test_second_table_is_not_made(database, lonely, monkeypatch):
         for error in assert_refused(path, *every):
             assert 'public.plants' in error.detail
     assert not has_table(database, lonely)
-    # Who names the schema beside the URL, or in it, wants a table there.
-    with monkeypatch.context() as patched, open_store(lonely) as store:
-        patched.setenv('PGOPTIONS', '-csearch_path=other')
+    # Who names the schema in the URL wants a table there.
+    with open_store(f'{lonely}?options=-csearch_path%3Dother') as store:
         assert store.add(REED) is True
-    with open_store(f'{lonely}?options=-csearch_path%3D%22a%25sB%22') as store:
-        assert store.add_many([MOSS, MOSS]) == [True, False]
-        assert list(store) == [MOSS]
-        store.ping()
     database.execute(f'{change} other, public')
     with open_store(lonely) as store:
         for error in assert_refused(path, store.ping, partial(list, store)):
             assert 'other.plants' in error.detail
-        database.execute('ALTER TABLE other.plants DROP tag', url=lonely)
-        assert store.add(FERN) is False  # the table of others is passed over
 
 
 BAD = "IF NEW.name = 'bad' THEN {}; END IF"
@@ -169,26 +160,24 @@ POLICY = (
     "CREATE POLICY adding ON plants FOR INSERT WITH CHECK (name <> 'bad')"
 )
 
-LONG = ''.join(map(chr, range(0x4E00, 0x9000)))  # too long for an index page
-SLOW_CONFLICT = "PERFORM pg_sleep(0.03); RAISE 'no' USING ERRCODE = '40001'"
 # How a table refuses a plant: the reason, the name of the plant, the statements.
 RULES = {
     'check': (RULE, 'bad', "ALTER TABLE plants ADD CHECK (name <> 'bad')"),
     'unique': (RULE, 'Fern1', 'ALTER TABLE plants ADD UNIQUE (name)'),
     'length': (RULE, 'Orchid', 'ALTER TABLE plants ALTER name TYPE varchar(5)'),
-    'index': (RULE, LONG, 'CREATE INDEX ON plants (name)'),
     'trigger': (RULE, 'bad', trigger(BAD.format("RAISE 'no'"))),
-    # Refused only after many slow attempts, which take no time of others.
-    'busy': (BUSY, 'bad', trigger(BAD.format(SLOW_CONFLICT))),
+    # Refused only after many attempts.
+    'busy': (BUSY, 'bad', trigger(BAD.format("RAISE 'no' USING ERRCODE = '40001'"))),
     'policy': (DENIED, 'bad', POLICY),
 }
 
 
 @table('reason, name, statements', RULES)
 def test_plant_that_breaks_a_rule_is_refused_alone(
-    database, made, role, reason, name, statements
+    database, made, role, monkeypatch, reason, name, statements
 ):
-    """Of a batch only the plant that breaks a rule is refused, not even its rival."""
+    """Of a batch only the plant that breaks a rule is refused; a ping works."""
+    monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     database.execute(statements, url=made)
     bad = Plant(600, name)
     good = [Plant(id, f'Fern{id}') for id in range(1, 9)]
@@ -217,14 +206,11 @@ PARTITION = (
 )
 NO_PARTITION = 'CREATE TABLE more PARTITION OF plants FOR VALUES FROM (2) TO (999)'
 NO_KEY = 'ALTER TABLE plants DROP CONSTRAINT plants_pkey'
-REWRITE = 'CREATE RULE it AS ON INSERT TO plants DO INSTEAD NOTHING'
 # How a table refuses every plant, or changes it, and what undoes that; the reason.
 UNFIT = {
     'function': (trigger('INSERT INTO missing VALUES (1)'), DROP, LACKS),
-    'hidden': (trigger('RETURN NULL'), DROP, None),
     'cut': (trigger('NEW.name := left(NEW.name, 3)'), DROP, None),
     'not unique': (NO_KEY, 'ALTER TABLE plants ADD PRIMARY KEY (id)', None),
-    'rewritten': (REWRITE, 'DROP RULE it ON plants', None),
     'partition': (PARTITION, NO_PARTITION, RULE),
 }
 
@@ -262,19 +248,6 @@ def test_plants_that_a_policy_hides_are_missed(database, made, role):
         assert_refused(None, partial(store.add, FERN), partial(list, store))
 
 
-@pytest.mark.parametrize(
-    'rule', ['UNIQUE (name)', 'CHECK (id BETWEEN 1 AND 200)', "CHECK (name = 'Fern')"]
-)
-def test_ping_finds_an_id_that_no_rule_forbids(database, made, rule):
-    """A ping works for other unique columns, and if not every id is allowed."""
-    database.execute(f'ALTER TABLE plants ADD {rule}', url=made)
-    with open_store(made) as store:
-        store.ping()
-        store.add(Plant(2**63 - 1 if 'name' in rule else 1, 'Fern'))
-    with open_store(made) as store:
-        store.ping()
-
-
 def test_what_a_client_sent_is_in_no_error(database, made):
     """An error names the constraint that a plant broke, and nothing of the plant."""
     change = "ALTER TABLE plants ADD CONSTRAINT dry CHECK (tag <> 'wet')"
@@ -288,20 +261,6 @@ def test_what_a_client_sent_is_in_no_error(database, made):
         database.execute(trigger(BAD.format(r"RAISE E'a\nb\x1b[2J S3cret'")), url=made)
         [error] = assert_refused(RULE, partial(store.add, Plant(5, 'bad')))
         assert error.detail.startswith(r'a b\u001b[2J *** (SQLSTATE P0001')
-
-
-def test_batch_has_one_deadline(database, made, monkeypatch):
-    """Plants for which no time is left are refused, too: nothing is known of them."""
-    database.execute(trigger(BAD.format("PERFORM pg_sleep(0.2); RAISE 'no'")), url=made)
-    monkeypatch.setattr(postgresql, 'ANSWER_WITHIN', 0.5)
-    with open_store(made) as store:
-        plants = Plants(store._target)
-        batch = [Entry(Plant(id, 'bad'), 1) for id in range(9)]
-        plants.append(batch)()
-        plants.close()
-    assert all(entry.error for entry in batch)
-    assert batch[0].error.reason == RULE
-    assert batch[-1].error.reason == 'the database did not answer in time'
 
 
 def test_table_may_have_more_columns(database, url):
@@ -381,8 +340,6 @@ WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
     'database': ('/postgres[?]', '/nowhere?', LOGIN, '"nowhere" does not exist'),
     'kinds': ('@(.*)/postgres', r'@x.invalid,\1/nowhere', NO_HOST, 'nowhere'),
-    'label': ('127.0.0.1', 'a' * 64 + '.b', AWAY, 'label'),
-    'number': ('$', '&keepalives_idle=soon', AWAY, 'keepalives_idle'),
     'ssl': ('$', '&sslmode=require', LOGIN, 'SSL'),
 }
 
