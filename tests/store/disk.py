@@ -32,6 +32,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
@@ -146,12 +147,6 @@ class Disk:
             self._note('unlink', path)
             self.names.append((self.now, os.path.basename(path), None))
 
-    def fdatasync(self, fd):
-        self._sync('fdatasync', fd)
-
-    def fsync(self, fd):
-        self._sync('fsync', fd)
-
     def append(self, data):
         """Append to the plant file, as a process that is killed before its sync."""
         with open(self.plants, 'rb+') as file:
@@ -221,6 +216,9 @@ class Disk:
                 file.synced.append((self.now, version))
             elif stat.S_ISDIR(os.fstat(fd).st_mode):
                 self.names_synced.append((self.now, names))
+
+    fdatasync = partialmethod(_sync, 'fdatasync')
+    fsync = partialmethod(_sync, 'fsync')
 
 
 def crash(disk, moment, block, pick):

@@ -50,10 +50,7 @@ def bytes_read(path, use):
 
 
 def test_child_goes_on_with_what_was_loaded(path, store):
-    """It reads only what was appended since; another load or none makes no difference.
-
-    A load with nobody waiting reads on, too, but waits for no lock, and mends nothing.
-    """
+    """It reads only what was appended since, as does a load with nobody waiting."""
 
     def look(most):
         assert bytes_read(path, store.ping) < most

@@ -49,51 +49,39 @@ def opened(path, running):
         yield store
 
 
+START = b'{"id":3,"na'
+# Ends with lost blocks that a crash can have left after the first two plants.
+LOST = [
+    START + bytes(99),
+    bytes(512 - len(TWO)) + b'Oak","tag":"b',
+    START.ljust(512 - len(TWO), b'\0') + b'x' * 512 + bytes(512) + b'y',
+    b'\0\0\0\n\0\0',
+]
+
+
 @RUNNING
-def test_append_that_ends_anywhere_loses_no_whole_record(path, caplog, running):
+def test_torn_tail_is_cut_off(path, caplog, running):
     """Wherever an append ends, whole records survive and the torn tail is kept.
 
-    A record that lacks only its line feed is whole.
+    A record that lacks only its line feed is whole. Readers change nothing.
     """
-    text = lines(*PLANTS)
-    for end in range(len(TWO), len(text) + 1):
-        whole = (text[:end] + b'\n').count(b'}\n')  # also without its line feed
-        torn = text[:end].removeprefix(lines(*PLANTS[:whole])[:end])
+    text = lines(*PLANTS[2:])
+    for end in [*(text[:size] for size in range(len(text) + 1)), *LOST]:
+        whole = PLANTS[: 2 + (end + b'\n').count(b'}\n')]
+        torn = end.removeprefix(lines(*whole[2:])[: len(end)])
         caplog.clear()
         with opened(path, running) as store:
-            append(path, text[len(TWO) : end])
-            assert list(store) == PLANTS[:whole]
+            append(path, end)
+            assert list(store) == whole
+            assert bool(verify(path).damaged) == bool(torn)
+            assert path.read_bytes() == TWO + end
             store.add(OAK)
-            assert path.read_bytes() == lines(*PLANTS[:whole], OAK)
-            assert_stored(store, [*PLANTS[:whole], OAK])
+            assert path.read_bytes() == lines(*whole, OAK)
+            assert_stored(store, [*whole, OAK])
         # Told by the reader, and by the store with the name of the side file.
         assert caplog.text.count(f'{path}: a torn tail at byte') == 2 * bool(torn)
         assert ('plants.jsonl.torn-1' in caplog.text) == bool(torn)
         assert take_side_files(path) == [torn] * bool(torn)
-
-
-START = b'{"id":3,"na'
-# Ends with lost blocks that a crash can have left after the first two plants.
-TORN = {
-    'beginning, lost to the end': START + bytes(99),
-    'lost, and a part of another record': bytes(512 - len(TWO)) + b'Oak","tag":"b',
-    'lost twice': START.ljust(512 - len(TWO), b'\0') + b'x' * 512 + bytes(512) + b'y',
-    'lost lines': b'\0\0\0\n\0\0',
-}
-
-
-@RUNNING
-@pytest.mark.parametrize('torn', TORN.values(), ids=TORN)
-def test_torn_tail_is_cut_off(path, running, torn):
-    """Its bytes are kept in a side file; the ids of the record are free."""
-    with opened(path, running) as store:
-        append(path, torn)
-        assert list(store) == PLANTS[:2]
-        assert verify(path).damaged
-        assert path.read_bytes() == TWO + torn
-        assert_stored(store, PLANTS[:2], free=[3])
-    assert take_side_files(path) == [torn]
-    assert verify(path) == Verified(3)
 
 
 IVY = b'{"id":3,"name":"Ivy"}'
@@ -140,10 +128,9 @@ def lost_block(start=512, end=1024):
     return (batch[:start] + bytes(end - start) + batch[end:])[len(TWO) :]
 
 
-@pytest.mark.parametrize('end', [1024, 2048])
-def test_lost_block_before_records_is_blanked(path, end):
+def test_lost_block_before_records_is_blanked(path):
     """When a store opens: the records after it are kept, its line in a side file."""
-    batch = lost_block(512, end)
+    batch = lost_block(512, 2048)
     split = batch.splitlines(keepends=True)
     line = b''.join(each for each in split if b'\0' in each)
     sound = raw_plants(b''.join(each for each in split if b'\0' not in each))
@@ -209,10 +196,7 @@ def test_no_record_and_no_byte_is_ever_lost(tmp_path_factory, running, end):
 
 @RUNNING
 def test_blank_lines_are_no_damage(path, caplog, running):
-    """Every reader skips them, wherever they are, and a byte order mark at the start.
-
-    A check tells the mark; plants are added behind all that.
-    """
+    """Every reader skips them, and a byte order mark at the start, which is told."""
     blank = b'\n', b' \t \n', b'\r\n', b' ' * 3_000_000 + b'\n'
     before = TWO if running else b'\xef\xbb\xbf\n' + TWO
     content = b''.join([before, *blank, lines(PLANTS[2]), b'\n  '])
