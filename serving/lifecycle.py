@@ -39,7 +39,8 @@ ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 _block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
 _unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
-FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile'  # a reload cannot change them
+# A reload cannot change these.
+FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
 
 

@@ -52,6 +52,7 @@ REFUSED = {
     'address': ("bind = '127.0.0.1:1'", 'bind'),
     'user': ('user = 1', 'user'),
     'pid file': ("pidfile = 'new.pid'", 'pidfile'),
+    'worker class': ("worker_class = 'gthread'", 'worker_class'),
     'setting of ours': ("chdir = '/'\nraw_env = ['PLANTS_LOG=x']", 'PLANTS_LOG'),
     'store': ("raw_env = ['PLANTS_STORE=jsonl:no/plants']", 'no/plants'),
     'no token any more': ("raw_env = ['PLANTS_TOKENS=']", 'PLANTS_TOKENS'),
