@@ -123,10 +123,9 @@ class Load:
         failed: The clients that were not answered, or not connected.
     """
 
-    def __init__(self, server, added=None, *, repeats=False):
-        """Prepare clients; some repeat a plant until it is answered with 200."""
-        self._server, self._repeats = server, repeats
-        self.added, self.failed = [] if added is None else added, []
+    def __init__(self, server):
+        self._server = server
+        self.added, self.failed = [], []
         self._counts = [0] * CROWD
         self._enough = threading.Event()
 
@@ -135,8 +134,7 @@ class Load:
         self._clients = [self._pool.submit(self._run, n) for n in range(CROWD)]
         return self
 
-    def __exit__(self, failure, *_):
-        self._repeats &= failure is None
+    def __exit__(self, *exc_info):
         self._enough.set()
         self._pool.shutdown()
         for client in self._clients:
@@ -157,24 +155,22 @@ class Load:
 
     def _run(self, number):
         pause, connection = WAYS[number % len(WAYS)]
-        chance, plant = random.Random(number), None
-        while plant or not self._enough.is_set():
+        chance = random.Random(number)
+        while not self._enough.is_set():
             try:
                 with self._server.connect() as client:
                     is_kept = True
-                    while is_kept and (plant or not self._enough.wait(pause)):
-                        plant = plant or fern(name=chance.choice(NAMES))
+                    while is_kept and not self._enough.wait(pause):
+                        plant = fern(name=chance.choice(NAMES))
                         answer = client.ask(request(body=plant, connection=connection))
-                        if not answer or (self._repeats and answer.status == 503):
+                        if not answer:
                             raise ConnectionError
                         assert answer.status == 200, answer
                         is_kept = not answer.announces_close
                         self.added.append(plant)
                         self._counts[number] += 1
-                        plant = None
             except ConnectionError:  # the listening socket may close meanwhile
                 self.failed.append(number)
-                plant = plant if self._repeats else None
                 self._enough.wait(0.01)
 
 

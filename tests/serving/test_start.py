@@ -104,20 +104,21 @@ def test_memory_store_keeps_one_worker(tmp_path):
 SLOW = ['import time', 'from store.jsonl import JSONLinesStore']
 SLOW += ['def load(self, *, wait=True):', '    print("loading", flush=True)']
 SLOW += ['    time.sleep(3600)', 'JSONLinesStore.load = load']
+FORKED = ['import time', 'post_fork = lambda server, worker: time.sleep(3600)']
 UNSHARE = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
 
 
-@pytest.mark.parametrize('conf', [SLOW, []], ids=['reading', 'serving'])
+@table('conf', {'reading': SLOW, 'forked': FORKED, 'serving': []})
 @pytest.mark.parametrize(
     ('container', 'number'), [([], signal.SIGINT), (UNSHARE, signal.SIGTERM)]
 )
 def test_signal_ends_a_server_at_any_time(tmp_path, container, conf, number):
-    """Also a long read, and process 1 of a container, which has no default action."""
+    """Also in a long read, before a worker has handlers, and as process 1."""
     if finished(['sh', '-c', shlex.join([*container, 'true'])]).returncode:
         pytest.skip('this machine or this user can make no namespace of processes')
     command = [*container, *GUNICORN, '-p', 'pid']
     with Server(tmp_path, command=command, conf=conf).started() as server:
-        word = 'loading' if conf else 'Booting worker'
+        word = 'loading' if conf == SLOW else 'Booting worker'
         wait_until(lambda: word in server.log, 'it has begun')
         pid = server.pid
         if container:

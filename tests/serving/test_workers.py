@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -13,7 +12,6 @@ from statistics import median
 import pytest
 from exchange import (
     LARGE_FILE,
-    MAX_ANSWER_SECONDS,
     Load,
     ask_in_step,
     assert_error,
@@ -22,7 +20,7 @@ from exchange import (
     receive_last,
     table,
 )
-from machine import client_at, locked, paused
+from machine import client_at, locked
 from server import (
     PATIENCE,
     RawClient,
@@ -64,7 +62,7 @@ def test_tls_is_served(secure):
 
 
 def test_connection_without_a_handshake_is_closed(secure):
-    """A client without TLS is disconnected; that, and a reset, delay nobody."""
+    """A client without TLS is disconnected, and delays nobody."""
     with ExitStack() as opened:
         clients = [opened.enter_context(RawClient(secure.port)) for _ in range(3)]
         for client, data in zip(clients, (b'', b'\x16\x03\x01', PROBE), strict=True):
@@ -72,43 +70,18 @@ def test_connection_without_a_handshake_is_closed(secure):
         assert secure.ask(request(body=fern())).status == 200
         for client in clients:
             assert client.is_readable(PATIENCE)
-    for _ in range(100):
-        RawClient(secure.port).reset()
-    began = time.monotonic()
-    assert secure.ask(request(body=fern())).status == 200
-    assert time.monotonic() - began < MAX_ANSWER_SECONDS
-
-
-def test_full_worker_leaves_connections_to_others(tmp_path):
-    """What a worker cannot serve now is accepted by another one that can."""
-    conf = ['worker_connections = 2']
-    with Server(tmp_path, workers=2, conf=conf) as server, ExitStack() as opened:
-        opened.enter_context(locked(tmp_path / 'plants.jsonl'))
-        with paused(max(server.worker_pids())):
-            clients = [opened.enter_context(server.connect()) for _ in range(2)]
-            for client in clients:
-                client.send(request(body=fern()))
-            late = opened.enter_context(server.connect())
-            late.send(PROBE)
-            assert not late.is_readable(0.5)
-        assert late.receive().status == 200
-        assert not any(client.is_readable() for client in clients)
 
 
 def test_several_sockets_are_served(tmp_path):
-    """Ports and a Unix socket; a header that is named like a variable is dropped."""
+    """Two ports and a Unix socket."""
     path = tmp_path / 's'
     bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
     with Server(tmp_path, *bound) as server, ExitStack() as opened:
         ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
         clients = [opened.enter_context(RawClient(int(port))) for port in ports]
         clients += [opened.enter_context(client_at(path))]
-        sent = [chunked(json.dumps(fern()).encode())]
-        for name in (b'SCRIPT_NAME', b'PATH_INFO', b'CONTENT_LENGTH'):
-            sent += [request(body=fern(), put_here='/x').replace(b'put-here', name)]
         for client in clients:
-            for data in sent:
-                assert ask_in_step(client, data).status == 200
+            assert ask_in_step(client, request(body=fern())).status == 200
 
 
 FAILING = {
@@ -132,22 +105,16 @@ def test_application_that_fails_ends_only_its_connection(tmp_path, application):
             assert re.search(f'{id}.*\nTraceback', server.log)
 
 
-@pytest.mark.parametrize(('number', 'at_once'), [(4, False), (16, True)])
-def test_connections_are_spread(service, number, at_once):
+def test_connections_are_spread(service):
     """Kept connections are spread evenly over two workers."""
     # The median: a worker that the machine delays by some milliseconds gets fewer.
-    most = median(most_held(service, number, at_once) for _ in range(11))
-    assert most <= number // 2 + number // 8
+    assert median(most_held(service) for _ in range(11)) <= 10
 
 
-def most_held(server, number, at_once):
-    """Connect some clients; return how many of them the busier worker serves."""
-    clients = []
-    with ExitStack() as connections:
-        for _ in range(number):
-            clients.append(connections.enter_context(server.connect()))
-            if not at_once:
-                clients[-1].ask(PROBE)
+def most_held(server):
+    """Connect 16 clients; return how many of them the busier worker serves."""
+    with ExitStack() as opened:
+        clients = [opened.enter_context(server.connect()) for _ in range(16)]
         answers = [client.ask(PROBE) for client in clients]
     counts = Counter()
     for answer in answers:
@@ -238,16 +205,6 @@ def test_server_that_stops_answers_or_closes(tmp_path, number, whom, times):
             assert not (tmp_path / 'pid').exists()
     assert_all_stored(server, load)
     assert 'Traceback' not in server.log
-
-
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGQUIT])
-def test_worker_that_is_starting_stops_at_once(tmp_path, number):
-    """A worker that has no signal handlers yet stops at once with the server."""
-    lines = 'import time', 'post_fork = lambda server, worker: time.sleep(3600)'
-    with Server(tmp_path, conf=lines).started() as server:
-        wait_until(lambda: 'Booting worker' in server.log, 'the worker is forked')
-        server.signal(number)
-        assert server.wait(PATIENCE / 4) == 0
 
 
 def stop(server, number=signal.SIGTERM):
