@@ -2,7 +2,6 @@
 
 import psycopg
 import pytest
-from contract import samples
 from postgresql import PgBouncer, witness
 from test_postgresql_faults import (  # noqa: F401
     far,
@@ -14,7 +13,7 @@ from test_postgresql_faults import (  # noqa: F401
     test_outage_loses_no_acknowledged_plant,
     test_sessions_that_end_lose_no_acknowledged_plant,
 )
-from test_stores import TestPostgreSQLStore as DirectContract
+from test_stores import TestPostgreSQLStore  # noqa: F401
 
 from store import Plant, open_store
 
@@ -38,15 +37,6 @@ def pooler(database):
 def url(pooler):
     """The URL of an empty store."""
     return pooler.new_url()
-
-
-class TestPgBouncer(DirectContract):
-    @pytest.fixture(autouse=True)
-    def _few_samples(self, monkeypatch):
-        """Use one plant with a large text: the pooler only passes them on."""
-        small = [p for p in samples() if len(p.name) + len(p.tag or '') < 2**15]
-        large = Plant(9000, '"\U0001f331' * 2**19)
-        monkeypatch.setattr('contract.samples', lambda: [*small, large])
 
 
 def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
