@@ -17,8 +17,7 @@ class Proxy:
         self._forwarding = threading.Event()
         self._forwarding.set()
         self._ended = False
-        self._answers_left = None  # to forward before the fault; None: no fault
-        self._is_cut = False  # the fault closes a connection, it stops nothing
+        self._answers_left = None  # to forward before one is dropped
         self._threads = ThreadPoolExecutor(100)
 
     def __enter__(self):
@@ -35,20 +34,17 @@ class Proxy:
         """Return the URL of a server as it is behind this proxy."""
         return url.replace(f':{self._target}/', f':{self.port}/')
 
-    def stop(self, after=None):
-        """Forward nothing more, or only some answers: a network that drops packets."""
-        self._answers_left, self._is_cut = after, False
-        if after is None:
-            self._forwarding.clear()
+    def stop(self):
+        """Forward nothing more: a network that drops packets."""
+        self._forwarding.clear()
 
     def go_on(self):
         """Forward again, the data that waits first."""
-        self._answers_left = None
         self._forwarding.set()
 
-    def cut(self, after=0):
+    def cut(self, after):
         """Forward some more answers; drop the next one, and close its connection."""
-        self._answers_left, self._is_cut = after, True
+        self._answers_left = after
 
     def _accept(self):
         while not self._ended:
@@ -70,13 +66,11 @@ class Proxy:
                     other[source].sendall(data)
 
     def _must_drop_answer(self):
-        """Return whether to drop this answer; first wait while the proxy is stopped."""
-        if self._answers_left is not None:
-            self._answers_left -= 1
-            if self._answers_left < 0 and self._is_cut:
-                self._answers_left = None
-                return True
-            if self._answers_left < 0:
-                self.stop()
-                self._forwarding.wait()
-        return False
+        """Return whether this is the answer to drop."""
+        if self._answers_left is None:
+            return False
+        self._answers_left -= 1
+        if self._answers_left >= 0:
+            return False
+        self._answers_left = None
+        return True
