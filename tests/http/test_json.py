@@ -2,17 +2,14 @@
 
 import json
 import sys
-from unittest.mock import Mock
 
 import pytest
 from exchange import assert_error
 from machine import edit
-from server import finished
+from server import GUNICORN, Server, finished, request
 from test_contract import FERN
-from wsgiclient import Client
 
-from app import create_app
-from store import Plant, PlantStore
+from store import Plant
 from web import body as body_module
 
 
@@ -24,12 +21,17 @@ def case_id(value):
 # JSON text, of an unknown member.
 ACCEPTED = [
     *[b'\r\n\r\n\t false \t\n\n', b' ' * 60_000 + b'1'],
-    *[b'-9223372036854775809', b'-0', b'-1.25e-02', b'1e-999', b'1e999', b'-1e999'],
-    *[b'1' * 1000, b'0.' + b'3' * 998, b'"\\u0000\\u2028\\ufeff\\uffff"'],
+    *[
+        b'-9223372036854775809',
+        b'-1.25e-02',
+        b'1e999',
+        b'1' * 1000,
+        b'"\\u0000\\u2028\\ufeff\\uffff"',
+    ],
     *[b'"\xef\xbb\xbf\xef\xbf\xbf"', b'"// no /* comment */, NaN"'],
     # pairs of surrogates, and what only looks like a surrogate
     *[b'"\\ud83d\\ude00\\uD83D\\uDE00"', b'{"\\ud800\\udc00":1}', b'"\\\\ud800 ud800"'],
-    *[b'[1,2.0,"3",null,true,{}]', b'[{"a":1},{"a":2}]', b'{"a":1,"A":2,"a ":3}'],
+    b'[{"a":1,"A":2},{"a":2.0},null,true]',
 ]
 
 # Words without white space; then bytes.
@@ -46,25 +48,19 @@ REFUSED += [b'\xff', b'"\xc0\x80"', b'"\xed\xa0\x80"', b'"\xe2\x82', b'\xef\xbb\
 REFUSED += ['{"a":"\xe9"}'.encode(name) for name in ('utf-16', 'latin-1')]
 
 
-@pytest.fixture(scope='module')
-def forgetful_client():
-    """Return a client of a service whose store takes every plant and keeps none."""
-    return Client(create_app(Mock(PlantStore), tokens='token'), 'token')
-
-
 @pytest.mark.parametrize('text', ACCEPTED, ids=case_id)
-def test_text_is_accepted(text, forgetful_client):
+def test_text_is_accepted(text, client):
     """Valid JSON text is read in a member; as a whole body it is 40005."""
     body = b'{"id":1,"name":"Fern","x":%s}' % text
-    assert forgetful_client.send(body).json == {'name': 'Fern'}
-    assert_error(forgetful_client.send(text), 40005)
+    assert client.send(body).json == {'name': 'Fern'}
+    assert_error(client.send(text), 40005)
 
 
 @pytest.mark.parametrize('text', REFUSED, ids=case_id)
-def test_text_is_refused(text, forgetful_client):
+def test_text_is_refused(text, client):
     """Invalid JSON text is 40004 with a short message, as a body and in a member."""
     for body in (text, b'{"id":1,"name":"Fern","x":%s}' % text):
-        assert len(assert_error(forgetful_client.send(body), 40004)) < 200
+        assert len(assert_error(client.send(body), 40004)) < 200
 
 
 SHAPES = {
@@ -182,28 +178,6 @@ def test_broken_schema_stops_the_start(file, change, edit_schema, serve, store):
     assert '\n' not in str(raised.value)
 
 
-# Run in a checkout in which a member was added.
-PROGRAM = """
-import json
-from falcon.testing import TestClient
-from app import create_app
-from store import open_store
-from store.__main__ import main
-
-new = {'id': 1, 'name': 'Fern', 'origin': 'Peru'}
-plants = [new, new, {**new, 'origin': 'Chile'}, {'id': 1, 'name': 'Fern'}]
-plants += [{'id': 2, 'name': 'Moss', 'tag': 'sun'}, {**new, 'id': 3, 'origin': 4}]
-with open_store('jsonl:plants.jsonl') as store:
-    client = TestClient(create_app(store, tokens='token'))
-    for plant in plants:
-        headers = {'Authorization': 'Bearer token'}
-        print(client.simulate_post('/plants', json=plant, headers=headers).text)
-    description = client.simulate_get('/openapi.json').json
-    print(json.dumps(list(description['components']['schemas']['NewPlant']['properties'])))
-assert main(['list', 'jsonl:plants.jsonl']) == 0
-"""
-
-
 def test_member_is_added_in_two_places(checkout):
     """``schemas/Plant.json`` and ``Plant``: it is checked, answered, stored, listed."""
     path = checkout / 'schemas/Plant.json'
@@ -213,12 +187,22 @@ def test_member_is_added_in_two_places(checkout):
     tag = '    tag: str | None = None'
     edit(checkout / 'store/base.py', tag, f'    origin: str | None = None\n{tag}')
 
-    done = finished([sys.executable, '-c', PROGRAM], cwd=checkout)
-    assert done.returncode == 0, done.stderr
-    *answers, members, first, second = map(json.loads, done.stdout.splitlines())
-    fern, repeated, taken, without, moss, wrong = answers
-    assert fern == repeated == {'name': 'Fern', 'origin': 'Peru'}
-    assert moss == {'name': 'Moss', 'tag': 'sun'}
-    assert [each['error'] for each in (taken, without, wrong)] == [40006, 40006, 40005]
-    assert {*members} == {'id', 'name', 'origin', 'tag'}
-    assert [first, second] == [{'id': 1, **fern}, {'id': 2, **moss}]
+    new = {'id': 1, 'name': 'Fern', 'origin': 'Peru'}
+    moss = {'id': 2, 'name': 'Moss', 'tag': 'sun'}
+    with Server(checkout, command=GUNICORN[:3]) as server:
+
+        def add(**plant):
+            return server.ask(request(body=plant)).json
+
+        for _ in range(2):
+            assert add(**new) == {'name': 'Fern', 'origin': 'Peru'}
+        assert add(**new | {'origin': 'Chile'})['error'] == 40006
+        assert add(id=1, name='Fern')['error'] == 40006
+        assert add(id=3, name='Fern', origin=4)['error'] == 40005
+        assert add(**moss) == {'name': 'Moss', 'tag': 'sun'}
+        description = server.ask(request('GET', '/openapi.json')).json
+    members = description['components']['schemas']['NewPlant']['properties']
+    assert members.keys() == {'id', 'name', 'origin', 'tag'}
+    command = [sys.executable, '-m', 'store', 'list', 'jsonl:plants.jsonl']
+    listed = finished(command, cwd=checkout).stdout.splitlines()
+    assert [json.loads(line) for line in listed] == [new, moss]
