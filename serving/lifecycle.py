@@ -134,10 +134,13 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> None:
 
 def on_starting(server: Any) -> None:
     """Prepare for the signals that come, and for a start that fails."""
+    _at_exit(lambda: server.pidfile and server.pidfile.unlink())
+    if not hasattr(server.app.callable, 'store'):
+        log.critical('name no application: gunicorn.conf.py makes the one to serve')
+        sys.exit(1)
     # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
     atexit.register(PlantsLogger.buffer.flush)
     atexit.register(lambda: server.app.callable.store.close())
-    _at_exit(lambda: server.pidfile and server.pidfile.unlink())
     hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
     terminals = [number for number in range(3) if hears and os.isatty(number)]
     server.handle_hup = partial(_hang_up, server, server.handle_hup, terminals)

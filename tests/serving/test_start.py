@@ -71,6 +71,7 @@ FAILING_STARTS = {
     'damaged file': ('--env=PLANTS_STORE=jsonl:damaged', 'line 2'),
     'no directory': ('--env=PLANTS_STORE=jsonl:no/plants', 'no/plants'),
     'taken address': ('--bind=127.0.0.1:{}', 'in use'),
+    'another application': ('app:app', 'name no application'),
 }
 
 
