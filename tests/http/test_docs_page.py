@@ -2,14 +2,10 @@
 
 import json
 import sys
-import threading
 
 import pytest
 from exchange import assert_error
-from server import TOKEN, installed, wait_until
-from werkzeug.serving import make_server
-
-from store import Plant
+from server import TOKEN, Server, installed, wait_until
 
 FILES = {
     '/docs': 'text/html',
@@ -18,7 +14,6 @@ FILES = {
     '/docs/swagger-ui.css': 'text/css',
     '/docs/swagger-ui-bundle.js': 'text/javascript',
 }
-PREFIX = '/home/garden'
 
 
 @pytest.mark.parametrize('path', FILES)
@@ -80,24 +75,13 @@ def browser():
 
 
 @pytest.fixture
-def base(client):
-    """The URL of the application behind a proxy that removes a prefix."""
-
-    def site(environ, start_response):
-        path = environ['PATH_INFO']
-        assert path.startswith(PREFIX)
-        environ['PATH_INFO'] = path.removeprefix(PREFIX)
-        return client.app(environ, start_response)
-
-    with make_server('127.0.0.1', 0, site, threaded=True) as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])
-        thread.start()
-        yield f'http://127.0.0.1:{server.port}{PREFIX}'
-        server.shutdown()
-        thread.join()
+def server(tmp_path):
+    """The service under a prefix."""
+    with Server(tmp_path, SCRIPT_NAME='/my/garden') as server:
+        yield server
 
 
-def test_page_adds_a_plant(browser, base, store):
+def test_page_adds_a_plant(browser, server):
     """In dark and in light, behind a prefix: our token, then a plant."""
 
     def find(selector):
@@ -112,6 +96,7 @@ def test_page_adds_a_plant(browser, base, store):
         browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': media})
 
     prefer('dark')
+    base = f'http://127.0.0.1:{server.port}/my/garden'
     browser.get(f'{base}/')
     find('html.dark-mode .opblock')
     prefer('light')
@@ -129,5 +114,5 @@ def test_page_adds_a_plant(browser, base, store):
     body = find('.live-responses-table tbody .highlight-code code').text
     assert status.startswith('200')
     assert json.loads(body) == {name: plant[name] for name in ('name', 'tag')}
-    assert list(store) == [Plant(**plant)]
+    assert server.plants() == [plant]
     assert browser.get_log('browser') == []
