@@ -51,8 +51,9 @@ def counts(output):
 
 @pytest.mark.parametrize('target', KINDS)
 @pytest.mark.parametrize('source', KINDS)
-def test_copy_counts_plants(make, run, source, target):
+def test_copy_counts_plants(make, run, monkeypatch, source, target):
     """The target gets the plants that it lacks, and keeps its own in conflicts."""
+    monkeypatch.setitem(sys.modules, 'tqdm', None)  # it may be missing
     source, target = make(source, REED, MOSS, IVY), make(target, FERN, MOSS)
     for copied in 1, 0:  # nothing the second time
         code, output, _ = run('copy', source, target)
@@ -135,14 +136,3 @@ def test_progress_bar_on_a_terminal(make):
     conflict = rb'[a-z]+: \{"id":1,"name":"Reed"\}'  # on a line of its own
     assert any(re.fullmatch(conflict, line) for line in printed)
     assert counts(b'\n'.join(printed)) == (3000, 0, 1)
-
-
-def test_progress_bar_of_a_check(make, run, monkeypatch):
-    """A check has one, too, and goes on without tqdm."""
-    url = make('jsonl', *MANY[:9])
-    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
-    for is_shown in True, False:
-        code, output, errors = run('check', url)
-        assert (code, output.split()[0]) == (0, b'9')
-        assert any(re.search(r'\d+ plants \[', line) for line in errors) == is_shown
-        monkeypatch.setitem(sys.modules, 'tqdm', None)

@@ -1,4 +1,4 @@
-"""The stores keep the contract; what all have from ``store/base.py``."""
+"""The stores keep the contract."""
 
 from contextlib import contextmanager, suppress
 
@@ -8,7 +8,6 @@ from disk import raw_plants
 from psycopg.errors import UndefinedTable
 
 from store import Plant, open_store
-from store.base import batches
 from store.jsonl import JSONLinesStore
 
 
@@ -63,10 +62,3 @@ class TestPostgreSQLStore(StoreContract):
         self.database.execute(rename.format('plants', 'shrubs'), url=self.store_url)
         yield
         self.database.execute(rename.format('shrubs', 'plants'), url=self.store_url)
-
-
-def test_bulk_add_is_split_by_size():
-    """A batch has about a million characters."""
-    for member in Plant._fields[1:]:
-        plants = [Plant(0, '')._replace(**{member: 'x' * 2**19})] * 3
-        assert [len(batch) for batch in batches(plants)] == [2, 1]

@@ -22,8 +22,7 @@ SHOWN = {
     'jsonl:/a:b@c': 'jsonl:/a:b@c',
     'postgresql://me:SECRET@host:5432/db': 'postgresql://host/db',
     'postgresql://me:SECRET@h1:1,h2/db\n': 'postgresql://h1,h2/db',
-    'postgres:///plants?host=/run&PASSWORD=SECRET': 'postgres:///plants',
-    'postgresql://me@%2Frun%2Fpg:5432/db': 'postgresql://%2Frun%2Fpg/db',
+    'postgres://%2Frun/plants?PASSWORD=SECRET': 'postgres://%2Frun/plants',
     'other://me:SECRET@host/db': 'other://host/db',
     # Numbers in the place of a port may be a password.
     'postgresql://me:2024/db': 'postgresql://me/db',
