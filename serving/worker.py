@@ -88,12 +88,12 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _tick(self) -> None:
         """Tell the master that the worker lives, wait, and end late waits."""
-        self.tmp.notify()
         gevent.sleep(TICK)
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
-        for _ in range(6):  # after a pause of this process: first see who has sent
+        for _ in range(4):  # after a pause of this process: first see who has sent
+            self.tmp.notify()
             poll()  # one reports 64 sockets at most, the next twice as many
         now = time.monotonic()
         late = [each for each in self.connections if each.since + each.limit < now]
