@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -73,7 +74,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # Usually 1,024 files may be open, and each connection is one.
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = max(limit, OPEN_MAX) if most == resource.RLIM_INFINITY else most
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        with suppress(OSError, ValueError):  # a filter of system calls may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
         sys.setswitchinterval(0.00005)  # seconds that a thread waits for the GIL
         call_soon = gevent.get_hub().loop.run_callback_threadsafe
         buffer = PlantsLogger.buffer  # ``self.log`` may be of another class
