@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import socket
-from contextlib import ExitStack
 
 import pytest
 from exchange import assert_error, chunked, fern, table
@@ -118,20 +117,16 @@ def test_error_of_nginx_has_the_same_value(service, nginx, value, data):
 
 
 def test_flood_of_one_address_is_limited(service, nginx):
-    """Of many requests at once from an address some are refused; others are served."""
-    data = request('GET', '/livez')
+    """Of many requests of an address some are refused; others are served."""
     answers = []
-    while not any(answer.status == 503 for answer in answers):
+    while not answers or answers[-1].status == 200:
         assert len(answers) < 10_000, 'nothing is refused'
-        with ExitStack() as opened:  # nginx closes a connection after 1,000 requests
-            connections = [nginx.connect(source='127.0.0.9') for _ in range(20)]
-            for client in map(opened.enter_context, connections):
-                client.send(data * 100)
-            for client in connections:
-                answers += [client.receive() for _ in range(100)]
-            assert nginx.ask(request(body=fern())).status == 200
-    refused = [answer for answer in answers if answer.status == 503]
-    assert_error(refused[0], 50300)
+        # nginx closes a connection after 1,000 requests.
+        with nginx.connect(source='127.0.0.9') as client:
+            client.send(request('GET', '/livez') * 500)
+            answers += [client.receive() for _ in range(500)]
+    assert nginx.ask(request(body=fern())).status == 200
+    assert_error(answers[-1], 50300)
     assert {answer.status for answer in answers} == {200, 503}
 
 
@@ -153,7 +148,7 @@ def accepted(listening):
 
 
 def take(upstream, plant, answer=b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'):
-    """Receive the whole request with a plant from nginx, answer it, and return it."""
+    """Receive the whole request with a plant from nginx and answer it."""
     data = b''
     while not data.endswith(b'}'):
         piece = upstream.recv(4096)
@@ -161,13 +156,11 @@ def take(upstream, plant, answer=b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{
         data += piece
     assert json.loads(data.partition(b'\r\n\r\n')[2]) == plant
     upstream.sendall(answer)
-    return data
 
 
 def test_service_that_is_away_or_slow_or_closes(tmp_path):
     """Missing: 503; a closed kept connection: once more; a slow request: when whole."""
     one, two, slow, fast = fern(), fern(), fern(), fern()
-    forged = {'x_forwarded_proto': 'http', 'x_forwarded_for': '127.0.0.2'}
     with Nginx(tmp_path) as nginx, socket.socket(socket.AF_UNIX) as listening:
         answer = nginx.ask(request('POST', '/plants?access_token=secret', fern()))
         assert_error(answer, 50300)
@@ -178,12 +171,10 @@ def test_service_that_is_away_or_slow_or_closes(tmp_path):
         listening.listen()
         listening.settimeout(PATIENCE)
         with nginx.connect() as client, nginx.connect() as other:
-            client.send(request(body=one, **forged))
+            client.send(request(body=one))
             with accepted(listening) as upstream:
-                data = take(upstream, one)
+                take(upstream, one)
                 assert client.receive().status == 200
-                assert b'\r\nX-Forwarded-Proto: https\r\n' in data
-                assert b'\r\nX-Forwarded-For: 127.0.0.1\r\n' in data
                 client.send(request(body=two))
                 take(upstream, two, b'')
             with accepted(listening) as upstream:
