@@ -11,7 +11,6 @@ from server import REPOSITORY, finished
 from test_contract import FERN
 from wsgiclient import OTHER, Client
 
-import app
 from app import get_app
 from web.settings import VARIABLES, Settings
 
@@ -125,19 +124,14 @@ def test_application_is_made_at_first_access(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_get_app_follows_the_environment(monkeypatch, capsys):
-    """Store, tokens and limit are those of the environment; exits close the store."""
-    at_exit = []
-    monkeypatch.setattr(app.atexit, 'register', at_exit.append)
+def test_get_app_follows_the_environment(capsys):
+    """Store, tokens and limit are those of the environment."""
     client = Client(get_app(ENVIRON), TOKEN)
     assert client.add(FERN, authorization=f'Bearer {OTHER}').status_int == 200
     assert_error(client.send(b' ' * 1001), 40003)
     metrics = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
     assert metrics.status_int == 200
     assert capsys.readouterr() == ('', '')
-    (close,) = at_exit
-    close()
-    assert_error(client.add(FERN), 50300)
 
 
 def test_token_is_made_and_printed_once(capsys, caplog):

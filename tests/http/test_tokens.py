@@ -85,7 +85,6 @@ LINES = [
     (f'a {TOKEN}\na {OTHER}', {TOKEN: 'a', OTHER: 'a'}),
     (f'{TOKEN}\nb {sha256(TOKEN).swapcase().replace("SHA", "sha")}', {TOKEN: 'b'}),
     (f'#\n#a {OTHER}\na#b {TOKEN} # mine', {TOKEN: 'a#b'}),
-    (f'\n# comment\n{TOKEN}', {TOKEN: 'token-3'}),
     (f'\ufeffa {TOKEN}\r\n\r\nb {OTHER}\r', {TOKEN: 'a', OTHER: 'b'}),
 ]
 
