@@ -179,6 +179,18 @@ def test_pipelining_clients_delay_nobody(measured):
             assert_quick(healthy)
 
 
+def test_bodies_are_read_in_turns(measured):
+    """Those that came first, of many chunks, delay no request on a new connection."""
+    body = CHUNKED + b'1\r\n \r\n' * 65_000 + b'0\r\n\r\n'
+    with ExitStack() as opened:
+        with paused(only_worker(measured)):
+            clients = [opened.enter_context(measured.connect()) for _ in range(70)]
+            for client, data in zip(clients, [body] * 10 + [PROBE] * 60, strict=True):
+                client.send(data)
+        assert all(client.receive().status == 200 for client in clients[10:])
+        assert not any(client.is_readable() for client in clients[:10])
+
+
 # ---- places and files
 
 # Clients that read no more, and ignore a close.
