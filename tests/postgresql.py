@@ -153,13 +153,7 @@ class PostgreSQL:
         command = [programs() / 'postgres', '-D', self.data, '-k', self.directory]
         command += ['-p', str(self.port)]
         self._process = spawn(command, self.directory)
-
-        def accepts():
-            code = self._process.poll()
-            assert code is None, f'it ended with exit code {code}:\n{self.log}'
-            return accepts_connections(self.url())
-
-        wait_until(accepts)
+        wait_until(lambda: accepts_connections(self.url()))
 
     def stop(self):
         """Stop the server, if it runs, by a fast shutdown."""
@@ -222,14 +216,12 @@ class PostgreSQL:
 class PgBouncer:
     """A pooler with two sessions, for a database with settings; a block runs it."""
 
-    _numbers = count()
-
     def __init__(self, server, mode, **settings):
         self._program = installed('pgbouncer', 'pgbouncer')
         self._server = server
         self._directory = new_directory()
-        name = f'pooled_{next(self._numbers)}'
         port = free_port()
+        name = f'pooled_{port}'
         self.url = f'postgresql://gardener@127.0.0.1:{port}/{name}'
         (self._directory / 'ini').write_text(
             f'[databases]\n* = host=127.0.0.1 port={server.port} user=gardener\n'

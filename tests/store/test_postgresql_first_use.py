@@ -14,7 +14,6 @@ from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, open_store, postgresql
 from store.postgresql import connection
-from store.postgresql.table import CREATE
 
 FERN = Plant(1, 'Fern')
 REED = Plant(1, 'Reed')
@@ -44,14 +43,6 @@ def sealed(database):
     url = database.url().replace('gardener', 'sealed')
     wait_until(lambda: not accepts_connections(url))
     return url
-
-
-@pytest.fixture
-def lonely(database):
-    """The URL of a database without tables of other tests."""
-    database.execute('DROP DATABASE IF EXISTS lonely WITH (FORCE)')
-    database.execute('CREATE DATABASE lonely')
-    return database.url().replace('/postgres', '/lonely')
 
 
 @pytest.fixture
@@ -126,8 +117,10 @@ def test_table_that_lacks_a_column_is_refused(database, url):
         assert store.add(MOSS) is True
 
 
-def test_second_table_is_not_made(database, lonely):
+def test_second_table_is_not_made(database):
     """If the search_path no longer leads to the table, no other one is made."""
+    database.execute('CREATE DATABASE lonely')  # without tables of other tests
+    lonely = database.url().replace('/postgres', '/lonely')
     path = 'the search_path does not lead to one table plants'
     change = 'ALTER DATABASE lonely SET search_path = '
     database.execute('CREATE SCHEMA other', url=lonely)
@@ -263,23 +256,17 @@ def test_what_a_client_sent_is_in_no_error(database, made):
         assert error.detail.startswith(r'a b\u001b[2J *** (SQLSTATE P0001')
 
 
-def test_table_may_have_more_columns(database, url):
-    """A table may have more columns, in any order, and be altered while it is open."""
+def test_table_may_be_altered(database, made):
+    """A table may get more columns and other types while it is open."""
     changes = 'name TYPE varchar(500)', 'id TYPE numeric', 'tag TYPE text, ADD it text'
-    database.execute(
-        f'{CREATE}; '
-        'ALTER TABLE plants ADD at timestamptz DEFAULT now(), ALTER tag TYPE varchar, '
-        'DROP name, ADD name text COLLATE "C", DROP id, ADD id int8 UNIQUE',
-        url=url,
-    )
-    with open_store(url) as store:
+    with open_store(made) as store:
         for at, change in enumerate(changes):
             for id in range(9 * at, 9 * at + 9):  # enough to prepare statements
                 assert store.add(Plant(id, 'Fern', 'wet')) is True
                 assert store.add(Plant(id, 'Fern', 'wet')) is False
                 with pytest.raises(IdTaken):
                     store.add(Plant(id, 'Moss', 'wet'))
-            database.execute(f'ALTER TABLE plants ALTER {change}', url=url)
+            database.execute(f'ALTER TABLE plants ALTER {change}', url=made)
         assert store.add(Plant(99, 'Fern')) is True
         assert sorted(store)[0] == Plant(0, 'Fern', 'wet')
 
@@ -318,20 +305,12 @@ def test_settings_of_the_role_are_corrected(database, made, role, levels):
     assert seen == [([used for _, used in settings.values()],)]
 
 
-def test_forms_of_a_url(database, lonely, sealed):
+def test_forms_of_a_url(database, url, sealed):
     """A password may have any character, escaped; a Unix socket may be the host."""
-    escaped = quote(PASSWORD, safe='')
-    at = f'127.0.0.1:{database.port}/lonely'
+    with_password = f'sealed:{quote(PASSWORD, safe="")}'
     directory = quote(str(database.directory), safe='')
-    for url in (
-        f'postgresql://sealed:{escaped}@{at}',
-        f'postgres://sealed@{at}?password={escaped}',
-        f'postgresql://{at}?user=sealed&password={escaped}',
-        f'postgresql://gardener@{directory}:{database.port}/lonely',
-        f'postgresql:///lonely?user=gardener&host={directory}&port={database.port}',
-        f'{lonely.replace("127.0.0.1", "missing.invalid")}?hostaddr=127.0.0.1',
-    ):
-        with open_store(url) as store:
+    for old, new in ('gardener', with_password), ('127.0.0.1', directory):
+        with open_store(url.replace(old, new)) as store:
             store.ping()
 
 
@@ -340,7 +319,6 @@ WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
     'database': ('/postgres[?]', '/nowhere?', LOGIN, '"nowhere" does not exist'),
     'kinds': ('@(.*)/postgres', r'@x.invalid,\1/nowhere', NO_HOST, 'nowhere'),
-    'ssl': ('$', '&sslmode=require', LOGIN, 'SSL'),
 }
 
 
