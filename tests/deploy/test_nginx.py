@@ -83,19 +83,16 @@ def service(nginx, tmp_path_factory):
 
 
 def test_answers_of_the_service_pass_unchanged(service, nginx):
-    """A plant that is sent three times is stored once; an Error has its message."""
+    """A Plant and Errors; plain HTTP is an Error of nginx."""
     plant = fern()
     with nginx.connect() as client:
-        for _ in range(3):
-            answer = client.ask(request(body=plant))
-            assert (answer.status, answer.json) == (200, {'name': 'Fern'})
-        message = assert_error(client.ask(request(body=plant | {'id': 1.5})), 40005)
-        assert '1.5' in message
+        answer = client.ask(request(body=plant))
+        assert (answer.status, answer.json) == (200, {'name': 'Fern'})
+        assert '1.5' in assert_error(client.ask(request(body={'id': 1.5})), 40005)
         assert_error(client.ask(request(body=plant, authorization=None)), 40100)
         assert_error(client.ask(request(body=b' ' * 65_536)), 40004)
     with RawClient(nginx.port) as client:
-        assert_error(client.ask(request(body=plant)), 40000)  # plain HTTP
-    assert service.plants().count(plant) == 1
+        assert_error(client.ask(request(body=plant)), 40000)
 
 
 FAULTS = {
