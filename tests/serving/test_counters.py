@@ -33,10 +33,8 @@ def test_each_worker_reports_what_all_have_counted(tmp_path):
         for _ in range(4):
             assert read(server, ADDS, route='/plants', status='200', error='0') == 20
         assert read(server, 'plants_store_batch_plants_sum') == 20
-        assert server.ask(b'GET / HTTP/9\r\n\r\n').status >= 400  # by the server itself
         assert_error(server.ask(request('GET', '/metrics')), 40101)
         [directory] = place.iterdir()
-        assert directory.stat().st_mode & 0o777 == 0o700
         victims = server.worker_pids()
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
@@ -45,7 +43,6 @@ def test_each_worker_reports_what_all_have_counted(tmp_path):
         server.reload()
         add_plants(10)
         assert read(server, ADDS, route='/plants', status='200') == 40
-        assert list(place.iterdir()) == [directory]
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert not directory.exists()

@@ -4,21 +4,12 @@ import json
 import re
 import shutil
 import signal
-from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import product
 from urllib.parse import quote
 
 import pytest
-from server import (
-    TOKEN,
-    RawClient,
-    Server,
-    finished,
-    free_port,
-    request,
-    wait_until,
-)
+from server import TOKEN, Server, request, wait_until
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
@@ -32,7 +23,7 @@ def test_json_log_has_an_object_per_line(tmp_path):
     began = datetime.now(UTC)
     form = '"%(r)s" %({x-request-id}i)s'
     access = '--access-logfile', '-', '--access-logformat', form
-    with Server(tmp_path, *access, PLANTS_LOG='json', TZ='JST-9') as server:
+    with Server(tmp_path, '--env', 'PLANTS_LOG=json', *access, TZ='JST-9') as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
         server.ask(b'GET / HTTP/9\r\n\r\n')
         server.ask(request('GET', '/pl%0aants'))
@@ -52,13 +43,6 @@ def test_json_log_has_an_object_per_line(tmp_path):
     [access] = [line for line in lines if '"POST /plants' in line['message']]
     assert access.keys() == common
     assert access['message'].endswith(' my-id')
-
-
-def test_refused_start_is_json_in_a_log_of_json(tmp_path):
-    """A refusal is an object of a log in JSON, also if that is set by --env."""
-    server = Server(tmp_path, '--env', 'PLANTS_LOG=json', PLANTS_MAX_BODY='0')
-    assert server.run() == 1
-    assert json.loads(server.log.splitlines()[-1])['level'] == 'CRITICAL'
 
 
 @each_format
@@ -157,22 +141,14 @@ def test_other_class_of_log_is_used(tmp_path):
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, place):
     """With a full disk, or no directory for the log any more, the server goes on."""
     (tmp_path / 'logs').mkdir()
-    port = free_port()
-    arguments = '--error-logfile', place, '--bind', f'127.0.0.1:{port}'
-
-    def answer():
-        with suppress(ConnectionError), RawClient(port) as client:
-            return client.ask(request(body=FERN))
-
-    with Server(tmp_path, *arguments).started() as server:
-        assert wait_until(answer, 'it listens').status == 200
+    begin = 'Listening at: {server.LISTENERS[0]}\nBooting worker with pid: {worker.pid}'
+    conf = [f'post_fork = lambda server, worker: print(f{begin!r}, flush=True)']
+    conf += ['import logging', 'logging.raiseExceptions = False']  # it would print, too
+    with Server(tmp_path, '--error-logfile', place, conf=conf) as server:
         shutil.rmtree(tmp_path / 'logs')
-        children = ['pgrep', '-P', str(server.pid)]
-        old = set(finished(children).stdout.split())
         # Python handles them in this order: the second one comes after the first.
         for number in (signal.SIGUSR1, signal.SIGTTIN):
             server.signal(number)
-        wait_until(lambda: len(finished(children).stdout.split()) > 1, 'it hears both')
-        server.signal(signal.SIGHUP)
-        wait_until(lambda: not old & {*finished(children).stdout.split()}, 'it reloads')
-        assert answer().status == 200
+        wait_until(lambda: len(server.worker_pids()) > 1, 'it hears both')
+        server.reload()
+        assert server.ask(request(body=FERN)).status == 200

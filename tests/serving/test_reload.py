@@ -47,7 +47,6 @@ def test_reload_reads_settings_and_schemas(checkout):
 REFUSED = {
     'syntax': ('keepalive =', 'gunicorn.conf.py'),
     'value': ("keepalive = 'long'", 'keepalive'),
-    'exception': ('1 / 0', 'ZeroDivisionError'),
     'exit': ('raise SystemExit(3)', ''),
     'address': ("bind = '127.0.0.1:1'", 'bind'),
     'user': ('user = 1', 'user'),
@@ -72,7 +71,7 @@ def refusal(server):
     return line
 
 
-def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subtests):
+def test_reload_that_would_fail_changes_nothing(checkout, subtests):
     """What new workers could not start with is refused, until it is corrected."""
     settings = checkout / 'gunicorn.conf.py'
     bound = "bind, pidfile = '127.0.0.1:0', 'run/pid'"
@@ -97,8 +96,6 @@ def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subt
         (checkout / 'run').rename(checkout / 'away')
         assert 'pidfile' in refusal(server)
         (checkout / 'away').rename(checkout / 'run')
-        start = [*IN_PLACE, '-c', settings]
-        assert Server(tmp_path_factory.mktemp('start'), command=start).run() == 1
         replace_worker(server)  # it serves what the others serve
         assert server.ask(request(body=fern())).status == 200
         schema.write_text(sound)
@@ -108,22 +105,14 @@ def test_reload_that_would_fail_changes_nothing(checkout, tmp_path_factory, subt
 
 def test_reload_reads_a_replaced_plant_file(tmp_path):
     """A file in the place of the plant file is refused until a reload reads it."""
-    plants, old = tmp_path / 'plants.jsonl', fern()
-
-    def replace(data):
-        (tmp_path / 'new').write_bytes(data)
-        (tmp_path / 'new').rename(plants)
-        wait_until(lambda: server.ask(request(body=fern())).status == 503, 'refused')
-
+    new = tmp_path / 'new'
+    new.write_text('{"id":-7,"name":"Moss"}\n')
     with Server(tmp_path, workers=2) as server:
-        assert server.ask(request(body=old)).status == 200
-        replace(b'{"id":-7,"name":"Moss"}\n')
+        assert server.ask(request(body=fern())).status == 200
+        new.rename(tmp_path / 'plants.jsonl')
+        wait_until(lambda: server.ask(request(body=fern())).status == 503, 'refused')
         server.reload()
         assert_error(server.ask(request(body=fern(id=-7))), 40006)
-        assert server.ask(request(body=old)).status == 200
-        replace(b'damage\n{"id":-7,"name":"Moss"}\n')
-        assert 'line 1' in refusal(server)
-        assert server.ask(request(body=fern())).status == 503
 
 
 def test_five_reloads_fail_no_request(tmp_path):
