@@ -47,14 +47,6 @@ def make_certificate(directory):
     return ssl.create_default_context(cafile=directory / 'plants.pem')
 
 
-def configured(directory, *lines):
-    """Return arguments for gunicorn: our configuration with lines added at its end."""
-    ours = REPOSITORY / 'gunicorn.conf.py'
-    path = directory / 'more.conf.py'
-    path.write_text('\n'.join([f'__file__ = {str(ours)!r}', ours.read_text(), *lines]))
-    return '-c', str(path)
-
-
 def time_limits(**seconds):
     """Return lines of configuration: limits for clients that are no settings."""
     lines = [f'connection.{name} = {value}' for name, value in seconds.items()]
@@ -118,7 +110,10 @@ class Server:
     ):
         self.directory, self.trust = directory, None
         if conf:
-            arguments = *configured(directory, *conf), *arguments
+            ours, more = REPOSITORY / 'gunicorn.conf.py', directory / 'more.conf.py'
+            lines = [f'__file__ = {str(ours)!r}', ours.read_text(), *conf]
+            more.write_text('\n'.join(lines))
+            arguments = '-c', more, *arguments
         if is_tls:
             self.trust = make_certificate(directory)
             files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')

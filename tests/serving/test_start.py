@@ -35,58 +35,36 @@ def test_made_token_works_and_stays(tmp_path):
     assert unseen.run() == 1
 
 
-OPTIONS = 'GUNICORN_CMD_ARGS'
-# Variables, and a text for each sentence of the refusal.
-WRONG_SETTINGS = {
-    'ours': (
-        {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'},
-        ['PLANTS_LOG', 'PLANTS_MAX_BODY', 'PLANTS_STORE'],
-    ),
-    'of gunicorn': (
-        {OPTIONS: '-b :70000 -w 0 --worker-tmp-dir no'},
-        ['bind', 'workers', 'worker_tmp'],
-    ),
-    'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile']),
-    '--reload': ({OPTIONS: '--reload'}, ['reload']),
-    'workers': ({'PLANTS_STORE': 'memory:', 'WEB_CONCURRENCY': '2'}, ['memory:']),
-}
-
-
-@table('variables, words', WRONG_SETTINGS)
-def test_wrong_settings_stop_a_start_and_a_check(tmp_path, variables, words):
-    """Each fault is a sentence; the exit code is 1, and no file is left."""
-    for arguments in (['--check-config'], ['-p', 'pid']):
-        server = Server(tmp_path, *arguments, **variables)
-        assert server.run() == 1
-        lines = [line for line in server.log.splitlines() if 'INFO' not in line]
-        for word, line in zip(words, lines, strict=True):
-            assert word in line
-        assert SECRET not in server.log
-        assert [path.name for path in tmp_path.iterdir()] == ['server.log']
-
-
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
-# Arguments, and a text of the refusal.
-FAILING_STARTS = {
-    'damaged file': ('--env=PLANTS_STORE=jsonl:damaged', 'line 2'),
-    'no directory': ('--env=PLANTS_STORE=jsonl:no/plants', 'no/plants'),
-    'taken address': ('--bind=127.0.0.1:{}', 'in use'),
-    'another application': ('app:app', 'name no application'),
+OPTIONS = 'GUNICORN_CMD_ARGS'
+TAKEN = {OPTIONS: '--bind=127.0.0.1:{} --worker-tmp-dir=.'}
+WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
+# Variables, a text for each fault, and the exit code of a check, which opens nothing.
+REFUSED = {
+    'ours': (WRONG, [*WRONG], 1),
+    'of gunicorn': ({OPTIONS: '-w 0 --worker-tmp-dir no'}, ['workers', 'tmp_dir'], 1),
+    'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
+    '--reload': ({OPTIONS: '--reload'}, ['reload'], 1),
+    'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
+    'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
+    'taken address': (TAKEN | {'PLANTS_METRICS_TOKEN': 'm' * 30}, ['in use'], 0),
 }
 
 
-@table('argument, words', FAILING_STARTS)
-def test_failing_start_leaves_nothing(service, tmp_path, argument, words):
-    """It says a sentence, and leaves no file; a check finds no fault."""
+@table('variables, words, code', REFUSED)
+def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code):
+    """Each fault is a sentence; the exit code is 1, and no file is left or changed."""
     (tmp_path / 'damaged').write_bytes(DAMAGED)
     conf = ['import time', 'time.sleep = lambda seconds: None']  # between attempts
-    how = {'conf': conf, 'PLANTS_STORE': 'memory:', 'PLANTS_METRICS_TOKEN': 'm' * 30}
-    arguments = ['--worker-tmp-dir=.', argument.format(service.port)]
-    for more, code in (['--check-config'], 0), (['-p', 'pid'], 1):
-        server = Server(tmp_path, *arguments, *more, **how)
-        assert server.run() == code
-        assert (words in server.log) == code
-        assert 'Traceback' not in server.log
+    how = {'conf': conf, 'PLANTS_STORE': 'memory:'}
+    how |= {name: text.format(service.port) for name, text in variables.items()}
+    for arguments, expected in (['--check-config'], code), (['-p', 'pid'], 1):
+        server = Server(tmp_path, *arguments, **how)
+        assert server.run() == expected
+        said = [word for word in words if word in server.log]
+        assert said == words[: expected * len(words)]
+        for word in ('Traceback', SECRET):
+            assert word not in server.log
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {'server.log', 'damaged', 'more.conf.py'}
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED

@@ -237,35 +237,28 @@ def test_quick_stop_closes_connections_before_the_store(tmp_path):
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
 def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path, number):
     """Idle, before an answer is read, in a pipeline, and while a body is read."""
-    plants = [fern() for _ in range(5)]
-    bodies = [json.dumps(plant).encode() for plant in plants]
+    plants = [fern() for _ in range(4)]
+    body = json.dumps(plants[1]).encode()
     how = {'expect': '100-continue', 'content_type': 'application/json'}
-    begun = [
-        request(body=plants[0]) + request(body=fern()) * 2,
-        request(body=bodies[1], **how),
-        chunked(bodies[2], **how),
-    ]
     with (
         Server(tmp_path, conf=time_limits(LINGER=60)) as server,
         ExitStack() as opened,
     ):
-        idle, busy = (opened.enter_context(server.connect()) for _ in range(2))
-        clients = [opened.enter_context(server.connect()) for _ in begun]
+        clients = [opened.enter_context(server.connect()) for _ in plants]
+        pipelining, waiting, idle, busy = clients
         assert idle.ask(PROBE).status == 200
         busy.send(LARGE)
         assert busy.is_readable(PATIENCE)
+        waiting.send(chunked(**how, end=b''))
+        assert waiting.receive().status == 100
         with locked(tmp_path / 'plants.jsonl'):
-            for client, data in zip(clients, begun, strict=True):
-                client.send(data[:-10])
-            for client in clients[1:]:
-                assert client.receive().status == 100
+            pipelining.send(request(body=plants[0]) + request(body=fern()) * 2)
             stop(server, number)
         assert not busy.receive().announces_close
         assert not idle.is_readable(0.5)
-        for client, data in zip(clients, begun, strict=True):
-            client.send(data[-10:])
-        for client, plant in zip((idle, busy), plants[3:], strict=True):
-            client.send(request(body=plant))
-        for client in (idle, busy, *clients):
+        waiting.send(b'%x\r\n%b\r\n0\r\n\r\n' % (len(body), body))
+        idle.send(request(body=plants[2]))
+        busy.send(request(body=plants[3]))
+        for client in clients:
             assert receive_last(client).status == 200
         assert sorted(map(str, server.plants())) == sorted(map(str, plants))
