@@ -39,8 +39,7 @@ ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 _block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
 _unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 COUNTERS = 'PROMETHEUS_MULTIPROC_DIR'
-# A reload cannot change these.
-FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'
+FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'  # in reloads
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
 
 

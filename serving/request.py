@@ -45,7 +45,6 @@ _HEAD = re.compile(
     rf'(?P<path>{_PATH})(?:\?(?P<query>{_QUERY}))?'
     # Section 3.2.4, asterisk-form.
     r'|(?<=^OPTIONS )\*)'
-    # Section 2.3.
     rf' HTTP/1\.(?P<minor>[01])\r\n(?P<fields>{_FIELDS})\r\n'
 )
 _HOST = re.compile(_AUTHORITY)  # section 3.2
@@ -93,12 +92,10 @@ class Request:
     """
 
     def __init__(self, head: bytes, common: dict[str, Any], limit: int) -> None:
-        """Read a head.
+        """Read a head, or as much of it as shows that it is to be refused.
 
-        Args:
-            head: All of it, or as much of it as shows that it is to be refused.
-            common: What the environments of a connection have in common.
-            limit: The length of the longest body that is read, in bytes.
+        ``common`` is what all environments of a connection have, and ``limit`` the
+        length of the longest body that is read, in bytes.
         """
         self.environ = environ = common.copy()
         self.body, self._limit, self._length, self._excess = bytearray(), limit, 0, 0

@@ -72,10 +72,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # connections a worker would have 24 MiB of its own instead of 14.
         gc.freeze()
         # Usually 1,024 files may be open, and each connection is one.
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = max(limit, OPEN_MAX) if most == resource.RLIM_INFINITY else most
-        with suppress(OSError, ValueError):  # a filter of system calls may forbid it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for number in OPEN_MAX, most:
+            with suppress(OSError, ValueError):  # it is too high, or forbidden
+                resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
         sys.setswitchinterval(0.00005)  # seconds that a thread waits for the GIL
         call_soon = gevent.get_hub().loop.run_callback_threadsafe
         buffer = PlantsLogger.buffer  # ``self.log`` may be of another class
