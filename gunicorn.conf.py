@@ -35,7 +35,7 @@ worker_connections = 1_000
 # For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
 if Path('/dev/shm').is_dir():
     worker_tmp_dir = '/dev/shm'
-# A socket for `gunicornc`, in the home directory, which a hardened unit cannot write.
+# A socket for `gunicornc`, in the home directory, which a container cannot write.
 control_socket_disable = True
 
 # ---- time limits, in seconds
