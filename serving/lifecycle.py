@@ -93,17 +93,17 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
         scheduler = GeventScheduler() if is_ours else THREADS
         store = open_store(settings.store, create=False, scheduler=scheduler)
     try:
-        _load(cfg, settings, store)
+        tls = _load(cfg, settings, store)
     except OSError as ex:
         raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
     tokens = settings.tokens or MADE_TOKEN
     app = create_app(store, tokens=tokens, **settings.app_options())
-    vars(app).update(settings=settings, store=store)  # for the hooks
+    vars(app).update(settings=settings, store=store, tls=tls)  # for hooks and workers
     return app
 
 
-def _load(cfg: Config, settings: Settings, store: PlantStore) -> None:
-    """Read certificate and store as the user that serves, however long that takes."""
+def _load(cfg: Config, settings: Settings, store: PlantStore) -> Any:
+    """Read certificate and store as the user that serves; return what TLS needs."""
     with ExitStack() as stack:
         # Not to the same user: a hardened unit forbids these calls.
         if (os.geteuid(), os.getegid()) != (cfg.uid, cfg.gid):
@@ -111,10 +111,9 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> None:
             stack.callback(os.seteuid, os.geteuid())
             os.setegid(cfg.gid)
             os.seteuid(cfg.uid)
-        if cfg.is_ssl:
-            ssl_context(cfg)
+        tls = ssl_context(cfg) if cfg.is_ssl else None
         if cfg.check_config:
-            return
+            return tls
         try:
             store.load()
         except StoreUnavailable:  # perhaps it is missing
@@ -129,6 +128,7 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> None:
     path = getattr(store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:
         log.warning('%s: it is on %s, and may end with this container', path, kind)
+    return tls
 
 
 def on_starting(server: Any) -> None:

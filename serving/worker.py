@@ -17,7 +17,6 @@ import gevent
 from gevent import socket
 from gevent.lock import Semaphore
 from gunicorn.http.wsgi import base_environ
-from gunicorn.sock import ssl_context
 from gunicorn.workers.ggevent import GeventWorker
 
 from serving.connection import LINGER, Connection
@@ -82,11 +81,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         buffer.flush_soon = partial(call_soon, gevent.spawn_later, FLUSH, buffer.flush)
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request
-        self.tls = ssl_context(self.cfg) if self.cfg.is_ssl else None
         self.keepalive = self.cfg.keepalive
         self.logs_access = self.log.access_log_enabled
         self.refusals = self.app.wsgi()  # ``wsgi`` may be wrapped, and may have failed
-        self.max_body = self.refusals.max_body_bytes
+        self.max_body, self.tls = self.refusals.max_body_bytes, self.refusals.tls
 
     def _tick(self) -> None:
         """Tell the master that the worker lives, wait, and end late waits."""

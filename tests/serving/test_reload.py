@@ -103,6 +103,15 @@ def test_reload_that_would_fail_changes_nothing(checkout, subtests):
         assert server.ask(request(body=fern())).status == 200
 
 
+def test_new_worker_has_the_certificate_of_the_others(tmp_path):
+    """Until a reload, also while another certificate is being written."""
+    with Server(tmp_path, is_tls=True) as server:
+        (tmp_path / 'plants.pem').write_text('')
+        replace_worker(server)
+        assert server.ask(request(body=fern())).status == 200
+        assert 'certfile' in refusal(server)
+
+
 def test_reload_reads_a_replaced_plant_file(tmp_path):
     """A file in the place of the plant file is refused until a reload reads it."""
     new = tmp_path / 'new'
