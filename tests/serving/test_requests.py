@@ -220,14 +220,6 @@ def test_client_that_waits_for_100_gets_it(connection):
     assert_error(receive_last(connection), 40003)
 
 
-def test_client_that_sends_its_last_byte_early_is_answered(connection):
-    """A client may end its side of the connection behind its requests."""
-    connection.send(PROBE + request(body=fern()) * 2)
-    connection.finish_sending()
-    assert [connection.receive().status for _ in range(3)] == [200] * 3
-    assert connection.receive() is None
-
-
 def test_path_outside_the_mount_is_unknown(tmp_path):
     """With SCRIPT_NAME the paths below it are served, and no others."""
     with Server(tmp_path, SCRIPT_NAME='/api') as server:
