@@ -116,16 +116,12 @@ NAMES = [*['Fern'] * 40, 'Färn🌿' * 2_000]
 
 
 class Load:
-    """Clients that add plants until the end of a ``with`` block.
-
-    Attributes:
-        added: The plants that were answered with 200.
-        failed: The clients that were not answered, or not connected.
-    """
+    """Clients that add plants until the end of a ``with`` block."""
 
     def __init__(self, server):
         self._server = server
-        self.added, self.failed = [], []
+        self.added = []  # the plants that were answered with 200
+        self.failed = []  # the clients that were not answered, or not connected
         self._counts = [0] * CROWD
         self._enough = threading.Event()
 

@@ -80,7 +80,9 @@ class RawClient:
                 return None
             status = int(re.fullmatch(rb'HTTP/1\.[01] (\d{3}) [ -~]*\r\n', line)[1])
             headers = self._headers()
-            length = 0 if head or status == 100 else int(headers['content-length'])
+            length = (
+                0 if head or status in (100, 204) else int(headers['content-length'])
+            )
             body = self._stream.read(length)
         except ConnectionResetError:
             return None

@@ -227,11 +227,10 @@ class Server:
     def connect(self):
         return RawClient(self.port, trust=self.trust)
 
-    def ask(self, data, **how):
+    def ask(self, data):
         """Send a request on a connection of its own and return its answer."""
         with self.connect() as client:
-            client.send(data)
-            return client.receive(**how)
+            return client.ask(data)
 
     def plants(self):
         """Return the plants of the plant file, read without the store."""

@@ -76,14 +76,10 @@ def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
         assert (answer.status, answer.json) == (200, {'name': 'Fern'})
         for value, data in faults:
             assert_error(server.ask(data), value)
-        data = request('OPTIONS', authorization=None, **preflight)
-        answer = server.ask(data, head=True)
+        answer = server.ask(request('OPTIONS', authorization=None, **preflight))
         assert answer.status in (200, 204)
         assert answer.headers['access-control-allow-origin'] == ORIGIN
         (tmp_path / 'plants.jsonl').unlink()
         assert_error(server.ask(request(body=fern())), 50300)
         assert_error(server.ask(request('GET', '/readyz')), 50300)
-        assert server.ask(request('GET', '/livez')).status == 200
-        server.reload()
-        assert server.ask(request(body=fern())).status == 200
         wait_until(lambda: AGENTS[agent] in server.log, 'the agent has seen requests')
