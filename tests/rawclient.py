@@ -80,9 +80,8 @@ class RawClient:
                 return None
             status = int(re.fullmatch(rb'HTTP/1\.[01] (\d{3}) [ -~]*\r\n', line)[1])
             headers = self._headers()
-            length = (
-                0 if head or status in (100, 204) else int(headers['content-length'])
-            )
+            has_body = not head and status not in (100, 204)
+            length = int(headers['content-length']) if has_body else 0
             body = self._stream.read(length)
         except ConnectionResetError:
             return None
