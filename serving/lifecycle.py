@@ -74,6 +74,7 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     """Make what is configured, beside what is served; a check opens no store."""
     settings, place = Settings.from_environ(environ), cfg.worker_tmp_dir
     in_memory = settings.store == 'memory:'
+    was_in_memory = served.settings.store == 'memory:' if served else in_memory
     ports = [each[1] for each in cfg.address if isinstance(each, tuple)]
     unseen = not settings.tokens and (served.settings.tokens if served else cfg.daemon)
     wrong = {
@@ -81,6 +82,7 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
         'bind: a port is at most 65535': max(ports, default=0) > 65535,
         f'workers: {cfg.workers} would answer no request': cfg.workers < 1,
         'PLANTS_STORE: memory: needs one worker': in_memory and cfg.workers > 1,
+        'PLANTS_STORE: memory: needs a restart': in_memory != was_in_memory,
         'PLANTS_TOKENS: nobody would see a made token: set it': unseen,
         f'worker_tmp_dir: {place} is not a directory': not os.path.isdir(place or '/'),
     }

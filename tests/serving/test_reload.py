@@ -53,6 +53,7 @@ REFUSED = {
     'pid file': ("pidfile = 'new.pid'", 'pidfile'),
     'worker class': ("worker_class = 'gthread'", 'worker_class'),
     'setting of ours': ("chdir = '/'\nraw_env = ['PLANTS_LOG=x']", 'PLANTS_LOG'),
+    'store in memory': ("raw_env = ['PLANTS_STORE=memory:']", 'memory:'),
     'store': ("raw_env = ['PLANTS_STORE=jsonl:no/plants']", 'no/plants'),
     'no token any more': ("raw_env = ['PLANTS_TOKENS=']", 'PLANTS_TOKENS'),
 }
