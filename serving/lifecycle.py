@@ -114,7 +114,7 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> Any:
             os.setegid(cfg.gid)
             os.seteuid(cfg.uid)
         tls = ssl_context(cfg) if cfg.is_ssl else None
-        if cfg.check_config:
+        if cfg.check_config or cfg.print_config:
             return tls
         try:
             store.load()

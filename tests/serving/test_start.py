@@ -70,6 +70,12 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
 
+def test_printing_the_configuration_opens_no_store(tmp_path):
+    """Nor does it make one."""
+    assert Server(tmp_path, '--print-config').run() == 0
+    assert not (tmp_path / 'plants.jsonl').exists()
+
+
 def test_memory_store_keeps_one_worker(tmp_path):
     """However many cores there are, and also after SIGTTIN."""
     with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
