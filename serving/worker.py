@@ -128,7 +128,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             'wsgi.multithread': True,
             'wsgi.url_scheme': 'https' if self.tls else 'http',
         }
-        spare = 0.0  # connections before the next pause
+        free = 0.0  # until when connections are accepted without a pause
         while True:
             while len(self.connections) >= self.worker_connections:
                 gevent.sleep(TICK)  # another worker may accept the next
@@ -142,9 +142,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             connection = Connection(self, sock, environ | client)
             self.connections.add(connection)
             gevent.spawn_raw(connection.run)
-            spare -= 1
-            if spare < 0:
-                began = time.monotonic()
+            began = time.monotonic()
+            if began > free:
                 gevent.sleep(ACCEPT_PAUSE)
+                now = time.monotonic()
                 # More than one if a turn of the event loop takes longer than the pause.
-                spare = (time.monotonic() - began) / (4 * ACCEPT_PAUSE)
+                free = now + (now - began) / 40
