@@ -21,6 +21,7 @@ from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
+from gunicorn.pidfile import Pidfile
 from gunicorn.sock import ssl_context
 
 from app import PlantsApp, create_app
@@ -187,7 +188,7 @@ def _hang_up(server: Any, reload: Callable[[], None], terminals: list[int]) -> N
             if getattr(cfg, name) != getattr(old, name):
                 raise ValueError(f'{name}: another one needs a restart')
         if server.pidfile:  # gunicorn makes it anew, and would end if that failed
-            server.pidfile.create(server.pid)
+            Pidfile(cfg.pidfile).create(server.pid)
         # Without the variables of the old raw_env, which gunicorn removes later.
         theirs = {name: os.environ[name] for name in os.environ.keys() - old.env.keys()}
         new = make(cfg, old.env_orig | theirs | cfg.env, server.app.callable)

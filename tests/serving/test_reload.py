@@ -189,6 +189,18 @@ def test_read_before_a_fork_stops_no_fork(tmp_path):
         assert server.ask(request(body=fern())).status == 200
 
 
+def test_reload_in_an_upgrade_is_refused(tmp_path):
+    """The pid file belongs to the old server (SIGUSR2) until that has ended."""
+    with Server(tmp_path, '-p', 'pid') as server:
+        server.signal(signal.SIGUSR2)
+        wait_until(lambda: server.log.count('Booting worker') == 2, 'both serve')
+        os.kill(int((tmp_path / 'pid.2').read_text()), signal.SIGHUP)
+        wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert server.ask(request(body=fern())).status == 200
+
+
 @pytest.mark.parametrize('is_ignored', [False, True])
 def test_closed_terminal_ends_the_service(tmp_path, is_ignored):
     """It does, as for each program; SIGHUP reloads before, and after ``nohup``."""
