@@ -58,6 +58,7 @@ class Connection:
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)
+                self.is_idle = not self._received
                 gevent.sleep(0)  # others go first
                 if self._received:  # until their requests are read
                     self.since = float('inf')  # the wait is not for the client
@@ -110,7 +111,6 @@ class Connection:
         """Read a request; return None if the client does not send a whole head."""
         received, request, seen = self._received, None, 0
         if not received:
-            self.is_idle = True
             received += self._sock.recv(RECEIVE)
             self.is_idle = False
         self._limit(REQUEST_TIMEOUT)
