@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import gevent
+from gevent.event import Event
 from gevent.hub import Waiter
 
 from store.scheduler import Scheduler, Wait, Wake
@@ -38,5 +39,13 @@ class GeventScheduler(Scheduler):
         return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        # After all greenlets whose clients one poll has found: they share a batch.
-        return partial(gevent.get_hub().loop.run_callback, function)
+        asked = Event()
+
+        def gather() -> None:
+            while asked.wait():
+                poll()  # all whose clients have sent something share the batch
+                asked.clear()
+                function()
+
+        gevent.spawn_raw(gather)
+        return partial(asked.set)
