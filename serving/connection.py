@@ -42,7 +42,7 @@ class Connection:
     """
 
     def __init__(self, worker: Any, sock: Any, environ: dict[str, Any]) -> None:
-        self._worker, self._sock, self._environ = worker, sock, environ
+        self._worker, self.sock, self._environ = worker, sock, environ
         self._received = bytearray()  # of the next request
         self._greenlet: Any = None
         self.is_idle = True
@@ -54,7 +54,7 @@ class Connection:
         try:
             if worker.tls is not None:  # the first read makes the handshake
                 how = {'server_side': True, 'do_handshake_on_connect': False}
-                self._sock = SSLSocket(self._sock, _context=worker.tls, **how)
+                self.sock = SSLSocket(self.sock, _context=worker.tls, **how)
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)
@@ -73,12 +73,7 @@ class Connection:
         finally:
             worker.connections.discard(self)
             self.since = float('inf')  # nothing waits any more
-            self._sock.close()
-
-    def end(self) -> None:
-        """Shut the connection down, without a word of TLS."""
-        with suppress(OSError):  # the client is gone
-            gevent.socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+            self.sock.close()
 
     def expire(self) -> None:
         """End a wait whose time has passed; a callback of the event loop."""
@@ -93,17 +88,17 @@ class Connection:
         rest = memoryview(data)
         while rest:
             self._limit(REQUEST_TIMEOUT)
-            rest = rest[self._sock.send(rest[:SEND]) :]
+            rest = rest[self.sock.send(rest[:SEND]) :]
 
     def _linger(self) -> None:
-        """Let the client take its last answer: unread bytes would reset it.
+        """Let the client take its last answer, which unread bytes would reset.
 
-        RFC 9112, section 9.6. A client may send a long body before it reads.
+        RFC 9112, section 9.6: it may send a long body before it reads.
         """
-        self._sock.shutdown(socket.SHUT_WR)  # with TLS, what follows is not decrypted
+        self.sock.shutdown(socket.SHUT_WR)  # with TLS, what follows is not decrypted
         last = time.monotonic() + REQUEST_TIMEOUT
         self._limit(LINGER)
-        while self._sock.recv(RECEIVE) and self.since < last:
+        while self.sock.recv(RECEIVE) and self.since < last:
             gevent.sleep(0)  # it may never pause
             self._limit(LINGER)
 
@@ -111,7 +106,7 @@ class Connection:
         """Read a request; return None if the client does not send a whole head."""
         received, request, seen = self._received, None, 0
         if not received:
-            received += self._sock.recv(RECEIVE)
+            received += self.sock.recv(RECEIVE)
             self.is_idle = False
         self._limit(REQUEST_TIMEOUT)
         while True:
@@ -128,7 +123,7 @@ class Connection:
             data = b''
             with suppress(OSError):  # it is late
                 poll()  # others go first: it may never pause
-                data = self._sock.recv(RECEIVE)
+                data = self.sock.recv(RECEIVE)
             if not data:
                 if request is not None:
                     request.end(received)

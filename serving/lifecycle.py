@@ -65,12 +65,6 @@ def _end() -> None:
     _unblock()
 
 
-def _at_exit(function: Callable[[], object]) -> None:
-    """Call a function when this process ends, however a start fails; no worker does."""
-    pid = os.getpid()
-    atexit.register(lambda: os.getpid() == pid and function())
-
-
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
     settings, place = Settings.from_environ(environ), cfg.worker_tmp_dir
@@ -126,8 +120,9 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> Any:
         if settings.metrics_token and COUNTERS not in os.environ:
             # Before their package is imported, which then chooses its mode.
             place = tempfile.mkdtemp(prefix='plants-', dir=cfg.worker_tmp_dir)
-            _at_exit(partial(shutil.rmtree, place, ignore_errors=True))
-            os.environ[COUNTERS] = place
+            os.environ[COUNTERS], pid = place, os.getpid()
+            remove: Callable[[], object] = partial(shutil.rmtree, place, True)
+            atexit.register(lambda: os.getpid() == pid and remove())  # not by a worker
     path = getattr(store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:
         log.warning('%s: it is on %s, and may end with this container', path, kind)
@@ -136,7 +131,6 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> Any:
 
 def on_starting(server: Any) -> None:
     """Prepare for the signals that come, and for a start that fails."""
-    _at_exit(lambda: server.pidfile and server.pidfile.unlink())
     if not hasattr(server.app.callable, 'store'):
         log.critical('name no application: gunicorn.conf.py makes the one to serve')
         sys.exit(1)

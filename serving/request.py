@@ -1,13 +1,11 @@
 """Requests: bytes to WSGI environments, by one strict grammar (RFC 9112).
 
-It is ours because no parser that is at hand refuses what a proxy in front might read
-otherwise. Measured side by side, a head with eight lines takes 6.8 us to its
-environment; with httptools (llhttp, of Node and uvicorn) 6.2 us before the checks that
-it leaves to its user (``RTSP/1.0``, HTTP/0.9 and 2.0, two ``Host`` or none, targets),
-with h11 42, with gunicorn's parser 78. Of 19,477 hostile streams 18,092 are read as h11
-reads them; the others are refused, and no bytes are taken for another request than h11
-or llhttp take them for. llhttp also loses the body of a request with ``Upgrade: h2c``,
-which Java's client sends.
+It is ours because no parser at hand refuses what a proxy in front might read otherwise.
+Measured side by side, a head with eight lines takes 6.8 us to its environment; with
+httptools (llhttp) 6.2 us before the checks that it leaves to its user (``RTSP/1.0``,
+HTTP/0.9 and 2.0, two ``Host`` or none, targets), with h11 42, with gunicorn's own 78.
+Of 19,477 hostile streams 18,092 are read as h11 reads them, and the others are refused.
+llhttp also loses the body of a request with ``Upgrade: h2c``, as Java's client sends.
 """
 
 import re
@@ -163,9 +161,8 @@ class Request:
             start, size = match.end(), int(match[1], 16)
             end = start + size + 2
             if not size:  # the end, and perhaps trailers, which are dropped (7.1.2)
-                most = start + MAX_HEAD
-                end = received.find(b'\r\n\r\n', start - 2, most) + 4
-                if end < 4 and len(received) < most:
+                end = received.find(b'\r\n\r\n', start - 2) + 4
+                if end < 4 and len(received) < start + MAX_HEAD:
                     return False
                 if not _TRAILERS.fullmatch(received, start, end):
                     break
@@ -213,7 +210,6 @@ def read_head(
         size = len(received) - start
         is_wrong = (
             size > MAX_HEAD
-            or (size > MAX_LINE and received.find(b'\n', start) < 0)
             or (size and received[start] <= 32 and received != b'\r')  # as TLS begins
             or _BARE_FEED.search(received, max(start, seen - 1))
         )

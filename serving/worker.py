@@ -63,7 +63,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             for each in self.sockets:
                 each.close()
             for connection in self.connections:
-                connection.end()
+                with suppress(OSError):  # the client is gone; without a word of TLS
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
 
     def _prepare(self) -> None:
         """Set up the process, and what all connections share."""

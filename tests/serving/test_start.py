@@ -66,7 +66,9 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
         for word in ('Traceback', SECRET):
             assert word not in server.log
         left = {path.name for path in tmp_path.iterdir()}
-        assert left == {'server.log', 'damaged', 'more.conf.py'}
+        # gunicorn itself leaves its pid file where the address is taken.
+        kept = {'pid'} if words == ['in use'] and '-p' in arguments else set()
+        assert left == {'server.log', 'damaged', 'more.conf.py'} | kept
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
 
