@@ -72,6 +72,14 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
 
+def test_application_on_the_command_line_is_refused(checkout):
+    """``gunicorn app:app`` is not what our hooks load and close."""
+    server = Server(checkout, 'app:app', command=GUNICORN[:3])
+    assert server.run() == 1
+    assert 'name no application' in server.log
+    assert 'Traceback' not in server.log
+
+
 def test_printing_the_configuration_opens_no_store(tmp_path):
     """Nor does it make one."""
     assert Server(tmp_path, '--print-config').run() == 0
