@@ -27,9 +27,11 @@ preload_app = True
 
 worker_class = PlantsWorker
 if 'WEB_CONCURRENCY' not in os.environ:
-    is_linux = hasattr(os, 'sched_getaffinity')  # macOS has none
-    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-    workers = 1 if is_in_memory(os.environ) else cores
+    workers = os.cpu_count() or 1
+    if hasattr(os, 'sched_getaffinity'):  # macOS has none
+        workers = len(os.sched_getaffinity(0))
+    if is_in_memory(os.environ):
+        workers = 1
 # For each worker. A connection takes some KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000
 # For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
