@@ -43,8 +43,9 @@ class GeventScheduler(Scheduler):
 
         def gather() -> None:
             while asked.wait():
-                poll()  # all whose clients have sent something share the batch
-                asked.clear()
+                while asked.is_set():  # until a poll in which nobody has asked
+                    asked.clear()
+                    poll()
                 function()
 
         gevent.spawn_raw(gather)
