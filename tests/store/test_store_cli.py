@@ -41,7 +41,7 @@ def test_url_may_be_a_path(path, run, monkeypatch):
     monkeypatch.chdir(path.parent)
     monkeypatch.delenv('PLANTS_STORE', raising=False)
     for name in './a:b', 'memory', '1@2 3é':
-        path.with_name(name).write_bytes(MOSS)
+        (path.parent / name).write_bytes(MOSS)
         assert run('list', f' {name}\r\n') == (0, MOSS, [])
         assert run('copy', name, f'new-{name[-1]}')[0] == 0
         assert path.with_name(f'new-{name[-1]}').read_bytes() == MOSS
