@@ -194,3 +194,10 @@ def test_broken_tokens_file_keeps_the_old_tokens(
     assert_shows_no_token(caplog.text)
     metrics = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
     assert 'plants_token_reload_failures_total 1.0\n' in metrics.text
+
+
+def test_application_needs_a_store():
+    """A URL in place of a store is refused at once, and not shown."""
+    with pytest.raises(TypeError) as caught:
+        create_app(f'postgresql://u:{TOKEN}@host/plants', tokens=TOKEN)
+    assert TOKEN not in str(caught.value)
