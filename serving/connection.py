@@ -99,7 +99,7 @@ class Connection:
         last = time.monotonic() + REQUEST_TIMEOUT
         self._limit(LINGER)
         while self.sock.recv(RECEIVE) and self.since < last:
-            gevent.sleep(0)  # it may never pause
+            poll()  # others go first: it may never pause
             self._limit(LINGER)
 
     def _read(self) -> Request | None:
