@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 import gevent
-from gevent.event import Event
 from gevent.hub import Waiter
 
 from store.scheduler import Scheduler, Wait, Wake
@@ -39,14 +38,11 @@ class GeventScheduler(Scheduler):
         return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        asked = Event()
+        loop = gevent.get_hub().loop
+        timer = loop.timer(1e-9, priority=loop.MINPRI)  # after all sockets
 
-        def gather() -> None:
-            while asked.wait():
-                while asked.is_set():  # until a poll in which nobody has asked
-                    asked.clear()
-                    poll()
-                function()
+        def ask() -> None:
+            timer.stop()  # until a poll in which nobody asks
+            timer.start(function)
 
-        gevent.spawn_raw(gather)
-        return partial(asked.set)
+        return ask
