@@ -32,7 +32,7 @@ from store.scheduler import THREADS, Scheduler, Wake
 
 # Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
-OUTAGE_WITHIN = 1.0  # seconds; after a batch has failed the reason is known
+OUTAGE_WITHIN = 1.0  # seconds; who waits hears within it that a batch has failed
 CLOSE_WITHIN = 5.0  # seconds; a write that hangs keeps its files until it ends
 BATCH_BYTES = 1024 * 1024  # a crowd of large plants must not make a small one slow
 
@@ -180,12 +180,12 @@ class _Committer:
             self._ring_soon()
             if self._store._closed:  # perhaps since then: no batch takes it
                 raise StoreClosed
-            if self._failure is not None and within == WAIT_WITHIN:
-                within = OUTAGE_WITHIN
-            if not wait(within):
+            while call.error is None and not wait(min(within, OUTAGE_WITHIN)):
+                within -= OUTAGE_WITHIN
                 state = 'did not answer in time' if self._backend else 'is being opened'
                 late = StoreUnavailable(f'the store {state}', store=self._store._shown)
-                call.error = self._failure or late
+                if within < WAIT_WITHIN:  # no bulk add
+                    call.error = self._failure or (late if within <= 0 else None)
             if call.error is not None:
                 # Its traceback would grow with each caller that raises it.
                 raise call.error.with_traceback(None)

@@ -193,6 +193,28 @@ def test_caller_leaves_in_time(monkeypatch, is_outage):
         assert store.batches[-2:] == [[1, 2], [4]]
 
 
+def test_callers_who_wait_hear_of_an_outage(monkeypatch):
+    """A second after a batch has failed at most, also while the next one hangs."""
+    monkeypatch.setattr(committer, 'WAIT_WITHIN', LONG)
+    monkeypatch.setitem(committer._Committer.submit.__kwdefaults__, 'within', LONG)
+    with Commits() as store:
+        first, second = Gate(), Gate()
+
+        def append():
+            if len(store.batches) > 1:
+                second()
+            first()
+            raise FULL
+
+        def refused(id):
+            assert_raise(StoreUnavailable, partial(store.put, id), match='full')
+
+        store.before['append'] = append
+        store.put_behind(first, *(partial(refused, id) for id in range(3)))
+        assert second.held
+        second.set()
+
+
 def test_pings_that_wait_share_one():
     """A ping has not begun before it was called; its failure reaches no add."""
     with Commits() as store:
