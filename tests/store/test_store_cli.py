@@ -1,6 +1,7 @@
 """The command line over plant files: list, check and repair; its output."""
 
 import errno
+import itertools
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from server import REPOSITORY, command, finished
 from waiting import PATIENCE
 
-from store import Plant
+from store import Plant, open_store
 from store.__main__ import main
 from store.jsonl import record
 
@@ -142,6 +143,22 @@ def test_reader_that_stops_is_no_error(path):
         errors = process.stderr.read()
         assert process.wait(PATIENCE) == 141
     assert (first, errors) == (b'{"id":0,"name":"Fern"}\n', b'')
+
+
+def test_reader_blocks_no_add(path, run, monkeypatch):
+    """Between any two lines that it reads, another process or thread may add."""
+    path.write_bytes(SOUND)
+    numbers = itertools.count(10)
+    with open_store(f'jsonl:{path}') as store:
+
+        def adding(lines):
+            for line in lines:
+                assert store.add(Plant(next(numbers), 'Fern'))
+                yield line
+
+        monkeypatch.setattr('store.__main__._progress', lambda: adding)
+        assert run('check', path)[0] == 0
+        assert run('copy', path, f'{path}2')[0] == 0
 
 
 def test_closed_streams(path):
