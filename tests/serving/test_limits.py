@@ -270,6 +270,20 @@ def test_stalled_clients_make_room(tmp_path, subtests):
                 assert late.receive().status == 200
 
 
+def test_full_worker_leaves_a_connection_to_another(tmp_path):
+    """It waits at the socket until the other worker accepts it."""
+    conf = [*time_limits(LINGER=3600), 'worker_connections = 4']
+    with Server(tmp_path, workers=2, conf=conf) as server, ExitStack() as opened:
+        with paused(min(server.worker_pids())):
+            for _ in range(4):
+                client = opened.enter_context(server.connect())
+                assert client.ask(PROBE).status == 200
+            late = opened.enter_context(server.connect())
+            late.send(PROBE)
+            assert not late.is_readable(0.5)
+        assert late.receive().status == 200
+
+
 # ---- memory
 
 LONG_HEAD = request(**{f'x-{n}': 'a' * 4_000 for n in range(7)}, content_length='60000')
