@@ -120,7 +120,7 @@ def test_reload_reads_a_replaced_plant_file(tmp_path):
     with Server(tmp_path, workers=2) as server:
         assert server.ask(request(body=fern())).status == 200
         new.rename(tmp_path / 'plants.jsonl')
-        wait_until(lambda: server.ask(request(body=fern())).status == 503, 'refused')
+        assert_error(server.ask(request(body=fern())), 50300)
         server.reload()
         assert_error(server.ask(request(body=fern(id=-7))), 40006)
 
@@ -189,16 +189,28 @@ def test_read_before_a_fork_stops_no_fork(tmp_path):
         assert server.ask(request(body=fern())).status == 200
 
 
-def test_reload_in_an_upgrade_is_refused(tmp_path):
-    """The pid file belongs to the old server (SIGUSR2) until that has ended."""
+def test_reload_in_an_upgrade(tmp_path):
+    """The new server refuses it while the old one has the pid file, and goes on."""
     with Server(tmp_path, '-p', 'pid') as server:
-        server.signal(signal.SIGUSR2)
-        wait_until(lambda: server.log.count('Booting worker') == 2, 'both serve')
-        os.kill(int((tmp_path / 'pid.2').read_text()), signal.SIGHUP)
-        wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
-        assert server.ask(request(body=fern())).status == 200
+
+        def has_started(workers):
+            wait_until(lambda: server.log.count('Booting worker') == workers)
+
+        with Load(server) as load:
+            server.signal(signal.SIGUSR2)
+            has_started(2)
+            new = int((tmp_path / 'pid.2').read_text())
+            os.kill(new, signal.SIGHUP)
+            wait_until(lambda: 'Not reloaded' in server.log, 'it is refused')
+            server.signal(signal.SIGHUP)
+            has_started(3)
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+            wait_until(lambda: not (tmp_path / 'pid.2').exists(), 'it has the pid file')
+            os.kill(new, signal.SIGHUP)
+            has_started(4)
+            load.wait_for_all()
+        assert not load.failed
 
 
 @pytest.mark.parametrize('is_ignored', [False, True])
