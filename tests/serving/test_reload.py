@@ -223,6 +223,7 @@ def test_closed_terminal_ends_the_service(tmp_path, is_ignored):
     if pid == 0:  # pragma: no cover
         os.chdir(tmp_path)
         os.environ['PLANTS_TOKENS'] = 'a' * 32
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
         os.execvp(command[0], command)
     log = tmp_path / 'log'
 
