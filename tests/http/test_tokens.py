@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from exchange import assert_error, table
@@ -153,6 +155,24 @@ def test_metrics_token_is_none_for_plants(path, always_checked, caplog):
     assert value_of(client, f'Bearer {TOKEN}') == 0
     assert [line.levelname for line in caplog.records if 'shop' in line.message]
     assert_shows_no_token(str(raised.value) + caplog.text)
+
+
+def test_tokens_file_is_looked_at_once_a_second(path, monkeypatch):
+    """A change is taken up then, also one that came while the file was read."""
+    clock, read = SimpleNamespace(now=0), Path.read_bytes
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr('web.tokens.time', clock)
+
+    def read_before_a_change(path):
+        text = read(path)
+        path.write_text('a' * (clock.now + 1))
+        return text
+
+    monkeypatch.setattr(Path, 'read_bytes', read_before_a_change)
+    tokens = TokensFile(path)
+    for clock.now in 1, 2:
+        assert tokens.find('a' * clock.now)
+        assert tokens.find('a' * clock.now + 'a') is None
 
 
 def replaced(text):
