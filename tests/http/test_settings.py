@@ -34,6 +34,7 @@ def test_each_variable_sets_a_field():
     assert (len(settings.tokens), names) == (2, ['token-1', 'token-2'])
     expected = Settings('memory:', settings.tokens, 1000, 'for-metrics', ORIGINS)
     assert settings == expected
+    assert not re.search('memory:|for-metrics', repr(settings))
 
 
 def test_file_with_white_space_in_its_name_must_move_first(tmp_path, monkeypatch):
