@@ -159,7 +159,7 @@ def test_old_worker_ends_soon(tmp_path):
         old = server.worker_pids()
         server.signal(signal.SIGHUP)
         assert silent.receive() is None
-        assert not unfinished.is_readable()
+        assert not unfinished.is_readable(0.5)
         wait_until(lambda: not old & server.worker_pids(), 'it ends')
 
 
