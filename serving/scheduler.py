@@ -1,9 +1,6 @@
-"""How greenlets wait: for a store, and for each other.
+"""How greenlets wait; calls that block (a sync, a lock) run in other threads."""
 
-One thread serves all connections of a worker, each in a greenlet. Calls that block (a
-sync, a database, a lock) run in other threads: nothing is monkey-patched.
-"""
-
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -28,21 +25,24 @@ class GeventScheduler(Scheduler):
         loop = waiter.hub.loop
 
         def wait(seconds: float) -> bool:
-            timer = loop.timer(seconds)
-            timer.start(waiter.switch, False)
-            try:
+            with loop.timer(seconds) as timer:
+                timer.start(waiter.switch, False)
                 return bool(waiter.get())
-            finally:
-                timer.close()
 
         return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
 
     def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
         loop = gevent.get_hub().loop
         timer = loop.timer(1e-9, priority=loop.MINPRI)  # after all sockets
+        until = 0.0
 
         def ask() -> None:
-            timer.stop()  # until a poll in which nobody asks
-            timer.start(function)
+            nonlocal until
+            now = time.monotonic()
+            if not (timer.active or timer.pending):
+                until = now + 0.01  # seconds: strangers may make each poll long
+            if now < until:
+                timer.stop()  # until a poll in which nobody asks
+                timer.start(function)
 
         return ask

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from ssl import SSLEOFError
 
+import gevent
 import pytest
 from exchange import (
     LARGE_FILE,
@@ -23,8 +24,11 @@ from exchange import (
     fern,
     receive_last,
 )
+from gevent.event import Event
 from machine import count_sockets, locked, only_worker, paused
 from server import PATIENCE, Server, request, time_limits, wait_until
+
+from serving.scheduler import GeventScheduler
 
 PROBE = request('GET', '/livez')
 LARGE = request('GET', LARGE_FILE)
@@ -189,6 +193,19 @@ def test_bodies_are_read_in_turns(measured):
                 client.send(data)
         assert all(client.receive().status == 200 for client in clients[10:])
         assert not any(client.is_readable() for client in clients[:10])
+
+
+def test_callers_that_never_pause_delay_no_batch():
+    """A batch is rung in time, also if there is a caller in each poll."""
+    rung, loop = Event(), gevent.get_hub().loop
+    ask = GeventScheduler().gathered(rung.set)
+    left, right = socket.socketpair()
+    with left, right, loop.io(right.fileno(), 1) as asking:
+        left.send(b' ')  # never received: each poll finds it
+        asking.start(ask)
+        for _ in range(3):
+            assert rung.wait(PATIENCE)
+            rung.clear()
 
 
 # ---- places and files
