@@ -89,7 +89,7 @@ def test_printing_the_configuration_opens_no_store(tmp_path):
 
 def test_memory_store_keeps_one_worker(tmp_path):
     """However many cores there are, and also after SIGTTIN."""
-    with Server(tmp_path, workers=None, PLANTS_STORE='memory:') as server:
+    with Server(tmp_path, workers=None, PLANTS_STORE='memory:\r') as server:
         [worker] = server.worker_pids()
         server.signal(signal.SIGTTIN)
         wait_until(lambda: 'needs one worker' in server.log, 'it is refused')
