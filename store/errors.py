@@ -35,7 +35,6 @@ class StoreCorrupt(StoreError):
             f'nothing was changed; to move damaged lines to a side file: '
             f'python -m store check --repair {shlex.quote(f"jsonl:{path}")}'
         )
-        self.path = path
         self.line = line  # the first damaged one, counted from 1
         self.offset = offset  # where it begins, in bytes from the start of the file
 

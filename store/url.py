@@ -17,6 +17,7 @@ OURS = [
     EntryPoint('postgresql', 'store.postgresql:PostgreSQLStore', GROUP),
     EntryPoint('postgres', 'store.postgresql:PostgreSQLStore', GROUP),
 ]
+NEEDS_PSYCOPG = 'it needs the package psycopg[binary]'  # the only optional one
 
 
 def open_store(
@@ -47,13 +48,14 @@ def open_store(
         )
     argument = _clean(path) if scheme == 'jsonl' else url
     try:
-        store: PlantStore = found[0].load()(
-            argument, create=create, scheduler=scheduler
-        )
+        make = found[0].load()
+        store: PlantStore = make(argument, create=create, scheduler=scheduler)
     except StoreError:
         raise
     except Exception as ex:  # NOTE: "from None": it may hold a password
-        raise ValueError(f'{scheme}: {clean(str(ex), url)}') from None
+        is_missing = isinstance(ex, ImportError) and found[0] in OURS  # or its libpq
+        reason = NEEDS_PSYCOPG if is_missing else clean(str(ex), url)
+        raise ValueError(f'{scheme}: {reason}') from None
     return store
 
 

@@ -86,7 +86,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_METRICS_TOKEN':
             Tokens(text)
             if find_spec('prometheus_client') is None:
-                raise ValueError('it needs the package prometheus_client')
+                raise ValueError('it needs the package prometheus-client')
             return {'metrics_token': text}
         case 'PLANTS_CORS_ORIGINS':
             origins = tuple(map(str.strip, text.split(',')))

@@ -98,7 +98,7 @@ def test_tokens_come_from_one_place_and_metrics_need_a_package(tmp_path, monkeyp
     (tmp_path / 'tokens').write_text(TOKEN)
     environ = {'PLANTS_TOKENS': TOKEN, 'PLANTS_TOKENS_FILE': str(tmp_path / 'tokens')}
     for bad in (environ, {'PLANTS_METRICS_TOKEN': 'x'}):
-        with pytest.raises(ValueError, match=r'PLANTS_TOKENS_FILE|prometheus_client'):
+        with pytest.raises(ValueError, match=r'PLANTS_TOKENS_FILE|prometheus-client'):
             Settings.from_environ(bad)
 
 

@@ -1,5 +1,6 @@
 """Stores that installed packages offer through an entry point; broken packages."""
 
+import re
 import shutil
 import sys
 import tomllib
@@ -84,10 +85,12 @@ def test_scheme_that_no_or_two_packages_offer_is_refused(site):
             assert offer in str(caught.value)
 
 
-def test_missing_psycopg_is_named(monkeypatch):
-    """Without psycopg a PostgreSQL URL is refused; the message names the package."""
-    for name in [it for it in sys.modules if it.startswith('store.postgresql')]:
+@pytest.mark.parametrize('error', ['No module named "psycopg"', 'no pq wrapper'])
+def test_missing_psycopg_is_named(site, monkeypatch, error):
+    """Without psycopg, or its [binary], the package is named as pip takes it."""
+    names = re.findall(r'\b(?:store\.postgresql|psycopg)\b\S*\b', ' '.join(sys.modules))
+    for name in names:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, 'psycopg', None)
-    with pytest.raises(ValueError, match='psycopg'):
-        open_store('postgresql://me:secret@host/plants')
+    install(site, 'psycopg', {}, f'raise ImportError({error!r})')
+    with pytest.raises(ValueError, match=r'psycopg\[binary\]'):
+        open_store('postgresql://psycopg:secret@binary/plants')
