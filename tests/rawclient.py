@@ -82,6 +82,7 @@ class RawClient:
             headers = self._headers()
             has_body = not head and status not in (100, 204)
             length = int(headers['content-length']) if has_body else 0
+            assert status != 204 or 'content-length' not in headers
             body = self._stream.read(length)
         except ConnectionResetError:
             return None

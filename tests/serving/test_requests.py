@@ -188,6 +188,8 @@ def test_largest_body_is_stored_once_however_it_is_framed(service, connection):
     assert service.plants().count(plant) == 1
     head = ask_in_step(connection, request('HEAD', '/docs'), head=True)
     assert (head.status, int(head.headers['content-length']) > 0) == (200, True)
+    preflight = request('OPTIONS', origin=ORIGIN, access_control_request_method='PUT')
+    assert ask_in_step(connection, preflight).status == 204
 
 
 def test_connection_is_kept_as_the_client_asks(service):
