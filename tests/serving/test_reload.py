@@ -63,11 +63,8 @@ def refusal(server):
     """Reload, and return the line that says why that was refused."""
     before = len(server.log)
     server.signal(signal.SIGHUP)
-
-    def found():
-        return re.search('.*Not reloaded.*', server.log[before:])
-
-    line = wait_until(found, 'it is refused', 20)[0]
+    search = re.compile('.*Not reloaded.*').search
+    line = wait_until(lambda: search(server.log, before), 'it is refused', 20)[0]
     assert 'Traceback' not in server.log[before:]
     return line
 
@@ -211,6 +208,7 @@ def test_reload_in_an_upgrade(tmp_path):
             has_started(4)
             load.wait_for_all()
         assert not load.failed
+        assert len(server.plants()) == len(load.added)
 
 
 @pytest.mark.parametrize('is_ignored', [False, True])
