@@ -38,7 +38,7 @@ MEANINGS = {code: row for codes, *row in ROWS for code in codes.split(',')}
 
 # The words, without SQLSTATE, for a connection that cannot be made. The first counts.
 WORDS = {
-    'too many c|more connections|connection slots': '53300',
+    'too many c|more connections|connections exceeded|connection slots': '53300',
     'the database system is|shutting down': '57',
     'read-only|hot standby|recovery': '25006',
     'not (currently|exist)|authen|passw|pg_hba|permi|no such|support SSL|certif': '28',

@@ -16,6 +16,7 @@ from test_postgresql_faults import (  # noqa: F401
 from test_stores import TestPostgreSQLStore  # noqa: F401
 
 from store import Plant, open_store
+from store.postgresql.reasons import meaning
 
 # Of the database. The store would lose plants with them, or wait for long.
 WRONG = {
@@ -63,3 +64,15 @@ def test_few_sessions_are_enough(database):
         assert first.add(Plant(1, 'Fern')) is True
         assert list(first) == [Plant(1, 'Fern')]
         assert other.add(Plant(1, 'Fern')) is False
+
+
+FULL = [  # the words of any version, and those of 1.24 and newer
+    'no more connections allowed (max_client_conn)',
+    'client connections exceeded (max_db_client_connections)',
+]
+
+
+@pytest.mark.parametrize('words', FULL)
+def test_pooler_without_room_is_named(words):
+    """A pooler that allows no more clients has the reason of such a database."""
+    assert meaning(psycopg.OperationalError(f'FATAL: {words}')) == '53300'
