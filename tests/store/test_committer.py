@@ -271,6 +271,18 @@ def test_thread_that_cannot_be_started(monkeypatch):
     assert store.batches == [[1]]
 
 
+def test_add_at_the_moment_of_a_close(monkeypatch):
+    """It is refused, also if the thread has ended before the plant is in the queue."""
+    store = Commits()
+
+    def close_first(run, arguments):
+        store.close()
+        run()
+
+    monkeypatch.setattr(committer._thread, 'start_new_thread', close_first)
+    assert_raise(StoreClosed, partial(store.put, 0))
+
+
 def test_error_between_two_batches_ends_no_thread():
     """Want of memory reaches the callers of one batch; the next one is committed."""
     with Commits(gather=None) as store:
