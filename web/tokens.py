@@ -35,7 +35,7 @@ class Tokens:
         if not names:
             raise ValueError('there is no token')
         if self._refused in names:
-            raise ValueError(f'{names[self._refused]}: it is the token for metrics')
+            raise ValueError(f'{names[self._refused]}: it is PLANTS_METRICS_TOKEN')
         self._names = names
 
     def refuse(self, token: str) -> None:
