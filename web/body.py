@@ -69,12 +69,15 @@ class PlantReader:
                 files['NewPlant.json'], registry=registry, offline=True, mask=_MASK
             )
         except (KeyError, ValueError, jsonschema_rs.ReferencingError) as ex:
-            reason = getattr(ex, 'message', ex)
+            wrong = repr(getattr(ex, 'instance', ''))
+            reason = getattr(ex, 'message', str(ex)).replace(_MASK, wrong)
             raise ValueError(f'{DIRECTORY}/NewPlant.json: {reason}') from ex
 
     def read(self, req: falcon.Request) -> Plant:
         """Return the plant of a request, or raise ``Fault``."""
         value = self._parse(_read_body(req, self._limit))
+        if not isinstance(value, dict):  # an edited schema may take anything
+            raise Fault(ErrorValue.NOT_A_NEW_PLANT, 'body: it is not an object')
         return Plant._make(map(value.get, Plant._fields))
 
     def _parse(self, text: bytes) -> Any:
@@ -111,11 +114,8 @@ def _read_body(req: falcon.Request, limit: int) -> bytes:
     content_type, parameters = falcon.parse_header(req.content_type or '')
     charset = parameters.get('charset', 'utf-8').lower()
     coding = req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower()
-    if (
-        content_type.lower() != falcon.MEDIA_JSON
-        or charset not in ('utf-8', 'utf8')
-        or coding != 'identity'
-    ):
+    is_json = (content_type.lower(), coding) == (falcon.MEDIA_JSON, 'identity')
+    if not is_json or charset not in ('utf-8', 'utf8'):
         needed = 'the body must be application/json in UTF-8, without Content-Encoding'
         raise Fault(ErrorValue.WRONG_MEDIA_TYPE, needed)
     body = b'' if length > limit else _read_up_to(req, length or limit + 1)
