@@ -159,20 +159,19 @@ def test_metrics_token_is_none_for_plants(path, always_checked, caplog):
 
 def test_tokens_file_is_looked_at_once_a_second(path, monkeypatch):
     """A change is taken up then, also one that came while the file was read."""
-    clock, read = SimpleNamespace(now=0), Path.read_bytes
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr('web.tokens.time', clock)
+    now, read = 0, Path.read_bytes
+    monkeypatch.setattr('web.tokens.time', SimpleNamespace(monotonic=lambda: now))
 
     def read_before_a_change(path):
         text = read(path)
-        path.write_text('a' * (clock.now + 1))
+        path.write_text('a' * (now + 1))
         return text
 
     monkeypatch.setattr(Path, 'read_bytes', read_before_a_change)
     tokens = TokensFile(path)
-    for clock.now in 1, 2:
-        assert tokens.find('a' * clock.now)
-        assert tokens.find('a' * clock.now + 'a') is None
+    for now in 1, 2:
+        assert tokens.find('a' * now)
+        assert tokens.find('a' * now + 'a') is None
 
 
 def replaced(text):

@@ -274,12 +274,8 @@ def test_thread_that_cannot_be_started(monkeypatch):
 def test_add_at_the_moment_of_a_close(monkeypatch):
     """It is refused, also if the thread has ended before the plant is in the queue."""
     store = Commits()
-
-    def close_first(run, arguments):
-        store.close()
-        run()
-
-    monkeypatch.setattr(committer._thread, 'start_new_thread', close_first)
+    patch = partial(monkeypatch.setattr, committer._thread, 'start_new_thread')
+    patch(lambda run, arguments: (store.close(), run()))
     assert_raise(StoreClosed, partial(store.put, 0))
 
 
