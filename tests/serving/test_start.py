@@ -44,6 +44,7 @@ REFUSED = {
     'ours': (WRONG, [*WRONG], 1),
     'of gunicorn': ({OPTIONS: '-w 0 --worker-tmp-dir no'}, ['workers', 'tmp_dir'], 1),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
+    '--env': ({OPTIONS: '--env PLANTS_LOG=x'}, ['PLANTS_LOG'], 1),
     '--reload': ({OPTIONS: '--reload'}, ['reload'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
