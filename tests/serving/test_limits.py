@@ -257,13 +257,6 @@ def test_connections_above_the_file_limit_wait(tmp_path):
         assert 'Traceback' not in server.log
 
 
-def test_limit_of_files_may_be_fixed(tmp_path):
-    """Under a filter of system calls that forbids to change it a worker serves."""
-    conf = ['import resource', 'def setrlimit(*_):', '    raise PermissionError']
-    with Server(tmp_path, conf=[*conf, 'resource.setrlimit = setrlimit']) as server:
-        assert server.ask(request(body=fern())).status == 200
-
-
 STALLED = [PROBE, b'', SLOW_HEAD, SLOW_BODY, LARGE * 4]
 
 

@@ -129,10 +129,12 @@ def test_log_configuration_keeps_its_rules(tmp_path):
         assert (tmp_path / 'errors').read_text() == ''
 
 
-def test_other_class_of_log_is_used(tmp_path):
-    """With gunicorn's own, and so with that for StatsD, the service serves."""
-    other = 'gunicorn.glogging.Logger'
-    with Server(tmp_path, '--logger-class', other) as server:
+def test_worker_serves_with_what_others_decide(tmp_path):
+    """With gunicorn's own log, and where a filter of calls keeps the limit of files."""
+    conf = ['import resource', 'def setrlimit(*_):', '    raise PermissionError']
+    how = {'conf': [*conf, 'resource.setrlimit = setrlimit']}
+    other = 'gunicorn.glogging.Logger'  # and so with that for StatsD
+    with Server(tmp_path, '--logger-class', other, **how) as server:
         assert server.ask(request(body=FERN)).status == 200
 
 
