@@ -11,13 +11,7 @@ import h11
 import httptools
 from exchange import chunked, raw_head
 from server import request
-from test_requests import (
-    BAD_LINES,
-    BAD_METHODS,
-    BAD_PROTOCOLS,
-    BAD_TARGETS,
-    TARGETS,
-)
+from test_requests import BAD_LINES, BAD_METHODS, BAD_PROTOCOLS, BAD_TARGETS, TARGETS
 
 from serving.request import read_head
 

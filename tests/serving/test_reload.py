@@ -9,14 +9,7 @@ import sys
 import pytest
 from exchange import Load, assert_error, fern
 from machine import edit, locked
-from server import (
-    GUNICORN,
-    Server,
-    is_alive,
-    request,
-    time_limits,
-    wait_until,
-)
+from server import GUNICORN, Server, is_alive, request, time_limits, wait_until
 
 PROBE = request('GET', '/livez')
 IN_PLACE = GUNICORN[:3]  # with the configuration of its directory

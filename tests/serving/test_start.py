@@ -11,14 +11,7 @@ from pwd import getpwnam
 
 import pytest
 from exchange import SECRET, fern, table
-from server import (
-    GUNICORN,
-    Server,
-    finished,
-    make_certificate,
-    request,
-    wait_until,
-)
+from server import GUNICORN, Server, finished, make_certificate, request, wait_until
 
 
 def test_made_token_works_and_stays(tmp_path):
