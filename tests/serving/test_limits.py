@@ -282,6 +282,16 @@ def test_stalled_clients_make_room(tmp_path, subtests):
                 assert late.receive().status == 200
 
 
+def test_full_worker_closes_what_is_idle_the_longest(tmp_path):
+    """The others stay; no time limit ends them meanwhile."""
+    conf = [*time_limits(LINGER=1), 'keepalive = 3600', 'worker_connections = 8']
+    with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
+        clients = [opened.enter_context(server.connect()) for _ in range(8)]
+        assert all(client.ask(PROBE) for client in clients)
+        assert clients[0].receive() is None
+        assert not any(client.is_readable() for client in clients[3:])
+
+
 def test_full_worker_leaves_a_connection_to_another(tmp_path):
     """It waits at the socket until the other worker accepts it."""
     conf = [*time_limits(LINGER=3600), 'worker_connections = 4']
