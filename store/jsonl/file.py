@@ -32,7 +32,8 @@ from store.base import Plant
 from store.committer import Entry
 from store.errors import IdTaken, StoreUnavailable
 from store.jsonl import disk, lock, recovery
-from store.jsonl.known import UNSYNCED, Known
+from store.jsonl.known import REPEATED, UNSYNCED, Known
+from store.jsonl.lines import corrupt
 
 log = logging.getLogger(__name__)
 
@@ -154,11 +155,10 @@ class PlantFile:
         try:
             disk.sync(self._fd)
         except OSError as ex:
-            is_unsupported = ex.errno in disk.NOT_SUPPORTED
             failed = StoreUnavailable(SYNC_FAILED, store=str(self._path))
-            self._failed_sync = (
-                disk.refusal(ex, self._path) if is_unsupported else failed
-            )
+            if ex.errno in disk.NOT_SUPPORTED:
+                failed = disk.refusal(ex, self._path)
+            self._failed_sync = failed
             log.critical(
                 '%s: a sync failed (%s): unsynced bytes may be lost, and no plant '
                 'is taken until the store is opened again (reload the server)',
@@ -199,11 +199,13 @@ class PlantFile:
         path, fd, at = self._path, self._fd, self.known.end
         line = recovery.judge(path, fd, at, size, is_opening=is_opening)
         if line.reason == recovery.NO_LINE_FEED:
+            found = line.plant and self.known.find(fd, line.plant.id)
+            if found and found[0] != line.plant:  # that is damage, and is not touched
+                raise corrupt(path, fd, line.offset, REPEATED % found[0].id)
             disk.write(fd, b'\n', size)
             return size + 1
-        span = line.offset, line.end
         if line.reason == recovery.LOST_BLOCK:
-            side = recovery.blank(path, fd, [span], 'torn', self._sync)
+            side = recovery.blank(path, fd, [line[:2]], 'torn', self._sync)
             done = f'blanked {line.end - line.offset}'
         else:
             side = recovery.cut(path, fd, line.offset, size)

@@ -171,6 +171,7 @@ PIECES = [
 @settings(max_examples=100)
 @given(end=st.lists(st.sampled_from(PIECES), max_size=7).map(b''.join))
 @example(end=lost_block())
+@example(end=lines(PLANTS[2]) + b'{"id":3,"name":"x"}')
 def test_no_record_and_no_byte_is_ever_lost(tmp_path_factory, running, end):
     """Whatever is at the end: a store refuses it untouched, or keeps all records."""
     path = tmp_path_factory.mktemp('end') / 'plants.jsonl'
