@@ -4,7 +4,7 @@ It is made from the file at each opening. It is plain memory, so a forked child 
 on with it, and shares its pages.
 
 The ids are spread over *partitions*, each with two parallel arrays: the sorted ids, and
-their offsets. That takes 22 to 24 bytes a plant, where a dictionary takes 110, and
+their offsets. That takes about 26 bytes a plant, where a dictionary takes 110, and
 nothing ever has to be copied as a whole: a new id moves some KiB in one partition.
 
 A new id may change any partition. So processes that share an index since a fork put
