@@ -213,6 +213,11 @@ def test_callers_who_wait_hear_of_an_outage(monkeypatch):
         store.put_behind(first, *(partial(refused, id) for id in range(3)))
         assert second.held
         second.set()
+        store.before.clear()
+        store.put(9)  # it is over
+        monkeypatch.setattr(committer, 'OUTAGE_WITHIN', 0.01)
+        store.before['append'] = partial(time.sleep, 0.1)
+        store.put(10)
 
 
 def test_pings_that_wait_share_one():
