@@ -19,7 +19,7 @@ from exchange import (
     fern,
     receive_last,
 )
-from machine import client_at, locked
+from machine import client_at, locked, only_worker
 from server import (
     PATIENCE,
     RawClient,
@@ -188,7 +188,8 @@ def test_quick_stop_closes_connections_before_the_store(tmp_path):
         assert idle.ask(PROBE).status == 200
         with locked(tmp_path / 'plants.jsonl'), server.connect() as waiting:
             waiting.send(request(body=fern()))
-            assert not waiting.is_readable(0.1)
+            threads = f'/proc/{only_worker(server)}/task'
+            wait_until(lambda: len(os.listdir(threads)) > 1, 'the committer waits')
             stop(server, signal.SIGQUIT)
             assert idle.ask(request(body=fern())) is None
             assert server.worker_pids()  # it waits for the store
