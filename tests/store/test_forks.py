@@ -19,7 +19,7 @@ from disk import (
 from machine import locked
 from waiting import in_child, in_threads
 
-from store import Plant, StoreUnavailable, open_store
+from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import lock as plant_lock
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -112,6 +112,16 @@ def test_what_another_worker_synced_is_known(path, store, monkeypatch, is_reload
     in_child(lambda: assert_raise(StoreUnavailable, add, match='cut short'))
     store.load()  # it accepts the loss
     in_child(lambda: assert_stored(store, PLANTS, free=[IVY.id]))
+
+
+def test_child_compares_many_new_lines_with_what_was_loaded(path):
+    """A line of another program with a taken id is found, also in a file that grew."""
+    with open_store(f'jsonl:{path}') as store:
+        store.load()
+        append(path, lines(IVY))
+        store.load(wait=False)  # as before a fork
+        append(path, lines(IVY._replace(name='Oak')) + b'\n' * 2**21)
+        in_child(lambda: assert_raise(StoreCorrupt, store.ping))
 
 
 def test_killed_parent_leaves_no_lock(path):
