@@ -4,7 +4,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from store.base import Plant
@@ -83,11 +83,8 @@ class JSONLinesStore(CommittedStore):
         """Read what was appended, if the lock is free."""
         if (known := self._known) is None:
             return
-        with recovery.opened(self.path) as fd:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
+        with recovery.opened(self.path) as fd, suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             size = known.check_whole(fd)
             fcntl.flock(fd, fcntl.LOCK_UN)
             self._known = None

@@ -105,7 +105,6 @@ class PlantFile:
         with disk.unavailable(self._path), self._locked():
             self._catch_up()
             end = self.known.end
-            # Buffered.
             stored: dict[int, Plant] = {}
             offsets: dict[int, int] = {}  # of new plants
             buffer = bytearray()

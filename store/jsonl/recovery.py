@@ -157,9 +157,13 @@ def blank(
 
 @contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a plant file for a command."""
+    """Open a plant file to read it; only a torn tail may be cut off meanwhile."""
     with unavailable(path), open(open_file(path, flags), 'rb') as file:
-        yield file.fileno()
+        fd, size = file.fileno(), os.fstat(file.fileno()).st_size
+        is_whole = os.pread(fd, 1, max(0, size - 1)) == b'\n'
+        yield fd
+        if is_whole and os.fstat(fd).st_size < size:
+            raise StoreUnavailable('the file was cut short', store=str(path))
 
 
 def whole_size(path: Path, fd: int) -> int:

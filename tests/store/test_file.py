@@ -130,13 +130,11 @@ def test_changed_file_is_refused_until_it_is_back(path, change):
         store.add_many(PLANTS)
         away = path.rename(path.with_name('away'))
         change(path, away)
-        before = [
-            (it, it.is_file() and it.read_bytes()) for it in path.parent.iterdir()
-        ]
+        before = {it: it.is_file() and it.read_bytes() for it in path.parent.iterdir()}
         for plant in FERN, OAK, FERN._replace(name='Reed'):
             add = partial(store.add, plant)
             assert_raise(StoreUnavailable, add, store.ping, match='the file ')
-        for it, content in before:
+        for it, content in before.items():
             assert (it.is_file() and it.read_bytes()) == content
         if path.is_dir():
             path.rmdir()
@@ -145,6 +143,14 @@ def test_changed_file_is_refused_until_it_is_back(path, change):
         else:
             path.write_bytes(lines(*PLANTS))
         assert_stored(store, PLANTS, free=[100])
+
+
+def test_reader_of_a_file_that_is_shortened_meanwhile(path):
+    """It ends with an error, never with fewer plants."""
+    fill(path, *(Plant(id, 'Fern' * 9) for id in range(60_000)))
+    next(plants := iter(JSONLinesStore(path)))
+    os.truncate(path, len(lines(FERN)))
+    assert_raise(StoreUnavailable, partial(list, plants), match='cut short')
 
 
 def test_lines_changed_in_place_give_no_id_twice(path):
