@@ -188,8 +188,8 @@ def test_quick_stop_closes_connections_before_the_store(tmp_path):
         assert idle.ask(PROBE).status == 200
         with locked(tmp_path / 'plants.jsonl'), server.connect() as waiting:
             waiting.send(request(body=fern()))
-            threads = f'/proc/{only_worker(server)}/task'
-            wait_until(lambda: len(os.listdir(threads)) > 1, 'the committer waits')
+            fds, file = f'/proc/{only_worker(server)}/fd', f'{tmp_path}/plants.jsonl'
+            wait_until(lambda: file in [*map(os.path.realpath, os.scandir(fds))])
             stop(server, signal.SIGQUIT)
             assert idle.ask(request(body=fern())) is None
             assert server.worker_pids()  # it waits for the store
