@@ -65,6 +65,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             for connection in self.connections:
                 with suppress(OSError):  # the client is gone; without a word of TLS
                     socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+            gevent.sleep(0)  # which closes the sockets that a greenlet still waits for
 
     def _prepare(self) -> None:
         """Set up the process, and what all connections share."""
