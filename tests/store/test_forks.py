@@ -120,7 +120,7 @@ def test_child_compares_many_new_lines_with_what_was_loaded(path):
         store.load()
         append(path, lines(IVY))
         store.load(wait=False)  # as before a fork
-        append(path, lines(IVY._replace(name='Oak')) + b'\n' * 2**21)
+        append(path, lines(IVY._replace(name='Oak')) + (b' ' * 2**20 + b'\n') * 2)
         in_child(lambda: assert_raise(StoreCorrupt, store.ping))
 
 
