@@ -184,8 +184,8 @@ class _Committer:
                 within -= OUTAGE_WITHIN
                 state = 'did not answer in time' if self._backend else 'is being opened'
                 late = StoreUnavailable(f'the store {state}', store=self._store._shown)
-                if within < WAIT_WITHIN:  # no bulk add
-                    call.error = self._failure or (late if within <= 0 else None)
+                if (self._failure and within < WAIT_WITHIN) or within <= 0:  # not bulk
+                    call.error = self._failure or late
             if call.error is not None:
                 # Its traceback would grow with each caller that raises it.
                 raise call.error.with_traceback(None)

@@ -11,6 +11,7 @@ from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, committer
 from store.committer import CommittedStore, Gather
+from store.scheduler import THREADS
 
 LONG = 10**6  # seconds
 NEVER = Gather(slow=LONG, share=LONG, most=LONG)
@@ -137,6 +138,16 @@ def test_entry_fails_alone():
         assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
 
 
+def test_error_that_comes_when_a_wait_has_just_ended():
+    """No caller overwrites it: the plant is not stored."""
+    with Commits() as store:
+        wait, wake = THREADS.waiter()
+        ended = (lambda _: not wait(PATIENCE)), wake  # the batch has ended, too
+        store._scheduler = SimpleNamespace(waiter=lambda: ended, gathered=lambda it: it)
+        store.before['append'] = failing(ZeroDivisionError())
+        assert_raise(ZeroDivisionError, partial(store.put, 0))
+
+
 def test_gather_waits_for_the_whole_crowd():
     """After a slow sync the next batch has who waited already and who was woken."""
     gate = Gate()
@@ -197,11 +208,10 @@ def test_callers_who_wait_hear_of_an_outage(monkeypatch):
             first()
             raise FULL
 
-        def refused(id):
-            assert_raise(StoreUnavailable, partial(store.put, id), match='full')
-
         store.before['append'] = append
-        store.put_behind(first, *(partial(refused, id) for id in range(3)))
+        refused = partial(assert_raise, StoreUnavailable, match='full')
+        puts = (partial(refused, partial(store.put, id)) for id in range(3))
+        store.put_behind(first, *puts)
         assert second.held
         second.set()
         store.before.clear()
