@@ -11,15 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from machine import copy_checkout
 from prometheus_client.parser import text_string_to_metric_families
-from server import (
-    PATIENCE,
-    REPOSITORY,
-    TOKEN,
-    Server,
-    request,
-    time_limits,
-    wait_until,
-)
+from server import PATIENCE, REPOSITORY, TOKEN, Server, request, time_limits, wait_until
 
 SECRET = 'a-token-that-nobody-knows'
 ORIGIN = 'https://page.example'

@@ -8,15 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from disk import (
-    append,
-    assert_raise,
-    assert_stored,
-    files,
-    fill,
-    lines,
-    open_paths,
-)
+from disk import append, assert_raise, assert_stored, files, fill, lines, open_paths
 from machine import locked
 from waiting import in_child, wait_until
 
