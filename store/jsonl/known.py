@@ -98,7 +98,7 @@ class Known:
         """
         start, tail, began = self.end, self._tail, time.monotonic()
         reported = began
-        is_load = start == first_offset(fd) and size - start > disk.CHUNK
+        is_load = size - start > disk.CHUNK and start == first_offset(fd)
         repeats: Repeats = []
         for at, chunk, _ in chunks(fd, start, size):
             ids, offsets, end = record.scan(chunk, at)
