@@ -81,9 +81,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         store, *_ = [open_store(url, create=False) for url in map(_url, urls)]
     except ValueError as ex:  # its message shows no password
         parser.error(str(ex))
-    if options.repair and not (
-        command == 'check' and isinstance(store, JSONLinesStore)
-    ):
+    can_repair = command == 'check' and isinstance(store, JSONLinesStore)
+    if options.repair and not can_repair:
         parser.error('--repair is for a check of a file of JSON lines')
     with store:
         if command == 'check':
