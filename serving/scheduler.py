@@ -1,7 +1,6 @@
 """How greenlets wait; calls that block (a sync, a lock) run in other threads."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 import gevent
@@ -29,9 +28,9 @@ class GeventScheduler(Scheduler):
                 timer.start(waiter.switch, False)
                 return bool(waiter.get())
 
-        return wait, partial(loop.run_callback_threadsafe, waiter.switch, True)
+        return wait, partial(waiter.switch, True)
 
-    def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
+    def connect(self, ring: Wake, wake: Wake) -> tuple[Wake, Wake]:
         loop = gevent.get_hub().loop
         timer = loop.timer(1e-9, priority=loop.MINPRI)  # after all sockets
         until = 0.0
@@ -43,6 +42,6 @@ class GeventScheduler(Scheduler):
                 until = now + 0.01  # seconds: strangers may make each poll long
             if now < until:
                 timer.stop()  # until a poll in which nobody asks
-                timer.start(function)
+                timer.start(ring)
 
-        return ask
+        return ask, partial(loop.run_callback_threadsafe, wake)

@@ -159,7 +159,10 @@ class _Committer:
         self._waiting: deque[_Call] = deque()
         self._bell = _thread.allocate_lock()  # released when calls wait
         self._bell.acquire()
-        self._ring_soon = store._scheduler.gathered(self._ring)
+        # One wake for all: then they come back together, and share the next batch.
+        self._ring_soon, self._wake = store._scheduler.connect(
+            self._ring, lambda calls: [call.wake() for call in calls]
+        )
         self._running = _thread.allocate_lock()  # held by the thread
         self._failure: StoreUnavailable | None = None  # until a batch succeeds
         self._crowd = 0  # how many callers the next batch waits for, and until when
@@ -211,22 +214,18 @@ class _Committer:
             return  # another caller was faster
         while batch := self._take_batch():
             try:
+                self._store._check_open()  # or refuse all who still wait
                 self._commit(batch)
             except BaseException as ex:  # for want of memory: nobody else would wake
                 self._fail(batch, ex)
-            for call in batch:
-                call.wake()
-        with suppress(IndexError):  # until none waits; each may leave at any moment
-            while call := self._waiting.popleft():
-                call.error = StoreClosed()
-                call.wake()
+            self._wake(batch)
         if self._backend is not None:
             with suppress(Exception):
                 self._backend.close()
         self._running.release()
 
     def _take_batch(self) -> list[_Call]:
-        """Return the calls that wait, when there are some; none after ``close``."""
+        """Return the calls that wait, when there are some; after ``close`` at once."""
         while len(self._waiting) < self._crowd:
             left = self._gather_until - perf_counter()
             if left <= 0 or not self._bell.acquire(timeout=left):
@@ -234,7 +233,7 @@ class _Committer:
         self._crowd = 0  # before the next line looks: from here on each call rings
         batch: list[_Call] = []
         size = 0
-        while not batch and not self._store._closed:
+        while not batch and (self._waiting or not self._store._closed):
             if not self._waiting:
                 self._bell.acquire()
             with suppress(IndexError):

@@ -8,7 +8,7 @@ import _thread
 from collections.abc import Callable
 
 Wait = Callable[[float], bool]
-Wake = Callable[[], object]
+Wake = Callable[..., object]
 
 
 class Scheduler:
@@ -17,20 +17,21 @@ class Scheduler:
     def waiter(self) -> tuple[Wait, Wake]:
         """Return two functions, ``wait`` and ``wake``.
 
-        ``wait`` takes some seconds at most, and returns whether ``wake`` was called.
-        Any thread may call ``wake``, once, even before or after the wait.
+        ``wait`` takes some seconds at most, and returns whether ``wake`` was called:
+        once, on the side of the callers, even before or after the wait.
         """
         # A bare lock parks a thread at the least cost: an Event costs four times that.
         lock = _thread.allocate_lock()
         lock.acquire()
         return lambda seconds: lock.acquire(timeout=seconds), lock.release
 
-    def gathered(self, function: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that calls ``function``, perhaps once for many calls.
+    def connect(self, ring: Wake, wake: Wake) -> tuple[Wake, Wake]:
+        """Return ``ring`` for callers, and ``wake`` for another thread.
 
-        All callers that are ready can then go first, and share a batch.
+        The first may ring once for many calls: all callers that are ready can then go
+        first, and share a batch. The second has ``wake`` called on their side.
         """
-        return function
+        return ring, wake
 
 
 THREADS = Scheduler()

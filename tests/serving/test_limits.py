@@ -200,7 +200,7 @@ def test_bodies_are_read_in_turns(measured):
 def test_callers_that_never_pause_delay_no_batch():
     """A batch is rung in time, also if there is a caller in each poll."""
     rung, loop = Event(), gevent.get_hub().loop
-    ask = GeventScheduler().gathered(rung.set)
+    ask, _ = GeventScheduler().connect(rung.set, print)
     left, right = socket.socketpair()
     with left, right, loop.io(right.fileno(), 1) as asking:
         left.send(b' ')  # never received: each poll finds it

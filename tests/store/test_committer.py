@@ -11,7 +11,7 @@ from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, committer
 from store.committer import CommittedStore, Gather
-from store.scheduler import THREADS
+from store.scheduler import THREADS, Scheduler
 
 LONG = 10**6  # seconds
 NEVER = Gather(slow=LONG, share=LONG, most=LONG)
@@ -143,7 +143,8 @@ def test_error_that_comes_when_a_wait_has_just_ended():
     with Commits() as store:
         wait, wake = THREADS.waiter()
         ended = (lambda _: not wait(PATIENCE)), wake  # the batch has ended, too
-        store._scheduler = SimpleNamespace(waiter=lambda: ended, gathered=lambda it: it)
+        store._scheduler = Scheduler()
+        store._scheduler.waiter = lambda: ended
         store.before['append'] = failing(ZeroDivisionError())
         assert_raise(ZeroDivisionError, partial(store.put, 0))
 
