@@ -11,7 +11,7 @@ it leaves, its call leaves the queue, unless a batch has it already.
 their next plants a moment later. A batch that began without them would make them wait
 for two syncs, and the crowd would stay split into groups that wait for each other. So
 after a slow sync the committer waits until as many callers wait as it has woken and as
-waited already, but at most for a share of that sync. Where syncs are quick (tens of
+waited already, but at most for as long as that sync. Where syncs are quick (tens of
 microseconds) it does not: there the thread switches are the cost.
 """
 
@@ -24,7 +24,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from store.base import Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreUnavailable
@@ -35,14 +35,6 @@ WAIT_WITHIN = 5.0
 OUTAGE_WITHIN = 1.0  # seconds; who waits hears within it that a batch has failed
 CLOSE_WITHIN = 5.0  # seconds; a write that hangs keeps its files until it ends
 BATCH_BYTES = 1024 * 1024  # a crowd of large plants must not make a small one slow
-
-
-class Gather(NamedTuple):
-    """When, and for how long, the committer waits for the crowd."""
-
-    slow: float  # seconds; only after a sync that took longer
-    share: float  # of the time of that sync
-    most: float = 0.02  # seconds; a disk that stalled once may take seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +69,11 @@ class CommittedStore(PlantStore):
     ``shown`` is the name of the store in errors.
     """
 
-    def __init__(
-        self, shown: str, gather: Gather, *, scheduler: Scheduler = THREADS
-    ) -> None:
+    gather_above = 0.001_5  # seconds; only after a sync that took longer
+    gather_within = 0.02  # seconds; a disk that stalled once may take seconds
+
+    def __init__(self, shown: str, *, scheduler: Scheduler = THREADS) -> None:
         self._shown = shown
-        self._gather = gather
         self._scheduler = scheduler
         self._closed = False
         self._committers: dict[int, _Committer] = {}  # by process id
@@ -258,9 +250,9 @@ class _Committer:
             except BaseException as ex:
                 self._fail(calls, ex)
         # Counted before anybody is woken: the first come back before the last is woken.
-        slow, share, most = self._store._gather
-        self._crowd = len(batch) + len(self._waiting) if took > slow else 0
-        self._gather_until = perf_counter() + min(share * took, most)
+        is_slow = took > self._store.gather_above
+        self._crowd = len(batch) + len(self._waiting) if is_slow else 0
+        self._gather_until = perf_counter() + min(took, self._store.gather_within)
 
     def _append(self, backend: Backend, calls: Sequence[_Call]) -> float:
         """Store the plants of some calls; return how long the sync took."""

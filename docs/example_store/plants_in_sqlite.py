@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from store import IdTaken, Plant, StoreUnavailable
-from store.committer import CommittedStore, Gather
+from store.committer import CommittedStore
 
 NAMES = ', '.join(Plant._fields)
 TABLE = f'CREATE TABLE IF NOT EXISTS plants ({NAMES}, PRIMARY KEY (id)) WITHOUT ROWID'
@@ -32,8 +32,7 @@ class SQLiteStore(CommittedStore):
         if self.path.is_dir():
             raise ValueError('the path is a directory, not a database file')
         self._database = Database(self.path, create)
-        gather = Gather(slow=0.000_5, share=1.0)
-        super().__init__(str(self.path), gather, scheduler=scheduler)
+        super().__init__(str(self.path), scheduler=scheduler)
 
     def __iter__(self):
         self._check_open()

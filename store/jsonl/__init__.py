@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from store.base import Plant
-from store.committer import CommittedStore, Gather
+from store.committer import CommittedStore
 from store.errors import StoreUnavailable
 from store.jsonl import disk, record, recovery
 from store.jsonl.file import PlantFile
@@ -30,8 +30,7 @@ class JSONLinesStore(CommittedStore):
         # Resolved, so that all processes lock one file, even if links lead to it.
         # NOTE: not Path.resolve(), which raises RuntimeError where links make a loop.
         self.path = Path(os.path.realpath(path))
-        gather = Gather(slow=0.000_5, share=1.0)
-        super().__init__(str(self.path), gather, scheduler=scheduler)
+        super().__init__(str(self.path), scheduler=scheduler)
         if create:
             with disk.unavailable(self.path):
                 disk.make_file(self.path)

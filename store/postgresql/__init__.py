@@ -18,7 +18,7 @@ from contextlib import closing
 from functools import partial
 
 from store.base import Plant
-from store.committer import CommittedStore, Entry, Gather
+from store.committer import CommittedStore, Entry
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
 from store.postgresql.database import Database, Target
@@ -28,7 +28,6 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-GATHER = Gather(slow=0.0015, share=0.5)  # seconds; 0.5 ms fires on quick commits
 ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
@@ -44,7 +43,7 @@ class PostgreSQLStore(CommittedStore):
         self, url: str, *, create: bool = True, scheduler: Scheduler = THREADS
     ) -> None:
         self._target = Target(url, create)
-        super().__init__(self._target.shown, GATHER, scheduler=scheduler)
+        super().__init__(self._target.shown, scheduler=scheduler)
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()

@@ -10,19 +10,18 @@ from disk import Gate, assert_raise
 from waiting import PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreClosed, StoreUnavailable, committer
-from store.committer import CommittedStore, Gather
-from store.scheduler import THREADS, Scheduler
+from store.committer import CommittedStore
 
 LONG = 10**6  # seconds
-NEVER = Gather(slow=LONG, share=LONG, most=LONG)
 FULL = StoreUnavailable('full')
 
 
 class Commits(CommittedStore):
     """A store whose calls take as long as a test wants, or fail."""
 
-    def __init__(self, gather=NEVER):
-        super().__init__('commits', gather)
+    def __init__(self, above=LONG, within=LONG):
+        super().__init__('commits')
+        self.gather_above, self.gather_within = above, within
         self.before = {}  # from the name of a call to what may block or raise
         self.errors = {}  # from an id to what is wrong with it
         self.batches = []  # the ids of each append
@@ -141,18 +140,25 @@ def test_entry_fails_alone():
 def test_error_that_comes_when_a_wait_has_just_ended():
     """No caller overwrites it: the plant is not stored."""
     with Commits() as store:
-        wait, wake = THREADS.waiter()
+        wait, wake = store._scheduler.waiter()
         ended = (lambda _: not wait(PATIENCE)), wake  # the batch has ended, too
-        store._scheduler = Scheduler()
-        store._scheduler.waiter = lambda: ended
+        store._scheduler = SimpleNamespace(waiter=lambda: ended, connect=lambda *it: it)
         store.before['append'] = failing(ZeroDivisionError())
         assert_raise(ZeroDivisionError, partial(store.put, 0))
 
 
-def test_gather_waits_for_the_whole_crowd():
+@pytest.fixture
+def slow(monkeypatch):
+    """Return a function that makes a sync seem to take a million seconds."""
+    clock, passed = committer.perf_counter, []
+    monkeypatch.setattr(committer, 'perf_counter', lambda: clock() + LONG * len(passed))
+    return lambda: passed.append(1)
+
+
+def test_gather_waits_for_the_whole_crowd(slow):
     """After a slow sync the next batch has who waited already and who was woken."""
     gate = Gate()
-    with Commits(Gather(0, LONG, LONG)) as store:
+    with Commits(0) as store:
 
         def again(id):
             for number in range(4):
@@ -161,21 +167,21 @@ def test_gather_waits_for_the_whole_crowd():
 
         def before_sync():
             gate()
+            slow()
             if len(store.batches) == 4:
-                store._gather = NEVER
+                store.gather_above = 2 * LONG
 
         store.before['sync'] = before_sync
         store.put_behind(gate, *(partial(again, id) for id in range(3)))
         assert [*map(len, store.batches)][:4] == [1, 3, 3, 3]
 
 
-# After a quick sync none, a share of the sync, a limit.
-@pytest.mark.parametrize('gather', [NEVER, Gather(0, 0, LONG), Gather(0, LONG, 0.01)])
-def test_gather_ends_without_the_crowd(gather):
+@pytest.mark.parametrize('limits', [(LONG, LONG), (0, LONG), (0, 0.01)])
+def test_gather_ends_without_the_crowd(limits, slow):
     """If the crowd does not come back, one caller waits only for so long."""
-    with Commits(gather) as store:
+    with Commits(*limits) as store:
         gate = Gate()
-        store.before['sync'] = gate
+        store.before['sync'] = lambda: (gate(), limits[1] < 1 and slow())
         store.put_behind(gate, *(partial(store.put, id) for id in range(9)))
         assert store.put(9) is True
 
@@ -225,8 +231,7 @@ def test_callers_who_wait_hear_of_an_outage(monkeypatch):
 def test_pings_that_wait_share_one():
     """A ping has not begun before it was called; its failure reaches no add."""
     with Commits() as store:
-        gate = Gate()
-        store.before['append'] = gate
+        store.before['append'] = gate = Gate()
         store.before['ping'] = failing(FULL)
         refused = partial(assert_raise, StoreUnavailable, store.ping, match='full')
         jobs = partial(store.put, 0), refused, partial(store.put, 1), refused
@@ -288,7 +293,7 @@ def test_add_at_the_moment_of_a_close(monkeypatch):
 
 def test_error_between_two_batches_ends_no_thread():
     """Want of memory reaches the callers of one batch; the next one is committed."""
-    with Commits(gather=None) as store:
+    with Commits(above=None) as store:
         assert_raise(TypeError, partial(store.put, 0, 1))
-        store._gather = NEVER
+        store.gather_above = LONG
         assert store.put(2) is True
