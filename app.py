@@ -67,7 +67,7 @@ def create_app(
     metrics_token: str | None = None,
     cors_origins: Iterable[str] = (),
 ) -> PlantsApp:
-    """Build the WSGI application; a ``ValueError`` says which argument is wrong.
+    """Build the WSGI application; an error says which argument is wrong.
 
     Args:
         store: Where the plants go; the caller closes it.

@@ -1,4 +1,4 @@
-"""How greenlets wait; calls that block (a sync, a lock) run in other threads."""
+"""How greenlets wait for a store, and for each other."""
 
 import time
 from functools import partial
@@ -39,7 +39,7 @@ class GeventScheduler(Scheduler):
             nonlocal until
             now = time.monotonic()
             if not (timer.active or timer.pending):
-                until = now + 0.01  # seconds: strangers may make each poll long
+                until = now + 0.01  # seconds: clients can make each poll long
             if now < until:
                 timer.stop()  # until a poll in which nobody asks
                 timer.start(ring)

@@ -87,15 +87,15 @@ class PlantStore(abc.ABC):
        ``add`` would raise.
     7. After ``close`` every use of the plants raises ``StoreClosed``; ``close`` may
        be called again.
-    8. A store is opened by the process that first uses it. So a store that was made
-       before a fork works after it.
+    8. Each process opens a store at its first use. So a store that was made before a
+       fork works after it.
     9. ``add`` and ``add_many`` raise ``ValueError`` if ``check_plant`` does, before
        anything is stored.
     10. A caller may be interrupted at any moment, by Ctrl-C or a killed greenlet. Its
        plant is then stored or not, never half of it, and others go on.
     """
 
-    # Called after each sync of a batch, with the number of plants and the time of the
+    # Called after each sync of a batch, with the number of its adds and the time of the
     # sync in seconds; it must not raise. A store without batches ignores it.
     on_sync: Callable[[int, float], None] | None = None
 

@@ -1,18 +1,18 @@
 """Group commit: plants that wait together are stored and made durable together.
 
 A caller puts a call into a queue and waits. The *committer*, one thread of the store in
-each process, takes all calls that wait as one *batch*, appends their plants, makes them
+each process, takes the calls that wait as one *batch*, appends their plants, makes them
 durable with one sync, and wakes the callers; then it takes the next. All that is
 critical happens in this thread: it also opens the store, answers pings, and closes.
-A caller does none of it, since it may be interrupted between any two instructions. If
-it leaves, its call leaves the queue, unless a batch has it already.
+A caller does none of it, since it may be interrupted between any two instructions. (In
+a load nobody waits.) If it leaves, its call leaves the queue, unless a batch has it.
 
 **Where syncs are slow the committer gathers.** The callers that it wakes come back with
 their next plants a moment later. A batch that began without them would make them wait
 for two syncs, and the crowd would stay split into groups that wait for each other. So
 after a slow sync the committer waits until as many callers wait as it has woken and as
-waited already, but at most for as long as that sync. Where syncs are quick (tens of
-microseconds) it does not: there the thread switches are the cost.
+waited already, but at most for as long as that sync, or 20 ms. Where syncs are quick
+(below 1.5 ms) it does not: there the thread switches are the cost.
 """
 
 import _thread
@@ -32,16 +32,16 @@ from store.scheduler import THREADS, Scheduler, Wake
 
 # Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
-OUTAGE_WITHIN = 1.0  # seconds; who waits hears within it that a batch has failed
-CLOSE_WITHIN = 5.0  # seconds; a write that hangs keeps its files until it ends
+OUTAGE_WITHIN = 1.0  # who waits hears within it that a batch has failed
+CLOSE_WITHIN = 5.0  # a write that hangs keeps its files open until it ends
 BATCH_BYTES = 1024 * 1024  # a crowd of large plants must not make a small one slow
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A plant on its way to the disk."""
+    """A plant on its way into the store."""
 
-    item: Any
+    item: Any  # made by ``CommittedStore._record``
     size: int  # in bytes
     # Set by ``Backend.append``, or by the function that it returns.
     new: bool = False
@@ -156,7 +156,7 @@ class _Committer:
             self._ring, lambda calls: [call.wake() for call in calls]
         )
         self._running = _thread.allocate_lock()  # held by the thread
-        self._failure: StoreUnavailable | None = None  # until a batch succeeds
+        self._failure: StoreUnavailable | None = None  # until a call succeeds
         self._crowd = 0  # how many callers the next batch waits for, and until when
         self._gather_until = 0.0
 
@@ -208,7 +208,7 @@ class _Committer:
             try:
                 self._store._check_open()  # or refuse all who still wait
                 self._commit(batch)
-            except BaseException as ex:  # for want of memory: nobody else would wake
+            except BaseException as ex:  # or for want of memory: nobody else would wake
                 self._fail(batch, ex)
             self._wake(batch)
         if self._backend is not None:
@@ -217,12 +217,12 @@ class _Committer:
         self._running.release()
 
     def _take_batch(self) -> list[_Call]:
-        """Return the calls that wait, when there are some; after ``close`` at once."""
+        """Return calls that wait, when there are some; none only after ``close``."""
         while len(self._waiting) < self._crowd:
             left = self._gather_until - perf_counter()
             if left <= 0 or not self._bell.acquire(timeout=left):
                 break
-        self._crowd = 0  # before the next line looks: from here on each call rings
+        self._crowd = 0  # before a look at the queue: from here on each call rings
         batch: list[_Call] = []
         size = 0
         while not batch and (self._waiting or not self._store._closed):

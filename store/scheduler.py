@@ -17,8 +17,8 @@ class Scheduler:
     def waiter(self) -> tuple[Wait, Wake]:
         """Return two functions, ``wait`` and ``wake``.
 
-        ``wait`` takes some seconds at most, and returns whether ``wake`` was called:
-        once, on the side of the callers, even before or after the wait.
+        ``wait`` returns whether ``wake`` was called within some seconds. It is called
+        once, by what ``connect`` returns, even before or after the wait.
         """
         # A bare lock parks a thread at the least cost: an Event costs four times that.
         lock = _thread.allocate_lock()
@@ -26,10 +26,10 @@ class Scheduler:
         return lambda seconds: lock.acquire(timeout=seconds), lock.release
 
     def connect(self, ring: Wake, wake: Wake) -> tuple[Wake, Wake]:
-        """Return ``ring`` for callers, and ``wake`` for another thread.
+        """Return ``ring`` for the callers, and ``wake`` for the committer.
 
-        The first may ring once for many calls: all callers that are ready can then go
-        first, and share a batch. The second has ``wake`` called on their side.
+        A scheduler may delay a ring, so that all callers that are ready go first, and
+        share a batch. And it may have ``wake`` called in the thread of the callers.
         """
         return ring, wake
 

@@ -83,7 +83,7 @@ class PlantFile:
             disk.sync_directory(self._path)  # perhaps new
 
     def ping(self) -> None:
-        """Do what an append does, but in a file that nobody sees."""
+        """Try an append beside the plant file; after a failed write, in it, too."""
         with disk.unavailable(self._path), self._locked():
             self._catch_up()
             offset = 0
