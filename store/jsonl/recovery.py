@@ -43,14 +43,12 @@ from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import lock, record
 from store.jsonl.disk import CHUNK, copy_aside, open_file, unavailable, write
+from store.jsonl.known import UNSYNCED
 from store.jsonl.lines import Line, corrupt, first_offset, read_lines
 
 log = logging.getLogger(__name__)
 
 BLOCK = 512  # bytes; the smallest piece that a disk loses
-LOST_WITHIN = (
-    1024 * 1024
-)  # bytes at the end of the file, where a lost block is believed
 BEGINNING = b'{"id":'  # of each line that we write
 CONTROL = re.compile(rb'[\x01-\x1f]')  # in no part of such a line
 NO_LINE_FEED, TORN_TAIL, LOST_BLOCK = 'no line feed', 'a torn tail', 'a lost block'
@@ -71,7 +69,7 @@ def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Lin
     are_whole = any(
         _is_whole(each) for each in lines if each.text.strip(b'\0' + record.WHITE_SPACE)
     )
-    if are_whole and is_opening and start >= end - LOST_WITHIN and _is_lost(line, end):
+    if are_whole and is_opening and start >= end - UNSYNCED and _is_lost(line, end):
         return line._replace(reason=LOST_BLOCK)
     if not are_whole and is_torn(line, end):
         return line._replace(reason=TORN_TAIL)

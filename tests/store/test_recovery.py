@@ -130,7 +130,7 @@ def lost_block(start=512, end=1024):
 
 def test_lost_block_before_records_is_blanked(path):
     """When a store opens: the records after it are kept, its line in a side file."""
-    batch = lost_block(512, 2048)
+    batch = lost_block(512, 2048) + lines(Plant(50, '榕' * 2**20))
     split = batch.splitlines(keepends=True)
     line = b''.join(each for each in split if b'\0' in each)
     sound = raw_plants(b''.join(each for each in split if b'\0' not in each))
@@ -147,7 +147,7 @@ NOT_LOST = {
     'a running server': (True, lost_block()),
     'within a block': (False, lost_block(512, 1000)),
     'from within a block': (False, lost_block(600, 1030)),
-    'far from the end': (False, lost_block() + lines(Plant(50, 'M' * 2**20))),
+    'far from the end': (False, lost_block() + 4 * lines(Plant(50, 'M' * 2**22))),
 }
 
 
