@@ -65,13 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser('python -m store', USAGE, DESCRIPTION)
+    parser.exit_on_error = False
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = partial(parser.add_argument, help=argparse.SUPPRESS)
     add('--version', action='version', version=f'plant store {__version__}')
     add('--repair', action='store_true')
     add('words', nargs='*')
     # No error repeats an argument: it may be a URL with a password.
-    options, unknown = parser.parse_known_intermixed_args(arguments)
+    try:
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+    except argparse.ArgumentError:
+        parser.error('an option takes no value')
     command, *urls = options.words or ['']
     urls = urls or [os.environ.get('PLANTS_STORE', DEFAULT_URL)]
     if unknown or {'list': 1, 'check': 1, 'copy': 2}.get(command) != len(urls):

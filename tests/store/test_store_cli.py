@@ -97,8 +97,8 @@ def test_repair_names_lines_and_side_file(path, run):
 
 
 USAGE = [
-    *('', 'count memory:', 'list --hush memory:', 'list x hush', 'copy x', 'list -'),
-    *('check hush:plants.csv', 'list jsonl:hush:/x', 'list 1:hush/x', 'list //hush/x'),
+    *('', 'count x', 'list --hush memory:', 'check --repair=hush', 'copy x', 'list -'),
+    *('check hush:x', 'list jsonl:hush:x', 'list 1:hush', 'list //hush', 'list x hush'),
     *('check --repair memory:', 'list --repair x', 'copy x password=hush', 'copy x -'),
     *('list memory:x', 'list jsonl://x', 'list \'jsonl:"x"\'', 'list postgresql:x'),
     *('list postgresql://me:pass#hush@host/x', 'list "jsonl: "', 'list mysql://hush'),
