@@ -17,7 +17,7 @@ def poll() -> None:
 
 
 class GeventScheduler(Scheduler):
-    """Callers of a store are greenlets; its threads are not."""
+    """Callers of a store are greenlets of one thread; its own threads are not."""
 
     def waiter(self) -> tuple[Wait, Wake]:
         waiter = Waiter()

@@ -139,6 +139,7 @@ class _Call:
 
     entries: Sequence[Entry]
     wake: Wake
+    is_done: bool = False  # set before the wake, which an interrupt may cost
     error: BaseException | None = None
 
 
@@ -175,12 +176,13 @@ class _Committer:
             self._ring_soon()
             if self._store._closed:  # perhaps since then: no batch takes it
                 raise StoreClosed
-            while call.error is None and not wait(min(within, OUTAGE_WITHIN)):
+            while not (wait(min(within, OUTAGE_WITHIN)) or call.is_done):
+                self._ring()  # what should have rung may have been interrupted
                 within -= OUTAGE_WITHIN
                 state = 'did not answer in time' if self._backend else 'is being opened'
                 late = StoreUnavailable(f'the store {state}', store=self._store._shown)
                 if (self._failure and within < WAIT_WITHIN) or within <= 0:  # not bulk
-                    call.error = self._failure or late
+                    raise (self._failure or late).with_traceback(None)
             if call.error is not None:
                 # Its traceback would grow with each caller that raises it.
                 raise call.error.with_traceback(None)
@@ -210,6 +212,8 @@ class _Committer:
                 self._commit(batch)
             except BaseException as ex:  # or for want of memory: nobody else would wake
                 self._fail(batch, ex)
+            for call in batch:
+                call.is_done = True
             self._wake(batch)
         if self._backend is not None:
             with suppress(Exception):

@@ -137,14 +137,14 @@ def test_entry_fails_alone():
         assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
 
 
-def test_error_that_comes_when_a_wait_has_just_ended():
-    """No caller overwrites it: the plant is not stored."""
+def test_ring_and_wake_that_interrupts_have_cost(monkeypatch):
+    """Others go on a second later, and hear how their batch has ended."""
+    monkeypatch.setattr(committer, 'OUTAGE_WITHIN', 0.01)
     with Commits() as store:
-        wait, wake = store._scheduler.waiter()
-        ended = (lambda _: not wait(PATIENCE)), wake  # the batch has ended, too
-        store._scheduler = SimpleNamespace(waiter=lambda: ended, connect=lambda *it: it)
+        monkeypatch.setattr(store._scheduler, 'connect', lambda *_: (list, list))
+        assert all(map(store.put, range(9)))
         store.before['append'] = failing(ZeroDivisionError())
-        assert_raise(ZeroDivisionError, partial(store.put, 0))
+        assert_raise(ZeroDivisionError, partial(store.put, 10, 11))
 
 
 @pytest.fixture
