@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, Protocol
 
 from store.base import Plant, PlantStore, batches, check_plant
@@ -156,7 +156,7 @@ class _Committer:
         self._ring_soon, self._wake = store._scheduler.connect(
             self._ring, lambda calls: [call.wake() for call in calls]
         )
-        self._running = _thread.allocate_lock()  # held by the thread
+        self._running = _thread.allocate_lock()  # held by the thread alone
         self._failure: StoreUnavailable | None = None  # until a call succeeds
         self._crowd = 0  # how many callers the next batch waits for, and until when
         self._gather_until = 0.0
@@ -194,8 +194,9 @@ class _Committer:
     def close(self) -> None:
         """End the thread of a closed store, and wait for that."""
         self._ring()
-        if self._running.acquire(timeout=CLOSE_WITHIN):
-            self._running.release()
+        until = perf_counter() + CLOSE_WITHIN
+        while self._running.locked() and perf_counter() < until:
+            sleep(0.001)  # a lock could not be given back by who is interrupted
 
     def _ring(self) -> None:
         if len(self._waiting) >= self._crowd or self._store._closed:

@@ -96,14 +96,15 @@ def at_once(kind, *jobs):
         assert getattr(worker, 'exitcode', 0) == 0, 'a child failed'
 
 
-def ends_before(point, function):
+def ends_before(point, function, current=threading.get_ident):
     """Call a function, interrupt it at a point; return whether it ended before."""
-    points = itertools.count()
+    caller, points = current(), itertools.count()
 
     def interrupt(frame, event, argument):
+        is_point = event in ('c_return', 'call') and current() == caller
         # An interrupt in the callback of a weak reference reaches nobody.
-        of_caller = frame.f_globals['__name__'] != '_weakrefset'
-        if of_caller and event in ('c_return', 'call') and next(points) == point:
+        is_point = is_point and frame.f_globals['__name__'] != '_weakrefset'
+        if is_point and next(points) == point:
             raise Interrupted
 
     sys.setprofile(interrupt)

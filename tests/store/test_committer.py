@@ -1,5 +1,6 @@
 """The committer: plants that wait together share one append and one sync."""
 
+import sys
 import threading
 import time
 from functools import partial
@@ -289,6 +290,16 @@ def test_add_at_the_moment_of_a_close(monkeypatch):
     patch = partial(monkeypatch.setattr, committer._thread, 'start_new_thread')
     patch(lambda run, arguments: (store.close(), run()))
     assert_raise(StoreClosed, partial(store.put, 0))
+
+
+def test_close_keeps_no_thread_from_beginning():
+    """It holds no lock that a thread needs which has just been started."""
+    store, held = Commits(), []
+    running = store._committer()._running
+    sys.setprofile(lambda *_: held.append(running.locked()))
+    store.close()
+    sys.setprofile(None)
+    assert not any(held)
 
 
 def test_error_between_two_batches_ends_no_thread():

@@ -13,36 +13,14 @@ from functools import partial
 
 import gevent
 import pytest
-from contract import Interrupted
+from contract import ends_before
 from greenlet import getcurrent
 from waiting import wait_until
 
 from serving.scheduler import GeventScheduler
-from store import Plant, StoreClosed, committer, open_store
+from store import Plant, StoreClosed, open_store
 
 NO_POINT = 10**6  # more points than a call has
-
-
-def ends_before(point, function):
-    """Call a function and interrupt it at a point; return whether it ended before."""
-    # The points are the returns of C functions and the calls of Python functions.
-    caller, points = getcurrent(), itertools.count()
-
-    def interrupt(frame, event, argument):
-        of_caller = event in ('c_return', 'call') and getcurrent() is caller
-        # An interrupt in the callback of a weak reference reaches nobody.
-        of_caller = of_caller and frame.f_globals['__name__'] != '_weakrefset'
-        if of_caller and next(points) == point:
-            raise Interrupted
-
-    sys.setprofile(interrupt)
-    try:
-        function()
-    except Interrupted:
-        return False
-    finally:
-        sys.setprofile(None)
-    return True
 
 
 def in_use():
@@ -77,7 +55,7 @@ def sweep(open_one, use):
             if use != 'add':  # which opens it
                 store.ping()
             *plants, others = (Plant(next(ids), use) for _ in range(3))
-            ended = ends_before(point, partial(USES[use], store, plants))
+            ended = ends_before(point, partial(USES[use], store, plants), getcurrent)
             if ended and 'add' in use:
                 acknowledged.update(plants[: 1 + (use == 'add_many')])
             # Others go on, and so does this store. An add that hangs raises after 5 s.
@@ -101,9 +79,7 @@ def sweep(open_one, use):
 
 
 @pytest.mark.parametrize('use', USES)
-def test_caller_is_interrupted_at_every_point(use, path, monkeypatch):
+def test_caller_is_interrupted_at_every_point(use, path):
     """Wherever the caller of a method is interrupted, the store stays whole."""
-    # A close that is interrupted as it ends lets the next one wait.
-    monkeypatch.setattr(committer, 'CLOSE_WITHIN', 0.5)
     open_one = partial(open_store, f'jsonl:{path}', scheduler=GeventScheduler())
     gevent.spawn(sweep, open_one, use).get()
