@@ -10,13 +10,13 @@ import io
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stderr, suppress
 from functools import partial
+from shutil import rmtree
 from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
@@ -67,7 +67,7 @@ def _end() -> None:
 
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
-    settings, place = Settings.from_environ(environ), cfg.worker_tmp_dir
+    settings = Settings.from_environ(environ)
     in_memory = settings.store == 'memory:'
     was_in_memory = served.settings.store == 'memory:' if served else in_memory
     ports = [each[1] for each in cfg.address if isinstance(each, tuple)]
@@ -79,7 +79,6 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
         'PLANTS_STORE: memory: needs one worker': in_memory and cfg.workers > 1,
         'PLANTS_STORE: memory: needs a restart': in_memory != was_in_memory,
         'PLANTS_TOKENS: nobody would see a made token: set it': unseen,
-        f'worker_tmp_dir: {place} is not a directory': not os.path.isdir(place or '/'),
     }
     if any(wrong.values()):
         raise ValueError('\n'.join(filter(wrong.get, wrong)))
@@ -90,9 +89,11 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
         scheduler = GeventScheduler() if is_ours else THREADS
         store = open_store(settings.store, create=False, scheduler=scheduler)
     try:
+        # As before each fork, where a failure would end the server.
+        tempfile.TemporaryFile(dir=cfg.worker_tmp_dir).close()
         tls = _load(cfg, settings, store)
     except OSError as ex:
-        raise ValueError(f'user, group, certfile, keyfile: {ex}') from ex
+        raise ValueError(f'user/group, certfile, keyfile, worker_tmp_dir: {ex}') from ex
     tokens = settings.tokens or MADE_TOKEN
     app = create_app(store, tokens=tokens, **settings.app_options())
     vars(app).update(settings=settings, store=store, tls=tls)  # for hooks and workers
@@ -121,8 +122,7 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> Any:
             # Before their package is imported, which then chooses its mode.
             place = tempfile.mkdtemp(prefix='plants-', dir=cfg.worker_tmp_dir)
             os.environ[COUNTERS], pid = place, os.getpid()
-            remove: Callable[[], object] = partial(shutil.rmtree, place, True)
-            atexit.register(lambda: os.getpid() == pid and remove())  # not by a worker
+            atexit.register(lambda: rmtree(place, True) if os.getpid() == pid else None)
     path = getattr(store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:
         log.warning('%s: it is on %s, and may end with this container', path, kind)

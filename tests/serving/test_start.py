@@ -24,8 +24,7 @@ def test_made_token_works_and_stays(tmp_path):
             server.reload()
         assert server.log.count('curl ') == 1
         assert server.ask(request(body=fern())).status == 401
-    unseen = Server(tmp_path, '--check-config', '--daemon', PLANTS_TOKENS=None)
-    assert unseen.run() == 1
+    assert Server(tmp_path, '--check-config', '--daemon', PLANTS_TOKENS=None).run() == 1
 
 
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
@@ -35,7 +34,7 @@ WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRE
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, [*WRONG], 1),
-    'of gunicorn': ({OPTIONS: '-w 0 --worker-tmp-dir no'}, ['workers', 'tmp_dir'], 1),
+    'of gunicorn': ({OPTIONS: '-w 0 -b :65536'}, ['workers', 'bind'], 1),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
     '--env': ({OPTIONS: '--env PLANTS_LOG=x'}, ['PLANTS_LOG'], 1),
     '--reload': ({OPTIONS: '--reload'}, ['reload'], 1),
@@ -52,17 +51,17 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
     conf = ['import time', 'time.sleep = lambda seconds: None']  # between attempts
     how = {'conf': conf, 'PLANTS_STORE': 'memory:'}
     how |= {name: text.format(service.port) for name, text in variables.items()}
-    for arguments, expected in (['--check-config'], code), (['-p', 'pid'], 1):
-        server = Server(tmp_path, *arguments, **how)
+    checks = dict.fromkeys(['--check-config', '--print-config'], code)
+    for argument, expected in (checks | {'-ppid': 1}).items():
+        server = Server(tmp_path, argument, **how)
         assert server.run() == expected
         said = [word for word in words if word in server.log]
         assert said == words[: expected * len(words)]
-        for word in ('Traceback', SECRET):
-            assert word not in server.log
+        assert not re.search(f'Traceback|{SECRET}', server.log)
         # But for the bytecode of the configuration.
         left = {path.name for path in tmp_path.iterdir()} - {'__pycache__'}
         # gunicorn itself leaves its pid file where the address is taken.
-        kept = {'pid'} if words == ['in use'] and '-p' in arguments else set()
+        kept = {'pid'} if words == ['in use'] and argument == '-ppid' else set()
         assert left == {'server.log', 'damaged', 'more.conf.py'} | kept
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
@@ -71,14 +70,7 @@ def test_application_on_the_command_line_is_refused(checkout):
     """``gunicorn app:app`` is not what our hooks load and close."""
     server = Server(checkout, 'app:app', command=GUNICORN[:3])
     assert server.run() == 1
-    assert 'name no application' in server.log
     assert 'Traceback' not in server.log
-
-
-def test_printing_the_configuration_opens_no_store(tmp_path):
-    """Nor does it make one."""
-    assert Server(tmp_path, '--print-config').run() == 0
-    assert not (tmp_path / 'plants.jsonl').exists()
 
 
 def test_memory_store_keeps_one_worker(tmp_path):
@@ -98,7 +90,7 @@ FORKED = ['import time', 'post_fork = lambda server, worker: time.sleep(3600)']
 UNSHARE = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
 
 
-@table('conf', {'reading': SLOW, 'forked': FORKED, 'serving': []})
+@table('conf', {'reading': SLOW, 'forked': FORKED, 'serving': ['reuse_port = True']})
 @pytest.mark.parametrize(
     ('container', 'number'), [([], signal.SIGINT), (UNSHARE, signal.SIGTERM)]
 )
@@ -137,4 +129,4 @@ def test_user_that_serves_owns_the_files():
                 assert server.ask(request(body=fern())).status == 200
                 assert server.ask(metrics).status == 200
                 server.reload()
-            assert (public / 'plants.jsonl').owner() == 'nobody'
+            assert (public / 'plants.jsonl').stat()[4:6] == nobody[2:4]  # uid, gid
