@@ -47,7 +47,10 @@ def test_file_with_white_space_in_its_name_must_move_first(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ('name', 'nearest'),
-    [('PLANTS_METRICS', 'PLANTS_METRICS_TOKEN'), ('PLANTS_PORT', 'PLANTS_')],
+    [
+        ('PLANTS_METRICS', 'PLANTS_METRICS_TOKEN'),
+        ('PLANTS_SERVICE_PORT_8000_TCP_PROTO', 'PLANTS_'),
+    ],
 )
 def test_unknown_variable_is_a_warning(name, nearest, caplog):
     """It names the variable and the nearest one, not its value, which may be secret."""

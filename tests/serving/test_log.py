@@ -23,7 +23,7 @@ def test_json_log_has_an_object_per_line(tmp_path):
     began = datetime.now(UTC)
     form = '"%(r)s" %({x-request-id}i)s'
     access = '--access-logfile', '-', '--access-logformat', form
-    with Server(tmp_path, '--env', 'PLANTS_LOG=json', *access, TZ='JST-9') as server:
+    with Server(tmp_path, '--env', 'PLANTS_LOG=json\r', *access, TZ='JST-9') as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
         server.ask(b'GET / HTTP/9\r\n\r\n')
         server.ask(request('GET', '/pl%0aants'))
@@ -65,8 +65,7 @@ def test_no_secret_is_logged(tmp_path, log):
             server.ask(data)
         (tmp_path / 'plants.jsonl').unlink()
         assert server.ask(request(body=FERN)).status == 503
-    assert SECRET not in server.log
-    assert TOKEN not in server.log
+    assert not re.search(f'{SECRET}|{TOKEN}', server.log)
 
 
 @each_format
@@ -99,8 +98,7 @@ def test_log_file_is_rotated(tmp_path, log):
             return path.exists() and 'after' in path.read_text()
 
         wait_until(is_logged, 'the worker writes to the new file')
-        assert 'before' in moved.read_text()
-        assert 'Handling signal: usr1' in moved.read_text()
+        assert re.search('(?s)before.*Handling signal: usr1', moved.read_text())
 
 
 def test_last_line_is_written_to_a_file(tmp_path):
