@@ -23,7 +23,7 @@ def test_json_log_has_an_object_per_line(tmp_path):
     began = datetime.now(UTC)
     form = '"%(r)s" %({x-request-id}i)s'
     access = '--access-logfile', '-', '--access-logformat', form
-    with Server(tmp_path, '--env', 'PLANTS_LOG=json\r', *access, TZ='JST-9') as server:
+    with Server(tmp_path, '--env', 'PLANTS_LOG=json', *access, TZ='JST-9') as server:
         answer = server.ask(request(body=FERN, x_request_id='my-id'))
         server.ask(b'GET / HTTP/9\r\n\r\n')
         server.ask(request('GET', '/pl%0aants'))
