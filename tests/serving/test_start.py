@@ -85,7 +85,7 @@ def test_memory_store_keeps_one_worker(tmp_path):
 # A plant file that takes long to read.
 SLOW = ['import time', 'from store.jsonl import JSONLinesStore']
 SLOW += ['def load(self, *, wait=True):', '    print("loading", flush=True)']
-SLOW += ['    time.sleep(3600)', 'JSONLinesStore.load = load']
+SLOW += ['    while True: time.sleep(0.01)', 'JSONLinesStore.load = load']
 FORKED = ['import time', 'post_fork = lambda server, worker: time.sleep(3600)']
 UNSHARE = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
 
