@@ -253,7 +253,7 @@ def test_change_of_an_outage_is_logged_once(database, url, caplog):
     """The log has one line when what is wrong changes, with the words of each host."""
     caplog.set_level(logging.WARNING, logger='store')
     hosts = 'missing.invalid:1', f'[::1]:{free_port()}', f'localhost:{database.port}'
-    with open_store(re.sub('127[^/]*', ','.join(hosts), url)) as store:
+    with open_store(re.sub('127[^/]*', ','.join(hosts), url, count=1)) as store:
         store.add(FERN)  # the next host is used
         database.stop()
         try:
