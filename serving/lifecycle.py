@@ -121,7 +121,7 @@ def _load(cfg: Config, settings: Settings, store: PlantStore) -> Any:
         if settings.metrics_token and COUNTERS not in os.environ:
             # Before their package is imported, which then chooses its mode.
             place = tempfile.mkdtemp(prefix='plants-', dir=cfg.worker_tmp_dir)
-            os.environ[COUNTERS], pid = place, os.getpid()
+            os.environ[COUNTERS], pid = place, os.getpid()  # no worker removes it
             atexit.register(lambda: rmtree(place, True) if os.getpid() == pid else None)
     path = getattr(store, 'path', None)
     if path is not None and (kind := file_system(path)) in SHORT_LIVED:

@@ -32,7 +32,7 @@ from store.scheduler import THREADS, Scheduler, Wake
 
 # Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
-OUTAGE_WITHIN = 1.0  # who waits hears within it that a batch has failed
+OUTAGE_WITHIN = 1.0  # who waits looks so often whether a batch has failed or ended
 CLOSE_WITHIN = 5.0  # a write that hangs keeps its files open until it ends
 BATCH_BYTES = 1024 * 1024  # a crowd of large plants must not make a small one slow
 
@@ -196,7 +196,7 @@ class _Committer:
         self._ring()
         until = perf_counter() + CLOSE_WITHIN
         while self._running.locked() and perf_counter() < until:
-            sleep(0.001)  # a lock could not be given back by who is interrupted
+            sleep(0.001)  # not acquire(): who is interrupted could keep the lock
 
     def _ring(self) -> None:
         if len(self._waiting) >= self._crowd or self._store._closed:

@@ -204,7 +204,8 @@ class PlantFile:
             disk.write(fd, b'\n', size)
             return size + 1
         if line.reason == recovery.LOST_BLOCK:
-            side = recovery.blank(path, fd, [line[:2]], 'torn', self._sync)
+            span = line.offset, line.end
+            side = recovery.blank(path, fd, [span], 'torn', self._sync)
             done = f'blanked {line.end - line.offset}'
         else:
             side = recovery.cut(path, fd, line.offset, size)
