@@ -3,10 +3,9 @@
 import json
 import logging
 import os
-from collections.abc import Callable
 from datetime import UTC, datetime
 from logging import LogRecord
-from logging.handlers import BufferingHandler
+from logging.handlers import MemoryHandler
 from typing import Any
 
 from gunicorn.config import Config
@@ -52,22 +51,14 @@ class JSONFormatter(logging.Formatter):
         return escaped(json.dumps(line, default=str))  # JSON leaves DEL as it is
 
 
-class Buffer(BufferingHandler):
+class Buffer(MemoryHandler):
     """Writes many lines of the service to gunicorn's handlers with one system call.
 
-    That saves 13 % of the processor time of an add. A worker sets ``flush_soon``, which
-    has it call ``flush`` some milliseconds later; a warning is written at once.
+    That saves 13 % of the processor time of an add. A worker raises the ``capacity``,
+    and calls ``flush`` a few times a second; a warning is written at once.
     """
 
-    flush_soon: Callable[[], object] | None = None
     targets = logging.getLogger('gunicorn.error')
-
-    def shouldFlush(self, record: LogRecord) -> bool:
-        if self.flush_soon is None or record.levelno > logging.INFO:
-            return True
-        if len(self.buffer) == 1:
-            self.flush_soon()
-        return False
 
     def flush(self) -> None:
         with self.lock:  # type: ignore[union-attr]
@@ -91,7 +82,7 @@ class Buffer(BufferingHandler):
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log, also as JSON, with the service's own lines in it."""
 
-    buffer = Buffer(0)
+    buffer = Buffer(1, logging.WARNING)
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)

@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import gevent
@@ -25,7 +24,7 @@ from serving.scheduler import poll
 
 OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
 TICK = 0.2  # seconds between two looks for late clients, and for a signal to stop
-FLUSH = 0.02  # seconds that a line of the log may wait for more lines
+LINES = 100  # of the log that may wait so long, to be written together
 # A worker that has accepted a connection leaves the next to others for so long: all
 # wait at one socket, and some kept connections often ended up at one worker.
 ACCEPT_PAUSE = 0.001
@@ -78,9 +77,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             with suppress(OSError, ValueError):  # it is too high, or forbidden
                 resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
         sys.setswitchinterval(0.00005)  # seconds that a thread waits for the GIL
-        call_soon = gevent.get_hub().loop.run_callback_threadsafe
-        buffer = PlantsLogger.buffer  # ``self.log`` may be of another class
-        buffer.flush_soon = partial(call_soon, gevent.spawn_later, FLUSH, buffer.flush)
+        PlantsLogger.buffer.capacity = LINES  # ``self.log`` may be of another class
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request
         self.keepalive = self.cfg.keepalive
@@ -91,6 +88,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def _tick(self) -> None:
         """Tell the master that the worker lives, wait, and end late waits."""
         gevent.sleep(TICK)
+        PlantsLogger.buffer.flush()
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
