@@ -7,7 +7,6 @@ written for. Only the sockets of the server are gevent's.
 import gc
 import os
 import resource
-import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -76,7 +75,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         for number in OPEN_MAX, most:
             with suppress(OSError, ValueError):  # it is too high, or forbidden
                 resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
-        sys.setswitchinterval(0.00005)  # seconds that a thread waits for the GIL
         PlantsLogger.buffer.capacity = LINES  # ``self.log`` may be of another class
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request
