@@ -21,7 +21,7 @@ from serving.connection import LINGER, Connection
 from serving.log import PlantsLogger
 from serving.scheduler import poll
 
-OPEN_MAX = 10_240  # files; macOS refuses more, though its limit is called unlimited
+FILES = 32  # that a worker may have open, besides one for each connection
 TICK = 0.2  # seconds between two looks for late clients, and for a signal to stop
 LINES = 100  # of the log that may wait so long, to be written together
 # A worker that has accepted a connection leaves the next to others for so long: all
@@ -70,11 +70,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         # The garbage collector would write to each object of the master: with 450
         # connections a worker would have 24 MiB of its own instead of 14.
         gc.freeze()
-        # Usually 1,024 files may be open, and each connection is one.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for number in OPEN_MAX, most:
-            with suppress(OSError, ValueError):  # it is too high, or forbidden
-                resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
+        # A full worker makes room; one that cannot open another file could not.
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.worker_connections = min(self.worker_connections, most - FILES)
         PlantsLogger.buffer.capacity = LINES  # ``self.log`` may be of another class
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request

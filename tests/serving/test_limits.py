@@ -240,19 +240,16 @@ def test_abandoned_connection_is_closed(impatient):
         assert word not in impatient.log
 
 
-def test_connections_above_the_file_limit_wait(tmp_path):
-    """A worker opens as many files as the hard limit permits, and survives more."""
-    limits = 'resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))'
+def test_worker_with_few_files_makes_room(tmp_path):
+    """It is full before it can open no other file, and then serves who comes next."""
+    limits = 'resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))'
     with Server(tmp_path, conf=['import resource', limits]) as server:
         pid = only_worker(server)
         with ExitStack() as connections:
             for _ in range(100):
                 client = connections.enter_context(server.connect())
                 client.send(SLOW_HEAD)
-            open_files = Path(f'/proc/{pid}/fd')
-            wait_until(lambda: len(list(open_files.iterdir())) >= 60, 'all are open')
-            assert not client.is_readable(0.3)
-        assert server.ask(request(body=fern())).status == 200
+            assert server.ask(request(body=fern())).status == 200
         assert only_worker(server) == pid
         assert 'Traceback' not in server.log
 

@@ -127,12 +127,10 @@ def test_log_configuration_keeps_its_rules(tmp_path):
         assert (tmp_path / 'errors').read_text() == ''
 
 
-def test_worker_serves_with_what_others_decide(tmp_path):
-    """With gunicorn's own log, and where a filter of calls keeps the limit of files."""
-    conf = ['import resource', 'def setrlimit(*_):', '    raise PermissionError']
-    how = {'conf': [*conf, 'resource.setrlimit = setrlimit']}
-    other = 'gunicorn.glogging.Logger'  # and so with that for StatsD
-    with Server(tmp_path, '--logger-class', other, **how) as server:
+def test_server_with_the_log_of_others_serves(tmp_path):
+    """With gunicorn's own log, and so with that for StatsD."""
+    other = '--logger-class', 'gunicorn.glogging.Logger'
+    with Server(tmp_path, *other) as server:
         assert server.ask(request(body=FERN)).status == 200
 
 
