@@ -14,11 +14,9 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_HEAD = 32 * 1024  # bytes, also of trailers
-MAX_LINE = 8 * 1024  # bytes of a request line (RFC 9112, section 3: at least 8,000)
+# Bytes of a request line (RFC 9112, section 3: at least 8,000), and of a chunk's.
+MAX_LINE = 8 * 1024
 MAX_FIELDS = 100
-MAX_CHUNK_LINE = 4 * 1024  # bytes: a size and its extensions
-# Bytes of chunks that are not data, beyond what chunks of a byte need.
-MAX_EXCESS = 16 * 1024
 
 # RFC 3986, appendix A.
 _CHAR = r"(?:[-A-Za-z0-9._~!$&'()*+,;=]++|%[0-9A-Fa-f]{2})"
@@ -96,7 +94,7 @@ class Request:
         length of the longest body that is read, in bytes.
         """
         self.environ = environ = common.copy()
-        self.body, self._limit, self._length, self._excess = bytearray(), limit, 0, 0
+        self.body, self._limit, self._length = bytearray(), limit, 0
         self.fault, self.keeps, self.expects = 0, False, False
         match = _HEAD.fullmatch(head.decode('latin-1'))
         if match is None or len(head) > MAX_HEAD or head.find(b'\r') > MAX_LINE:
@@ -173,12 +171,11 @@ class Request:
             if len(received) < end:
                 return False
             self.body += received[start : end - 2]
-            self._excess += max(0, start - 16 - 2 * size)
-            if received[end - 2 : end] != b'\r\n' or self._excess > MAX_EXCESS:
+            if received[end - 2 : end] != b'\r\n':
                 break
             del received[:end]
         else:
-            if len(received) <= MAX_CHUNK_LINE and b'\n' not in received:
+            if len(received) <= MAX_LINE and b'\n' not in received:
                 return False
         self.fault = 400
         return True
