@@ -53,7 +53,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         try:
             while self.alive and all(accepting):  # none has failed
                 self._tick()
-            gevent.killall(accepting)
             self._stop()
         finally:
             # However the worker ends, by SystemExit, too: the store is closed next, and
