@@ -70,12 +70,13 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     settings = Settings.from_environ(environ)
     in_memory = settings.store == 'memory:'
     was_in_memory = served.settings.store == 'memory:' if served else in_memory
+    room = cfg.worker_connections
     ports = [each[1] for each in cfg.address if isinstance(each, tuple)]
     unseen = not settings.tokens and (served.settings.tokens if served else cfg.daemon)
     wrong = {
         'reload: it is not supported; for new settings send SIGHUP': cfg.reload,
         'bind: a port is at most 65535': max(ports, default=0) > 65535,
-        f'workers: {cfg.workers} would answer no request': cfg.workers < 1,
+        'workers, worker_connections: 1 at least': min(cfg.workers, room) < 1,
         'PLANTS_STORE: memory: needs one worker': in_memory and cfg.workers > 1,
         'PLANTS_STORE: memory: needs a restart': in_memory != was_in_memory,
         'PLANTS_TOKENS: nobody would see a made token: set it': unseen,
@@ -153,7 +154,8 @@ def when_ready(server: Any) -> None:
     settings = server.app.callable.settings
     url = str((server.LISTENERS or server.cfg.bind)[0]).replace('0.0.0.0', '127.0.0.1')
     if settings.tokens is None:
-        show_token(MADE_TOKEN, url)
+        to = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
+        show_token(MADE_TOKEN, to)
     log.info('the store %s is ready; to try it: %s/docs', masked(settings.store), url)
 
 

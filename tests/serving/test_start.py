@@ -27,14 +27,24 @@ def test_made_token_works_and_stays(tmp_path):
     assert Server(tmp_path, '--check-config', '--daemon', PLANTS_TOKENS=None).run() == 1
 
 
-DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
+def test_printed_line_works_with_a_unix_socket(tmp_path):
+    how = {OPTIONS: '--bind unix:plants.sock', 'PLANTS_TOKENS': None}
+    with Server(tmp_path, **how).started() as server:
+        wait_until(lambda: re.search('curl .+\n', server.log), 'it is printed')
+        [line] = re.findall('curl .+', server.log)
+        done = finished(['bash', '-c', f'{line} -sS --max-time 20'], cwd=tmp_path)
+        assert json.loads(done.stdout)['name'], done
+
+
 OPTIONS = 'GUNICORN_CMD_ARGS'
+DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 TAKEN = {OPTIONS: '--bind=127.0.0.1:{} --worker-tmp-dir=.'}
 WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, [*WRONG], 1),
     'of gunicorn': ({OPTIONS: '-w 0 -b :65536'}, ['workers', 'bind'], 1),
+    'no connections': ({OPTIONS: '--worker-connections 0'}, ['worker_conn'], 1),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
     '--env': ({OPTIONS: '--env PLANTS_LOG=x'}, ['PLANTS_LOG'], 1),
     '--reload': ({OPTIONS: '--reload'}, ['reload'], 1),
