@@ -57,7 +57,7 @@ EDITS = [
     ('Plant', {'properties': {'name': {'type': 'string', 'maxLength': 3}}}),
     ('Plant', {'required': ['name', 'tag']}),
     ('NewPlant', {'required': ['id', 'soil']}),
-    ('NewPlant', {'allOf': [{'$ref': 'Plant.json'}, SOIL]}),
+    ('NewPlant', {'allOf': [{'$ref': 'Plant.json'}, SOIL, True]}),
 ]
 
 
