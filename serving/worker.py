@@ -38,6 +38,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with our connections."""
 
     alive: bool
+    worker_connections: int
     sockets: list[Any]
 
     def patch(self) -> None:

@@ -129,8 +129,7 @@ def test_log_configuration_keeps_its_rules(tmp_path):
 
 def test_server_with_the_log_of_others_serves(tmp_path):
     """With gunicorn's own log, and so with that for StatsD."""
-    other = '--logger-class', 'gunicorn.glogging.Logger'
-    with Server(tmp_path, *other) as server:
+    with Server(tmp_path, '--logger-class', 'gunicorn.glogging.Logger') as server:
         assert server.ask(request(body=FERN)).status == 200
 
 
