@@ -185,11 +185,7 @@ class Connection:
         fields = ''.join([f'\r\n{name}: {value}' for name, value in self._headers])
         if not fields.count('\r') == fields.count('\n') == len(self._headers):
             raise ValueError('a field of the answer has a line end in it')
-        has_body = self._status[:3] not in ('204', '304')
-        if has_body and '\r\ncontent-length: ' not in fields.lower():
-            fields += f'\r\nContent-Length: {len(body)}'
-        is_head = environ['REQUEST_METHOD'] == 'HEAD'
-        return fields, b'' if is_head or not has_body else body
+        return fields, body
 
     def _start_response(self, status: str, headers: Any, exc_info: Any = None) -> Any:
         self._status, self._headers = status, headers
