@@ -174,22 +174,19 @@ class Connection:
             message = f'{phrase}: the HTTP server cannot serve this request'
             environ[FAULT] = Fault(100 * request.fault, message)
         environ['wsgi.input'] = BytesIO(request.body)
-        self._written: list[bytes] = []
         result = application(environ, self._start_response)
         try:
-            parts = [*self._written, *result]
+            body = b''.join(result)
         finally:
             if hasattr(result, 'close'):
                 result.close()
-        body = parts[0] if len(parts) == 1 else b''.join(parts)
         fields = ''.join([f'\r\n{name}: {value}' for name, value in self._headers])
         if not fields.count('\r') == fields.count('\n') == len(self._headers):
             raise ValueError('a field of the answer has a line end in it')
         return fields, body
 
-    def _start_response(self, status: str, headers: Any, exc_info: Any = None) -> Any:
+    def _start_response(self, status: str, headers: Any, exc_info: Any = None) -> None:
         self._status, self._headers = status, headers
-        return self._written.append
 
     def _log_access(self, request: Request, sent: int, seconds: float) -> None:
         names = (name for name in request.environ if name[:5] == 'HTTP_')
