@@ -133,7 +133,7 @@ class Connection:
 
     def _answer(self, request: Request) -> bool:
         """Have the application answer a request; return whether others may follow."""
-        worker, began, error = self._worker, time.monotonic(), None
+        worker, began = self._worker, time.monotonic()
         self.since = float('inf')  # the wait is not for the client
         worker.nr += 1
         if worker.nr >= worker.max_requests:
@@ -141,14 +141,10 @@ class Connection:
         try:
             fields, body = self._run(request)
         except Exception as ex:
-            request.fault, error = 500, ex
+            request.fault = 500
             fields, body = self._run(request)
-        if request.fault:
             id = dict(self._headers)['x-request-id']
-            if error:
-                worker.log.error('%s: request failed', id, exc_info=error)
-            else:
-                worker.log.warning('%s: request refused: %s', id, self._status)
+            worker.log.error('%s: request failed', id, exc_info=ex)
         keeps = request.keeps and not request.fault
         keeps = keeps and worker.alive and worker.keepalive > 0
         head = (
