@@ -126,7 +126,7 @@ class Connection:
                 data = self.sock.recv(RECEIVE)
             if not data:
                 if request is not None:
-                    request.end(received)
+                    request.end()
                 break
             received += data
         return request

@@ -149,9 +149,8 @@ class Request:
             return self._take_chunks(received)
         if len(received) < length:
             return False
-        if length:
-            self.body = received[:length]
-            del received[:length]
+        self.body = received[:length]
+        del received[:length]
         return True
 
     def _take_chunks(self, received: bytearray) -> bool:
@@ -165,9 +164,11 @@ class Request:
                 if not _TRAILERS.fullmatch(received, start, end):
                     break
                 del received[:end]
-                return self._complete(len(self.body), keeps=self.keeps)
-            if len(self.body) + size > self._limit:  # it is read no further
-                return self._complete(len(self.body) + size, keeps=False)
+                self.environ['CONTENT_LENGTH'] = str(len(self.body))
+                return True
+            if len(self.body) + size > self._limit:
+                self.end(size)
+                return True
             if len(received) < end:
                 return False
             self.body += received[start : end - 2]
@@ -180,17 +181,10 @@ class Request:
         self.fault = 400
         return True
 
-    def end(self, received: bytearray) -> None:
-        """End the body early: the client sends no more. The application refuses it."""
-        if self._length < 0:
-            self._complete(len(self.body) + 1, keeps=False)
-        else:
-            self.body, self.keeps = received, False
-
-    def _complete(self, length: int, *, keeps: bool) -> bool:
-        """Tell the application the length of a body that came in chunks."""
-        self.environ['CONTENT_LENGTH'], self.keeps = str(length), keeps
-        return True
+    def end(self, missing: int = 1) -> None:
+        """Read no further: the application refuses a body with missing bytes."""
+        self.environ['CONTENT_LENGTH'] = str(len(self.body) + missing)
+        self.keeps = False
 
 
 def read_head(
