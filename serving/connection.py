@@ -104,16 +104,14 @@ class Connection:
 
     def _read(self) -> Request | None:
         """Read a request; return None if the client does not send a whole head."""
-        received, request, seen = self._received, None, 0
+        received, request = self._received, None
         if not received:
             received += self.sock.recv(RECEIVE)
             self.is_idle = False
         self._limit(REQUEST_TIMEOUT)
         while True:
             if request is None:
-                limit = self._worker.max_body
-                request = read_head(received, seen, self._environ, limit)
-                seen = len(received)
+                request = read_head(received, self._environ, self._worker.max_body)
             if request is not None:
                 if request.take(received):
                     break

@@ -45,8 +45,6 @@ _HEAD = re.compile(
 )
 _HOST = re.compile(_AUTHORITY)  # section 3.2
 _LENGTH = re.compile('[0-9]{1,18}')
-# Section 2.2: a line feed alone ends no line here, so such a head would never end.
-_BARE_FEED = re.compile(rb'(?<!\r)\n')
 
 # Section 7.1. Extensions are ignored (7.1.1).
 _CHUNK = re.compile(rb'([0-9A-Fa-f]{1,16})(?:;[\t -~\x80-\xff]*+)?\r\n')
@@ -188,21 +186,22 @@ class Request:
 
 
 def read_head(
-    received: bytearray, seen: int, common: dict[str, Any], limit: int
+    received: bytearray, common: dict[str, Any], limit: int
 ) -> Request | None:
     """Take a head from the beginning of the bytes, or what shows that it is wrong.
 
-    Return None if there must be more of it; the first ``seen`` bytes were looked at.
+    Return None if there must be more of it.
     """
     # Section 2.2: an empty line before a request is ignored.
     start = 2 if received.startswith(b'\r\n') else 0
-    end = received.find(b'\r\n\r\n', max(start, seen - 3)) + 4
+    end = received.find(b'\r\n\r\n', start) + 4
     if end < 4:
         size = len(received) - start
         is_wrong = (
             size > MAX_HEAD
             or (size and received[start] <= 32 and received != b'\r')  # as TLS begins
-            or _BARE_FEED.search(received, max(start, seen - 1))
+            # A line feed alone ends no line here, so such a head would never end.
+            or received.count(b'\n') > received.count(b'\r\n')
         )
         if not is_wrong:
             return None

@@ -79,13 +79,12 @@ def hostile():
 
 def read_by_us(*pieces):
     """Return the requests in a stream, and the status that refuses what follows."""
-    received, found, current, seen = bytearray(), [], None, 0
+    received, found, current = bytearray(), [], None
     for piece in pieces:
         received += piece
         while True:
             if current is None:
-                current = read_head(received, seen, COMMON, LIMIT)
-                seen = len(received)
+                current = read_head(received, COMMON, LIMIT)
             if current is None or not current.take(received):
                 break
             if current.fault:
@@ -93,7 +92,7 @@ def read_by_us(*pieces):
             found.append(as_tuple(current.environ, current.body))
             if not current.keeps:
                 return found, None
-            current, seen = None, 0
+            current = None
     return found, None
 
 
