@@ -110,10 +110,9 @@ class Connection:
             self.is_idle = False
         self._limit(REQUEST_TIMEOUT)
         while True:
-            if request is None:
-                request = read_head(received, self._environ, self._worker.max_body)
+            request = request or read_head(received, self._environ)
             if request is not None:
-                if request.take(received):
+                if request.take(received, self._worker.max_body):
                     break
                 if request.expects:
                     request.expects = False
@@ -139,12 +138,11 @@ class Connection:
         try:
             fields, body = self._run(request)
         except Exception as ex:
-            request.fault = 500
+            request.fault, request.keeps = 500, False
             fields, body = self._run(request)
             id = dict(self._headers)['x-request-id']
             worker.log.error('%s: request failed', id, exc_info=ex)
-        keeps = request.keeps and not request.fault
-        keeps = keeps and worker.alive and worker.keepalive > 0
+        keeps = request.keeps and worker.alive and worker.keepalive > 0
         head = (
             f'HTTP/1.1 {self._status}\r\nServer: gunicorn\r\n'
             f'Date: {_http_date(int(time.time()))}\r\n'

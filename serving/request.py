@@ -85,14 +85,13 @@ class Request:
         expects: Whether the client waits for 100 (RFC 9110, section 10.1.1).
     """
 
-    def __init__(self, head: bytes, common: dict[str, Any], limit: int) -> None:
+    def __init__(self, head: bytes, common: dict[str, Any]) -> None:
         """Read a head, or as much of it as shows that it is to be refused.
 
-        ``common`` is what all environments of a connection have, and ``limit`` the
-        length of the longest body that is read, in bytes.
+        ``common`` is what all environments of a connection have.
         """
         self.environ = environ = common.copy()
-        self.body, self._limit, self._length = bytearray(), limit, 0
+        self.body, self._length = bytearray(), 0
         self.fault, self.keeps, self.expects = 0, False, False
         match = _HEAD.fullmatch(head.decode('latin-1'))
         if match is None or len(head) > MAX_HEAD or head.find(b'\r') > MAX_LINE:
@@ -134,24 +133,24 @@ class Request:
         self.fault = self.fault or (fault if is_sound else 400)
         self.expects = is_new and 'HTTP_EXPECT' in environ
         options = environ.get('HTTP_CONNECTION', '').lower().replace(' ', '').split(',')
-        # Section 9.3. The application refuses a body that is too long unread.
+        # Section 9.3.
         self.keeps = 'close' not in options if is_new else 'keep-alive' in options
-        self.keeps = self.keeps and self._length <= limit
 
-    def take(self, received: bytearray) -> bool:
+    def take(self, received: bytearray, limit: int) -> bool:
         """Take the body from the beginning of the bytes; return whether it is all."""
         length = self._length
-        if self.fault or length > self._limit:
+        if self.fault or length > limit:  # the application refuses it unread
+            self.keeps = False
             return True
         if length < 0:
-            return self._take_chunks(received)
+            return self._take_chunks(received, limit)
         if len(received) < length:
             return False
         self.body = received[:length]
         del received[:length]
         return True
 
-    def _take_chunks(self, received: bytearray) -> bool:
+    def _take_chunks(self, received: bytearray, limit: int) -> bool:
         while match := _CHUNK.match(received):
             start, size = match.end(), int(match[1], 16)
             end = start + size + 2
@@ -164,7 +163,7 @@ class Request:
                 del received[:end]
                 self.environ['CONTENT_LENGTH'] = str(len(self.body))
                 return True
-            if len(self.body) + size > self._limit:
+            if len(self.body) + size > limit:
                 self.end(size)
                 return True
             if len(received) < end:
@@ -176,7 +175,7 @@ class Request:
         else:
             if len(received) <= MAX_LINE and b'\n' not in received:
                 return False
-        self.fault = 400
+        self.fault, self.keeps = 400, False
         return True
 
     def end(self, missing: int = 1) -> None:
@@ -185,9 +184,7 @@ class Request:
         self.keeps = False
 
 
-def read_head(
-    received: bytearray, common: dict[str, Any], limit: int
-) -> Request | None:
+def read_head(received: bytearray, common: dict[str, Any]) -> Request | None:
     """Take a head from the beginning of the bytes, or what shows that it is wrong.
 
     Return None if there must be more of it.
@@ -208,4 +205,4 @@ def read_head(
         end = len(received)
     head = bytes(received[start:end])
     del received[:end]
-    return Request(head, common, limit)
+    return Request(head, common)

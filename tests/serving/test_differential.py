@@ -84,8 +84,8 @@ def read_by_us(*pieces):
         received += piece
         while True:
             if current is None:
-                current = read_head(received, COMMON, LIMIT)
-            if current is None or not current.take(received):
+                current = read_head(received, COMMON)
+            if current is None or not current.take(received, LIMIT):
                 break
             if current.fault:
                 return found, current.fault
