@@ -1,7 +1,7 @@
 """A client's connection: its greenlet reads requests and has them answered.
 
 The socket is gevent's. No wait has a timer of its own: the worker looks for late
-clients a few times a second, and ends their waits (``expire``).
+clients a few times a second, and ends their waits.
 """
 
 import socket
@@ -44,13 +44,13 @@ class Connection:
     def __init__(self, worker: Any, sock: Any, environ: dict[str, Any]) -> None:
         self._worker, self.sock, self._environ = worker, sock, environ
         self._received = bytearray()  # of the next request
-        self._greenlet: Any = None
         self.is_idle = True
         self._limit(FIRST_REQUEST)
+        self.greenlet = gevent.spawn_raw(self._run)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Answer requests until the connection ends; the greenlet."""
-        worker, self._greenlet = self._worker, gevent.getcurrent()
+        worker = self._worker
         try:
             if worker.tls is not None:  # the first read makes the handshake
                 how = {'server_side': True, 'do_handshake_on_connect': False}
@@ -72,13 +72,7 @@ class Connection:
             worker.log.exception('a connection was lost')
         finally:
             worker.connections.discard(self)
-            self.since = float('inf')  # nothing waits any more
             self.sock.close()
-
-    def expire(self) -> None:
-        """End a wait whose time has passed; a callback of the event loop."""
-        if self.since + self.limit < time.monotonic():
-            self._greenlet.throw(TimeoutError)
 
     def _limit(self, seconds: float) -> None:
         self.since, self.limit = time.monotonic(), seconds
@@ -136,10 +130,10 @@ class Connection:
         if worker.nr >= worker.max_requests:
             worker.alive = False
         try:
-            fields, body = self._run(request)
+            fields, body = self._call(request)
         except Exception as ex:
             request.fault, request.keeps = 500, False
-            fields, body = self._run(request)
+            fields, body = self._call(request)
             id = dict(self._headers)['x-request-id']
             worker.log.error('%s: request failed', id, exc_info=ex)
         keeps = request.keeps and worker.alive and worker.keepalive > 0
@@ -154,7 +148,7 @@ class Connection:
             self._log_access(request, len(body), time.monotonic() - began)
         return keeps
 
-    def _run(self, request: Request) -> tuple[str, bytes]:
+    def _call(self, request: Request) -> tuple[str, bytes]:
         """Call the application; return the fields and the body of its answer.
 
         It also answers what the server refuses, or failed to serve.

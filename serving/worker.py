@@ -82,7 +82,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.max_body, self.tls = self.refusals.max_body_bytes, self.refusals.tls
 
     def _tick(self) -> None:
-        """Tell the master that the worker lives, wait, and end late waits."""
+        """Wait, tell the master that the worker lives, and have late waits ended."""
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
         if self.ppid != os.getppid() and self.alive:
@@ -91,15 +91,18 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         for _ in range(4):  # after a pause of this process: first see who has sent
             self.tmp.notify()
             poll()  # one reports 64 sockets at most, the next twice as many
+        gevent.get_hub().loop.run_callback(self._end_waits)
+
+    def _end_waits(self) -> None:
+        """End the waits whose time has passed; a callback of the event loop."""
         now = time.monotonic()
-        late = [each for each in self.connections if each.since + each.limit < now]
+        late = {each for each in self.connections if each.since + each.limit < now}
         if len(self.connections) >= self.worker_connections:
             stalled = [each for each in self.connections if each.since < now - LINGER]
             stalled.sort(key=lambda each: (not each.is_idle, each.since))
-            late += stalled[: 1 + len(stalled) // 4]
+            late |= {*stalled[: 1 + len(stalled) // 4]}
         for each in late:
-            each.limit = 0
-            gevent.get_hub().loop.run_callback(each.expire)
+            each.greenlet.throw(TimeoutError)
 
     def _stop(self) -> None:
         """Let clients take the answers to what they have begun, within a time limit."""
@@ -135,9 +138,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 continue
             host, port = name[:2] if isinstance(name, tuple) else (name or '', '')
             client = {'REMOTE_ADDR': host, 'REMOTE_PORT': str(port)}
-            connection = Connection(self, sock, environ | client)
-            self.connections.add(connection)
-            gevent.spawn_raw(connection.run)
+            self.connections.add(Connection(self, sock, environ | client))
             began = time.monotonic()
             if began > free:
                 gevent.sleep(ACCEPT_PAUSE)
