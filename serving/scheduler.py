@@ -4,7 +4,7 @@ import time
 from functools import partial
 
 import gevent
-from gevent.hub import Waiter
+from gevent.event import Event
 
 from store.scheduler import Scheduler, Wait, Wake
 
@@ -20,15 +20,8 @@ class GeventScheduler(Scheduler):
     """Callers of a store are greenlets of one thread; its own threads are not."""
 
     def waiter(self) -> tuple[Wait, Wake]:
-        waiter = Waiter()
-        loop = waiter.hub.loop
-
-        def wait(seconds: float) -> bool:
-            with loop.timer(seconds) as timer:
-                timer.start(waiter.switch, False)
-                return bool(waiter.get())
-
-        return wait, partial(waiter.switch, True)
+        event = Event()
+        return event.wait, event.set
 
     def connect(self, ring: Wake, wake: Wake) -> tuple[Wake, Wake]:
         loop = gevent.get_hub().loop
