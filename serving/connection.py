@@ -8,8 +8,6 @@ import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
-from email.utils import formatdate
-from functools import lru_cache
 from http import HTTPStatus
 from io import BytesIO
 from types import SimpleNamespace
@@ -27,9 +25,6 @@ REQUEST_TIMEOUT = 30  # seconds for a request, and for an answer without progres
 LINGER = 2  # seconds for a client to take its last answer, unless it sends more
 RECEIVE = 16 * 1024  # bytes that are received at once
 SEND = 64 * 1024  # bytes that are sent at once; a shorter answer is one piece
-
-# RFC 9110, section 5.6.7. Called with whole seconds, so it formats once a second.
-_http_date = lru_cache(maxsize=1)(lambda second: formatdate(second, usegmt=True))
 
 
 class Connection:
@@ -139,7 +134,7 @@ class Connection:
         keeps = request.keeps and worker.alive and worker.keepalive > 0
         head = (
             f'HTTP/1.1 {self._status}\r\nServer: gunicorn\r\n'
-            f'Date: {_http_date(int(time.time()))}\r\n'
+            f'Date: {worker.date}\r\n'
             f'Connection: {"keep-alive" if keeps else "close"}{fields}\r\n\r\n'
         ).encode('latin-1')
         for data in [head + body] if len(body) < SEND else [head, body]:

@@ -15,6 +15,7 @@ import gevent
 from gevent import socket
 from gevent.lock import Semaphore
 from gunicorn.http.wsgi import base_environ
+from gunicorn.util import http_date
 from gunicorn.workers.ggevent import GeventWorker
 
 from serving.connection import LINGER, Connection
@@ -83,6 +84,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _tick(self) -> None:
         """Wait, tell the master that the worker lives, and have late waits ended."""
+        self.date = http_date()  # of answers: not formatted for each
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
         if self.ppid != os.getppid() and self.alive:
