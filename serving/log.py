@@ -4,10 +4,8 @@ import json
 import logging
 import os
 from datetime import UTC, datetime
-from functools import lru_cache
 from logging import LogRecord
 from logging.handlers import MemoryHandler
-from time import localtime, strftime
 from typing import Any
 
 from gunicorn.config import Config
@@ -17,14 +15,9 @@ from gunicorn.util import check_is_writable
 from store.masking import escaped
 from web.settings import is_json_log
 
-_time = lru_cache(maxsize=1)(lambda form, second: strftime(form, localtime(second)))
-
 
 class TextFormatter(logging.Formatter):
-    """Escapes control characters, and formats the time once a second."""
-
-    def formatTime(self, record: LogRecord, datefmt: str | None = None) -> str:
-        return _time(str(datefmt), int(record.created))
+    """Escapes control characters."""
 
     def format(self, record: LogRecord) -> str:
         return '\n'.join(map(escaped, super().format(record).split('\n')))
