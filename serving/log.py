@@ -50,23 +50,16 @@ class Buffer(MemoryHandler):
     and calls ``flush`` a few times a second; a warning is written at once.
     """
 
-    targets = logging.getLogger('gunicorn.error')
+    targets: Any = logging.getLogger('gunicorn.error')
 
     def flush(self) -> None:
         with self.lock:  # type: ignore[union-attr]
             records, self.buffer = self.buffer, []
             for target in self.targets.handlers if records else ():
-                # One of a log configuration may rotate files, or want some lines.
-                is_ours = hasattr(target, '_gunicorn')
                 try:
-                    if is_ours and isinstance(target, logging.StreamHandler):
-                        lines = [f'{target.format(record)}\n' for record in records]
-                        target.stream.write(''.join(lines))
-                        target.flush()
-                    else:
-                        for record in records:
-                            if record.levelno >= target.level:
-                                target.handle(record)
+                    lines = [f'{target.format(record)}\n' for record in records]
+                    target.stream.write(''.join(lines))
+                    target.flush()
                 except Exception:  # a full disk must not turn a 200 into a 500
                     target.handleError(records[0])
 
@@ -82,7 +75,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         logging.logThreads = logging.logMultiprocessing = False
         logging._srcfile = None
         is_json = is_json_log(os.environ | cfg.env)  # gunicorn sets raw_env later
-        if not (cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json):
+        configured = cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json
+        if not configured:
             for handler in self.error_log.handlers + self.access_log.handlers:
                 form: Any = handler.formatter
                 text = TextFormatter(form._fmt, form.datefmt)
@@ -90,6 +84,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)
             logger.handlers = [self.buffer]
+            if configured or cfg.syslog:  # these may rotate files, or want some lines
+                logger.handlers = self.error_log.handlers
             logger.setLevel(self.error_log.level)
             logger.propagate = False
 
