@@ -139,7 +139,7 @@ class Connection:
         ).encode('latin-1')
         for data in [head + body] if len(body) < SEND else [head, body]:
             self._send(data)
-        if worker.logs_access:
+        if worker.log.access_log_enabled:
             self._log_access(request, len(body), time.monotonic() - began)
         return keeps
 

@@ -78,7 +78,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request
         self.keepalive = self.cfg.keepalive
-        self.logs_access = self.log.access_log_enabled
         self.refusals = self.app.wsgi()  # ``wsgi`` may be wrapped, and may have failed
         self.max_body, self.tls = self.refusals.max_body_bytes, self.refusals.tls
 
