@@ -145,6 +145,7 @@ class Request:
         if length < 0:
             return self._take_chunks(received, limit)
         if len(received) < length:
+            self.body = received  # as much as there is, if it ends early
             return False
         self.body = received[:length]
         del received[:length]
@@ -180,8 +181,8 @@ class Request:
 
     def end(self, missing: int = 1) -> None:
         """Read no further: the application refuses a body with missing bytes."""
-        self.environ['CONTENT_LENGTH'] = str(len(self.body) + missing)
-        self.keeps = False
+        length = max(self._length, len(self.body) + missing)
+        self.environ['CONTENT_LENGTH'], self.keeps = str(length), False
 
 
 def read_head(received: bytearray, common: dict[str, Any]) -> Request | None:
