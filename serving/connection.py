@@ -47,9 +47,9 @@ class Connection:
         """Answer requests until the connection ends; the greenlet."""
         worker = self._worker
         try:
-            if worker.tls is not None:  # the first read makes the handshake
+            if worker.plants.tls is not None:  # the first read makes the handshake
                 how = {'server_side': True, 'do_handshake_on_connect': False}
-                self.sock = SSLSocket(self.sock, _context=worker.tls, **how)
+                self.sock = SSLSocket(self.sock, _context=worker.plants.tls, **how)
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self._limit(worker.keepalive if worker.alive else LINGER)
@@ -101,7 +101,7 @@ class Connection:
         while True:
             request = request or read_head(received, self._environ)
             if request is not None:
-                if request.take(received, self._worker.max_body):
+                if request.take(received, self._worker.plants.max_body_bytes):
                     break
                 if request.expects:
                     request.expects = False
@@ -150,7 +150,7 @@ class Connection:
         """
         environ, application = request.environ, self._worker.wsgi
         if request.fault:
-            application = self._worker.refusals
+            application = self._worker.plants
             phrase = HTTPStatus(request.fault).phrase
             message = f'{phrase}: the HTTP server cannot serve this request'
             environ[FAULT] = Fault(100 * request.fault, message)

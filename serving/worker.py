@@ -78,8 +78,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request
         self.keepalive = self.cfg.keepalive
-        self.refusals = self.app.wsgi()  # ``wsgi`` may be wrapped, and may have failed
-        self.max_body, self.tls = self.refusals.max_body_bytes, self.refusals.tls
+        self.plants = self.app.wsgi()  # ``wsgi`` may be wrapped, and may have failed
 
     def _tick(self) -> None:
         """Wait, tell the master that the worker lives, and have late waits ended."""
@@ -126,7 +125,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             'SERVER_NAME': host,
             'SERVER_PORT': str(port),
             'wsgi.multithread': True,
-            'wsgi.url_scheme': 'https' if self.tls else 'http',
+            'wsgi.url_scheme': 'https' if self.plants.tls else 'http',
         }
         free = 0.0  # until when connections are accepted without a pause
         while True:
