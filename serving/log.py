@@ -47,7 +47,7 @@ class Buffer(MemoryHandler):
     """Writes many lines of the service to gunicorn's handlers with one system call.
 
     That saves 13 % of the processor time of an add. A worker raises the ``capacity``,
-    and calls ``flush`` a few times a second; a warning is written at once.
+    and calls ``flush`` a few times a second; an error is written at once.
     """
 
     targets: Any = logging.getLogger('gunicorn.error')
@@ -67,7 +67,7 @@ class Buffer(MemoryHandler):
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log, also as JSON, with the service's own lines in it."""
 
-    buffer = Buffer(1, logging.WARNING)
+    buffer = Buffer(1)
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)

@@ -152,7 +152,7 @@ class Request:
         return True
 
     def _take_chunks(self, received: bytearray, limit: int) -> bool:
-        while match := _CHUNK.match(received):
+        while match := _CHUNK.match(received, 0, MAX_LINE):
             start, size = match.end(), int(match[1], 16)
             end = start + size + 2
             if not size:  # the end, and perhaps trailers, which are dropped (7.1.2)

@@ -73,7 +73,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         gc.freeze()
         # A full worker makes room; one that cannot open another file could not.
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.worker_connections = min(self.worker_connections, most - FILES)
+        room = most - FILES - len(self.sockets)
+        self.worker_connections = max(1, min(self.worker_connections, room))
         PlantsLogger.buffer.capacity = LINES  # ``self.log`` may be of another class
         self.connections: set[Connection] = set()
         self.pipelining = Semaphore()  # for clients that have sent the next request

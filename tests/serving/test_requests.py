@@ -61,7 +61,8 @@ BAD_LINES = [
 BAD_CHUNKS = [
     *(b'+1\r\nx\r\n', b'0x1\r\nx\r\n', b'\r\n', b'1' * 17 + b'\r\nx\r\n'),
     *(b'1\r\nxy\r\n', b'1;=\r\nx\r\n', b'1\nx\r\n', b'0\r\nX: y\n\r\n'),
-    *(b'0\r\nX: y\r\n z\r\n\r\n', b'1;' + b'x' * 9_000, b'0\r\n' + b'X: y\r\n' * 6_000),
+    *(b'0\r\nX: y\r\n z\r\n\r\n', b'0\r\n' + b'X: y\r\n' * 6_000),
+    b'1;' + b'x' * 9_000 + b'\r\n \r\n0\r\n\r\n',
 ]
 
 
