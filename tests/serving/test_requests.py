@@ -75,7 +75,7 @@ def test_what_the_grammar_does_not_have_is_refused(service):
     bad += [raw_head(f'{method} /livez HTTP/1.1', 'Host: a') for method in BAD_METHODS]
     bad += [raw_head(f'GET /livez {text}', 'Host: a') for text in BAD_PROTOCOLS]
     bad += [raw_head('GET /livez HTTP/1.1', 'Host: a', line) for line in BAD_LINES]
-    bad += [chunked(b' ', end=end) for end in BAD_CHUNKS]
+    bad += [chunked(BODY, end=x, content_type='application/json') for x in BAD_CHUNKS]
     bad += [chunked(b'{}', version='1.0'), request(body=fern()).replace(b'\r', b'')]
     expected = dict.fromkeys(sound, 200) | dict.fromkeys(bad, 400)
     assert {x: service.ask(x + PROBE).status for x in expected} == expected
