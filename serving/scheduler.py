@@ -4,7 +4,6 @@ A caller waits with gevent's ``Waiter``: an ``Event`` wakes it in another turn o
 event loop, and has 0.91 of the adds a second at 16 connections (five paired runs).
 """
 
-import time
 from functools import partial
 
 import gevent
@@ -37,15 +36,9 @@ class GeventScheduler(Scheduler):
     def connect(self, ring: Wake, wake: Wake) -> tuple[Wake, Wake]:
         loop = gevent.get_hub().loop
         timer = loop.timer(1e-9, priority=loop.MINPRI)  # after all sockets
-        until = 0.0
 
         def ask() -> None:
-            nonlocal until
-            now = time.monotonic()
             if not (timer.active or timer.pending):
-                until = now + 0.01  # seconds: clients can make each poll long
-            if now < until:
-                timer.stop()  # until a poll in which nobody asks
                 timer.start(ring)
 
         return ask, partial(loop.run_callback_threadsafe, wake)
