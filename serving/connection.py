@@ -34,6 +34,7 @@ class Connection:
         is_idle: Whether the next byte begins a request.
         since: When the wait for the client began (monotonic); infinite without one.
         limit: How long that wait may take, in seconds.
+        greenlet: Where the worker ends that wait, with a ``TimeoutError``.
     """
 
     def __init__(self, worker: Any, sock: Any, environ: dict[str, Any]) -> None:
