@@ -240,13 +240,13 @@ def test_abandoned_connection_is_closed(impatient):
         assert word not in impatient.log
 
 
-@pytest.mark.parametrize('files', [24, 64])
-def test_worker_with_few_files_makes_room(tmp_path, files):
+@pytest.mark.parametrize(('files', 'strangers'), [(24, 8), (64, 64)])
+def test_worker_with_few_files_makes_room(tmp_path, files, strangers):
     """It is full before it can open no other file, and then serves who comes next."""
     limits = f'resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, 256))'
     conf = ['import resource', limits, *time_limits(LINGER=0.1)]
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
-        for _ in range(files):
+        for _ in range(strangers):
             opened.enter_context(server.connect()).send(SLOW_HEAD)
         assert server.ask(request(body=fern())).status == 200
         assert 'Too many' not in server.log
