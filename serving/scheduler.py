@@ -8,6 +8,7 @@ from functools import partial
 
 import gevent
 from gevent.hub import Waiter
+from gevent.monkey import get_original
 
 from store.scheduler import Scheduler, Wait, Wake
 
@@ -20,7 +21,13 @@ def poll() -> None:
 
 
 class GeventScheduler(Scheduler):
-    """Callers of a store are greenlets of one thread; its own threads are not."""
+    """Callers of a store are greenlets of one thread; its own threads are not.
+
+    Also in a program that gevent has patched, where ``_thread`` makes greenlets.
+    """
+
+    start_thread = staticmethod(get_original('_thread', 'start_new_thread'))
+    allocate_lock = staticmethod(get_original('_thread', 'allocate_lock'))
 
     def waiter(self) -> tuple[Wait, Wake]:
         waiter = Waiter()

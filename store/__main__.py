@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from itertools import chain
 
 from store import __version__
-from store.base import Plant, PlantStore, batches
+from store.base import Plant, PlantStore, batches, characters
 from store.errors import IdTaken, StoreError
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
@@ -42,8 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no UTF-8
         sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
     logging.basicConfig(format='%(message)s')
-    # Which table of a database is used, and how far a long opening is.
-    logging.getLogger('store').setLevel(logging.INFO)
+    # Which table of a database is used, and how far a long opening is. That a target
+    # of a copy is new is no news.
+    for name, level in (
+        ('postgresql', 'INFO'),
+        ('jsonl.known', 'INFO'),
+        ('jsonl.disk', 'ERROR'),
+    ):
+        logging.getLogger(f'store.{name}').setLevel(level)
     try:
         try:
             return _run(arguments)
@@ -123,7 +129,7 @@ def _copy(source: PlantStore, url: str) -> int:
     bar = _progress()(source)
     write = getattr(bar, 'write', print)  # not in the middle of the bar
     counts = dict.fromkeys(('copied', 'already there', 'conflicting'), 0)
-    parts = batches(bar)
+    parts = batches(bar, characters)
     first = next(parts, [])  # a source that cannot be read makes no target
     with open_store(url) as target:
         try:

@@ -4,15 +4,16 @@ import abc
 import re
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 from store.errors import IdTaken
 
 ID_MIN = -(2**63)
 ID_MAX = 2**63 - 1
-# A bulk add sends each batch to a database as one statement, with a time limit.
+# A batch is one write, and may be unsynced at a crash, or one statement, with a time
+# limit. A crowd of large plants must not make a small one slow.
 BATCH_PLANTS = 1000
-BATCH_CHARACTERS = 2**20
+BATCH_SIZE = 2**20  # in bytes of a file, or characters in a database
 
 
 class Plant(NamedTuple):
@@ -30,6 +31,7 @@ class Plant(NamedTuple):
 TEXTS = Plant._fields[1:]  # the members that are text
 OPTIONAL = frozenset(Plant._field_defaults)  # those that a plant may lack: None
 LONE_SURROGATE = re.compile('[\ud800-\udfff]')
+Item = TypeVar('Item')
 
 
 def check_plant(plant: Plant) -> None:
@@ -54,16 +56,23 @@ def check_plant(plant: Plant) -> None:
             raise ValueError(f'{member}: it holds a lone surrogate')
 
 
-def batches(plants: Iterable[Plant]) -> Generator[list[Plant]]:
-    """Split plants into batches of a limited size."""
-    batch: list[Plant] = []
-    size = 0
-    for plant in plants:
-        batch.append(plant)
-        size += sum(len(text or '') for text in plant[1:])
-        if len(batch) == BATCH_PLANTS or size >= BATCH_CHARACTERS:
+def characters(plant: Plant) -> int:
+    """Return how long the texts of a plant are."""
+    return sum([len(text or '') for text in plant[1:]])
+
+
+def batches(
+    items: Iterable[Item], size: Callable[[Item], int]
+) -> Generator[list[Item]]:
+    """Split items into batches: of at most ``BATCH_SIZE``, or of one item."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        total += (own := size(item))
+        if batch and (len(batch) == BATCH_PLANTS or total > BATCH_SIZE):
             yield batch
-            batch, size = [], 0
+            batch, total = [], own
+        batch.append(item)
     if batch:
         yield batch
 
@@ -127,16 +136,13 @@ class PlantStore(abc.ABC):
     def ping(self) -> None:
         """Return if an ``add`` would work now."""
 
-    def load(self, *, wait: bool = True) -> None:
-        """Read what children that are forked later can go on with.
+    def load(self) -> None:
+        """Read what forked children can go on with; keep nothing open.
 
-        A server calls this in its master, with no other call in progress: at a start
-        and at a reload, as an ``add`` would open the store, however long that takes;
-        and without ``wait`` before each new worker: then nobody waits, and nothing is
-        mended. Nothing stays open. Of a store that cannot be inherited, this suffices.
+        A server calls it once, in its master, on a store that nobody uses yet: it waits
+        as long as it takes, and otherwise raises what an ``add`` would raise.
         """
-        if wait:
-            self.ping()
+        self.ping()
 
     @abc.abstractmethod
     def close(self) -> None:

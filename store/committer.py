@@ -7,6 +7,11 @@ critical happens in this thread: it also opens the store, answers pings, and clo
 A caller does none of it, since it may be interrupted between any two instructions. (In
 a load nobody waits.) If it leaves, its call leaves the queue, unless a batch has it.
 
+**The committer outlives every exception.** What is raised while a batch is served is
+the outcome of its calls. Whatever else is raised, for want of memory, ends the thread;
+but the calls that it had are kept, and the next caller, or one that looks after its
+call, starts another thread, which refuses those and goes on with the queue.
+
 **Where syncs are slow the committer gathers.** The callers that it wakes come back with
 their next plants a moment later. A batch that began without them would make them wait
 for two syncs, and the crowd would stay split into groups that wait for each other. So
@@ -15,26 +20,28 @@ waited already, but at most for as long as that sync, or 20 ms. Where syncs are 
 (below 1.5 ms) it does not: there the thread switches are the cost.
 """
 
-import _thread
 import abc
-import os
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from threading import TIMEOUT_MAX
+from math import inf
 from time import perf_counter, sleep
 from typing import Any, Protocol
 
-from store.base import Plant, PlantStore, batches, check_plant
-from store.errors import IdTaken, StoreClosed, StoreUnavailable
+from store import forks
+from store.base import BATCH_SIZE, Plant, PlantStore, batches, check_plant
+from store.errors import IdTaken, StoreClosed, StoreError, StoreUnavailable
 from store.scheduler import THREADS, Scheduler, Wake
+
+log = logging.getLogger(__name__)
 
 # Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
-OUTAGE_WITHIN = 1.0  # who waits looks so often whether a batch has failed or ended
+LOOK_EVERY = 1.0  # a caller that waits looks what has become of its call
 CLOSE_WITHIN = 5.0  # a write that hangs keeps its files open until it ends
-BATCH_BYTES = 1024 * 1024  # a crowd of large plants must not make a small one slow
+INTERRUPTED = 'the write was interrupted'
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +72,7 @@ class CommittedStore(PlantStore):
     """A store with a committer, which opens it when a process first uses it.
 
     A child uses no committer of its parent: after a fork that thread does not exist,
-    and a lock that was held stays held. So a committer belongs to a process id.
+    and a lock that was held stays held. So a committer belongs to one process.
     ``shown`` is the name of the store in errors.
     """
 
@@ -76,7 +83,7 @@ class CommittedStore(PlantStore):
         self._shown = shown
         self._scheduler = scheduler
         self._closed = False
-        self._committers: dict[int, _Committer] = {}  # by process id
+        self._committers: dict[int, _Committer] = {}  # by ``forks.generation``
 
     @abc.abstractmethod
     def _open_backend(self) -> Backend:
@@ -99,9 +106,9 @@ class CommittedStore(PlantStore):
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
         committer = self._committer()
-        for batch in batches(plants):
-            entries = [Entry(*self._record(plant)) for plant in batch]
-            committer.submit(entries, within=TIMEOUT_MAX)
+        each = (Entry(*self._record(plant)) for plant in plants)
+        for entries in batches(each, lambda entry: entry.size):
+            committer.submit(entries, within=inf)
             for entry in entries:
                 if entry.error is not None and not isinstance(entry.error, IdTaken):
                     raise entry.error
@@ -112,15 +119,14 @@ class CommittedStore(PlantStore):
         # All callers that wait share one, which has not begun before they called.
         self._committer().submit(())
 
-    def load(self, *, wait: bool = True) -> None:
+    def load(self) -> None:
         self._check_open()
-        if wait:
-            with closing(self._open_backend()) as backend:
-                backend.ping()
+        with closing(self._open_backend()) as backend:
+            backend.ping()
 
     def close(self) -> None:
         self._closed = True
-        if committer := self._committers.get(os.getpid()):
+        if committer := self._committers.get(forks.generation):
             committer.close()
 
     def _check_open(self) -> None:
@@ -129,18 +135,19 @@ class CommittedStore(PlantStore):
 
     def _committer(self) -> '_Committer':
         self._check_open()
-        pid, each = os.getpid(), self._committers
-        return each.get(pid) or each.setdefault(pid, _Committer(self))  # atomic
+        process, each = forks.generation, self._committers
+        return each.get(process) or each.setdefault(process, _Committer(self))  # atomic
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """What one caller waits for: its plants, or without any a ping."""
+    """What one caller waits for, and its outcome."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[Entry]  # its plants; without any it is a ping
+    size: int
     wake: Wake
-    is_done: bool = False  # set before the wake, which an interrupt may cost
-    error: BaseException | None = None
+    error: Exception | None = None
+    has_ended: bool = False  # set last, before the wake, which an interrupt may cost
 
 
 class _Committer:
@@ -149,47 +156,67 @@ class _Committer:
     def __init__(self, store: CommittedStore) -> None:
         self._store = store
         self._backend: Backend | None = None
-        self._waiting: deque[_Call] = deque()
-        self._bell = _thread.allocate_lock()  # released when calls wait
+        self._queue: deque[_Call] = deque()
+        self._batch: list[_Call] = []  # taken from the queue, and without an outcome
+        # When a batch last failed, and why; until one succeeds.
+        self._failure: tuple[float, StoreUnavailable] | None = None
+        self._crowd = 0  # how many calls the next batch waits for, and until when
+        self._gather_until = 0.0
+        self._bell = store._scheduler.allocate_lock()  # released when calls wait
         self._bell.acquire()
+        self._running = store._scheduler.allocate_lock()  # held by the thread
         # One wake for all: then they come back together, and share the next batch.
         self._ring_soon, self._wake = store._scheduler.connect(
             self._ring, lambda calls: [call.wake() for call in calls]
         )
-        self._running = _thread.allocate_lock()  # held by the thread alone
-        self._failure: StoreUnavailable | None = None  # until a call succeeds
-        self._crowd = 0  # how many callers the next batch waits for, and until when
-        self._gather_until = 0.0
 
     # Methods of the callers, which may be interrupted anywhere.
-    def submit(self, entries: Sequence[Entry], *, within: float = WAIT_WITHIN) -> None:
-        """Return within some seconds, when each entry is durable or has an error."""
+    def submit(self, entries: Sequence[Entry], *, within: float | None = None) -> None:
+        """Return when each entry is durable or has an error.
+
+        Raise what has failed the batch, or ``StoreUnavailable`` after some seconds, by
+        default ``WAIT_WITHIN``.
+        """
         wait, wake = self._store._scheduler.waiter()
-        call = _Call(entries, wake)
+        call = _Call(entries, sum([entry.size for entry in entries]), wake)
+        began = perf_counter()
+        deadline = began + (WAIT_WITHIN if within is None else within)
         try:
-            if not self._running.locked():
-                try:
-                    _thread.start_new_thread(self._run, ())
-                except RuntimeError as ex:
-                    raise StoreUnavailable(f'no thread can be started: {ex}') from ex
-            self._waiting.append(call)
+            self._queue.append(call)
+            self._start_thread()
             self._ring_soon()
             if self._store._closed:  # perhaps since then: no batch takes it
                 raise StoreClosed
-            while not (wait(min(within, OUTAGE_WITHIN)) or call.is_done):
-                self._ring()  # what should have rung may have been interrupted
-                within -= OUTAGE_WITHIN
-                state = 'did not answer in time' if self._backend else 'is being opened'
-                late = StoreUnavailable(f'the store {state}', store=self._store._shown)
-                if (self._failure and within < WAIT_WITHIN) or within <= 0:  # not bulk
-                    raise (self._failure or late).with_traceback(None)
+            left = deadline - began
+            while not (wait(min(left, LOOK_EVERY)) or call.has_ended):
+                left = self._look_after(began, deadline)
             if call.error is not None:
                 # Its traceback would grow with each caller that raises it.
                 raise call.error.with_traceback(None)
         except BaseException:
             with suppress(ValueError):  # a batch has it
-                self._waiting.remove(call)
+                self._queue.remove(call)
             raise
+
+    def _look_after(self, began: float, deadline: float) -> float:
+        """Return how long a call may still wait, or raise why it has to end."""
+        self._start_thread()  # the last one may have ended with an exception
+        self._ring()  # what should have rung may have been interrupted
+        if self._failure is not None and deadline < inf:
+            at, error = self._failure
+            if at > began:  # an older one says nothing about this call
+                raise error.with_traceback(None)
+        if (left := deadline - perf_counter()) <= 0:
+            state = 'did not answer in time' if self._backend else 'is being opened'
+            raise StoreUnavailable(f'the store {state}', store=self._store._shown)
+        return left
+
+    def _start_thread(self) -> None:
+        if not self._running.locked():
+            try:
+                self._store._scheduler.start_thread(self._run, ())
+            except RuntimeError as ex:
+                raise StoreUnavailable(f'no thread can be started: {ex}') from ex
 
     def close(self) -> None:
         """End the thread of a closed store, and wait for that."""
@@ -199,49 +226,60 @@ class _Committer:
             sleep(0.001)  # not acquire(): who is interrupted could keep the lock
 
     def _ring(self) -> None:
-        if len(self._waiting) >= self._crowd or self._store._closed:
+        if len(self._queue) >= self._crowd or self._store._closed:
             with suppress(RuntimeError):  # it rings already
                 self._bell.release()
 
-    # Methods of the thread, which nothing interrupts.
+    # Methods of the thread, which no caller interrupts.
     def _run(self) -> None:
-        if not self._running.acquire(blocking=False):
-            return  # another caller was faster
-        while batch := self._take_batch():
+        try:
+            if not self._running.locked():  # no other caller was faster
+                with self._running:
+                    self._serve()
+        except BaseException:  # for want of memory, between two batches
+            pass  # another thread goes on: see ``_look_after``
+
+    def _serve(self) -> None:
+        """Serve batches until the store is closed."""
+        self._end_batch(StoreUnavailable(INTERRUPTED))  # of a thread that has ended
+        while not self._store._closed or self._queue:
+            self._gather()
+            self._take_batch()
             try:
                 self._store._check_open()  # or refuse all who still wait
-                self._commit(batch)
-            except BaseException as ex:  # or for want of memory: nobody else would wake
-                self._fail(batch, ex)
-            for call in batch:
-                call.is_done = True
-            self._wake(batch)
+                self._commit()
+            except BaseException as ex:
+                self._fail(self._batch, ex)
+            self._end_batch()
         if self._backend is not None:
             with suppress(Exception):
                 self._backend.close()
-        self._running.release()
+            self._backend = None
 
-    def _take_batch(self) -> list[_Call]:
-        """Return calls that wait, when there are some; none only after ``close``."""
-        while len(self._waiting) < self._crowd:
+    def _gather(self) -> None:
+        """Wait for calls: after a slow sync for a crowd, for some milliseconds."""
+        while len(self._queue) < self._crowd:
             left = self._gather_until - perf_counter()
             if left <= 0 or not self._bell.acquire(timeout=left):
                 break
         self._crowd = 0  # before a look at the queue: from here on each call rings
-        batch: list[_Call] = []
-        size = 0
-        while not batch and (self._waiting or not self._store._closed):
-            if not self._waiting:
-                self._bell.acquire()
-            with suppress(IndexError):
-                while size < BATCH_BYTES:
-                    batch.append(self._waiting.popleft())
-                    size += sum([entry.size for entry in batch[-1].entries])
-        return batch
+        while not (self._queue or self._store._closed):
+            self._bell.acquire()
 
-    def _commit(self, batch: Sequence[_Call]) -> None:
-        pings = [call for call in batch if not call.entries]
-        adds = [call for call in batch if call.entries]
+    def _take_batch(self) -> None:
+        """Move calls from the queue into the batch, as many as one write may have."""
+        total = 0
+        with suppress(IndexError, ValueError):  # no call is left, or one has just left
+            while not self._batch or total + self._queue[0].size <= BATCH_SIZE:
+                call = self._queue[0]
+                total += call.size
+                self._batch.append(call)  # first: whatever happens, it has a place
+                self._queue.remove(call)
+
+    def _commit(self) -> None:
+        """Serve the calls of the batch: the adds, then the pings."""
+        adds = [call for call in self._batch if call.entries]
+        pings = [call for call in self._batch if not call.entries]
         took = 0.0
         for calls in filter(None, (adds, pings)):
             try:
@@ -256,8 +294,8 @@ class _Committer:
                 self._fail(calls, ex)
         # Counted before anybody is woken: the first come back before the last is woken.
         is_slow = took > self._store.gather_above
-        self._crowd = len(batch) + len(self._waiting) if is_slow else 0
         self._gather_until = perf_counter() + min(took, self._store.gather_within)
+        self._crowd = len(self._batch) + len(self._queue) if is_slow else 0
 
     def _append(self, backend: Backend, calls: Sequence[_Call]) -> float:
         """Store the plants of some calls; return how long the sync took."""
@@ -273,11 +311,24 @@ class _Committer:
         return took
 
     def _fail(self, calls: Sequence[_Call], error: BaseException) -> None:
-        if not isinstance(error, Exception):  # it would end the thread of each caller
-            error = StoreUnavailable(f'the write was interrupted: {error!r}')
+        """Give calls an error as their outcome."""
+        if not isinstance(error, StoreError):  # want of memory, or a fault of ours
+            log.error('%s: %s', self._store._shown, INTERRUPTED, exc_info=error)
+            shown = {'store': self._store._shown, 'detail': repr(error)}
+            error = StoreUnavailable(INTERRUPTED, **shown)
         if isinstance(error, StoreUnavailable):
-            self._failure = error
+            self._failure = perf_counter(), error
         # It also hides the error of an entry, which may rest on another entry of this
         # very batch, which is now not stored.
         for call in calls:
             call.error = error
+
+    def _end_batch(self, error: Exception | None = None) -> None:
+        """Wake the callers of the batch; with ``error`` if they have no outcome."""
+        for call in self._batch:
+            if not call.has_ended:
+                call.error = call.error or error
+                call.has_ended = True
+        batch, self._batch = self._batch, []
+        if batch:
+            self._wake(batch)

@@ -14,6 +14,10 @@ Wake = Callable[..., object]
 class Scheduler:
     """How the callers of a store wait; here each caller is a thread of its own."""
 
+    # Of the committer: its calls block, so it needs a thread of the operating system.
+    start_thread = staticmethod(_thread.start_new_thread)
+    allocate_lock = staticmethod(_thread.allocate_lock)
+
     def waiter(self) -> tuple[Wait, Wake]:
         """Return two functions, ``wait`` and ``wake``.
 

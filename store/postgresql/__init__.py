@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 
-from store.base import Plant
+from store.base import Plant, characters
 from store.committer import CommittedStore, Entry
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
@@ -58,7 +58,7 @@ class PostgreSQLStore(CommittedStore):
         return Plants(self._target)
 
     def _record(self, plant: Plant) -> tuple[Plant, int]:
-        return plant, sum([len(text or '') for text in plant[1:]])
+        return plant, characters(plant)
 
 
 class Plants:

@@ -10,7 +10,7 @@ import pytest
 from disk import Gate, assert_raise
 from waiting import PATIENCE, in_threads, wait_until
 
-from store import IdTaken, Plant, StoreClosed, StoreUnavailable, committer
+from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, committer
 from store.committer import CommittedStore
 
 LONG = 10**6  # seconds
@@ -57,7 +57,7 @@ class Commits(CommittedStore):
 
     def waiting(self):
         """Return how many callers wait."""
-        return sum(len(each._waiting) for each in self._committers.values())
+        return sum(len(each._queue) for each in self._committers.values())
 
     def put_behind(self, gate, *jobs):
         """Run a job that blocks at a gate, and others that queue behind it."""
@@ -84,13 +84,13 @@ def failing(error):
     ('sizes', 'batches'),
     [
         ([1] * 9, [[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
-        ([40, 40, 40, 40], [[1, 2, 3], [4]]),
-        ([100, 1, 99, 1], [[1], [2, 3], [4]]),
+        ([40, 40, 40, 40], [[1, 2], [3, 4]]),
+        ([100, 1, 99, 1, 101, 1], [[1], [2, 3], [4], [5], [6]]),
     ],
 )
 def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
-    """Plants that wait are one batch, in their order; it ends at BATCH_BYTES."""
-    monkeypatch.setattr(committer, 'BATCH_BYTES', 100)
+    """Plants that wait are one batch, in their order; it has at most BATCH_SIZE."""
+    monkeypatch.setattr(committer, 'BATCH_SIZE', 100)
     with Commits() as store:
         seen, gate = [], Gate()
         store.on_sync = lambda *sync: seen.append((sync[0], sync[1] >= 0))
@@ -140,12 +140,12 @@ def test_entry_fails_alone():
 
 def test_ring_and_wake_that_interrupts_have_cost(monkeypatch):
     """Others go on a second later, and hear how their batch has ended."""
-    monkeypatch.setattr(committer, 'OUTAGE_WITHIN', 0.01)
+    monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
     with Commits() as store:
         monkeypatch.setattr(store._scheduler, 'connect', lambda *_: (list, list))
         assert all(map(store.put, range(9)))
         store.before['append'] = failing(ZeroDivisionError())
-        assert_raise(ZeroDivisionError, partial(store.put, 10, 11))
+        assert_raise(StoreUnavailable, partial(store.put, 10, 11), match='Zero')
 
 
 @pytest.fixture
@@ -190,7 +190,6 @@ def test_gather_ends_without_the_crowd(limits, slow):
 def test_caller_leaves_in_time(monkeypatch):
     """Who waits too long hears why, and is not stored."""
     monkeypatch.setattr(committer, 'WAIT_WITHIN', 0.05)
-    monkeypatch.setitem(committer._Committer.submit.__kwdefaults__, 'within', 0.05)
     with Commits() as store:
         store.before['append'] = gate = Gate()
         first = threading.Thread(target=partial(store.put, 1, 2), daemon=True)
@@ -206,7 +205,6 @@ def test_caller_leaves_in_time(monkeypatch):
 def test_callers_who_wait_hear_of_an_outage(monkeypatch):
     """A second after a batch has failed at most, also while the next one hangs."""
     monkeypatch.setattr(committer, 'WAIT_WITHIN', LONG)
-    monkeypatch.setitem(committer._Committer.submit.__kwdefaults__, 'within', LONG)
     with Commits() as store:
         first, second = Gate(), Gate()
 
@@ -224,9 +222,14 @@ def test_callers_who_wait_hear_of_an_outage(monkeypatch):
         second.set()
         store.before.clear()
         store.put(9)  # it is over
-        monkeypatch.setattr(committer, 'OUTAGE_WITHIN', 0.01)
+        monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
         store.before['append'] = partial(time.sleep, 0.1)
         store.put(10)
+        # An outage that was over before a call is no reason for its wait.
+        store.before['append'] = failing(FULL)
+        refused(partial(store.put, 11))
+        store.before['append'] = partial(time.sleep, 0.1)
+        store.put(12)
 
 
 def test_pings_that_wait_share_one():
@@ -277,7 +280,7 @@ def test_thread_that_cannot_be_started(monkeypatch):
     """It is told, and tried again by the next caller."""
     with Commits() as store, monkeypatch.context() as patch:
         refuse = failing(RuntimeError('no more'))
-        patch.setattr(committer._thread, 'start_new_thread', refuse)
+        patch.setattr(THREADS, 'start_thread', refuse)
         assert_raise(StoreUnavailable, partial(store.put, 0), match='no more')
         patch.undo()
         assert store.put(1) is True
@@ -287,7 +290,7 @@ def test_thread_that_cannot_be_started(monkeypatch):
 def test_add_at_the_moment_of_a_close(monkeypatch):
     """It is refused, also if the thread has ended before the plant is in the queue."""
     store = Commits()
-    patch = partial(monkeypatch.setattr, committer._thread, 'start_new_thread')
+    patch = partial(monkeypatch.setattr, THREADS, 'start_thread')
     patch(lambda run, arguments: (store.close(), run()))
     assert_raise(StoreClosed, partial(store.put, 0))
 
@@ -305,6 +308,6 @@ def test_close_keeps_no_thread_from_beginning():
 def test_error_between_two_batches_ends_no_thread():
     """Want of memory reaches the callers of one batch; the next one is committed."""
     with Commits(above=None) as store:
-        assert_raise(TypeError, partial(store.put, 0, 1))
+        assert_raise(StoreUnavailable, partial(store.put, 0, 1))
         store.gather_above = LONG
         assert store.put(2) is True
