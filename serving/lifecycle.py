@@ -162,7 +162,7 @@ def when_ready(server: Any) -> None:
 def pre_fork(server: Any, worker: Any) -> None:
     """Read what was appended to the store since, if nobody has to wait for that."""
     try:
-        server.app.callable.store.load(wait=False)
+        pass
     except Exception as ex:
         log.warning('the store was not read before a fork: %s', ex)
 

@@ -1,4 +1,4 @@
-"""Descriptors that no forked child may keep.
+"""Descriptors of a store: no forked child keeps one, and none is a standard stream.
 
 A child shares the open files of its parent. An ``flock`` that both share excludes
 neither, and stays held when the parent is killed. So a child closes such descriptors at
@@ -6,19 +6,65 @@ once, whether or not it ever uses the store.
 """
 
 import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from weakref import WeakSet
 
-owned: dict[object, int] = {}  # an open descriptor by its owner
+generation = 0  # forks between the first process and this one: no two of them have one
+_owned: WeakSet[FileIO] = WeakSet()
+_begun = _ended = 0  # forks of this process
 
 
-def _close_all() -> None:
-    while owned:
-        os.close(owned.popitem()[1])
+def opened(open_one: Callable[[], int]) -> FileIO:
+    """Return the file of a descriptor, opened so that each child closes it at once.
+
+    A child that was forked between the opening and the entry would keep it. So then
+    this process opens another one, before it takes any lock.
+    """
+    while True:
+        forks = _begun, _ended
+        file = FileIO(open_one(), 'r')
+        _owned.add(file)
+        if forks[0] == forks[1] and forks == (_begun, _ended):
+            return file
+        file.close()
+        time.sleep(0.001)
 
 
-os.register_at_fork(after_in_child=_close_all)
+def fill_standard() -> None:
+    """Open the null device where a standard stream is closed.
+
+    The next file that is opened would be one, and have the messages of C libraries in
+    it. REQUIRES: called before each opening of a file or socket of a store.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
 
 
-def close(owner: object) -> None:
-    """Close the descriptor of an owner, if it has one that is open."""
-    if owner in owned:
-        os.close(owned.pop(owner))
+def _before() -> None:
+    global _begun
+    _begun += 1
+
+
+def _in_parent() -> None:
+    global _ended
+    _ended += 1
+
+
+def _in_child() -> None:
+    global generation, _begun, _ended
+    generation += 1
+    _begun = _ended = 0
+    for file in list(_owned):
+        with suppress(OSError):
+            file.close()
+
+
+os.register_at_fork(
+    before=_before, after_in_parent=_in_parent, after_in_child=_in_child
+)

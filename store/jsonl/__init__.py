@@ -1,19 +1,22 @@
 """The embedded store: a file of JSON lines, shared by any number of processes."""
 
-import fcntl
+import logging
+import math
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from store.base import Plant
 from store.committer import CommittedStore
-from store.errors import StoreUnavailable
 from store.jsonl import disk, record, recovery
 from store.jsonl.file import PlantFile
 from store.jsonl.known import Known
+from store.jsonl.lock import LOCK_WITHIN
 from store.scheduler import THREADS, Scheduler
+
+log = logging.getLogger(__name__)
 
 
 class JSONLinesStore(CommittedStore):
@@ -34,7 +37,7 @@ class JSONLinesStore(CommittedStore):
         if create:
             with disk.unavailable(self.path):
                 disk.make_file(self.path)
-        # For forked children: what load() has read, and the end of the lines that any
+        # For forked children: what ``load`` has read, and the end of the lines that any
         # of them has written.
         self._known: Known | None = None
         self._length = memoryview(mmap.mmap(-1, 8)).cast('q')
@@ -48,44 +51,16 @@ class JSONLinesStore(CommittedStore):
         line = record.encode(plant)
         return (plant, line), len(line)
 
-    def _open_backend(self) -> PlantFile:
+    def _open_backend(self, within: float = LOCK_WITHIN) -> PlantFile:
         inherited = self._known.child() if self._known else None
-        return PlantFile(self.path, self._length, inherited)
+        return PlantFile(self.path, self._length, inherited, within)
 
-    def load(self, *, wait: bool = True) -> None:
+    def load(self) -> None:
         # NOTE: in the thread of the caller. The memory of another thread would be used
         # again by the committers of children, so they would share 3 MiB less of it. If
         # the caller is interrupted, what is left is what a crash leaves.
         self._check_open()
-        if not wait:
-            self._read_on()
-            return
-        # While it changes, nothing is there to inherit: a child then reads the file.
-        known, self._known, length = self._known, None, self._length[0]
-        try:
-            file = PlantFile(self.path, self._length, known)
-        except StoreUnavailable:
-            if not (known or length):
-                raise
-            # A start or a reload accepts the file that is there now, if it succeeds.
-            self._length[0] = 0
-            try:
-                file = PlantFile(self.path, self._length)
-            except BaseException:
-                self._length[0] = max(length, self._length[0])
-                raise
-        with closing(file):
+        with closing(self._open_backend(math.inf)) as file:
             file.ping()
-            self._known = file.known
-
-    def _read_on(self) -> None:
-        """Read what was appended, if the lock is free."""
-        if (known := self._known) is None:
-            return
-        with recovery.opened(self.path) as fd, suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size = known.check_whole(fd)
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            self._known = None
-            known.read_on(fd, size)
-            self._known = known
+        self._known = file.known
+        log.info('%s: it has %d plants', self.path, len(file.known))

@@ -2,14 +2,20 @@
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from store.errors import StoreUnavailable
+from store.forks import fill_standard
+from store.jsonl.lock import LOCK_WITHIN, patiently
+
+log = logging.getLogger(__name__)
 
 CHUNK = 2 * 1024 * 1024  # bytes read at a time
 NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on macOS
@@ -17,10 +23,18 @@ NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on m
 NOT_SUPPORTED = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
 
 
-def open_file(path: Path, flags: int = os.O_RDWR) -> int:
-    """Open a plant file; raise ``StoreUnavailable`` if it is no regular file."""
+def open_file(
+    path: Path, flags: int = os.O_RDWR, *, within: float = LOCK_WITHIN
+) -> int:
+    """Open a plant file; raise ``StoreUnavailable`` if it is no regular file.
+
+    Samba or a kernel's NFS server may have a lease of it, which ends some seconds after
+    the first attempt to open the file.
+    """
+    fill_standard()
     # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    attempt = partial(os.open, path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    fd = patiently(attempt, path, 'another program has a lease of the file', within)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise StoreUnavailable('it is not a regular file', store=str(path))
@@ -36,6 +50,8 @@ def make_file(path: Path) -> None:
         os.close(open_file(path, os.O_RDWR | os.O_CREAT))
     except FileNotFoundError as ex:
         raise StoreUnavailable('its directory does not exist', store=str(path)) from ex
+    # Perhaps its disk is not mounted, or the name is wrong.
+    log.warning('%s: there was no such file: a new, empty one was made', path)
     sync_directory(path)
 
 
@@ -44,6 +60,14 @@ def check_directory(path: Path) -> None:
     if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
         reason = 'its directory cannot be written to'
         raise StoreUnavailable(reason, store=str(path), detail=_owner(path.parent))
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that leaves no room for the name of a side file."""
+    most = os.pathconf(path.parent, 'PC_NAME_MAX') - len('.damaged-999999')
+    if len(os.fsencode(path.name)) > most:
+        reason = f'its name is too long: {most} bytes at most'
+        raise StoreUnavailable(reason, store=str(path))
 
 
 def try_write(path: Path, length: int, offset: int) -> None:
@@ -110,6 +134,7 @@ def copy_aside(
     number = 1
     while os.path.lexists(side := path.with_name(f'{path.name}.{kind}-{number}')):
         number += 1
+    fill_standard()
     copy = os.open(side, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         like, size = os.fstat(fd), 0
@@ -146,14 +171,17 @@ def refusal(ex: OSError, path: Path) -> StoreUnavailable:
     if ex.errno in NOT_SUPPORTED:
         reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
         return StoreUnavailable(f'{reason}use a local one', store=str(path))
-    detail = _owner(path) if isinstance(ex, PermissionError) else ''
+    detail = _owner(path) if ex.errno == errno.EACCES else ''
+    if ex.errno == errno.EPERM:  # no rights: chattr(1)
+        detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
     return StoreUnavailable(ex.strerror or str(ex), store=str(path), detail=detail)
 
 
 def gone(path: Path) -> StoreUnavailable:
     """Return the error for a plant file that has no name any more."""
-    reason = 'the file is not there: put it back, or reload the server'
-    return StoreUnavailable(reason, store=str(path))
+    detail = 'a restart begins a new one, which gives all ids again'
+    reason = 'the file is not there: put it back'
+    return StoreUnavailable(reason, store=str(path), detail=detail)
 
 
 def file_system(path: Path) -> str:

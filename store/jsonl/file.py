@@ -20,12 +20,13 @@ to each descriptor that was open then. A process has one descriptor, opened befo
 trusts any line, and every sync of it goes through ``_sync``.
 """
 
-import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from store import forks
 from store.base import Plant
@@ -33,105 +34,68 @@ from store.committer import Entry
 from store.errors import IdTaken, StoreUnavailable
 from store.jsonl import disk, lock, recovery
 from store.jsonl.known import REPEATED, UNSYNCED, Known
-from store.jsonl.lines import corrupt
+from store.jsonl.lines import Damage, corrupt
 
 log = logging.getLogger(__name__)
 
+NEAR = 1024 * 1024  # bytes of others that are read under the lock
+Result = TypeVar('Result')
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
 
 
 class PlantFile:
     """A plant file that is open in this process, for one thread.
 
-    ``inherited`` is what was known of the file before a fork.
+    Args:
+        path: Where it is.
+        length: The end of the lines that any process of this server has written.
+        inherited: What was known of the file before a fork.
+        within: How many seconds to wait for its lock, or for a lease of others.
     """
 
     def __init__(
-        self, path: Path, length: memoryview, inherited: Known | None = None
+        self,
+        path: Path,
+        length: memoryview,
+        inherited: Known | None = None,
+        within: float = lock.LOCK_WITHIN,
     ) -> None:
-        self._path = path
+        self._path, self._within = path, within
         self._failed_sync: StoreUnavailable | None = None
+        self._sync_failed = StoreUnavailable(SYNC_FAILED, store=str(path))
         self._failed_write = 0  # the length of the latest write, if it failed
-        self._mended: list[str] = []  # logged when the lock is released
-        try:
-            with disk.unavailable(path):
-                disk.check_directory(path)
-                self._fd = disk.open_file(path)
-                forks.owned[self] = self._fd
-                self._open(length, inherited)
-        except BaseException:
-            self.close()
-            raise
+        self._to_say: list[tuple[int, str]] = []  # levels and lines of the log
+        with disk.unavailable(path):
+            disk.check_directory(path)
+            disk.check_name(path)
+            self._file = forks.opened(partial(disk.open_file, path, within=within))
+            self._fd = self._file.fileno()
+            try:
+                self.known = inherited or Known(path, self._fd, length)
+                self._open()
+            except BaseException:
+                self.close()
+                raise
 
-    def _open(self, length: memoryview, inherited: Known | None) -> None:
-        self.known = inherited or Known(self._path, self._fd, length)
-        # Most lines are read without the lock, for which others wait.
-        with lock.held(self._path, self._fd, fcntl.LOCK_SH):
-            size = self.known.check_whole(self._fd)
-        self.known.read_on(self._fd, size)
+    def _open(self) -> None:
         synced = self.known.synced  # not by a sync of what is mended: too early
-        with self._locked():
-            self._catch_up(is_opening=True)
-            # Lines of others may be unsynced, and a repeat acknowledges them.
-            end = self.known.end
-            start = max(synced, end - UNSYNCED)
-            for data in disk.pieces(self._fd, start, end):
-                disk.write(self._fd, data, start)
-                start += len(data)
-        self._sync()
+        end = self._caught_up(partial(self._write_again, synced), is_opening=True)
+        self.sync()
         if not end:
             disk.sync_directory(self._path)  # perhaps new
 
     def ping(self) -> None:
         """Try an append beside the plant file; after a failed write, in it, too."""
-        with disk.unavailable(self._path), self._locked():
-            self._catch_up()
-            offset = 0
-            if self._failed_write:
-                # At the offset of that write: the process may have a limit. And the
-                # plant file itself may be what fails: its last byte is written again.
-                offset = self.known.end
-                last = os.pread(self._fd, 1, max(0, offset - 1))
-                disk.write(self._fd, last, max(0, offset - 1))
-            disk.try_write(self._path, self._failed_write or 1, offset)
+        self._caught_up(self._try_append)
 
     def close(self) -> None:
-        forks.close(self)
+        self._file.close()
 
     # The life of a plant: buffered, written, durable, acknowledged.
 
     def append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
         """Write the new plants of a batch; return the function that syncs them."""
-        with disk.unavailable(self._path), self._locked():
-            self._catch_up()
-            end = self.known.end
-            stored: dict[int, Plant] = {}
-            offsets: dict[int, int] = {}  # of new plants
-            buffer = bytearray()
-            latest = -1  # the last offset of a line that an answer rests on
-            for entry in batch:
-                plant, line = entry.item
-                first = stored.get(plant.id)
-                if first is None and (found := self.known.find(self._fd, plant.id)):
-                    first, offset = found
-                    latest = max(latest, offset)
-                entry.new = first is None
-                if first is None:
-                    first = plant
-                    offsets[plant.id] = end + len(buffer)
-                    buffer += line
-                stored[plant.id] = first
-                entry.error = None if first == plant else IdTaken(plant.id)
-            # A repeat acknowledges the plant that was written first, perhaps by others,
-            # and so does a refusal. Both wait until it is synced.
-            if not buffer and latest < self.known.synced:
-                return None
-            if buffer:
-                data = bytes(buffer)
-                self._write(data, end)
-                # Written: the next holder of the lock reads it, also if this one dies.
-                self.known.note(offsets, data)
-        return self._sync
+        return self._caught_up(partial(self._append, batch))
 
     def _write(self, data: bytes, end: int) -> None:
         try:
@@ -147,23 +111,27 @@ class PlantFile:
             raise
         self._failed_write = 0
 
+    def sync(self) -> None:
+        """Make all known lines durable."""
+        try:
+            self._sync()
+        finally:
+            self._say()
+
     def _sync(self) -> None:
-        """Make all known lines durable; the only sync of this descriptor."""
+        """Sync, perhaps under the lock; the only sync of this descriptor."""
         end = self.known.end
         self._check_sync()
         try:
             disk.sync(self._fd)
         except OSError as ex:
-            failed = StoreUnavailable(SYNC_FAILED, store=str(self._path))
+            # Made before: for want of memory, no failure must be forgotten.
+            self._failed_sync = self._sync_failed
             if ex.errno in disk.NOT_SUPPORTED:
-                failed = disk.refusal(ex, self._path)
-            self._failed_sync = failed
-            log.critical(
-                '%s: a sync failed (%s): unsynced bytes may be lost, and no plant '
-                'is taken until the store is opened again (reload the server)',
-                self._path,
-                ex.strerror,
-            )
+                self._failed_sync = disk.refusal(ex, self._path)
+            what = f'a sync failed ({ex.strerror}): unsynced bytes may be lost, and no '
+            what += 'plant is taken until the store is opened again (reload the server)'
+            self._to_say.append((logging.CRITICAL, what))
             raise self._failed_sync from ex
         self.known.synced = end
 
@@ -171,23 +139,103 @@ class PlantFile:
         if self._failed_sync is not None:
             raise self._failed_sync.with_traceback(None)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock, and log after its release, since a log may block."""
+    def _say(self) -> None:
+        """Write what is to be said into the log, which may block: not in the lock."""
+        said, self._to_say = self._to_say, []
+        for level, line in said:
+            log.log(level, '%s: %s', self._path, line)
+
+    def _caught_up(
+        self, use: Callable[[], Result], *, is_opening: bool = False
+    ) -> Result:
+        """Take the lock, know all lines, also those of other processes, and call.
+
+        Many lines are read without the lock, for which others wait: up to an end that
+        nobody takes back. Then it is taken again.
+        """
+        stuck = -1  # where such a read got no further: at damage, or a torn tail
         try:
-            with lock.held(self._path, self._fd):
-                yield
+            with disk.unavailable(self._path):
+                while True:
+                    try:
+                        lock.take(self._path, self._fd, within=self._within)
+                        self._check_sync()
+                        size = self.known.check(self._fd)
+                        end, whole = self.known.end, self._whole(size)
+                        if whole - end <= NEAR or end == stuck:
+                            self._catch_up(size, is_opening=is_opening)
+                            return use()
+                    finally:
+                        try:
+                            lock.release(self._fd)
+                        except BaseException:  # for want of memory, before the call
+                            lock.release(self._fd)  # or all others would wait
+                            raise
+                    stuck = end
+                    self.known.read_on(self._fd, whole, says_progress=True)
+        except Damage as ex:
+            raise corrupt(self._path, self._fd, ex) from None
         finally:
-            for mended in self._mended:
-                log.warning('%s: %s', self._path, mended)
-            self._mended.clear()
+            self._say()
 
     # What follows REQUIRES the lock.
 
-    def _catch_up(self, *, is_opening: bool = False) -> None:
-        """Know all lines, also those that other processes have written since."""
-        self._check_sync()
-        size = self.known.check(self._fd)
+    def _append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
+        end = self.known.end
+        stored: dict[int, Plant] = {}
+        offsets: dict[int, int] = {}  # of new plants
+        buffer = bytearray()
+        latest = -1  # the last offset of a line that an answer rests on
+        for entry in batch:
+            plant, line = entry.item
+            first = stored.get(plant.id)
+            if first is None and (found := self.known.find(self._fd, plant.id)):
+                first, offset = found
+                latest = max(latest, offset)
+            entry.new = first is None
+            if first is None:
+                first = plant
+                offsets[plant.id] = end + len(buffer)
+                buffer += line
+            stored[plant.id] = first
+            entry.error = None if first == plant else IdTaken(plant.id)
+        # A repeat acknowledges the plant that was written first, perhaps by others,
+        # and so does a refusal. Both wait until it is synced.
+        if not buffer and latest < self.known.synced:
+            return None
+        if buffer:
+            data = bytes(buffer)
+            self._write(data, end)
+            # Written: the next holder of the lock reads it, also if this one dies.
+            self.known.note(offsets, data)
+        return self.sync
+
+    def _try_append(self) -> None:
+        offset = 0
+        if self._failed_write:
+            # At the offset of that write: the process may have a limit. And the plant
+            # file itself may be what fails: its last byte is written again.
+            offset = self.known.end
+            last = os.pread(self._fd, 1, max(0, offset - 1))
+            disk.write(self._fd, last, max(0, offset - 1))
+        disk.try_write(self._path, self._failed_write or 1, offset)
+
+    def _write_again(self, start: int) -> int:
+        """Write again what may be unsynced, also of others: repeats acknowledge it."""
+        end = self.known.end
+        start = max(start, end - UNSYNCED)
+        for data in disk.pieces(self._fd, start, end):
+            disk.write(self._fd, data, start)
+            start += len(data)
+        return end
+
+    def _whole(self, size: int) -> int:
+        """Return up to where nobody takes lines back: a torn tail is cut off."""
+        is_torn = os.pread(self._fd, 1, max(0, size - 1)) != b'\n'
+        return size - UNSYNCED * is_torn
+
+    def _catch_up(self, size: int, *, is_opening: bool) -> None:
+        """Know all lines up to the end of the file, and mend that end."""
         while self.known.end < size:
             self.known.read_on(self._fd, size)
             if self.known.end < size:
@@ -200,19 +248,18 @@ class PlantFile:
         if line.reason == recovery.NO_LINE_FEED:
             found = line.plant and self.known.find(fd, line.plant.id)
             if found and found[0] != line.plant:  # that is damage, and is not touched
-                raise corrupt(path, fd, line.offset, REPEATED % found[0].id)
+                raise Damage(line.offset, REPEATED % found[0].id)
             disk.write(fd, b'\n', size)
             return size + 1
         if line.reason == recovery.LOST_BLOCK:
             span = line.offset, line.end
             side = recovery.blank(path, fd, [span], 'torn', self._sync)
-            done = f'blanked {line.end - line.offset}'
+            done = f'blanked {line.end - line.offset} bytes'
         else:
             side = recovery.cut(path, fd, line.offset, size)
-            done, size = f'cut off {size - line.offset}', line.offset
-        self._mended.append(
-            f'{line.reason} at byte {line.offset}: {done} bytes of an unfinished '
-            f'write; a copy is in {side.name}'
-        )
+            done, size = f'cut off {size - line.offset} bytes', line.offset
+        # Of an unfinished write; or a reload has accepted a file that was cut short.
+        what = f'{line.reason} at byte {line.offset}: {done}, which are no whole line'
+        self._to_say.append((logging.WARNING, f'{what}; a copy is in {side.name}'))
         self._sync()
         return size

@@ -3,9 +3,10 @@
 It is made from the file at each opening. It is plain memory, so a forked child can go
 on with it, and shares its pages.
 
-The ids are spread over *partitions*, each with two parallel arrays: the sorted ids, and
-their offsets. That takes about 26 bytes a plant, where a dictionary takes 110, and
-nothing ever has to be copied as a whole: a new id moves some KiB in one partition.
+The ids are spread over *partitions*. Each is one array: its sorted ids, then their
+offsets in the same order. That takes about 26 bytes a plant, where a dictionary takes
+110. An add puts a new array in the place of a partition, in one assignment: whatever
+fails, and whenever, a partition is as it was or has the new line.
 
 A new id may change any partition. So processes that share an index since a fork put
 their new ids into one of their own, with the shared one as its *base*: otherwise 10,000
@@ -21,6 +22,7 @@ PARTITIONS = 4_096
 _SHIFT = 64 - PARTITIONS.bit_length() + 1
 _MASK = 2**64 - 1
 
+Lines = tuple[list[int], list[int]]  # the ids of some lines, and their offsets
 Repeats = list[tuple[int, int, int]]  # an id, its first offset, another offset
 
 
@@ -35,29 +37,35 @@ class Index:
         # The upper bits of a product choose the partition. The factor is secret: nobody
         # can choose ids that all fall into one.
         self._factor = randbits(64) | 1
-        self._ids = [array('q') for _ in range(PARTITIONS)]
-        self._offsets = [array('q') for _ in range(PARTITIONS)]
+        self._partitions = [array('q')] * PARTITIONS  # no array ever changes
+
+    def __len__(self) -> int:
+        own = sum(map(len, self._partitions)) // 2
+        return own if self._base is None else own + len(self._base)
 
     def find(self, id: int) -> int | None:
         """Return the offset of an id, or ``None``."""
-        partition = (id * self._factor & _MASK) >> _SHIFT
-        ids = self._ids[partition]
-        if ids and id <= ids[-1]:  # no search for ids that count up
-            place = bisect_left(ids, id)
-            if ids[place] == id:
-                return self._offsets[partition][place]
+        both = self._partitions[(id * self._factor & _MASK) >> _SHIFT]
+        half = len(both) // 2
+        if half and id <= both[half - 1]:  # no search for ids that count up
+            place = bisect_left(both, id, 0, half)
+            if both[place] == id:
+                return both[half + place]
         return None if self._base is None else self._base.find(id)
 
     def add(self, id: int, offset: int) -> None:
         """Enter a line. REQUIRES: ``find`` does not know its id."""
-        partition = (id * self._factor & _MASK) >> _SHIFT
-        ids = self._ids[partition]
-        place = bisect_left(ids, id) if ids and id < ids[-1] else len(ids)
-        ids.insert(place, id)
-        self._offsets[partition].insert(place, offset)
+        number = (id * self._factor & _MASK) >> _SHIFT
+        both = self._partitions[number]
+        half = len(both) // 2
+        place = bisect_left(both, id, 0, half)
+        new = both[:]
+        new.insert(half + place, offset)
+        new.insert(place, id)
+        self._partitions[number] = new
 
     def enter(self, ids: Iterable[int], offsets: Iterable[int]) -> Repeats:
-        """Enter lines; return those whose id was known."""
+        """Enter lines, of which some may be there; return those whose id was known."""
         repeats = []
         for id, offset in zip(ids, offsets, strict=True):
             if (first := self.find(id)) is None:
@@ -66,26 +74,22 @@ class Index:
                 repeats.append((id, first, offset))
         return repeats
 
-    def load(self, ids: Iterable[int], offsets: Iterable[int]) -> None:
-        """Enter many lines into an index without a base; ``sort`` must follow."""
-        factor, all_ids, all_offsets = self._factor, self._ids, self._offsets
-        for id, offset in zip(ids, offsets, strict=True):
-            partition = (id * factor & _MASK) >> _SHIFT
-            all_ids[partition].append(id)
-            all_offsets[partition].append(offset)
-
-    def sort(self) -> Repeats:
-        """Sort what was loaded; return the lines whose id was known."""
+    def load(self, lines: Iterable[Lines]) -> Repeats:
+        """Enter many lines into an empty index, in half the time of ``enter``."""
+        factor, pairs = self._factor, [array('q') for _ in range(PARTITIONS)]
+        for ids, offsets in lines:
+            for id, offset in zip(ids, offsets, strict=True):
+                pair = pairs[(id * factor & _MASK) >> _SHIFT]
+                pair.append(id)
+                pair.append(offset)
         repeats = []
-        for partition, ids in enumerate(self._ids):
-            offsets = self._offsets[partition]
-            firsts = dict(zip(reversed(ids), reversed(offsets), strict=True))
-            if len(firsts) < len(ids):
-                lines = zip(ids, offsets, strict=True)
-                repeats += [
-                    (id, firsts[id], at) for id, at in lines if firsts[id] != at
-                ]
-            ordered = sorted(firsts)
-            self._ids[partition] = array('q', ordered)
-            self._offsets[partition] = array('q', map(firsts.__getitem__, ordered))
+        for number in [number for number, pair in enumerate(pairs) if pair]:
+            pair = pairs[number]
+            firsts = dict(zip(pair[-2::-2], pair[::-2], strict=True))
+            if 2 * len(firsts) < len(pair):
+                each = zip(pair[::2], pair[1::2], strict=True)
+                repeats += [(id, firsts[id], at) for id, at in each if firsts[id] != at]
+            both = array('q', sorted(firsts))
+            both.extend(array('q', map(firsts.__getitem__, both)))
+            self._partitions[number] = pairs[number] = both  # frees the pairs
         return repeats

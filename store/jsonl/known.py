@@ -4,7 +4,7 @@
 end     of the lines before it            who moves it
 ======  ================================  ========================================
 synced  each outlives a power cut         a sync that began after they were known
-end     the ids are in the index          whoever reads on, or has written them
+end     the ids are in the index          whoever has read on, or written them
 length  some process has written them     each process, under the lock; it is in
                                           memory that a server and its forks share
 size    they are in the file, the last    any process; others read on from ``end``
@@ -12,31 +12,55 @@ size    they are in the file, the last    any process; others read on from ``end
 ======  ================================  ========================================
 
 It is made from the file alone. A forked child reads on from ``end``.
+
+**Each end moves last**, in one assignment, when all that it stands for has worked. The
+index may have lines behind ``end``, of a read that failed half way: they do not count
+until ``end`` has passed them, and are entered again at the same offsets.
 """
 
 import logging
 import os
 import time
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import disk, record
-from store.jsonl.index import Index, Repeats
-from store.jsonl.lines import chunks, corrupt, first_offset, line_at
+from store.jsonl.index import Index, Lines, Repeats
+from store.jsonl.lines import Damage, chunks, first_offset, line_at
 
 log = logging.getLogger(__name__)
 
 TAIL = 256  # bytes before the end that are compared
 # Bytes at the end of the file that may not be synced: each process writes one batch
-# between two syncs, of 1 MiB, or of as many characters by a bulk add.
+# between two syncs, of 1 MiB, or of one plant. So this is for 16 processes.
 UNSYNCED = 16 * 1024 * 1024
 PROGRESS_EVERY = 2.0  # seconds between two progress lines in the log
 REPEATED = 'an earlier line has a different plant with the id %d'
 CHANGED = 'the file was changed in place: reload the server'
-REPLACED = 'the file was replaced: put the old one back, or reload the server'
+REPLACED = 'the file was replaced: put the old one back'
+SHORT = 'the file was cut short: %d bytes at its end are missing'
+# Of what a reload does about both.
+ACCEPTED = 'a reload takes the file that is there, and gives ids that it lacks again'
+
+
+class Read(NamedTuple):
+    """What was read of the file: lines up to an end."""
+
+    plants: Index
+    end: int
+    tail: bytes  # the last bytes before the end
+
+
+class Step(NamedTuple):
+    """Some lines after those that are known, and what the end is after them."""
+
+    lines: Lines
+    end: int
+    tail: bytes
 
 
 class Known:
@@ -49,15 +73,23 @@ class Known:
         self._path = path
         self._file = os.fstat(fd)
         self._length = length
-        self._index = Index()
         self.synced = 0
-        self.end = first_offset(fd)
-        self._tail = os.pread(fd, self.end, 0)  # the last bytes before the end
+        start = first_offset(fd)
+        self._read = Read(Index(), start, os.pread(fd, start, 0))
+
+    @property
+    def end(self) -> int:
+        """The end of the lines that are known."""
+        return self._read.end
+
+    def __len__(self) -> int:
+        return len(self._read.plants)
 
     def child(self) -> Self:
         """Return what a forked child starts with; this one must not change any more."""
         child = object.__new__(type(self))
-        vars(child).update(vars(self), _index=Index(self._index))
+        read = self._read._replace(plants=Index(self._read.plants))
+        vars(child).update(vars(self), _read=read)
         return child
 
     def check(self, fd: int) -> int:
@@ -66,79 +98,91 @@ class Known:
         If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
-        status = os.stat(self._path)
+        status, (_, end, tail) = os.stat(self._path), self._read
         if not os.path.samestat(status, self._file):
-            raise StoreUnavailable(REPLACED, store=str(self._path))
+            raise self._refusal(REPLACED, ACCEPTED)
         if not status.st_nlink:
             raise disk.gone(self._path)
-        if (missing := max(self.end, self._length[0]) - status.st_size) > 0:
-            raise StoreUnavailable(
-                f'the file was cut short: {missing} bytes at its end are missing',
-                store=str(self._path),
-                detail='they held acknowledged plants: put the whole file back, or '
-                'accept the loss: reload the server',
-            )
-        if os.pread(fd, len(self._tail), self.end - len(self._tail)) != self._tail:
-            raise StoreUnavailable(CHANGED, store=str(self._path))
+        if (missing := max(end, self._length[0]) - status.st_size) > 0:
+            raise self._refusal(SHORT % missing, f'put the whole one back; {ACCEPTED}')
+        if os.pread(fd, len(tail), end - len(tail)) != tail:
+            raise self._refusal(CHANGED)
         return status.st_size
 
-    def check_whole(self, fd: int) -> int:
-        """Check, and return a size up to which nobody cuts a line: a torn tail is.
-
-        REQUIRES: the lock. It need not be held while these lines are read.
-        """
-        size = self.check(fd)
-        return size - UNSYNCED * (os.pread(fd, 1, max(0, size - 1)) != b'\n')
-
-    def read_on(self, fd: int, size: int) -> None:
+    def read_on(self, fd: int, size: int, *, says_progress: bool = False) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
 
+        The end moves when a piece has been read, entered and compared.
+
         Raises:
-            StoreCorrupt: Two of them are different plants with one id.
+            Damage: Two of them are different plants with one id.
         """
-        start, tail, began = self.end, self._tail, time.monotonic()
-        reported = began
-        is_load = size - start > disk.CHUNK and start == first_offset(fd)
-        repeats: Repeats = []
+        index, start, _ = self._read
+        steps = self._scan(fd, size, says_progress)
+        if size - start <= disk.CHUNK or start > first_offset(fd):
+            for step in steps:
+                self._move(fd, index, index.enter(*step.lines), step)
+            return
+        index, last = Index(), None
+
+        def lines() -> Iterator[Lines]:
+            nonlocal last
+            for last in steps:
+                yield last.lines
+
+        repeats = index.load(lines())
+        if last is not None:
+            self._move(fd, index, repeats, last)
+
+    def _scan(self, fd: int, size: int, says_progress: bool) -> Iterator[Step]:
+        """Yield the records between the end and ``size``, in pieces."""
+        _, start, tail = self._read
+        began = reported = time.monotonic()
         for at, chunk, _ in chunks(fd, start, size):
             ids, offsets, end = record.scan(chunk, at)
-            if is_load:
-                self._index.load(ids, offsets)
-            else:
-                repeats += self._index.enter(ids, offsets)
-            self._move_end(end, chunk[: end - at])
+            tail = (tail + chunk[: end - at][-TAIL:])[-TAIL:]
+            yield Step((ids, offsets), end, tail)
             if end < at + len(chunk):
                 break
-            if (now := time.monotonic()) - reported > PROGRESS_EVERY:
+            if says_progress and (now := time.monotonic()) - reported > PROGRESS_EVERY:
                 reported = now
-                percent = 100 * (self.end - start) // (size - start)
+                percent = 100 * (end - start) // (size - start)
                 figures = percent, (size - start) >> 20, now - began
                 log.info('%s: %d %% of %d MiB read, %d s', self._path, *figures)
-        if is_load:
-            repeats += self._index.sort()
+
+    def _move(self, fd: int, index: Index, repeats: Repeats, to: Step) -> None:
+        """Know more lines, which were entered: up to the first that is damaged."""
         for id, first, other in sorted(repeats, key=itemgetter(2)):
             if self._plant_at(fd, first, id) != self._plant_at(fd, other, id):
-                self.end, self._tail = start, tail  # the next use finds it again
-                raise corrupt(self._path, fd, other, REPEATED % id)
+                tail = os.pread(fd, min(TAIL, other), max(0, other - TAIL))
+                self._read = Read(index, other, tail)
+                raise Damage(other, REPEATED % id)
+        self._read = Read(index, to.end, to.tail)
 
     def note(self, offsets: dict[int, int], lines: bytes) -> None:
         """Note lines that this process has written at the end. REQUIRES: the lock."""
+        index, end, tail = self._read
         for id, offset in offsets.items():
-            self._index.add(id, offset)
-        self._move_end(self.end + len(lines), lines)
-        self._length[0] = self.end
+            if (entered := index.find(id)) is None:
+                index.add(id, offset)
+            elif entered != offset:  # by a read that failed, of a file that was cut
+                raise self._refusal(CHANGED)
+        end += len(lines)
+        self._length[0] = end
+        self._read = Read(index, end, (tail + lines[-TAIL:])[-TAIL:])
 
     def find(self, fd: int, id: int) -> tuple[Plant, int] | None:
         """Return the plant with an id, and the offset of its line."""
-        offset = self._index.find(id)
-        return None if offset is None else (self._plant_at(fd, offset, id), offset)
-
-    def _move_end(self, end: int, lines: bytes) -> None:
-        self.end = end
-        self._tail = (self._tail + lines[-TAIL:])[-TAIL:]
+        index, end, _ = self._read
+        if (offset := index.find(id)) is None or offset >= end:
+            return None
+        return self._plant_at(fd, offset, id), offset
 
     def _plant_at(self, fd: int, offset: int, id: int) -> Plant:
         plant = line_at(fd, offset).plant
         if plant is None or plant.id != id:
-            raise StoreUnavailable(CHANGED, store=str(self._path))
+            raise self._refusal(CHANGED)
         return plant
+
+    def _refusal(self, reason: str, detail: str = '') -> StoreUnavailable:
+        return StoreUnavailable(reason, store=str(self._path), detail=detail)

@@ -9,10 +9,18 @@ from typing import NamedTuple
 
 from store.base import Plant
 from store.errors import StoreCorrupt
-from store.jsonl import record
-from store.jsonl.disk import CHUNK, pieces
+from store.jsonl import disk, record
 
 Chunk = tuple[int, bytes, int]  # lines, and the offsets where they begin and end
+NEAR, FAR = 512, 128 * 1024  # bytes; most lines end so near, and nearly all so far
+
+
+class Damage(Exception):
+    """The line at an offset is damaged; ``corrupt`` tells its number."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(reason)
+        self.offset, self.reason = offset, reason
 
 
 class Line(NamedTuple):
@@ -30,28 +38,35 @@ class Line(NamedTuple):
         return self.plant is None and not self.reason
 
 
-def read_lines(
-    fd: int, start: int, end: int, chunk_size: int = CHUNK
-) -> Iterator[Line]:
+def read_lines(fd: int, start: int, end: int) -> Iterator[Line]:
     """Yield the lines between two offsets; the last may lack its line feed."""
-    for offset, chunk, stop in chunks(fd, start, end, chunk_size):
+    for offset, chunk, stop in chunks(fd, start, end):
         for text in BytesIO(chunk):
             # Of a line that is too long the chunk has only the beginning.
             after = stop if len(text) == len(chunk) else offset + len(text)
-            try:
-                is_whole = text.endswith(b'\n') or len(text) <= record.LONGEST
-                is_blank = is_whole and not text.strip(record.WHITE_SPACE)
-                plant = None if is_blank else record.decode(text)
-                yield Line(offset, after, text, plant)
-            except record.DamagedRecord as ex:
-                yield Line(offset, after, text, None, str(ex))
+            yield _line(offset, after, text)
             offset = after
 
 
 def line_at(fd: int, offset: int) -> Line:
     """Return the line that begins at an offset; its ``end`` holds only for a record."""
-    lines = read_lines(fd, offset, offset + record.LONGEST + 1, chunk_size=512)
-    return next(lines, Line(offset, offset, b'', None))
+    text = b''
+    for size in NEAR, FAR, record.LONGEST + 1:
+        text = os.pread(fd, size, offset)
+        if feed := text.find(b'\n') + 1:
+            text = text[:feed]
+        if feed or len(text) < size:
+            break
+    return _line(offset, offset + len(text), text)
+
+
+def _line(offset: int, end: int, text: bytes) -> Line:
+    try:
+        is_whole = text.endswith(b'\n') or len(text) <= record.LONGEST
+        is_blank = is_whole and not text.strip(record.WHITE_SPACE)
+        return Line(offset, end, text, None if is_blank else record.decode(text))
+    except record.DamagedRecord as ex:
+        return Line(offset, end, text, None, str(ex))
 
 
 def first_offset(fd: int) -> int:
@@ -59,14 +74,14 @@ def first_offset(fd: int) -> int:
     return len(BOM_UTF8) if os.pread(fd, len(BOM_UTF8), 0) == BOM_UTF8 else 0
 
 
-def chunks(fd: int, start: int, end: int, size: int = CHUNK) -> Iterator[Chunk]:
+def chunks(fd: int, start: int, end: int) -> Iterator[Chunk]:
     """Yield chunks of whole lines; the last may lack its line feed.
 
     A line longer than a chunk is a chunk of its own. Of one too long for a record only
     the beginning is read: it may be huge.
     """
     start = start or first_offset(fd)
-    while start < end and (chunk := os.pread(fd, min(size, end - start), start)):
+    while start < end and (chunk := os.pread(fd, min(disk.CHUNK, end - start), start)):
         if cut := chunk.rfind(b'\n') + 1:
             chunk = chunk[:cut]
             stop = start + cut
@@ -78,14 +93,15 @@ def chunks(fd: int, start: int, end: int, size: int = CHUNK) -> Iterator[Chunk]:
 
 
 def _end_of_line(fd: int, start: int, end: int) -> int:
-    for data in pieces(fd, start, end):
+    for data in disk.pieces(fd, start, end):
         if feed := data.find(b'\n') + 1:
             return start + feed
         start += len(data)
     return start
 
 
-def corrupt(path: Path, fd: int, offset: int, reason: str) -> StoreCorrupt:
-    """Return the error of a damaged line."""
-    number = 1 + sum(piece.count(b'\n') for piece in pieces(fd, 0, offset))
-    return StoreCorrupt(str(path), number, offset, reason)
+def corrupt(path: Path, fd: int, damage: Damage) -> StoreCorrupt:
+    """Return the error of a damaged line, after all before it were counted."""
+    before = disk.pieces(fd, 0, damage.offset)
+    number = 1 + sum(piece.count(b'\n') for piece in before)
+    return StoreCorrupt(str(path), number, damage.offset, damage.reason)

@@ -37,14 +37,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from store import forks
 from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import lock, record
 from store.jsonl.disk import CHUNK, copy_aside, open_file, unavailable, write
 from store.jsonl.known import UNSYNCED
-from store.jsonl.lines import Line, corrupt, first_offset, read_lines
+from store.jsonl.lines import Damage, Line, corrupt, first_offset, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ Sync = Callable[[], object]
 def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Line:
     """Return the first line after ``start`` that is no whole record.
 
-    Its reason is one of the three above. Damage raises ``StoreCorrupt``, a file that
+    Its reason is one of the three above. Any other raises ``Damage``, and a file that
     never was one of plants ``StoreUnavailable``.
     """
     lines = read_lines(fd, start, end)
@@ -74,7 +76,7 @@ def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Lin
     if not are_whole and is_torn(line, end):
         return line._replace(reason=TORN_TAIL)
     check_ours(path, fd, line)
-    raise corrupt(path, fd, line.offset, line.reason)
+    raise Damage(line.offset, line.reason)
 
 
 def _is_whole(line: Line) -> bool:
@@ -156,7 +158,7 @@ def blank(
 @contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a plant file to read it; only a torn tail may be cut off meanwhile."""
-    with unavailable(path), open(open_file(path, flags), 'rb') as file:
+    with unavailable(path), forks.opened(partial(open_file, path, flags)) as file:
         fd, size = file.fileno(), os.fstat(file.fileno()).st_size
         is_whole = os.pread(fd, 1, max(0, size - 1)) == b'\n'
         yield fd
@@ -166,8 +168,11 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that."""
-    with lock.held(path, fd, fcntl.LOCK_SH):
+    try:
+        lock.take(path, fd, fcntl.LOCK_SH)
         return os.fstat(fd).st_size
+    finally:
+        lock.release(fd)
 
 
 def read_plants(path: Path, fd: int) -> Iterator[Plant]:
@@ -183,6 +188,9 @@ def read_plants(path: Path, fd: int) -> Iterator[Plant]:
             judged, end = line.offset, whole_size(path, fd)
             lines = read_lines(fd, judged, end)
         elif not line.is_blank:
-            judge(path, fd, judged, end, is_opening=False)
+            try:
+                judge(path, fd, judged, end, is_opening=False)
+            except Damage as ex:
+                raise corrupt(path, fd, ex) from None
             log.warning('%s: a torn tail at byte %d is left out', path, judged)
             return

@@ -42,7 +42,8 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     with recovery.opened(path, flags) as fd, ExitStack() as stack:
         end = recovery.whole_size(path, fd)
         if repair:
-            stack.enter_context(lock.held(path, fd))
+            stack.callback(lock.release, fd)
+            lock.take(path, fd)
             end = Known(path, fd, memoryview(bytes(8)).cast('q')).check(fd)
         if first_offset(fd):
             log.warning('%s: it begins with a byte order mark, which is skipped', path)

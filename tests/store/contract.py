@@ -294,17 +294,16 @@ class StoreContract:
     def test_load_before_a_fork(self, store):
         """Children that are forked after ``load`` go on with what was there.
 
-        It may be called again, and leaves nothing open. It waits by no scheduler, but
-        ``add`` and ``ping`` do.
+        It leaves nothing open. It waits by no scheduler, but ``add`` and ``ping`` do.
         """
         store.add(FERN)
         url, stored, scheduler = self.url(store), [FERN], Mock(THREADS, wraps=THREADS)
         if url:
             store.close()
             store = open_store(url, create=False, scheduler=scheduler)
-        for id, wait in enumerate([True, True, False, False, True], 2):
+        for id in range(2, 4):
             files = open_files()
-            store.load(wait=wait)
+            store.load()
             assert open_files() <= files
             use = partial(goes_on, store, Plant(id, 'Moss'), *stored)
             at_once(FORK.Process, use)

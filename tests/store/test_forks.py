@@ -16,11 +16,9 @@ from disk import (
     no_fault,
     take_side_files,
 )
-from machine import locked
 from waiting import in_child, in_threads
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
-from store.jsonl import lock as plant_lock
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
@@ -50,25 +48,17 @@ def bytes_read(path, use):
 
 
 def test_child_goes_on_with_what_was_loaded(path, store):
-    """It reads only what was appended since, as does a load with nobody waiting."""
+    """It reads only what was appended since, and mends the end."""
 
     def look(most):
         assert bytes_read(path, store.ping) < most
         assert_stored(store, [*PLANTS, MANY[0], MANY[-1]])
 
-    for wait in True, False:
-        in_child(partial(look, 5_000))
-        more = range(10**6 + 2000 * wait, 10**6 + 2000 * wait + 1000)
-        fill(path, *(Plant(number, 'Oak' * 99) for number in more))
-        in_child(partial(look, 10**6))
-        store.load(wait=wait)
+    in_child(partial(look, 5_000))
+    fill(path, *(Plant(number, 'Oak' * 99) for number in range(10**6, 10**6 + 1000)))
     append(path, b'{"id":')
-    with locked(path):
-        store.load(wait=False)
-    store.load(wait=False)
-    assert not take_side_files(path)
-    # An opening, which mends, and writes again what nobody has synced since.
-    in_child(partial(look, 500_000))
+    # An opening also writes again what nobody has synced since.
+    in_child(partial(look, 10**6))
     assert take_side_files(path) == [b'{"id":']
 
 
@@ -93,33 +83,31 @@ def test_child_believes_only_what_fits(path, store, change):
     refused = partial(assert_raise, StoreUnavailable, partial(store.add, IVY))
     in_child(refused, refused)
     assert path.read_bytes() == content
-    store.load()
-    in_child(lambda: store.add(IVY))
+    in_child(refused, refused)
+    reloaded = open_store(f'jsonl:{path}', create=False)
+    reloaded.load()
+    in_child(refused, lambda: reloaded.add(IVY))
     assert path.read_bytes() == content + lines(IVY)
 
 
-@pytest.mark.parametrize('is_reload', [False, True], ids=['', 'a reload that fails'])
-def test_what_another_worker_synced_is_known(path, store, monkeypatch, is_reload):
+def test_what_another_worker_synced_is_known(path, store):
     """A worker refuses a file that lacks what another one, now gone, has synced."""
-    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
     loaded = path.stat().st_size
     in_child(lambda: store.add(IVY))
     os.truncate(path, loaded)
-    if is_reload:
-        with locked(path):
-            assert_raise(StoreUnavailable, store.load, match='holds the lock')
     add = partial(store.add, OAK)
     in_child(lambda: assert_raise(StoreUnavailable, add, match='cut short'))
-    store.load()  # it accepts the loss
-    in_child(lambda: assert_stored(store, PLANTS, free=[IVY.id]))
+    reloaded = open_store(f'jsonl:{path}', create=False)  # it accepts the loss
+    reloaded.load()
+    in_child(lambda: assert_raise(StoreUnavailable, add, match='cut short'))
+    in_child(lambda: assert_stored(reloaded, PLANTS, free=[IVY.id]))
 
 
 def test_child_compares_many_new_lines_with_what_was_loaded(path):
     """A line of another program with a taken id is found, also in a file that grew."""
+    append(path, lines(IVY))
     with open_store(f'jsonl:{path}') as store:
         store.load()
-        append(path, lines(IVY))
-        store.load(wait=False)  # as before a fork
         append(path, lines(IVY._replace(name='Oak')) + (b' ' * 2**20 + b'\n') * 2)
         in_child(lambda: assert_raise(StoreCorrupt, store.ping))
 
@@ -147,7 +135,7 @@ def test_killed_parent_leaves_no_lock(path):
         assert store.add(PLANTS[1])
 
 
-def test_fork_while_threads_add_and_load(path):
+def test_fork_while_threads_add_and_open(path):
     """A child of a parent whose threads use the store at that moment can use it."""
     done = threading.Event()
     moss = [Plant(number, 'Moss') for number in range(8)]
@@ -158,7 +146,7 @@ def test_fork_while_threads_add_and_load(path):
             while not done.is_set():
                 store.add(Plant(number, 'Fern'))
                 if number < 10**7:
-                    store.load(wait=bool(number % 2))
+                    open_store(f'jsonl:{path}').load()
                 number += 1
 
         def fork():

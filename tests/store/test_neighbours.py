@@ -23,8 +23,6 @@ def add_for_ever(store, name, told):
             with suppress(StoreUnavailable, IdTaken):
                 store.add(plant)
                 file.write(lines(plant))
-                if chance.random() < 0.02:
-                    store.load(wait=chance.random() < 0.5)
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -39,7 +37,6 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
 
     def start(number):
         store = master if number % 2 else open_store(url, create=False)
-        master.load(wait=False)
         arguments = store, f'{number}', tmp_path / f'told-{number}'
         running.append(FORK.Process(target=add_for_ever, args=arguments, daemon=True))
         running[-1].start()
@@ -65,7 +62,7 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
     for process in running:
         process.kill()
         process.join()
-    master.load()  # which mends what the last one left
+    open_store(url).load()  # which mends what the last one left
     stored = raw_plants(path.read_bytes())
     assert len({plant.id for plant in stored}) == len(stored)
     assert {*told()} <= {*stored}
