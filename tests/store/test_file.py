@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from contract import FORK, at_once
 from disk import append, assert_raise, assert_stored, files, fill, lines, open_paths
 from machine import locked
-from waiting import in_child, wait_until
+from waiting import wait_until
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
@@ -100,7 +101,7 @@ def test_missing_right_is_told():
             repair = partial(verify, secret, repair=True)
             assert_raise(StoreUnavailable, repair, match=f'{secret} has mode 0')
 
-        in_child(use)
+        at_once(FORK.Process, use)
         directory.chmod(0o755)
 
 

@@ -3,8 +3,10 @@
 import os
 import threading
 from functools import partial
+from itertools import count, takewhile
 
 import pytest
+from contract import FORK, at_once
 from disk import (
     Disk,
     append,
@@ -17,7 +19,7 @@ from disk import (
     take_side_files,
 )
 from machine import locked
-from waiting import in_child, in_threads
+from waiting import in_threads
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import lock as plant_lock
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 PLANTS = [Plant(number, 'Fern') for number in range(1, 5)]
 MANY = [Plant(number, 'Moss' * 50) for number in range(100, 1_000)]
 IVY, OAK = Plant(9, 'Ivy'), Plant(10, 'Oak')
-LAST = lines(MANY[-1])
+in_child = partial(at_once, FORK.Process)
 
 
 @pytest.fixture
@@ -58,8 +60,7 @@ def test_child_goes_on_with_what_was_loaded(path, store):
 
     for wait in True, False:
         in_child(partial(look, 5_000))
-        more = range(10**6 + 2000 * wait, 10**6 + 2000 * wait + 1000)
-        fill(path, *(Plant(number, 'Oak' * 99) for number in more))
+        fill(path, *(Plant(it + 2000 * wait, 'Oak' * 99) for it in range(5000, 6000)))
         in_child(partial(look, 10**6))
         store.load(wait=wait)
     append(path, b'{"id":')
@@ -72,16 +73,11 @@ def test_child_goes_on_with_what_was_loaded(path, store):
     assert take_side_files(path) == [b'{"id":']
 
 
-def replaced(path, content):
-    """Put a copy in the place of the file."""
-    path.with_name('copy').write_bytes(content)
-    path.with_name('copy').replace(path)
-
-
+# Another line, a line less, another file with the same content.
 CHANGES = {
-    'another file': replaced,
-    'another line': lambda path, content: path.write_bytes(content[:-3] + b'x"}\n'),
-    'a line less': lambda path, content: path.write_bytes(content[: -len(LAST)]),
+    'line': lambda path, content: path.write_bytes(content[:-3] + b'x"}\n'),
+    'less': lambda path, content: path.write_bytes(content[: -len(lines(MANY[-1]))]),
+    'file': lambda path, content: (path.unlink(), path.write_bytes(content)),
 }
 
 
@@ -154,12 +150,10 @@ def test_fork_while_threads_add_and_load(path):
     with open_store(f'jsonl:{path}') as store:
         store.load()
 
-        def work(number):
-            while not done.is_set():
+        def add_and_load():
+            for number in takewhile(lambda _: not done.is_set(), count(100)):
                 store.add(Plant(number, 'Fern'))
-                if number < 10**7:
-                    store.load(wait=bool(number % 2))
-                number += 1
+                store.load(wait=bool(number % 2))
 
         def fork():
             try:
@@ -168,5 +162,5 @@ def test_fork_while_threads_add_and_load(path):
             finally:
                 done.set()
 
-        in_threads(fork, partial(work, 10**6), partial(work, 10**7))
+        in_threads(fork, add_and_load)
         assert_stored(store, moss)
