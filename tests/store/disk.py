@@ -1,7 +1,7 @@
 """A disk that fails, and that loses what is not synced: the faults of the file store.
 
-The modules of ``store.jsonl`` call the system by their global ``os``. ``installed``
-gives them a ``Disk`` there.
+``installed`` gives the modules of the store a ``Disk`` in place of ``os``, and of each
+function of it that they have imported.
 
 What is modelled
     A disk with a cache writes blocks of 512 or 4,096 bytes, each at once, in any order.
@@ -27,6 +27,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -37,6 +38,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from machine import open_files
 from waiting import PATIENCE, wait_until
 
 from store import IdTaken, Plant
@@ -45,11 +47,16 @@ from store.jsonl import JSONLinesStore, record
 
 @contextlib.contextmanager
 def installed(disk):
-    """Give the file store the system calls of a disk; yield it."""
+    """Give the store the system calls of a disk; yield it."""
+    calls = {id(call): name for name, call in vars(os).items() if callable(call)}
     with contextlib.ExitStack() as stack:
-        for name, module in sys.modules.items():
-            if name.startswith('store.jsonl') and hasattr(module, 'os'):
-                stack.enter_context(mock.patch.object(module, 'os', disk))
+        for name in [*filter(re.compile(r'store(\.|$)').match, sys.modules)]:
+            for known, value in [*vars(sys.modules[name]).items()]:
+                ours = (
+                    disk if value is os else getattr(disk, calls.get(id(value), ''), 0)
+                )
+                if ours:
+                    stack.enter_context(mock.patch(f'{name}.{known}', ours))
         yield disk
 
 
@@ -88,9 +95,7 @@ class Disk:
         self.calls = ['begin']  # that changed something; the moments are its indexes
         self.files = []
         self.names = []  # a moment, a name, and the number of its file from then on
-        # For each sync of the directory the moment of its end, and how many names it
-        # covers.
-        self.names_synced = []
+        self.names_synced = []  # for each sync its end, and how many names it covers
         self._numbers = {}  # from an inode to the number of its file
         self._reported = {}  # from a descriptor to the failures reported on it
         self._lock = threading.RLock()
@@ -249,15 +254,8 @@ def crash(disk, moment, block, pick):
 
 def path_of(target):
     """Return the path of a descriptor, or a path as text."""
-    if isinstance(target, int):
-        with contextlib.suppress(FileNotFoundError):
-            return os.readlink(f'/proc/self/fd/{target}')
-    return str(target)
-
-
-def open_paths():
-    """Return the paths of the descriptors of this process."""
-    return [path_of(int(fd)) for fd in os.listdir('/proc/self/fd')]
+    is_open = isinstance(target, int)
+    return open_files().get(target, '') if is_open else str(target)
 
 
 def no_fault(*call):

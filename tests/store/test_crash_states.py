@@ -20,10 +20,10 @@ from disk import (
     installed,
     lines,
     no_fault,
-    open_paths,
     raw_plants,
 )
 from exchange import table
+from machine import open_files
 
 from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore
@@ -319,4 +319,4 @@ def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
         if not fault.reached:
             break
     assert {*run.acknowledged} == {FERN, MOSS, IVY}
-    assert not [each for each in open_paths() if each.startswith(str(run.path.parent))]
+    assert str(run.path) not in open_files().values()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from contract import FORK, at_once
-from disk import append, assert_raise, assert_stored, files, fill, lines, open_paths
-from machine import locked
+from disk import append, assert_raise, assert_stored, files, fill, lines
+from machine import locked, open_files
 from waiting import wait_until
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
@@ -181,7 +181,7 @@ def test_file_replaced_meanwhile_is_left_alone(path, who):
             use = partial(verify, path, repair=True)
         with locked(path):
             used = pool.submit(use)
-            wait_until(lambda: open_paths().count(str(path)) > 1)
+            wait_until(lambda: [*open_files().values()].count(str(path)) > 1)
             path.with_name('new').write_bytes(others)
             path.with_name('new').replace(path)
         # Opened while it was replaced, or found replaced.
