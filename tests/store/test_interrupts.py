@@ -6,32 +6,18 @@ contract of stores sweeps ``add`` by threads; here are greenlets, and every meth
 """
 
 import itertools
-import os
 import sys
 from contextlib import suppress
 from functools import partial
 
 import gevent
 import pytest
-from contract import ends_before
+from contract import ends_before, open_files
 from greenlet import getcurrent
 from waiting import wait_until
 
 from serving.scheduler import GeventScheduler
 from store import Plant, StoreClosed, open_store
-
-NO_POINT = 10**6  # more points than a call has
-
-
-def in_use():
-    """Return how many threads run, and how many descriptors are open."""
-    return len(sys._current_frames()), len(os.listdir('/dev/fd'))
-
-
-def is_released(before):
-    """Whether no more is in use than before."""
-    return all(map(int.__le__, in_use(), before))
-
 
 USES = {
     'add': lambda store, plants: store.add(plants[0]),
@@ -43,19 +29,26 @@ USES = {
 }
 
 
+def in_use():
+    """Return how many threads run and how many files are open."""
+    return len(sys._current_frames()) + len(open_files())
+
+
 def sweep(open_one, use):
     """Interrupt a use at every point; check the store each time."""
     # A load makes the thousands of arrays of an index.
-    step = 499 if use == 'load' else 1
-    ids, acknowledged = itertools.count(), set()
+    points = itertools.count(0, 499 if use == 'load' else 1)
+    ids, acknowledged, ended = itertools.count(), set(), False
     with open_one() as other:
-        # First without an interrupt.
-        for point in itertools.chain([NO_POINT], itertools.count(0, step)):
+        other.ping()
+        before = in_use()
+        while not ended:
             store = open_one()
             if use != 'add':  # which opens it
                 store.ping()
             *plants, others = (Plant(next(ids), use) for _ in range(3))
-            ended = ends_before(point, partial(USES[use], store, plants), getcurrent)
+            point, call = next(points), partial(USES[use], store, plants)
+            ended = ends_before(point, call, getcurrent)
             if ended and 'add' in use:
                 acknowledged.update(plants[: 1 + (use == 'add_many')])
             # Others go on, and so does this store. An add that hangs raises after 5 s.
@@ -64,17 +57,12 @@ def sweep(open_one, use):
             with suppress(*[StoreClosed] * (use == 'close')):
                 assert store.add(others) is False
             store.close()
-            if point == NO_POINT:
-                before = in_use()
-            elif use != 'load':
-                wait_until(partial(is_released, before), f'{point}: all is released')
+            if use != 'load':
+                wait_until(lambda: in_use() <= before, f'{point}: all is released')
             stored = list(other)
             assert len({plant.id for plant in stored}) == len(stored)
-            assert acknowledged <= {*stored}
-            assert {*stored} - acknowledged <= {*plants}
+            assert acknowledged <= {*stored} <= acknowledged | {*plants}
             acknowledged.update(stored)
-            if ended and point != NO_POINT:
-                break
     assert point > 5
 
 
