@@ -23,8 +23,6 @@ def add_for_ever(store, name, told):
             with suppress(StoreUnavailable, IdTaken):
                 store.add(plant)
                 file.write(lines(plant))
-                if chance.random() < 0.02:
-                    store.load(wait=chance.random() < 0.5)
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -36,25 +34,19 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
     url, chance, running = f'jsonl:{path}', random.Random(0), []
     master = open_store(url)
     master.load()
-
-    def start(number):
+    for number in range(40):
         store = master if number % 2 else open_store(url, create=False)
-        master.load(wait=False)
         arguments = store, f'{number}', tmp_path / f'told-{number}'
         running.append(FORK.Process(target=add_for_ever, args=arguments, daemon=True))
         running[-1].start()
-
-    for number in range(4):
-        start(number)
-    for number in range(4, 40):
-        time.sleep(chance.uniform(0, 0.03))
-        stopped, killed = chance.sample(running, 2)
-        os.kill(stopped.pid, signal.SIGSTOP)
-        os.kill(killed.pid, signal.SIGKILL)
-        time.sleep(chance.uniform(0, 0.01))
-        os.kill(stopped.pid, signal.SIGCONT)
-        running.remove(killed)
-        start(number)
+        if len(running) > 4:
+            time.sleep(chance.uniform(0, 0.03))
+            stopped, killed = chance.sample(running, 2)
+            os.kill(stopped.pid, signal.SIGSTOP)
+            os.kill(killed.pid, signal.SIGKILL)
+            time.sleep(chance.uniform(0, 0.01))
+            os.kill(stopped.pid, signal.SIGCONT)
+            running.remove(killed)
 
     def told():
         # The last line may be torn.
@@ -65,7 +57,7 @@ def test_processes_that_are_killed_and_stopped(tmp_path, path):
     for process in running:
         process.kill()
         process.join()
-    master.load()  # which mends what the last one left
+    open_store(url).load()  # which mends what the last one left
     stored = raw_plants(path.read_bytes())
     assert len({plant.id for plant in stored}) == len(stored)
     assert {*told()} <= {*stored}
