@@ -137,9 +137,11 @@ def full_disk(run):
     """A write that fails in the middle, and another write in its place."""
     store = run.open()
     run.add(store, FERN, *LONG)
+    before = files(run.path)
     run.disk.before = Fault('pwrite', 1, full(4400), lasting=True)
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailable, match=os.strerror(errno.ENOSPC)):
         run.add(store, GIANT)
+    assert files(run.path) == before
     run.disk.resume()
     run.add(store, *MANY)
     run.add(store, IVY)
