@@ -1,9 +1,7 @@
 """The file store in forked processes: what they inherit, and what they never use."""
 
 import os
-import threading
 from functools import partial
-from itertools import count, takewhile
 
 import pytest
 from contract import FORK, at_once
@@ -19,7 +17,6 @@ from disk import (
     take_side_files,
 )
 from machine import locked
-from waiting import in_threads
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import lock as plant_lock
@@ -141,26 +138,3 @@ def test_killed_parent_leaves_no_lock(path):
     assert os.waitpid(parent, 0)[1] == 0
     with open(writer), open_store(f'jsonl:{path}') as store:
         assert store.add(PLANTS[1])
-
-
-def test_fork_while_threads_add_and_load(path):
-    """A child of a parent whose threads use the store at that moment can use it."""
-    done = threading.Event()
-    moss = [Plant(number, 'Moss') for number in range(8)]
-    with open_store(f'jsonl:{path}') as store:
-        store.load()
-
-        def add_and_load():
-            for number in takewhile(lambda _: not done.is_set(), count(100)):
-                store.add(Plant(number, 'Fern'))
-                store.load(wait=bool(number % 2))
-
-        def fork():
-            try:
-                for plant in moss:
-                    in_child(partial(store.add, plant))
-            finally:
-                done.set()
-
-        in_threads(fork, add_and_load)
-        assert_stored(store, moss)
