@@ -84,6 +84,12 @@ def test_torn_tail_is_cut_off(path, caplog, running):
         assert take_side_files(path) == [torn] * bool(torn)
 
 
+def lost_block(start=512, end=1024):
+    """Return a batch after two plants that has lost what is between two offsets."""
+    batch = TWO + lines(*BATCH)
+    return (batch[:start] + bytes(end - start) + batch[end:])[len(TWO) :]
+
+
 IVY = b'{"id":3,"name":"Ivy"}'
 # Ends that no crash of ours can have left: other programs and people write them.
 FOREIGN = {
@@ -100,6 +106,9 @@ FOREIGN = {
     'a tab': b'{"id":3,\t"name":"I',
     'NULs within a block': START + bytes(9) + b'x',
     'a half, then more': b'{"id":3,"na\n{"id":4,"na',
+    'lost within a block': lost_block(512, 1000),
+    'lost from within a block': lost_block(600, 1030),
+    'lost far from the end': lost_block() + 4 * lines(Plant(50, 'M' * 2**22)),
 }
 
 
@@ -115,17 +124,11 @@ def test_foreign_end_is_damage(path, running, foreign, more):
         for use in 2 * [partial(store.add, OAK), store.ping, store.load]:
             with pytest.raises(StoreCorrupt) as caught:
                 use()
-            assert (caught.value.line, caught.value.offset) == (3, len(TWO))
-        plants = iter(store)
-        assert [next(plants), next(plants)] == PLANTS[:2]
-        assert_raise(StoreCorrupt, partial(next, plants))
+            before = (TWO + foreign)[: caught.value.offset]
+            assert caught.value.line == 1 + before.count(b'\n')
+            assert raw_plants(before)[:2] == PLANTS[:2]
+        assert_raise(StoreCorrupt, partial(list, store))
     assert files(path) == {path.name: TWO + foreign + more}
-
-
-def lost_block(start=512, end=1024):
-    """Return a batch after two plants that has lost what is between two offsets."""
-    batch = TWO + lines(*BATCH)
-    return (batch[:start] + bytes(end - start) + batch[end:])[len(TWO) :]
 
 
 def test_lost_block_before_records_is_blanked(path):
@@ -134,30 +137,16 @@ def test_lost_block_before_records_is_blanked(path):
     split = batch.splitlines(keepends=True)
     line = b''.join(each for each in split if b'\0' in each)
     sound = raw_plants(b''.join(each for each in split if b'\0' not in each))
-    path.write_bytes(TWO + batch)
-    assert_raise(StoreCorrupt, partial(list, JSONLinesStore(path)))  # as verify()
+    with opened(path, running=True) as store:
+        append(path, batch)
+        uses = partial(store.add, OAK), store.ping, partial(list, store)  # as verify()
+        assert_raise(StoreCorrupt, *uses)
+    assert files(path) == {path.name: TWO + batch}
     assert len(verify(path).damaged) == line.count(b'\n')
     assert_stored(path, [*PLANTS[:2], *sound], free=[100])
     assert take_side_files(path) == [line]
     assert path.read_bytes().startswith(TWO + batch[: batch.index(line)])
     assert verify(path) == Verified(2 + len(sound) + 1)
-
-
-NOT_LOST = {
-    'a running server': (True, lost_block()),
-    'within a block': (False, lost_block(512, 1000)),
-    'from within a block': (False, lost_block(600, 1030)),
-    'far from the end': (False, lost_block() + 4 * lines(Plant(50, 'M' * 2**22))),
-}
-
-
-@pytest.mark.parametrize(('running', 'content'), NOT_LOST.values(), ids=NOT_LOST)
-def test_zeros_that_are_no_lost_block_are_damage(path, running, content):
-    """Zeros that no crash can have left are damage: nothing is touched."""
-    with opened(path, running) as store:
-        append(path, content)
-        assert_raise(StoreCorrupt, partial(store.add, OAK), store.ping)
-    assert files(path) == {path.name: TWO + content}
 
 
 PIECES = [
