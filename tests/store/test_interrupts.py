@@ -35,34 +35,32 @@ def in_use():
 
 
 def sweep(open_one, use):
-    """Interrupt a use at every point; check the store each time."""
-    # A load makes the thousands of arrays of an index.
-    points = itertools.count(0, 499 if use == 'load' else 1)
-    ids, acknowledged, ended = itertools.count(), set(), False
+    """Interrupt a use at every point; check each time that others go on."""
+    given, others, ended = [], [], False
     with open_one() as other:
         other.ping()
         before = in_use()
+        # A load makes the thousands of arrays of an index.
+        points = itertools.count(0, 499 if use == 'load' else 1)
         while not ended:
-            store = open_one()
+            store, point = open_one(), next(points)
             if use != 'add':  # which opens it
                 store.ping()
-            *plants, others = (Plant(next(ids), use) for _ in range(3))
-            point, call = next(points), partial(USES[use], store, plants)
+            given += [Plant(-2 * point - 1, use), Plant(-2 * point - 2, use)]
+            others.append(Plant(point, 'Moss'))
+            call = partial(USES[use], store, given[-2:])
             ended = ends_before(point, call, getcurrent)
-            if ended and 'add' in use:
-                acknowledged.update(plants[: 1 + (use == 'add_many')])
-            # Others go on, and so does this store. An add that hangs raises after 5 s.
-            assert other.add(others)
-            acknowledged.add(others)
+            # An add that hangs raises after 5 s.
+            assert other.add(others[-1])
             with suppress(*[StoreClosed] * (use == 'close')):
-                assert store.add(others) is False
+                assert store.add(others[-1]) is False
             store.close()
             if use != 'load':
                 wait_until(lambda: in_use() <= before, f'{point}: all is released')
-            stored = list(other)
-            assert len({plant.id for plant in stored}) == len(stored)
-            assert acknowledged <= {*stored} <= acknowledged | {*plants}
-            acknowledged.update(stored)
+        stored = list(other)
+    added = given[-2:][: {'add': 1, 'add_many': 2}.get(use, 0)]
+    assert len({plant.id for plant in stored}) == len(stored)
+    assert {*others, *added} <= {*stored} <= {*others, *given}
     assert point > 5
 
 
