@@ -1,6 +1,8 @@
 """The file store in forked processes: what they inherit, and what they never use."""
 
 import os
+import random
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -14,12 +16,15 @@ from disk import (
     installed,
     lines,
     no_fault,
+    raw_plants,
     take_side_files,
 )
 from machine import locked
+from waiting import wait_until
 
-from store import Plant, StoreCorrupt, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import lock as plant_lock
+from store.jsonl.repair import Verified, verify
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
@@ -138,3 +143,36 @@ def test_killed_parent_leaves_no_lock(path):
     assert os.waitpid(parent, 0)[1] == 0
     with open(writer), open_store(f'jsonl:{path}') as store:
         assert store.add(PLANTS[1])
+
+
+def test_killed_writers_keep_acknowledged_plants(path, tmp_path, store):
+    """Wherever processes are killed: nothing is lost, and no id is given twice.
+
+    Some go on with what their parent has loaded, as workers of a server do.
+    """
+    told = tmp_path / 'told'
+
+    def work(number):
+        chance = random.Random(number)
+        own = store if number % 2 else open_store(f'jsonl:{path}')
+        with told.open('ab', 0) as file:
+            while True:
+                plant = Plant(chance.randrange(9000), f'{number}', 'x' * 900)
+                with suppress(StoreUnavailable, IdTaken):
+                    own.add(plant)
+                    file.write(lines(plant))
+
+    for first in range(0, 32, 4):
+        writers = [FORK.Process(target=work, args=[first + it]) for it in range(4)]
+        for writer in writers:
+            writer.start()
+        most = 20_000 * (1 + first // 4)
+        wait_until(lambda most=most: told.exists() and told.stat().st_size > most)
+        for writer in writers:
+            writer.kill()
+            writer.join()
+    store.load()  # which mends what the last one left
+    stored = raw_plants(path.read_bytes())
+    assert len({plant.id for plant in stored}) == len(stored)
+    assert {*raw_plants(told.read_bytes())} <= {*stored}
+    assert verify(path) == Verified(len(stored))
