@@ -18,11 +18,10 @@ import threading
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
 
 PATIENCE = float(os.environ.get('PATIENCE', '60'))  # seconds; then something hangs
 FORK = multiprocessing.get_context('fork')
@@ -269,51 +268,33 @@ class StoreContract:
                 use()
             store.close()
 
-    @pytest.mark.parametrize('used', [True, False], ids=['used', 'fresh'])
-    def test_store_works_after_a_fork(self, store, used):
-        """8. A store that was made before a fork works after it, in both processes."""
-        files = open_files()
-        if used:
-            store.add(FERN)
-        files = open_files() - files
+    @pytest.mark.parametrize(('used', 'loads'), [(0, 0), (1, 0), (1, 1), (1, 2)])
+    def test_store_works_after_a_fork(self, store, used, loads):
+        """8. A store that was made before a fork works after it, in both processes.
+
+        After ``load``, which may be called again, nothing is open.
+        """
+        files, stored = open_files(), [FERN] * used
+        store.add_many(stored)
+        if (url := self.url(store)) and loads:
+            store.close()
+            store = open_store(url, create=False)
+        for _ in range(loads):
+            store.load()
+        opened = open_files() - files
+        assert not (loads and opened)
 
         def use():
             # What the parent process has opened is of no use in this one.
             with open(os.devnull, 'r+b') as nothing:
-                for file in files:
+                for file in opened:
                     os.dup2(nothing.fileno(), int(file.name))
-            store.ping()
-            assert store.add(FERN) is not used
-            goes_on(store, MOSS, FERN)
+            goes_on(store, MOSS, *stored)
 
         at_once(FORK.Process, use)
-        stored = [FERN, MOSS] if self.url(store) else [FERN] * used
+        stored += [MOSS] * bool(url)
         goes_on(store, Plant(3, 'Ivy'), *stored)
         self.assert_holds(store, Plant(3, 'Ivy'), *stored)
-
-    def test_load_before_a_fork(self, store):
-        """Children that are forked after ``load`` go on with what was there.
-
-        It may be called again, and leaves nothing open. It waits by no scheduler, but
-        ``add`` and ``ping`` do.
-        """
-        store.add(FERN)
-        url, stored, scheduler = self.url(store), [FERN], Mock(THREADS, wraps=THREADS)
-        if url:
-            store.close()
-            store = open_store(url, create=False, scheduler=scheduler)
-        for id, wait in enumerate([True, True, False, False, True], 2):
-            files = open_files()
-            store.load(wait=wait)
-            assert open_files() <= files
-            use = partial(goes_on, store, Plant(id, 'Moss'), *stored)
-            at_once(FORK.Process, use)
-            stored += [Plant(id, 'Moss')] * bool(url)
-        for waits, use in enumerate(2 * [store.ping, partial(store.add, FERN)]):
-            assert scheduler.waiter.call_count == waits * bool(url)
-            use()
-        self.assert_holds(store, *stored)
-        store.close()
 
     def test_missing_store_is_made_only_with_create(self, store, tmp_path):
         """A store that was opened with ``create=False`` is not made by any use."""
