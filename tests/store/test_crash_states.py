@@ -25,7 +25,7 @@ from disk import (
 from exchange import table
 from machine import open_files
 
-from store import IdTaken, Plant, StoreCorrupt, StoreError, StoreUnavailable
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl.repair import verify
 
@@ -261,16 +261,6 @@ def test_acknowledged_plants_survive_a_crash(run):
     second crash, while it does that.
     """
     check_crashes(run, STATES)
-
-
-@pytest.mark.parametrize('forgotten', ['fdatasync', 'fsync'])
-def test_missing_sync_is_detected(directory, forgotten):
-    """The states show a missing sync: of data, of names."""
-    with Run(directory()) as run:
-        setattr(run.disk, forgotten, lambda fd: None)
-        new_store(run)
-    with pytest.raises((AssertionError, StoreError)):
-        check_crashes(run, 1000)
 
 
 def nothing(run):
