@@ -34,7 +34,7 @@ coverage: test
 
 # Tries many states that a crash may leave; make test tries a few.
 crash: .venv/test
-	CRASH_STATES=5000 $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
+	CRASH_STATES=15000 $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
 
 lint: .venv/test
 	$(RUN) ruff check .
