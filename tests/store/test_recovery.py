@@ -166,21 +166,19 @@ def test_no_record_and_no_byte_is_ever_lost(tmp_path_factory, running, end):
     path = tmp_path_factory.mktemp('end') / 'plants.jsonl'
     with opened(path, running) as store:
         append(path, end)
-        content = path.read_bytes()
-        records = set()
+        content, records = path.read_bytes(), {yew := Plant(77, 'Yew')}
         for line in content.split(b'\n'):
             with contextlib.suppress(ValueError, TypeError):
                 records.add(Plant(**json.loads(line)))
         try:
-            store.add(yew := Plant(77, 'Yew'))
-            records.add(yew)
+            store.add(yew)
             assert set(raw_plants(path.read_bytes())) == records
         except StoreCorrupt:  # what is NUL may be blank by then
             assert len(path.read_bytes()) == len(content)
         kept = b'\n'.join([*take_side_files(path), path.read_bytes()])
         for line in content.split(b'\n'):
             assert line in kept or not line.strip(b'\0 ')
-        for plant in records:
+        for plant in records - {yew}:
             assert lines(plant)[:-1] in kept
 
 
@@ -223,28 +221,24 @@ def test_opening_beside_one_that_cuts(path, disk):
     assert len({plant.id for plant in stored}) == len(stored)
 
 
-def test_damage_of_any_length_is_blanked(path):
-    """Blanked lines of more bytes than a record may have are blank for a start, too."""
-    damage = (b'no plant' * 2000 + b'\n') * 500
-    path.write_bytes(TWO + damage + lines(PLANTS[2]))
-    assert verify(path, repair=True).repaired
-    assert take_side_files(path) == [damage]
-    assert verify(path) == Verified(3)
-    size = path.stat().st_size
-    assert_stored(path, PLANTS[:3], free=[4])
-    assert path.stat().st_size == size + len(lines(Plant(4, 'Free')))
+RIVAL = lines(PLANTS[0]._replace(name='Reed'))
 
 
 @RUNNING
-def test_second_plant_with_an_id_is_damage(path, running):
-    """It is refused until it is repaired; what follows it is kept and known."""
-    rival = PLANTS[0]._replace(name='Reed')
+@pytest.mark.parametrize('damage', [RIVAL, (b'?' * 16_000 + b'\n') * 500], ids=len)
+def test_damage_is_refused_until_it_is_repaired(path, running, damage):
+    """A second plant with an id, or more bytes than a record may have.
+
+    What follows it is kept and known, and blanked lines are blank for every reader.
+    """
     with opened(path, running) as store:
-        append(path, lines(PLANTS[0], rival, PLANTS[2]))
+        append(path, lines(PLANTS[0]) + damage + lines(PLANTS[2]))
         assert_raise(StoreCorrupt, *2 * [partial(store.add, OAK), store.ping])
         assert verify(path, repair=True).repaired
-        assert take_side_files(path) == [lines(rival)]
+        assert take_side_files(path) == [damage]
+        assert verify(path) == Verified(4)
         assert_stored(store, PLANTS[:3], free=[OAK.id])
+        assert_stored(path, [*PLANTS[:3], Plant(OAK.id, 'Free')])
 
 
 def test_check_beside_a_server_confirms_damage(path):
