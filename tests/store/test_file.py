@@ -29,18 +29,15 @@ def test_files_have_mode_and_owner_of_the_plant_file(path, mode):
     A link in the place of a side file is left, and not written through.
     """
     owner = os.geteuid(), os.getegid()
-    mask = os.umask(0)
-    try:
-        if mode:
-            path.touch(mode)
-            if not os.geteuid():
-                os.chown(path, *(owner := (12, 34)))
-        path.with_name('plants.jsonl.torn-1').symlink_to('of somebody else')
-        fill(path, FERN)
-        append(path, b'{"id":')
-        fill(path, MOSS)
-    finally:
-        os.umask(mask)
+    if mode:
+        path.touch()
+        path.chmod(mode)
+        if not os.geteuid():
+            os.chown(path, *(owner := (12, 34)))
+    path.with_name('plants.jsonl.torn-1').symlink_to('of somebody else')
+    fill(path, FERN)
+    append(path, b'{"id":')
+    fill(path, MOSS)
     assert not path.with_name('of somebody else').exists()
     for status in path.stat(), path.with_name('plants.jsonl.torn-2').stat():
         assert (status.st_uid, status.st_gid) == owner
