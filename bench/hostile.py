@@ -7,20 +7,19 @@ nothing, and come again after four seconds.
 """
 
 import argparse
+import select
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Event
 
 from bench.contenders import CONTENDERS
 from bench.serving import TOKEN, Failed, running
 
 START = b'POST /plants HTTP/1.1\r\nHost: localhost\r\n'
-HEAD = START + b'X-Slow: '
 BODY = (
     START + b'Authorization: Bearer %s\r\nContent-Type: application/json\r\n'
     b'Content-Length: 60000\r\n\r\n'
@@ -30,61 +29,66 @@ REQUEST = b'GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n'
 LARGE = b'GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: localhost\r\n\r\n'
 
 
-def drip(number: int, port: int, done: Event) -> None:
-    """Send a byte now and then; fail if there is an answer, or the end."""
-    with socket.create_connection(('127.0.0.1', port), 10) as client:
-        client.sendall(BODY if number % 2 else HEAD)
-        while not done.wait(0.1):
+def drip(clients: list[socket.socket], done: Event) -> None:
+    """Send a byte now and then; fail if there is an answer."""
+    for number, client in enumerate(clients):
+        client.sendall(BODY if number % 2 else START + b'X-Slow: ')
+    while not done.wait(0.1):
+        for client in clients:
             client.sendall(b' ')
-        client.setblocking(False)
-        try:
-            raise Failed(f'a dripping client was answered {client.recv(99)!r}')
-        except BlockingIOError:
-            pass
+    if select.select(clients, [], [], 0)[0]:
+        raise Failed('a dripping client was answered')
 
 
-def pipeline(number: int, port: int, done: Event) -> None:
+def pipeline(clients: list[socket.socket], done: Event) -> None:
     """Send requests without a token, many at a time; read their responses."""
-    with socket.create_connection(('127.0.0.1', port), 10) as client:
-        lines = client.makefile('rb')
-        while not done.is_set():
-            client.sendall(REQUEST * BURST)
-            for _ in range(BURST):
-                while not (line := lines.readline()).startswith(b'WWW-Authenticate'):
-                    if not line:
-                        raise Failed('a pipelining client was disconnected')
-
-
-def read_nothing(number: int, port: int, done: Event) -> None:
-    """Ask for a large file, read nothing, and come again."""
+    answers = [client.makefile('rb') for client in clients]
     while not done.is_set():
-        with socket.create_connection(('127.0.0.1', port), 10) as client:
-            client.sendall(3 * LARGE)
-            done.wait(4)
+        for client in clients:
+            client.sendall(REQUEST * BURST)
+        for lines in answers * BURST:
+            while not (line := lines.readline()).startswith(b'www-authenticate'):
+                if not line:
+                    raise Failed('a pipelining client was disconnected')
 
 
-CROWDS = {
-    'alone': (1, lambda *_: None),
-    'beside 400 that drip': (400, drip),
-    'beside 300 that pipeline': (300, pipeline),
-    'beside 400 that read nothing': (400, read_nothing),
+def read_nothing(clients: list[socket.socket], done: Event) -> None:
+    """Ask for a large file, and read nothing."""
+    for client in clients:
+        client.sendall(3 * LARGE)
+    done.wait(4)
+
+
+Client = Callable[[list[socket.socket], Event], object]
+# Four threads have so many clients each, which come again when they have ended.
+CROWDS: dict[str, tuple[int, Client]] = {
+    'alone': (0, lambda _, done: done.wait()),
+    'beside 400 that drip': (100, drip),
+    'beside 300 that pipeline': (75, pipeline),
+    'beside 400 that read nothing': (100, read_nothing),
 }
 
 
+def run(port: int, count: int, client: Client, done: Event) -> None:
+    """Connect clients, again and again."""
+    while not done.is_set():
+        with ExitStack() as stack:
+            new = [socket.create_connection(('127.0.0.1', port)) for _ in range(count)]
+            client([*map(stack.enter_context, new)], done)
+
+
 @contextmanager
-def crowd(
-    count: int, client: Callable[[int, int, Event], None], port: int
-) -> Iterator[None]:
+def crowd(port: int, count: int, client: Client) -> Iterator[None]:
     """Run clients until the end of the block; fail if one does."""
     done = Event()
-    with ThreadPoolExecutor(count) as pool:
-        clients = [pool.submit(client, number, port, done) for number in range(count)]
+    with ThreadPoolExecutor(4) as pool:
+        threads = [pool.submit(run, port, count, client, done) for _ in range(4)]
         try:
             yield
         finally:
             done.set()
-    for each in clients:
-        each.result()
+    for thread in threads:
+        thread.result()
 
 
 def main() -> None:
@@ -95,16 +99,14 @@ def main() -> None:
     options = parser.parse_args()
     rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in CROWDS}
     for _ in range(options.rounds):
-        for name, (count, client) in CROWDS.items():
+        for name, clients in CROWDS.items():
             with running(CONTENDERS['jsonl'], {}) as ours:
                 time.sleep(1)  # until all workers run
-                with crowd(count, client, ours.port):
+                with crowd(ours.port, *clients):
                     time.sleep(1)  # until all are connected
                     healthy = ours.load(16, options.seconds)
             rows[name].append((healthy.rate, healthy.p99_ms, healthy.max_ms))
-            print(f'{name}: {rows[name][-1]}', file=sys.stderr)
-    print('| | adds/s | p99, ms | longest, ms |')
-    print('|---' * 4 + '|')
+    print('| | adds/s | p99, ms | longest, ms |\n|---|---|---|---|')
     for name, rounds in rows.items():
         figures = map(statistics.median, zip(*rounds, strict=True))
         print(f'| {name} | {" | ".join(f"{it:,.0f}" for it in figures)} |')

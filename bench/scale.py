@@ -60,9 +60,8 @@ def fill(url: str, count: int) -> None:
 def measure(url: str) -> tuple[float, float, float, float]:
     """Open a store, and add new plants to it, one after the other.
 
-    Returns:
-        The seconds that the opening took, the resident memory in bytes after it, the
-        seconds that an add takes, and their p99.
+    Return the seconds of the opening, the bytes of memory after it, and the seconds of
+    an add: their mean and their p99.
     """
     plants = [Plant(random.getrandbits(62), 'Fern') for _ in range(ADDS)]
     took = []
