@@ -24,12 +24,10 @@ def in_threads(*jobs):
     threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + PATIENCE
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-    if failures:  # first: others may hang because of it
+    # A failure first: others may hang because of it.
+    wait_until(lambda: failures or not any(map(threading.Thread.is_alive, threads)))
+    if failures:
         raise failures[0]
-    assert not any(thread.is_alive() for thread in threads), 'a thread hangs'
 
 
 def wait_until(condition, what='it holds', seconds=PATIENCE):
