@@ -2,25 +2,14 @@
 
 import errno
 import fcntl
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from disk import (
-    Fault,
-    Gate,
-    append,
-    assert_raise,
-    failing,
-    files,
-    fill,
-    full,
-    lines,
-    no_fault,
-    path_of,
-)
+from disk import Fault, Gate, append, assert_raise, failing, files, fill, full, lines
 from waiting import PATIENCE
 
 from store import Plant, StoreUnavailable
@@ -56,9 +45,10 @@ def test_ping_tells_what_an_add_would(path, disk, store):
     assert_raise(StoreUnavailable, store.ping, match='large')
     assert store.add(FERN) is False
     # What ails the plant file alone: it was made immutable, for example.
+    there = path.stat().st_ino
 
     def ail(name, target, *arguments):
-        if name == 'pwrite' and path_of(target) == str(path):
+        if name == 'pwrite' and os.fstat(target).st_ino == there:
             failing(errno.EPERM)()
 
     disk.before = ail
@@ -98,7 +88,7 @@ def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
     effects = {'fdatasync': failing(errno.EIO)}
     if is_full:
         effects['pwrite'] = full(5)
-    disk.before = lambda name, *arguments: effects.get(name, no_fault)(name)
+    disk.before = lambda name, *_: effects[name]() if name in effects else None
     assert_raise(StoreUnavailable, partial(store.add, MOSS))
     disk.resume()
     with other:
