@@ -10,18 +10,7 @@ from functools import partial
 from random import Random, SystemRandom
 
 import pytest
-from disk import (
-    Disk,
-    Fault,
-    crash,
-    failing,
-    files,
-    full,
-    installed,
-    lines,
-    no_fault,
-    raw_plants,
-)
+from disk import Disk, Fault, crash, failing, files, full, installed, lines, raw_plants
 from exchange import table
 from machine import open_files
 
@@ -102,7 +91,7 @@ def batches(run):
 
     def meanwhile(name, *arguments):
         if name == 'fdatasync':
-            run.disk.before = no_fault
+            run.disk.resume()
             run.add(other, *OTHERS)
 
     run.disk.before = meanwhile
