@@ -174,7 +174,9 @@ class Disk:
         self.before = no_fault
 
     def _note(self, name, target):
-        self.calls.append(f'{name} {path_of(target)}')
+        is_open = isinstance(target, int)
+        path = open_files().get(target, '') if is_open else target
+        self.calls.append(f'{name} {path}')
 
     def _enter_file(self, name, inode, content):
         self._files[inode] = File(self.now, content)
@@ -237,12 +239,6 @@ def crash(disk, moment, block, pick):
                 blocks.append(pick([*kinds]))
             left[name] = b''.join(blocks)[: pick([*sizes])]
     return left
-
-
-def path_of(target):
-    """Return the path of a descriptor, or a path as text."""
-    is_open = isinstance(target, int)
-    return open_files().get(target, '') if is_open else str(target)
 
 
 def no_fault(*call):
