@@ -75,18 +75,11 @@ class Run(ExitStack):
         return {plant for plant, at in self.acknowledged.items() if at <= moment}
 
 
-def new_store(run):
-    """Batches of one plant, of many blocks and of some, in a new store."""
-    store = run.open()
-    run.add(store, FERN)
-    run.add(store, *LONGER)
-    run.add(store, *LONG, MOSS)
-
-
 def batches(run):
-    """Two processes whose batches overlap: one is written while the other is synced."""
+    """A new store, and batches of any size of two processes, which overlap."""
     store, other = run.open(), run.open()
     run.add(store, FERN)
+    run.add(store, *LONGER)
     other.ping()
 
     def meanwhile(name, *arguments):
@@ -94,9 +87,9 @@ def batches(run):
             run.disk.resume()
             run.add(other, *OTHERS)
 
-    run.disk.before = meanwhile
+    run.disk.before = meanwhile  # one batch is written while the other is synced
     run.add(store, *LONG)
-    run.add(other, *LONG, IVY)
+    run.add(other, *LONG, IVY, MOSS)
 
 
 def torn_tail_while_open(run):
@@ -147,7 +140,7 @@ def repaired(run):
     run.add(store, MOSS)
 
 
-SCENARIOS = new_store, batches, torn_tail_while_open, lost_block, full_disk, repaired
+SCENARIOS = batches, torn_tail_while_open, lost_block, full_disk, repaired
 
 
 @pytest.fixture(scope='module')
