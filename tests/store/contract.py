@@ -9,6 +9,7 @@ The docstring of a test is the promise that it checks, with its number in the do
 of ``PlantStore``; pytest shows it with a failure.
 """
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from store import IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
+from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, open_store
 
 PATIENCE = float(os.environ.get('PATIENCE', '60'))  # seconds; then something hangs
 FORK = multiprocessing.get_context('fork')
@@ -106,6 +107,7 @@ def ends_before(point, function, current=threading.get_ident):
         if is_point and next(points) == point:
             raise Interrupted
 
+    gc.disable()  # nor does one in a callback of the garbage collector
     sys.setprofile(interrupt)
     try:
         function()
@@ -113,6 +115,7 @@ def ends_before(point, function, current=threading.get_ident):
         return False
     finally:
         sys.setprofile(None)
+        gc.enable()
     return True
 
 
@@ -140,6 +143,8 @@ def open_files():
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 class StoreContract:
     """The tests of one store; a subclass says what they must know of it."""
+
+    scheduler = THREADS
 
     def raw_plants(self, store):
         """Return the plants of a store, open or not, read without its code."""
@@ -295,6 +300,7 @@ class StoreContract:
         stored += [MOSS] * bool(url)
         goes_on(store, Plant(3, 'Ivy'), *stored)
         self.assert_holds(store, Plant(3, 'Ivy'), *stored)
+        store.close()
 
     def test_missing_store_is_made_only_with_create(self, store, tmp_path):
         """A store that was opened with ``create=False`` is not made by any use."""
@@ -321,14 +327,32 @@ class StoreContract:
                 store.add_many([MOSS, plant])
         self.assert_holds(store, FERN)
 
-    def test_caller_may_be_interrupted(self, store):
-        """10. The plant of an interrupted caller is stored or not; others go on."""
-        ended, given, others = False, [], []
+    @pytest.mark.parametrize('use', ['add', 'add_many', 'ping', 'close'])
+    def test_caller_may_be_interrupted(self, store, use, current=threading.get_ident):
+        """10. The plant of an interrupted caller is stored or not; others go on.
+
+        It is interrupted at one point after another, until it ends before.
+        """
+        if not (url := self.url(store)) and use == 'close':
+            pytest.skip('the plants of this store die with it')
+        store.add(FERN)
+        files, ended, given, others = open_files(), False, [], [FERN]
         while not ended:
-            given.append(Plant(-len(given), 'Fern'))
-            others.append(Plant(len(given), 'Moss'))
-            ended = ends_before(len(given), partial(store.add, given[-1]))
-            assert store.add(others[-1])
+            given.append(Plant(-len(others), 'Fern'))
+            others.append(Plant(len(others) + 1, 'Moss'))
+            plants = {'add': given[-1:], 'add_many': [given[-1:]]}.get(use, [])
+            used = open_store(url, scheduler=self.scheduler) if url else store
+            if url and use != 'add':  # which opens it
+                used.ping()
+            call = partial(getattr(used, use), *plants)
+            ended = ends_before(len(given), call, current)
+            assert store.add(others[-1])  # one that hangs raises after 5 s
+            if url:
+                with suppress(*[StoreClosed] * (use == 'close')):
+                    assert used.add(FERN) is False
+                used.close()
+        assert not url or open_files() <= files
+        added = [*others, *given[-1:] * bool(plants)]
         stored = list(store)
-        assert {*others, given[-1]} <= {*stored} <= {*others, *given}
+        assert {*added} <= {*stored} <= {*others, *given}
         self.assert_holds(store, *set(stored))
