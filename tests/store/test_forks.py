@@ -79,7 +79,7 @@ def test_child_goes_on_with_what_was_loaded(path, store):
 CHANGES = {
     'line': lambda path, content: path.write_bytes(content[:-3] + b'x"}\n'),
     'less': lambda path, content: path.write_bytes(content[: -len(lines(MANY[-1]))]),
-    'file': lambda path, content: (path.unlink(), path.write_bytes(content)),
+    'file': lambda path, content: (path.rename(f'{path}-'), path.write_bytes(content)),
 }
 
 
