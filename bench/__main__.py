@@ -87,9 +87,8 @@ def measure(run: Run, name: str, disk: str, seconds: int) -> None:
 
 def describe_conditions(options: argparse.Namespace) -> str:
     """Return a description of the machine and of the measurements."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else os.cpu_count()
     return (
-        f'{cores} cores, Python {platform.python_version()}; '
+        f'{os.cpu_count()} cores, Python {platform.python_version()}; '
         f'a write and its sync take {sync_ms():.2f} ms. '
         'wrk and PostgreSQL run on the same cores. '
         '2 workers or processes, unless stated otherwise. Each request has a new '
