@@ -34,7 +34,7 @@ coverage: test
 
 # Tries many states that a crash may leave; make test tries a few.
 crash: .venv/test
-	CRASH_STATES=5000 $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
+	CRASH_STATES=15000 $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
 
 lint: .venv/test
 	$(RUN) ruff check .
@@ -72,7 +72,7 @@ constraints: .venv/test
 bench: .venv/test $(PEERS)/.venv/installed
 	$(RUN) bench $(BENCH)
 
-bench-scale bench-hostile: bench-%: .venv/test
+bench-paired bench-scale bench-hostile: bench-%: .venv/test
 	$(RUN) bench.$* $(BENCH)
 
 # The servers that make bench compares with. npm compiles better-sqlite3.
@@ -84,4 +84,5 @@ $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
 	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
 	touch $@
 
-.PHONY: all run test coverage crash lint constraints bench bench-scale bench-hostile
+.PHONY: all run test coverage crash lint constraints bench \
+	bench-paired bench-scale bench-hostile

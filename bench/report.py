@@ -1,109 +1,100 @@
-"""The figures of a run, and their table in Markdown."""
+"""The figures of a run, and their tables in Markdown."""
 
+import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from bench.contenders import TOP, Contender
-
-# Environment variables of the library in slow_sync.c, by disk; the first is this one.
-DISKS = {
-    '': {'SYNC_DELAY': '0'},
-    'syncs 2 ms slower': {'SYNC_DELAY': '2000'},
-    'syncs 2 ms slower, one at a time': {'SYNC_DELAY': '2000', 'SYNC_ALONE': '1'},
-}
-SLOWER, ALONE = [*DISKS][1:]
+from bench.contenders import CONTENDERS, JSONL, PG, POSTGRESQL, SQLITE
+from bench.serving import TOP
 
 
 class Case(NamedTuple):
-    """A contender under a load, on a disk.
+    """A number of clients, each with a persistent connection, and a disk."""
 
-    Attributes:
-        name: The name of the contender.
-        connections: The number of clients, each with a persistent connection.
-        disk: What the disk is like; a name of ``DISKS``.
-    """
-
-    name: str
-    connections: int = 16
+    connections: int
     disk: str = ''
 
 
-CASES = [(16, ''), (64, ''), (16, SLOWER), (64, SLOWER), (16, ALONE)]
+# By disk, the first of which is this one: the environment variables of the library in
+# slow_sync.c, and the numbers of connections.
+SLOWER = {'SYNC_DELAY': '2000'}
+DISKS = {
+    '': ({'SYNC_DELAY': '0'}, (1, 4, 16, 64)),
+    'syncs 2 ms slower': (SLOWER, (16, 64)),
+    'syncs 2 ms slower, one at a time': (SLOWER | {'SYNC_ALONE': '1'}, (16,)),
+}
+CASES = [Case(count, disk) for disk, (_, counts) in DISKS.items() for count in counts]
+CROWD = Case(64)
+# More columns: their titles, and figures of the crowd.
+OTHERS = {
+    'adds a sync, 64': 'adds_per_sync',
+    'CPU an add, us, 64': 'cpu_us',
+    'start to first 200, s': 'first_answer_s',
+    'memory, MiB': 'memory_mib',
+}
+# Of each kind of store this service and the fastest of the others; the rest, and what
+# slower disks do, is on the page.
+README_ROWS = JSONL, SQLITE, POSTGRESQL, PG
+README_COLUMNS = 1, 4, 64
+
+# From each contender and case to the figures of its rounds.
+Run = dict[tuple[str, Case], list[dict[str, float]]]
 
 
-@dataclass
-class Run:
-    """The figures of a run.
-
-    Attributes:
-        contenders: The contenders, by name.
-        conditions: A description of the machine and of the measurements.
-        figures: From each case to the figures of its rounds: ``rate``, ``p99_ms`` ...
-        failed: From each case that was left out to the reason.
-    """
-
-    contenders: Mapping[str, Contender]
-    conditions: str
-    figures: dict[Case, list[dict[str, float]]] = field(default_factory=dict)
-    failed: dict[Case, str] = field(default_factory=dict)
-
-    def median(self, case: Case, figure: str) -> float | None:
-        """Return the median of the rounds, or ``None`` if it was not measured."""
-        rounds = [] if case in self.failed else self.figures.get(case, [])
-        values = [measured[figure] for measured in rounds if figure in measured]
-        return statistics.median(values) if values else None
+def best(run: Run, label: str, case: Case) -> dict[str, float]:
+    """Return the medians of the fastest contender with this label, if any."""
+    medians = [
+        {figure: statistics.median(r[figure] for r in rounds) for figure in rounds[0]}
+        for (name, measured), rounds in run.items()
+        if CONTENDERS[name].label == label and measured == case
+    ]
+    return max(medians, key=lambda figures: figures['rate'], default={})
 
 
-def connections(case: Case) -> str:
-    """Return the number of connections of a case in words."""
-    return f'{case.connections} connections'
+def cell(run: Run, label: str, case: Case) -> str:
+    """Return the adds a second, and the p99 in ms in brackets."""
+    found = best(run, label, case)
+    return f'{two(found["rate"])} ({two(found["p99_ms"])})' if found else ''
 
 
-def markdown(run: Run) -> str:
-    """Return the table, a row for each contender."""
-    return '\n'.join([run.conditions, '', *lines(run)])
+def two(value: float) -> str:
+    """Return two significant digits of a positive figure: more would be noise."""
+    digits = 1 - math.floor(math.log10(value))
+    return f'{round(value, digits):,.{max(0, digits)}f}'
 
 
-def write_pages(run: Run) -> None:
-    """Replace the tables in the pages; the README has the durable ones, in short."""
-    _replace(TOP / 'docs/benchmarks.md', markdown(run))
-    short = ['| | 16 connections | 64 | 16, syncs 2 ms slower, one at a time |']
-    short.append('|---|---|---|---|')
-    for contender, line in zip(run.contenders.values(), [*lines(run)][2:], strict=True):
-        if contender.syncs:
-            cells = [cell.strip() for cell in line.split('|')[1:-1]]
-            short.append(f'| {" | ".join([*cells[:3], cells[5]])} |')
-    _replace(TOP / 'README.md', '\n'.join(short))
-
-
-def _replace(page: Path, table: str) -> None:
-    between = re.compile('(?<=<!-- bench -->\n).*(?=<!-- /bench -->)', re.DOTALL)
-    page.write_text(between.sub(lambda _: f'{table}\n', page.read_text()))
-
-
-def lines(run: Run) -> Iterator[str]:
-    """Yield the lines of the table."""
-    first, at_64 = CASES[:2]
-    others = (
-        ('adds a sync, 64', at_64, 'adds_per_sync', 1),
-        ('CPU an add, us, 64', at_64, 'cpu_us', 0),
-        ('start to first 200, s', first, 'first_answer_s', 2),
-        ('memory, MiB', first, 'memory_mib', 0),
-    )
+def table(run: Run) -> str:
+    """Return the table of the page."""
     loads = [', '.join(filter(None, (f'{c}', disk))) for c, disk in CASES]
-    yield f'| | {" | ".join([*loads, *(title for title, *_ in others)])} |'
-    yield '|---' * (1 + len(CASES) + len(others)) + '|'
-    for name, contender in run.contenders.items():
-        cells = [contender.label]
-        for case in CASES:
-            rate = run.median(Case(name, *case), 'rate')
-            p99 = run.median(Case(name, *case), 'p99_ms')
-            cells.append('' if rate is None else f'{rate:,.0f} ({p99:,.1f})')
-        for _, case, figure, digits in others:
-            value = run.median(Case(name, *case), figure)
-            cells.append('' if value is None else f'{value:.{digits}f}')
-        yield f'| {" | ".join(cells)} |'
+    lines = [*head(*loads, *OTHERS)]
+    for label in dict.fromkeys(CONTENDERS[name].label for name, _ in run):
+        crowd = best(run, label, CROWD)
+        cells = [cell(run, label, case) for case in CASES]
+        cells += [two(crowd[name]) if crowd else '' for name in OTHERS.values()]
+        lines.append(f'| {" | ".join([label, *cells])} |')
+    return '\n'.join(lines)
+
+
+def short_table(run: Run) -> str:
+    """Return the table of the README."""
+    first, *others = README_COLUMNS
+    lines = [*head(f'{first} connection', *map(str, others))]
+    for label in README_ROWS:
+        cells = [cell(run, label, Case(count)) for count in README_COLUMNS]
+        lines.append(f'| {" | ".join([label, *cells])} |')
+    return '\n'.join(lines)
+
+
+def head(*titles: str) -> Iterator[str]:
+    """Yield the first lines of a table whose first column has no title."""
+    yield f'| | {" | ".join(titles)} |'
+    yield '|---' * (1 + len(titles)) + '|'
+
+
+def replace(name: str, text: str) -> None:
+    """Replace what a page has between two marks."""
+    page = TOP / name
+    between = re.compile('(?<=<!-- bench -->\n).*(?=<!-- /bench -->)', re.DOTALL)
+    page.write_text(between.sub(lambda _: f'{text}\n', page.read_text()))

@@ -116,15 +116,14 @@ class Load:
         self.failed = []  # the clients that were not answered, or not connected
         self._counts = [0] * CROWD
         self._enough = threading.Event()
+        self._pool = ThreadPoolExecutor(CROWD)
 
     def __enter__(self):
-        self._pool = ThreadPoolExecutor(CROWD)
         self._clients = [self._pool.submit(self._run, n) for n in range(CROWD)]
         return self
 
     def __exit__(self, *exc_info):
         self._enough.set()
-        self._pool.shutdown()
         for client in self._clients:
             client.result()
 
@@ -134,9 +133,7 @@ class Load:
         goals = [count + 2 for count in self._counts]
 
         def goals_are_reached():
-            for client in self._clients:
-                if client.done():
-                    client.result()
+            assert not any(client.done() for client in self._clients)
             return all(map(int.__ge__, self._counts, goals))
 
         wait_until(goals_are_reached, 'every client is served')

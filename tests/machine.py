@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -30,13 +31,25 @@ def only_worker(server):
     return pid
 
 
+def open_files(pid='self'):
+    """Return what the descriptors of a process are: paths, ``socket:[...]``."""
+    names = {}
+    for entry in Path(f'/proc/{pid}/fd').iterdir():
+        with suppress(FileNotFoundError):  # it was closed in between
+            names[int(entry.name)] = os.readlink(entry)
+    return names
+
+
+def kib(figure, pid='self', file='smaps_rollup'):
+    """Return a figure that a file in /proc has of a process: its memory, in KiB."""
+    text = Path(f'/proc/{pid}/{file}').read_text()
+    return int(re.search(rf'(?m)^{figure}:\s+(\d+) kB', text)[1])
+
+
 def count_sockets(server):
     """Return how many sockets the only worker has open."""
     time.sleep(0.02)  # callers poll this function
-    names = []
-    for entry in Path(f'/proc/{only_worker(server)}/fd').iterdir():
-        with suppress(FileNotFoundError):  # it was closed in between
-            names.append(os.readlink(entry))
+    names = open_files(only_worker(server)).values()
     return sum(name.startswith('socket:') for name in names)
 
 

@@ -8,39 +8,33 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Forwards connections to a server; a test can have it stall, or drop answers."""
+    """Forwards connections to a server; a test can have it stall, or drop an answer."""
 
     def __init__(self, port):
         self._target = port
         self._listener = socket.create_server(('127.0.0.1', 0))
         self.port = self._listener.getsockname()[1]
         self._forwarding = threading.Event()
-        self._forwarding.set()
         self._ended = False
-        self._answers_left = None  # to forward before one is dropped
+        self._answers_left = -2  # to forward before one is dropped; never, if negative
         self._threads = ThreadPoolExecutor(100)
+        # A network that drops packets, and forwards again, what waits first.
+        self.stop, self.go_on = self._forwarding.clear, self._forwarding.set
 
     def __enter__(self):
+        self.go_on()
         self._threads.submit(self._accept)
         return self
 
     def __exit__(self, *exc_info):
         self._ended = True
-        self._forwarding.set()
+        self.go_on()
         self._threads.shutdown()
         self._listener.close()
 
     def url(self, url):
         """Return the URL of a server as it is behind this proxy."""
         return url.replace(f':{self._target}/', f':{self.port}/')
-
-    def stop(self):
-        """Forward nothing more: a network that drops packets."""
-        self._forwarding.clear()
-
-    def go_on(self):
-        """Forward again, the data that waits first."""
-        self._forwarding.set()
 
     def cut(self, after):
         """Forward some more answers; drop the next one, and close its connection."""
@@ -61,16 +55,8 @@ class Proxy:
                 for source in select.select([client, server], [], [], 0.02)[0]:
                     self._forwarding.wait()
                     data = source.recv(65_536)
-                    if not data or (source is server and self._must_drop_answer()):
+                    if source is server:
+                        self._answers_left -= 1
+                    if not data or (source is server and self._answers_left == -1):
                         return
                     other[source].sendall(data)
-
-    def _must_drop_answer(self):
-        """Return whether this is the answer to drop."""
-        if self._answers_left is None:
-            return False
-        self._answers_left -= 1
-        if self._answers_left >= 0:
-            return False
-        self._answers_left = None
-        return True

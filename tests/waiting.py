@@ -22,34 +22,12 @@ def in_threads(*jobs):
 
     # Daemons, so that a thread that hangs fails its test and not the whole run.
     threads = [threading.Thread(target=run, args=[job], daemon=True) for job in jobs]
-    _run(threads)
-    if failures:  # first: others may hang because of it
+    for thread in threads:
+        thread.start()
+    # A failure first: others may hang because of it.
+    wait_until(lambda: failures or not any(map(threading.Thread.is_alive, threads)))
+    if failures:
         raise failures[0]
-    assert not any(thread.is_alive() for thread in threads), 'a thread hangs'
-
-
-def in_child(*jobs):
-    """Run functions at once, each in a forked child; fail if one fails or hangs."""
-
-    def run(job):
-        job()
-        os._exit(0)  # without waiting for the threads that a store has left
-
-    children = [FORK.Process(target=run, args=[job]) for job in jobs]
-    _run(children)
-    for child in children:
-        child.kill()  # if it hangs
-        child.join()
-    assert not any(child.exitcode for child in children), 'a child failed, or hangs'
-
-
-def _run(workers):
-    """Start threads or processes, and wait until they end, for a limited time."""
-    for worker in workers:
-        worker.start()
-    deadline = time.monotonic() + PATIENCE
-    for worker in workers:
-        worker.join(max(0, deadline - time.monotonic()))
 
 
 def wait_until(condition, what='it holds', seconds=PATIENCE):

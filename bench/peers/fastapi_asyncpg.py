@@ -1,14 +1,39 @@
 """FastAPI, uvicorn and asyncpg: ``uvicorn --workers 2 fastapi_asyncpg:app``."""
 
 import os
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Annotated
 
 import asyncpg
 from fastapi import Depends, FastAPI, HTTPException
-from fastapi_plants import NewPlant, Plant, check_token
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, Field, StrictInt, StrictStr
 
 CONNECTIONS = int(os.environ['CONNECTIONS'])
+TOKEN = os.environ['TOKEN'].encode()
+
+
+class Plant(BaseModel):
+    """The response."""
+
+    name: StrictStr
+    tag: StrictStr | None = None
+
+
+class NewPlant(Plant):
+    """The request."""
+
+    id: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+
+
+async def check_token(
+    sent: Annotated[HTTPAuthorizationCredentials, Depends(HTTPBearer())],
+) -> None:
+    """Refuse a request without the token."""
+    if not secrets.compare_digest(sent.credentials.encode(), TOKEN):
+        raise HTTPException(401)
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from exchange import (
     receive_last,
 )
 from gevent.event import Event
-from machine import count_sockets, locked, only_worker, paused
+from machine import count_sockets, kib, locked, only_worker, paused
 from server import PATIENCE, Server, request, time_limits, wait_until
 
 from serving.scheduler import GeventScheduler
@@ -329,8 +329,7 @@ def measured(tmp_path_factory):
 def own_memory(server):
     """Return the memory of the worker without that of files, in KiB."""
     # Programs and libraries, 31 MB, count more in Pss whenever another Python ends.
-    text = Path(f'/proc/{only_worker(server)}/smaps_rollup').read_text()
-    return int(re.search(r'(?m)^Pss_Anon: +(\d+)', text)[1])
+    return kib('Pss_Anon', only_worker(server))
 
 
 def unread_bytes(server):

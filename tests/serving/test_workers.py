@@ -21,7 +21,7 @@ from exchange import (
     fern,
     receive_last,
 )
-from machine import client_at, locked, only_worker
+from machine import client_at, locked, only_worker, open_files
 from server import (
     PATIENCE,
     RawClient,
@@ -194,8 +194,8 @@ def test_quick_stop_closes_connections_before_the_store(tmp_path):
         assert idle.ask(PROBE).status == 200
         with locked(tmp_path / 'plants.jsonl'), server.connect() as waiting:
             waiting.send(request(body=fern()))
-            fds, file = f'/proc/{only_worker(server)}/fd', f'{tmp_path}/plants.jsonl'
-            wait_until(lambda: file in [*map(os.path.realpath, os.scandir(fds))])
+            worker, file = only_worker(server), f'{tmp_path}/plants.jsonl'
+            wait_until(lambda: file in open_files(worker).values())
             stop(server, signal.SIGQUIT)
             assert idle.ask(request(body=fern())) is None
         assert server.wait(20) == 0

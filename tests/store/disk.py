@@ -1,7 +1,7 @@
 """A disk that fails, and that loses what is not synced: the faults of the file store.
 
-The modules of ``store.jsonl`` call the system by their global ``os``. ``installed``
-gives them a ``Disk`` there.
+``installed`` gives the modules of the store a ``Disk`` in place of ``os``, and of each
+function of it that they have imported.
 
 What is modelled
     A disk with a cache writes blocks of 512 or 4,096 bytes, each at once, in any order.
@@ -25,18 +25,19 @@ What is left out
 
 import contextlib
 import errno
+import itertools
 import json
 import os
+import re
 import stat
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from machine import open_files
 from waiting import PATIENCE, wait_until
 
 from store import IdTaken, Plant
@@ -45,11 +46,16 @@ from store.jsonl import JSONLinesStore, record
 
 @contextlib.contextmanager
 def installed(disk):
-    """Give the file store the system calls of a disk; yield it."""
+    """Give the store the system calls of a disk; yield it."""
+    calls = {id(call): name for name, call in vars(os).items() if callable(call)}
     with contextlib.ExitStack() as stack:
-        for name, module in sys.modules.items():
-            if name.startswith('store.jsonl') and hasattr(module, 'os'):
-                stack.enter_context(mock.patch.object(module, 'os', disk))
+        for name in [*filter(re.compile(r'store(\.|$)').match, sys.modules)]:
+            for known, value in [*vars(sys.modules[name]).items()]:
+                ours = (
+                    disk if value is os else getattr(disk, calls.get(id(value), ''), 0)
+                )
+                if ours:
+                    stack.enter_context(mock.patch(f'{name}.{known}', ours))
         yield disk
 
 
@@ -86,12 +92,9 @@ class Disk:
         self.plants = path
         self.before = no_fault
         self.calls = ['begin']  # that changed something; the moments are its indexes
-        self.files = []
-        self.names = []  # a moment, a name, and the number of its file from then on
-        # For each sync of the directory the moment of its end, and how many names it
-        # covers.
-        self.names_synced = []
-        self._numbers = {}  # from an inode to the number of its file
+        self.names = []  # a moment, a name, and its file from then on, if any
+        self.names_synced = []  # for each sync its end, and how many names it covers
+        self._files = {}  # by inode
         self._reported = {}  # from a descriptor to the failures reported on it
         self._lock = threading.RLock()
         for entry in filter(os.DirEntry.is_file, os.scandir(path.parent)):
@@ -111,13 +114,12 @@ class Disk:
             is_new = flags & os.O_CREAT and not os.path.exists(path)
             fd = os.open(path, flags, mode)
             inode, (directory, name) = os.fstat(fd).st_ino, os.path.split(path)
-            if is_new:
-                self._note('open', fd)
-                self._enter_file(name, inode, b'')
-            elif inode not in self._numbers and directory == str(self.plants.parent):
-                # Somebody else has made it.
+            if inode not in self._files and directory == str(self.plants.parent):
+                if is_new:
+                    self._note('open', fd)
                 self._enter_file(name, inode, Path(path).read_bytes())
-                self.names_synced.append((self.now, len(self.names)))
+                if not is_new:  # somebody else has made it
+                    self.names_synced.append((self.now, len(self.names)))
             if file := self._file(fd):
                 self._reported[fd] = file.failures
         return fd
@@ -142,7 +144,7 @@ class Disk:
     def unlink(self, path):
         self.before('unlink', path)
         with self._lock:
-            self._numbers.pop(os.stat(path).st_ino, None)
+            self._files.pop(os.stat(path).st_ino, None)
             os.unlink(path)
             self._note('unlink', path)
             self.names.append((self.now, os.path.basename(path), None))
@@ -162,14 +164,6 @@ class Disk:
         """What a power cut leaves of the plant file that loses most."""
         return self._file(self.plants).possible()[-1]
 
-    def in_doubt(self, moment):
-        """Return how many changes a crash at some moment may have lost."""
-        names = [at for at, _, _ in self.names if at <= moment]
-        synced = max(count for ended, count in self.names_synced if ended <= moment)
-        begun = [file for file in self.files if file.versions[0][0] <= moment]
-        versions = sum(len(set(file.possible(moment))) for file in begun)
-        return versions + len(names) - synced
-
     def calls_since(self, moment):
         """Return the changes and syncs of the plant file after a moment."""
         calls = self.calls[moment + 1 :]
@@ -180,17 +174,17 @@ class Disk:
         self.before = no_fault
 
     def _note(self, name, target):
-        self.calls.append(f'{name} {path_of(target)}')
+        is_open = isinstance(target, int)
+        path = open_files().get(target, '') if is_open else target
+        self.calls.append(f'{name} {path}')
 
     def _enter_file(self, name, inode, content):
-        self._numbers[inode] = len(self.files)
-        self.names.append((self.now, name, len(self.files)))
-        self.files.append(File(self.now, content))
+        self._files[inode] = File(self.now, content)
+        self.names.append((self.now, name, self._files[inode]))
 
     def _file(self, target):
         """Return the file of a descriptor or a path, if it is one of the directory."""
-        number = self._numbers.get(os.stat(target).st_ino)
-        return None if number is None else self.files[number]
+        return self._files.get(os.stat(target).st_ino)
 
     def _sync(self, name, fd):
         with self._lock:
@@ -228,13 +222,13 @@ def crash(disk, moment, block, pick):
     """
     names = {}
     synced = max(count for ended, count in disk.names_synced if ended <= moment)
-    for place, (at, name, number) in enumerate(disk.names):
+    for place, (at, name, file) in enumerate(disk.names):
         if at <= moment and (place < synced or pick([True, False])):
-            names[name] = number
+            names[name] = file
     left = {}
-    for name, number in names.items():
-        if number is not None:
-            contents = disk.files[number].possible(moment)
+    for name, file in names.items():
+        if file is not None:
+            contents = file.possible(moment)
             sizes = dict.fromkeys(map(len, contents))
             offsets = range(0, max(sizes), block)
             sizes |= dict.fromkeys(at for at in offsets if at > min(sizes))
@@ -247,43 +241,28 @@ def crash(disk, moment, block, pick):
     return left
 
 
-def path_of(target):
-    """Return the path of a descriptor, or a path as text."""
-    if isinstance(target, int):
-        with contextlib.suppress(FileNotFoundError):
-            return os.readlink(f'/proc/self/fd/{target}')
-    return str(target)
-
-
-def open_paths():
-    """Return the paths of the descriptors of this process."""
-    return [path_of(int(fd)) for fd in os.listdir('/proc/self/fd')]
-
-
 def no_fault(*call):
     """Let every call succeed."""
 
 
-@dataclass
 class Fault:
-    """Makes the n-th call of one function fail, or all from the n-th on."""
+    """Makes the n-th call of one function fail, or all from the n-th on.
 
-    call: str  # the name of the function, or none: any
-    nth: int  # the number of the call, from 1
-    effect: Callable  # called with the call's arguments; it raises, or returns a limit
-    lasting: bool = False  # whether the calls after it fail too
-    count: int = 0
+    ``effect`` is called with the call's arguments; it raises, or returns a limit.
+    """
 
-    @property
-    def reached(self):
-        return self.count >= self.nth
+    def __init__(self, call, nth, effect, lasting=False):  # no name of a call: any
+        self._call, self._effect = call, effect
+        self._due, self._lasting = itertools.count(1 - nth), lasting
+        self.reached = False
 
     def __call__(self, name, *arguments):
-        if self.call not in (name, ''):
-            return None
-        self.count += 1
-        due = self.reached if self.lasting else self.count == self.nth
-        return self.effect(*arguments) if due else None
+        if self._call in (name, ''):
+            due = next(self._due)
+            self.reached |= due >= 0
+            if due == 0 or (self._lasting and due > 0):
+                return self._effect(*arguments)
+        return None
 
 
 def failing(number):

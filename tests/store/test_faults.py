@@ -9,22 +9,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from disk import (
-    Fault,
-    Gate,
-    append,
-    assert_raise,
-    failing,
-    files,
-    fill,
-    full,
-    lines,
-    no_fault,
-    path_of,
-)
+from disk import Fault, Gate, append, assert_raise, failing, files, fill, full, lines
 from waiting import PATIENCE
 
-from store import IdTaken, Plant, StoreUnavailable
+from store import Plant, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import disk as disk_calls
 
@@ -40,22 +28,6 @@ def store(path, disk):
         yield store
 
 
-@pytest.mark.parametrize('written', [0, 5])
-def test_failed_write_leaves_no_byte(path, disk, store, written):
-    """A failed write is rolled back; the store is not ready until writes work."""
-    disk.before = Fault('pwrite', 1, full(written), lasting=True)
-    uses = partial(store.add, MOSS), partial(store.add, IVY), store.ping
-    assert_raise(StoreUnavailable, *uses, match=os.strerror(errno.ENOSPC))
-    assert path.read_bytes() == lines(FERN)
-    assert store.add(FERN) is False
-    assert_raise(IdTaken, lambda: store.add(FERN._replace(name='Moss')))
-    disk.resume()
-    store.ping()
-    assert store.add(MOSS) is True
-    assert path.read_bytes() == disk.durable == lines(FERN, MOSS)
-    assert [*path.parent.iterdir()] == [path]
-
-
 def test_ping_tells_what_an_add_would(path, disk, store):
     """It writes elsewhere; after a failed write at that place and length, too."""
     begun = disk.now
@@ -69,18 +41,22 @@ def test_ping_tells_what_an_add_would(path, disk, store):
 
     disk.before = Fault('pwrite', 1, effect, lasting=True)
     store.ping()  # there is room for a small plant
-    assert_raise(StoreUnavailable, partial(store.add, MOSS))
+    assert_raise(StoreUnavailable, *2 * [partial(store.add, MOSS)])
     assert_raise(StoreUnavailable, store.ping, match='large')
+    assert store.add(FERN) is False
     # What ails the plant file alone: it was made immutable, for example.
+    there = path.stat().st_ino
 
     def ail(name, target, *arguments):
-        if name == 'pwrite' and path_of(target) == str(path):
+        if name == 'pwrite' and os.fstat(target).st_ino == there:
             failing(errno.EPERM)()
 
     disk.before = ail
     assert_raise(StoreUnavailable, store.ping, match='not permitted')
     disk.resume()
-    assert store.add(MOSS)
+    begun = disk.now
+    assert store.add_many([MOSS, IVY]) == [True, True]
+    assert disk.calls_since(begun) == ['pwrite', 'fdatasync']  # one of each a batch
     room = 20
     disk.before = Fault('pwrite', 1, effect, lasting=True)
     store.ping()  # as before the failure
@@ -102,44 +78,31 @@ def test_torn_tail_on_a_full_disk(path, disk, store, caplog, call):
     ('is_full', 'end'), [(False, b''), (True, b''), (False, TORN)], ids=str
 )
 def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
-    """Wherever a sync fails: the kernel reports it once, and drops the pages."""
+    """Wherever a sync fails: the kernel reports it once, and drops the pages.
+
+    Each process that has the file open learns of it.
+    """
+    other = JSONLinesStore(path)
+    other.ping()
     append(path, end)
     effects = {'fdatasync': failing(errno.EIO)}
     if is_full:
         effects['pwrite'] = full(5)
-    disk.before = lambda name, *arguments: effects.get(name, no_fault)(name)
+    disk.before = lambda name, *_: effects[name]() if name in effects else None
     assert_raise(StoreUnavailable, partial(store.add, MOSS))
     disk.resume()
-    adds = [partial(store.add, plant) for plant in (MOSS, IVY, FERN)]
-    assert_raise(StoreUnavailable, *2 * [*adds, store.ping], match='reload')
+    with other:
+        adds = [partial(it.add, new) for it in (store, other) for new in (MOSS, IVY)]
+        refused = *adds, *adds, store.ping, partial(store.add, FERN)
+        assert_raise(StoreUnavailable, *refused, match='reload')
     assert disk.durable == lines(FERN)
-    fill(path, MOSS)  # as a reload does
-    assert disk.durable == lines(FERN, MOSS)
-
-
-@pytest.mark.parametrize('failures', [0, 3])
-@pytest.mark.parametrize('end', [b'', TORN])
-def test_open_writes_doubtful_lines_again(path, disk, store, failures, end):
-    """Lines in doubt stay so while the syncs of each open fail."""
-    disk.append(lines(MOSS) + end)  # as a process that is killed before its sync
+    # As reloads do, of which the first fail, too. A sync alone would lose the line: the
+    # kernel takes its page for clean.
     disk.before = Fault('fdatasync', 1, failing(errno.EIO), lasting=True)
-    for _ in range(failures):
-        assert_raise(StoreUnavailable, JSONLinesStore(path).load)
+    assert_raise(StoreUnavailable, *3 * [lambda: JSONLinesStore(path).load()])
     disk.resume()
     fill(path, MOSS)
-    # A sync alone would lose them: the kernel takes their pages for clean.
     assert disk.durable == path.read_bytes() == lines(FERN, MOSS)
-
-
-def test_others_notice_a_failed_sync(path, disk, store):
-    """Each process that has the file open learns of it: none acknowledges."""
-    with JSONLinesStore(path) as other:
-        other.ping()
-        disk.before = Fault('fdatasync', 1, failing(errno.EIO))
-        assert_raise(StoreUnavailable, partial(store.add, MOSS))
-        disk.resume()
-        adds = partial(other.add, MOSS), partial(other.add, IVY)
-        assert_raise(StoreUnavailable, *adds, match='reload')
 
 
 @pytest.mark.parametrize('shared', [True, False], ids=['same-store', 'another'])
@@ -179,13 +142,6 @@ def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, call):
     assert_raise(StoreUnavailable, load, load, match=r'\(\w+\).*local')
 
 
-def test_plants_of_a_batch_share_a_write_and_a_sync(path, disk, store):
-    """However many they are."""
-    begun = disk.now
-    store.add_many([MOSS, IVY])
-    assert disk.calls_since(begun) == ['pwrite', 'fdatasync']
-
-
 @pytest.mark.parametrize('error', [0, errno.ENOTSUP, errno.EINVAL, errno.EIO])
 def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error):
     """A sync on macOS is F_FULLFSYNC, or fsync if the file system has none."""
@@ -197,8 +153,10 @@ def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error
 
     mac = vars(fcntl) | {'F_FULLFSYNC': 51, 'fcntl': full_sync}
     monkeypatch.setattr(disk_calls, 'fcntl', SimpleNamespace(**mac))
-    begun, is_broken = disk.now, error == errno.EIO
-    with pytest.raises(StoreUnavailable) if is_broken else nullcontext():
+    begun, syncs = (
+        disk.now,
+        ['F_FULLFSYNC', 'fsync'][: 1 + (error not in (0, errno.EIO))],
+    )
+    with pytest.raises(StoreUnavailable) if error == errno.EIO else nullcontext():
         store.add(MOSS)
-    syncs = ['F_FULLFSYNC', *['fsync'] * (error != 0 and not is_broken)]
     assert disk.calls_since(begun) == ['pwrite', *syncs]

@@ -1,10 +1,12 @@
 """The file store in forked processes: what they inherit, and what they never use."""
 
 import os
-import threading
+import random
+from contextlib import suppress
 from functools import partial
 
 import pytest
+from contract import FORK, at_once
 from disk import (
     Disk,
     append,
@@ -14,18 +16,20 @@ from disk import (
     installed,
     lines,
     no_fault,
+    raw_plants,
     take_side_files,
 )
-from waiting import in_child, in_threads
+from waiting import wait_until
 
-from store import Plant, StoreCorrupt, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
+from store.jsonl.repair import Verified, verify
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 
 PLANTS = [Plant(number, 'Fern') for number in range(1, 5)]
 MANY = [Plant(number, 'Moss' * 50) for number in range(100, 1_000)]
 IVY, OAK = Plant(9, 'Ivy'), Plant(10, 'Oak')
-LAST = lines(MANY[-1])
+in_child = partial(at_once, FORK.Process)
 
 
 @pytest.fixture
@@ -62,16 +66,11 @@ def test_child_goes_on_with_what_was_loaded(path, store):
     assert take_side_files(path) == [b'{"id":']
 
 
-def replaced(path, content):
-    """Put a copy in the place of the file."""
-    path.with_name('copy').write_bytes(content)
-    path.with_name('copy').replace(path)
-
-
+# Another line, a line less, another file with the same content.
 CHANGES = {
-    'another file': replaced,
-    'another line': lambda path, content: path.write_bytes(content[:-3] + b'x"}\n'),
-    'a line less': lambda path, content: path.write_bytes(content[: -len(LAST)]),
+    'line': lambda path, content: path.write_bytes(content[:-3] + b'x"}\n'),
+    'less': lambda path, content: path.write_bytes(content[: -len(lines(MANY[-1]))]),
+    'file': lambda path, content: (path.rename(f'{path}-'), path.write_bytes(content)),
 }
 
 
@@ -83,7 +82,6 @@ def test_child_believes_only_what_fits(path, store, change):
     refused = partial(assert_raise, StoreUnavailable, partial(store.add, IVY))
     in_child(refused, refused)
     assert path.read_bytes() == content
-    in_child(refused, refused)
     reloaded = open_store(f'jsonl:{path}', create=False)
     reloaded.load()
     in_child(refused, lambda: reloaded.add(IVY))
@@ -135,26 +133,34 @@ def test_killed_parent_leaves_no_lock(path):
         assert store.add(PLANTS[1])
 
 
-def test_fork_while_threads_add_and_open(path):
-    """A child of a parent whose threads use the store at that moment can use it."""
-    done = threading.Event()
-    moss = [Plant(number, 'Moss') for number in range(8)]
-    with open_store(f'jsonl:{path}') as store:
-        store.load()
+def test_killed_writers_keep_acknowledged_plants(path, tmp_path, store):
+    """Wherever processes are killed: nothing is lost, and no id is given twice.
 
-        def work(number):
-            while not done.is_set():
-                store.add(Plant(number, 'Fern'))
-                if number < 10**7:
-                    open_store(f'jsonl:{path}').load()
-                number += 1
+    Some go on with what their parent has loaded, as workers of a server do.
+    """
+    told = tmp_path / 'told'
 
-        def fork():
-            try:
-                for plant in moss:
-                    in_child(partial(store.add, plant))
-            finally:
-                done.set()
+    def work(number):
+        chance = random.Random(number)
+        own = store if number % 2 else open_store(f'jsonl:{path}')
+        with told.open('ab', 0) as file:
+            while True:
+                plant = Plant(chance.randrange(9000), f'{number}', 'x' * 900)
+                with suppress(StoreUnavailable, IdTaken):
+                    own.add(plant)
+                    file.write(lines(plant))
 
-        in_threads(fork, partial(work, 10**6), partial(work, 10**7))
-        assert_stored(store, moss)
+    for first in range(0, 32, 4):
+        writers = [FORK.Process(target=work, args=[first + it]) for it in range(4)]
+        for writer in writers:
+            writer.start()
+        most = 20_000 * (1 + first // 4)
+        wait_until(lambda most=most: told.exists() and told.stat().st_size > most)
+        for writer in writers:
+            writer.kill()
+            writer.join()
+    open_store(f'jsonl:{path}').load()  # which mends what the last one left
+    stored = raw_plants(path.read_bytes())
+    assert len({plant.id for plant in stored}) == len(stored)
+    assert {*raw_plants(told.read_bytes())} <= {*stored}
+    assert verify(path) == Verified(len(stored))

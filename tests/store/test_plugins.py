@@ -54,11 +54,11 @@ def test_example_passes_the_contract(site, tmp_path, monkeypatch):
     assert 'skipped' not in done.stdout
 
 
-# Of packages that offer trees: the entry point, the source, and what is told.
+# The entry point, the source of a package, and what is told of it.
 STORE, FULL = 'def Store(url, **_):', 'StoreUnavailable("full")'
 WRONG = {
-    'no-module': ('gone:Store', '', 'gone'),
-    'part': ('trees:Store', f'{STORE} int(url.split("@")[0][11:])', 'base 10'),
+    'no-module': ('gone:Store', '', 'trees: .*gone'),
+    'part': ('trees:Store', f'{STORE} int(url.split("@")[0][11:])', 'trees: .*base 10'),
     'store': ('trees:Store', f'from store import *\n{STORE} raise {FULL}', '^full$'),
 }
 
@@ -71,18 +71,16 @@ def test_package_that_makes_no_store_is_named(site, entry, source, message):
     with pytest.raises((ValueError, StoreUnavailable), match=message) as caught:
         open_store(url)
     assert 'secret' not in ''.join(traceback.format_exception(caught.value))
-    assert str(caught.value).startswith('trees: ') or FULL in source
 
 
 def test_scheme_that_no_or_two_packages_offer_is_refused(site):
     """The message lists the known schemes, with their packages."""
     install(site, 'more', {'shrubs': 'more:Shrubs', 'herbs': 'more:Herbs'})
     install(site, 'oaks', {'herbs': 'oaks:Store'}, 'Store = 3')
+    told = r'memory:.*jsonl:.*postgresql:.*shrubs: \(more:Shrubs\).*herbs'
     for url in 'trees:x', 'shrubs', 'herbs:x':
-        with pytest.raises(ValueError, match=r'memory:.*jsonl:.*postgresql:') as caught:
+        with pytest.raises(ValueError, match=told):
             open_store(url)
-        for offer in 'shrubs: (more:Shrubs)', 'more:Herbs', 'oaks:Store':
-            assert offer in str(caught.value)
 
 
 @pytest.mark.parametrize('error', ['No module named "psycopg"', 'no pq wrapper'])

@@ -84,6 +84,12 @@ def test_torn_tail_is_cut_off(path, caplog, running):
         assert take_side_files(path) == [torn] * bool(torn)
 
 
+def lost_block(start=512, end=1024):
+    """Return a batch after two plants that has lost what is between two offsets."""
+    batch = TWO + lines(*BATCH)
+    return (batch[:start] + bytes(end - start) + batch[end:])[len(TWO) :]
+
+
 IVY = b'{"id":3,"name":"Ivy"}'
 # Ends that no crash of ours can have left: other programs and people write them.
 FOREIGN = {
@@ -100,6 +106,9 @@ FOREIGN = {
     'a tab': b'{"id":3,\t"name":"I',
     'NULs within a block': START + bytes(9) + b'x',
     'a half, then more': b'{"id":3,"na\n{"id":4,"na',
+    'lost within a block': lost_block(512, 1000),
+    'lost from within a block': lost_block(600, 1030),
+    'lost far from the end': lost_block() + 4 * lines(Plant(50, 'M' * 2**22)),
 }
 
 
@@ -115,17 +124,11 @@ def test_foreign_end_is_damage(path, running, foreign, more):
         for use in 2 * [partial(store.add, OAK), store.ping, store.load]:
             with pytest.raises(StoreCorrupt) as caught:
                 use()
-            assert (caught.value.line, caught.value.offset) == (3, len(TWO))
-        plants = iter(store)
-        assert [next(plants), next(plants)] == PLANTS[:2]
-        assert_raise(StoreCorrupt, partial(next, plants))
+            before = (TWO + foreign)[: caught.value.offset]
+            assert caught.value.line == 1 + before.count(b'\n')
+            assert raw_plants(before)[:2] == PLANTS[:2]
+        assert_raise(StoreCorrupt, partial(list, store))
     assert files(path) == {path.name: TWO + foreign + more}
-
-
-def lost_block(start=512, end=1024):
-    """Return a batch after two plants that has lost what is between two offsets."""
-    batch = TWO + lines(*BATCH)
-    return (batch[:start] + bytes(end - start) + batch[end:])[len(TWO) :]
 
 
 def test_lost_block_before_records_is_blanked(path):
@@ -134,30 +137,16 @@ def test_lost_block_before_records_is_blanked(path):
     split = batch.splitlines(keepends=True)
     line = b''.join(each for each in split if b'\0' in each)
     sound = raw_plants(b''.join(each for each in split if b'\0' not in each))
-    path.write_bytes(TWO + batch)
-    assert_raise(StoreCorrupt, partial(list, JSONLinesStore(path)))  # as verify()
+    with opened(path, running=True) as store:
+        append(path, batch)
+        uses = partial(store.add, OAK), store.ping, partial(list, store)  # as verify()
+        assert_raise(StoreCorrupt, *uses)
+    assert files(path) == {path.name: TWO + batch}
     assert len(verify(path).damaged) == line.count(b'\n')
     assert_stored(path, [*PLANTS[:2], *sound], free=[100])
     assert take_side_files(path) == [line]
     assert path.read_bytes().startswith(TWO + batch[: batch.index(line)])
     assert verify(path) == Verified(2 + len(sound) + 1)
-
-
-NOT_LOST = {
-    'a running server': (True, lost_block()),
-    'within a block': (False, lost_block(512, 1000)),
-    'from within a block': (False, lost_block(600, 1030)),
-    'far from the end': (False, lost_block() + 4 * lines(Plant(50, 'M' * 2**22))),
-}
-
-
-@pytest.mark.parametrize(('running', 'content'), NOT_LOST.values(), ids=NOT_LOST)
-def test_zeros_that_are_no_lost_block_are_damage(path, running, content):
-    """Zeros that no crash can have left are damage: nothing is touched."""
-    with opened(path, running) as store:
-        append(path, content)
-        assert_raise(StoreCorrupt, partial(store.add, OAK), store.ping)
-    assert files(path) == {path.name: TWO + content}
 
 
 PIECES = [
@@ -177,21 +166,19 @@ def test_no_record_and_no_byte_is_ever_lost(tmp_path_factory, running, end):
     path = tmp_path_factory.mktemp('end') / 'plants.jsonl'
     with opened(path, running) as store:
         append(path, end)
-        content = path.read_bytes()
-        records = set()
+        content, records = path.read_bytes(), {yew := Plant(77, 'Yew')}
         for line in content.split(b'\n'):
             with contextlib.suppress(ValueError, TypeError):
                 records.add(Plant(**json.loads(line)))
         try:
-            store.add(yew := Plant(77, 'Yew'))
-            records.add(yew)
+            store.add(yew)
             assert set(raw_plants(path.read_bytes())) == records
         except StoreCorrupt:  # what is NUL may be blank by then
             assert len(path.read_bytes()) == len(content)
         kept = b'\n'.join([*take_side_files(path), path.read_bytes()])
         for line in content.split(b'\n'):
             assert line in kept or not line.strip(b'\0 ')
-        for plant in records:
+        for plant in records - {yew}:
             assert lines(plant)[:-1] in kept
 
 
@@ -234,28 +221,24 @@ def test_opening_beside_one_that_cuts(path, disk):
     assert len({plant.id for plant in stored}) == len(stored)
 
 
-def test_damage_of_any_length_is_blanked(path):
-    """Blanked lines of more bytes than a record may have are blank for a start, too."""
-    damage = (b'no plant' * 2000 + b'\n') * 500
-    path.write_bytes(TWO + damage + lines(PLANTS[2]))
-    assert verify(path, repair=True).repaired
-    assert take_side_files(path) == [damage]
-    assert verify(path) == Verified(3)
-    size = path.stat().st_size
-    assert_stored(path, PLANTS[:3], free=[4])
-    assert path.stat().st_size == size + len(lines(Plant(4, 'Free')))
+RIVAL = lines(PLANTS[0]._replace(name='Reed'))
 
 
 @RUNNING
-def test_second_plant_with_an_id_is_damage(path, running):
-    """It is refused until it is repaired; what follows it is kept and known."""
-    rival = PLANTS[0]._replace(name='Reed')
+@pytest.mark.parametrize('damage', [RIVAL, (b'?' * 16_000 + b'\n') * 500], ids=len)
+def test_damage_is_refused_until_it_is_repaired(path, running, damage):
+    """A second plant with an id, or more bytes than a record may have.
+
+    What follows it is kept and known, and blanked lines are blank for every reader.
+    """
     with opened(path, running) as store:
-        append(path, lines(PLANTS[0], rival, PLANTS[2]))
+        append(path, lines(PLANTS[0]) + damage + lines(PLANTS[2]))
         assert_raise(StoreCorrupt, *2 * [partial(store.add, OAK), store.ping])
         assert verify(path, repair=True).repaired
-        assert take_side_files(path) == [lines(rival)]
+        assert take_side_files(path) == [damage]
+        assert verify(path) == Verified(4)
         assert_stored(store, PLANTS[:3], free=[OAK.id])
+        assert_stored(path, [*PLANTS[:3], Plant(OAK.id, 'Free')])
 
 
 def test_check_beside_a_server_confirms_damage(path):

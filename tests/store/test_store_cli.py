@@ -1,7 +1,8 @@
 """The command line over plant files: list, check and repair; its output."""
 
+import contextlib
 import errno
-import itertools
+import io
 import os
 import re
 import shlex
@@ -9,14 +10,14 @@ import sys
 
 import pytest
 from contract import IDS
-from disk import append, assert_stored, files, take_side_files
+from disk import assert_stored, files, take_side_files
 from disk import lines as records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server import REPOSITORY, command, finished
 from waiting import PATIENCE
 
-from store import Plant, open_store
+from store import Plant
 from store.__main__ import main
 from store.jsonl import record
 
@@ -61,10 +62,10 @@ def test_url_may_be_a_path(path, run, monkeypatch):
 def test_repair_keeps_every_plant(tmp_path_factory, lines, torn):
     """Damaged lines go to a side file; the others stay where they are."""
     path = tmp_path_factory.mktemp('repair') / 'plants.jsonl'
-    text = b''.join([FERN, *lines, torn])
-    path.write_bytes(text)
+    everything = [*filter(None, [FERN, *lines, torn])]
+    path.write_bytes(text := b''.join(everything))
     plants, expected, damaged = {}, [], []
-    for line in [FERN, *lines, *([torn] if torn else [])]:
+    for line in everything:
         try:
             plant = record.decode(line)
             is_sound = plants.setdefault(plant.id, plant) == plant
@@ -73,7 +74,11 @@ def test_repair_keeps_every_plant(tmp_path_factory, lines, torn):
         (expected if is_sound else damaged).append(line)
     assert main(['check', str(path)]) == int(bool(damaged))
     assert files(path) == {path.name: text}
-    assert main(['check', '--repair', str(path)]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(['check', '--repair', str(path)]) == 0
+    numbers = re.findall(r'line (\d+) \(byte', printed.getvalue())
+    assert [everything[int(number) - 1] for number in numbers] == damaged
+    assert (f'{path}.damaged-1' in printed.getvalue()) == bool(damaged)
     assert take_side_files(path) == [b''.join(damaged)] * bool(damaged)
     repaired = path.read_bytes()
     assert len(repaired) == len(text)
@@ -81,19 +86,6 @@ def test_repair_keeps_every_plant(tmp_path_factory, lines, torn):
     assert kept == expected
     assert main(['check', str(path)]) == 0
     assert_stored(path, [*plants.values()], free=[10])
-
-
-def test_repair_names_lines_and_side_file(path, run):
-    """A second repair has a side file of its own."""
-    for number in 1, 2:
-        append(path, b'?%d\n' % number + records(Plant(number, 'Fern')))
-        code, output, _ = run('check', '--repair', path)
-        side = path.with_name(f'{path.name}.damaged-{number}')
-        assert code == 0
-        assert re.search(
-            rf'line {2 * number - 1} \(byte .*{side}', output.decode(), re.S
-        )
-        assert side.read_bytes() == b'?%d\n' % number
 
 
 USAGE = [
@@ -143,22 +135,6 @@ def test_reader_that_stops_is_no_error(path):
         errors = process.stderr.read()
         assert process.wait(PATIENCE) == 141
     assert (first, errors) == (b'{"id":0,"name":"Fern"}\n', b'')
-
-
-def test_reader_blocks_no_add(path, run, monkeypatch):
-    """Between any two lines that it reads, another process or thread may add."""
-    path.write_bytes(SOUND)
-    numbers = itertools.count(10)
-    with open_store(f'jsonl:{path}') as store:
-
-        def adding(lines):
-            for line in lines:
-                assert store.add(Plant(next(numbers), 'Fern'))
-                yield line
-
-        monkeypatch.setattr('store.__main__._progress', lambda: adding)
-        assert run('check', path)[0] == 0
-        assert run('copy', path, f'{path}2')[0] == 0
 
 
 def test_closed_streams(path):

@@ -1,12 +1,16 @@
 """The stores keep the contract."""
 
 from contextlib import contextmanager, suppress
+from functools import partial
 
+import gevent
 import pytest
 from contract import StoreContract
 from disk import raw_plants
+from greenlet import getcurrent
 from psycopg.errors import UndefinedTable
 
+from serving.scheduler import GeventScheduler
 from store import Plant, open_store
 from store.jsonl import JSONLinesStore
 
@@ -38,6 +42,18 @@ class TestJSONLinesStore(StoreContract):
         away = store.path.rename(store.path.with_name('away'))
         yield
         away.rename(store.path)
+
+
+class Greenlets(TestJSONLinesStore):
+    scheduler = GeventScheduler()
+
+
+@pytest.mark.parametrize('use', ['add', 'add_many', 'ping', 'close'])
+def test_greenlet_may_be_interrupted(path, use):
+    """10. The same where the callers are greenlets."""
+    with JSONLinesStore(path, scheduler=Greenlets.scheduler) as store:
+        test = partial(Greenlets().test_caller_may_be_interrupted, store, use)
+        gevent.spawn(test, getcurrent).get()
 
 
 class TestPostgreSQLStore(StoreContract):

@@ -14,8 +14,8 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from contract import FORK, at_once
 from disk import append, assert_raise, assert_stored, fill, lines, raw_plants
-from waiting import in_child
 
 from store import THREADS, IdTaken, Plant, Scheduler, StoreUnavailable, committer
 from store.jsonl import JSONLinesStore
@@ -164,4 +164,4 @@ def test_load(path, error):
         return swept
 
     sweep(attempt, error)
-    in_child(refused)
+    at_once(FORK.Process, refused)

@@ -77,12 +77,8 @@ def test_no_message_shows_a_password(scheme, place, password, is_quoted):
 @pytest.mark.parametrize('name', ['{}\r', ' {}', '{} \t', '\xa0"{}"\r', "'{}'"])
 @pytest.mark.parametrize('both', [False, True], ids=['', 'both names exist'])
 def test_file_of_version_1_is_renamed_first(path, monkeypatch, name, both):
-    """A file under the uncleaned name is an error; what the error says works.
-
-    White space around the URL and around its path is no part of it.
-    """
+    """A file under the uncleaned name is an error; what the error says works."""
     monkeypatch.chdir(path.parent)
-    url = f'jsonl:{name.format(path.name)}'
     old = path.with_name(name.format(path.name))
     old.write_bytes(lines(FERN))
     if both:
@@ -90,15 +86,12 @@ def test_file_of_version_1_is_renamed_first(path, monkeypatch, name, both):
     before = files(path)
     for create in True, False:
         with pytest.raises(ValueError, match='mv ') as caught:
-            open_store(url, create=create)
-        assert files(path) == before
-    told = str(caught.value)
-    assert told.isprintable()
-    path_of_python = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
-    environ = {**os.environ, 'PATH': path_of_python, 'PYTHONPATH': str(REPOSITORY)}
-    pasted = ['bash', '-c', told[told.index('mv ') :]]
-    assert finished(pasted, env=environ, cwd='/').returncode == 0
-    assert not old.exists()
-    corrected = url.translate(dict.fromkeys(map(ord, '"\'')))
-    with open_store(f' {corrected}\n', create=False) as store:
+            open_store(f'jsonl:{old.name}', create=create)
+    assert files(path) == before
+    told = str(caught.value).partition('mv ')
+    assert told[2].isprintable()
+    monkeypatch.setenv('PATH', f'{Path(sys.executable).parent}:{os.environ["PATH"]}')
+    monkeypatch.setenv('PYTHONPATH', str(REPOSITORY))
+    assert finished(['bash', '-c', ''.join(told[1:])], cwd='/').returncode == 0
+    with open_store(f' jsonl:{path.name} \n', create=False) as store:
         assert sorted(store) == [FERN, MOSS][: 1 + both]
