@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import tempfile
 from pathlib import Path
@@ -11,7 +10,15 @@ from pwd import getpwnam
 
 import pytest
 from exchange import SECRET, fern, table
-from server import GUNICORN, Server, finished, make_certificate, request, wait_until
+from server import (
+    GUNICORN,
+    Server,
+    finished,
+    in_namespace,
+    make_certificate,
+    request,
+    wait_until,
+)
 
 
 def test_made_token_works_and_stays(tmp_path):
@@ -40,6 +47,7 @@ OPTIONS = 'GUNICORN_CMD_ARGS'
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 TAKEN = {OPTIONS: '--bind=127.0.0.1:{} --worker-tmp-dir=.'}
 WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
+COUNTERS = 'PROMETHEUS_MULTIPROC_DIR', 'PLANTS_METRICS_TOKEN'
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, [*WRONG], 1),
@@ -51,6 +59,7 @@ REFUSED = {
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'taken address': (TAKEN | {'PLANTS_METRICS_TOKEN': 'm' * 30}, ['in use'], 0),
+    'counters': (dict(zip(COUNTERS, ['no', 'm'], strict=True)), [*COUNTERS[:1]], 1),
 }
 
 
@@ -84,11 +93,14 @@ def test_application_on_the_command_line_is_refused(checkout):
 
 
 def test_memory_store_keeps_one_worker(tmp_path):
-    """However many cores there are, and also after SIGTTIN."""
+    """However many cores there are, and also after SIGTTIN and SIGUSR2."""
     with Server(tmp_path, workers=None, PLANTS_STORE='memory:\r') as server:
         [worker] = server.worker_pids()
         server.signal(signal.SIGTTIN)
-        wait_until(lambda: 'needs one worker' in server.log, 'it is refused')
+        server.signal(signal.SIGUSR2)
+        wait_until(
+            lambda: server.log.count('needs one worker') == 2, 'both are refused'
+        )
         assert server.worker_pids() == {worker}
 
 
@@ -97,7 +109,7 @@ SLOW = ['import time', 'from store.jsonl import JSONLinesStore']
 SLOW += ['def load(self, *, wait=True):', '    print("loading", flush=True)']
 SLOW += ['    while True: time.sleep(0.01)', 'JSONLinesStore.load = load']
 FORKED = ['import time', 'post_fork = lambda server, worker: time.sleep(3600)']
-UNSHARE = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
+UNSHARE = ['--pid', '--fork', '--kill-child', '--mount-proc']
 
 
 @table('conf', {'reading': SLOW, 'forked': FORKED, 'serving': ['reuse_port = True']})
@@ -106,9 +118,7 @@ UNSHARE = ['unshare', '--pid', '--fork', '--kill-child', '--mount-proc']
 )
 def test_signal_ends_a_server_at_any_time(tmp_path, container, conf, number):
     """Also in a long read, before a worker has handlers, and as process 1."""
-    if finished(['sh', '-c', shlex.join([*container, 'true'])]).returncode:
-        pytest.skip('this machine or this user can make no namespace of processes')
-    command = [*container, *GUNICORN, '-p', 'pid']
+    command = [*(container and in_namespace(*container)), *GUNICORN, '-p', 'pid']
     with Server(tmp_path, command=command, conf=conf).started() as server:
         word = 'loading' if conf == SLOW else 'Booting worker'
         wait_until(lambda: word in server.log, 'it has begun')
