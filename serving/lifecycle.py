@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from gunicorn import __version__
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
 from gunicorn.sock import ssl_context
@@ -34,6 +35,7 @@ log = logging.getLogger('plants')
 
 _block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
 _unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
+GUNICORN = '27.0.1'  # as in requirements.txt
 MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
 
@@ -146,6 +148,8 @@ def on_starting(server: Any) -> None:
     if not hasattr(server.app.callable, 'store'):
         log.critical('leave wsgi_app and preload_app as gunicorn.conf.py has them')
         sys.exit(1)
+    if __version__ != GUNICORN:
+        log.warning('gunicorn %s is not %s, which was tried', __version__, GUNICORN)
     # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
     atexit.register(PlantsLogger.buffer.flush)
     atexit.register(lambda: server.app.callable.store.close())

@@ -94,7 +94,9 @@ def test_application_on_the_command_line_is_refused(checkout):
 
 def test_memory_store_keeps_one_worker(tmp_path):
     """However many cores there are, and also after SIGTTIN and SIGUSR2."""
-    with Server(tmp_path, workers=None, PLANTS_STORE='memory:\r') as server:
+    conf = ["lifecycle.GUNICORN = 'another'"]
+    with Server(tmp_path, workers=None, conf=conf, PLANTS_STORE='memory:\r') as server:
+        assert 'is not another' in server.log
         [worker] = server.worker_pids()
         server.signal(signal.SIGTTIN)
         server.signal(signal.SIGUSR2)
