@@ -38,6 +38,14 @@ _unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 GUNICORN = '27.0.1'  # as in requirements.txt
 MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
+# How the names of gunicorn's settings begin that have no effect on our worker.
+NO_EFFECT = (
+    *('asgi_', 'casefold_', 'dirty_', 'do_handshake_', 'dogstatsd_', 'enable_backlog_'),
+    *('forwarder_', 'header_map', 'http_', 'http2_', 'limit_request_', 'on_dirty_'),
+    *('permit_', 'post_request', 'pre_request', 'protocol', 'proxy_', 'reload'),
+    *('root_path', 'ssl_version', 'statsd_', 'strip_header_', 'suppress_ragged_'),
+    *('threads', 'tmp_upload_', 'uwsgi_', 'websocket_'),
+)
 
 
 def build() -> PlantsApp:
@@ -64,7 +72,7 @@ def _end() -> None:
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
     settings = Settings.from_environ(environ)
-    if faults := [*_faults(cfg, settings, served)]:
+    if faults := [*_faults(cfg, environ, settings, served)]:
         raise ValueError('\n'.join(faults))
     opens = not (cfg.check_config or cfg.print_config)
     scheduler = GeventScheduler() if _is_ours(cfg) else THREADS
@@ -92,10 +100,17 @@ def _is_ours(cfg: Config) -> bool:
     return issubclass(cfg.worker_class, PlantsWorker)
 
 
-def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
+def _faults(
+    cfg: Config, environ: Mapping[str, str], settings: Settings, served: Any
+) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
-    if cfg.reload:
-        yield 'reload: it is not supported; for new settings send SIGHUP'
+    names = NO_EFFECT if _is_ours(cfg) else ('reload', 'statsd_')
+    for name, setting in cfg.settings.items():
+        if name.startswith(names) and setting.get() != type(setting)().get():
+            yield f'{name}: it has no effect here; SIGHUP is for new settings'
+    for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
+        if not environ.get(name, '0').isdecimal():
+            yield f'{name}: it is not a number: unset it'
     if any(port > 65535 for _, port in _tcp(cfg)):
         yield 'bind: a port is at most 65535'
     if min(cfg.workers, cfg.worker_connections) < 1:

@@ -10,6 +10,7 @@ from pwd import getpwnam
 
 import pytest
 from exchange import SECRET, fern, table
+from gunicorn.config import KNOWN_SETTINGS
 from server import (
     GUNICORN,
     Server,
@@ -47,6 +48,7 @@ OPTIONS = 'GUNICORN_CMD_ARGS'
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 TAKEN = {OPTIONS: '--bind=127.0.0.1:{} --worker-tmp-dir=.'}
 WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
+SOCKETS = ['LISTEN_FDS', 'LISTEN_PID']
 COUNTERS = 'PROMETHEUS_MULTIPROC_DIR', 'PLANTS_METRICS_TOKEN'
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
@@ -59,6 +61,7 @@ REFUSED = {
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'taken address': (TAKEN | {'PLANTS_METRICS_TOKEN': 'm' * 30}, ['in use'], 0),
+    'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
     'counters': (dict(zip(COUNTERS, ['no', 'm'], strict=True)), [*COUNTERS[:1]], 1),
 }
 
@@ -152,3 +155,32 @@ def test_user_that_serves_owns_the_files():
                 assert server.ask(metrics).status == 200
                 server.reload()
             assert (public / 'plants.jsonl').stat()[4:6] == nobody[2:4]  # uid, gid
+
+
+# Has each setting another value that begins as one that our worker does not read.
+OTHERS = """
+from gunicorn.config import KNOWN_SETTINGS
+texts = 'x 10.0.0.1 on poll asyncio refuse python TLSv1_2 uwsgi'.split()
+hooks = lambda a: 0, lambda a, b: 0, lambda a, b, c: 0, lambda a, b, c, d: 0
+for each in KNOWN_SETTINGS:
+    for value in (True, False, 7, 20_000, ['x'], [__file__], *texts, *hooks):
+        try:
+            (changed := each()).set(value)
+        except Exception:
+            continue
+        if changed.get() != each().get() and each.name.startswith(lifecycle.NO_EFFECT):
+            globals()[each.name] = value
+            print('changed:', each.name)
+            break
+"""
+
+
+def test_setting_of_gunicorn_without_effect_is_refused(tmp_path):
+    """The check names each; what is new in another gunicorn must be looked at."""
+    server = Server(tmp_path, '--check-config', conf=[OTHERS])
+    assert server.run() == 1
+    names = {*re.findall('changed: (.+)', server.log)}
+    assert {*re.findall('(.+): it has no effect', server.log)} == names
+    # Without http_protocols, whose other values need a package. Three of the others
+    # regulate what is not here: forwarded_allow_ips, secure_scheme_headers, sendfile.
+    assert (len(names), len(KNOWN_SETTINGS)) == (48, 48 + 1 + 71)
