@@ -9,8 +9,10 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from gunicorn import __version__
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
 from gunicorn.sock import ssl_context
+from gunicorn.util import is_ipv6
 
 from app import PlantsApp, create_app
 from serving.log import PlantsLogger
@@ -75,6 +78,8 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     if faults := [*_faults(cfg, environ, settings, served)]:
         raise ValueError('\n'.join(faults))
     opens = not (cfg.check_config or cfg.print_config)
+    if opens and not served:
+        _wait_for_addresses(cfg)
     scheduler = GeventScheduler() if _is_ours(cfg) else THREADS
     store = open_store(settings.store, create=False, scheduler=scheduler)
     try:
@@ -125,6 +130,26 @@ def _faults(
 
 def _tcp(cfg: Config) -> list[tuple[str, int]]:
     return [each for each in cfg.address if isinstance(each, tuple)]
+
+
+def _wait_for_addresses(cfg: Config) -> None:
+    """Wait a second for a server that ends; gunicorn takes five, and twelve lines."""
+    if cfg.reuse_port or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}:
+        return  # of a socket that is there
+    late = time.monotonic() + 1
+    for host, port in _tcp(cfg):
+        family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+        while True:
+            try:
+                with socket.socket(family) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind((host, port))
+                break
+            except OSError as ex:
+                if time.monotonic() > late:
+                    reason = f'bind: choose another with -b: {host}:{port}'
+                    raise ValueError(f'{reason}: {ex.strerror}') from ex
+            time.sleep(0.05)
 
 
 @contextmanager

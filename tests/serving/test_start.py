@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import tempfile
 from pathlib import Path
 from pwd import getpwnam
@@ -60,7 +61,7 @@ REFUSED = {
     '--reload': ({OPTIONS: '--reload'}, ['reload'], 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
-    'taken address': (TAKEN | {'PLANTS_METRICS_TOKEN': 'm' * 30}, ['in use'], 0),
+    'taken address': (TAKEN | {'PLANTS_METRICS_TOKEN': 'm' * 30}, ['-b', 'in use'], 0),
     'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
     'counters': (dict(zip(COUNTERS, ['no', 'm'], strict=True)), [*COUNTERS[:1]], 1),
 }
@@ -82,9 +83,7 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
         assert not re.search(f'Traceback|{SECRET}', server.log)
         # But for the bytecode of the configuration.
         left = {path.name for path in tmp_path.iterdir()} - {'__pycache__'}
-        # gunicorn itself leaves its pid file where the address is taken.
-        kept = {'pid'} if words == ['in use'] and argument == '-ppid' else set()
-        assert left == {'server.log', 'damaged', 'more.conf.py'} | kept
+        assert left == {'server.log', 'damaged', 'more.conf.py'}
         assert (tmp_path / 'damaged').read_bytes() == DAMAGED
 
 
@@ -155,6 +154,19 @@ def test_user_that_serves_owns_the_files():
                 assert server.ask(metrics).status == 200
                 server.reload()
             assert (public / 'plants.jsonl').stat()[4:6] == nobody[2:4]  # uid, gid
+
+
+def test_address_of_a_server_that_ends_is_waited_for(tmp_path):
+    """A restart need not look whether the old server has ended."""
+    with socket.create_server(('127.0.0.1', 0)) as old:
+        how = {OPTIONS: f'--bind=127.0.0.1:{old.getsockname()[1]}'}
+        conf = ['import time', 'sleep = time.sleep']
+        conf += ['time.sleep = lambda seconds: print(sleep(seconds), flush=True)']
+        server = Server(tmp_path, conf=conf, **how)
+        with server.started():
+            wait_until(lambda: 'None' in server.log, 'it waits')
+            old.close()
+            wait_until(server.worker_pids)
 
 
 # Has each setting another value that begins as one that our worker does not read.
