@@ -22,6 +22,9 @@ from web.settings import is_in_memory
 wsgi_app = 'serving.lifecycle:build()'
 # In the master: all workers have the same settings, schemas, tokens and plants.
 preload_app = True
+# For platforms that set PORT: gunicorn would listen on IPv4 alone.
+if 'PORT' in os.environ:
+    bind = lifecycle.addresses(os.environ['PORT'])
 
 # ---- processes
 

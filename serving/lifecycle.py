@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,16 @@ def _faults(
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
+
+
+def addresses(port: str) -> list[str]:
+    """Return the addresses that stand for all of this machine, with or without IPv6."""
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(('::', 0))
+        if not probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
+            return [f'[::]:{port}']  # IPv4, too
+        return [f'0.0.0.0:{port}', f'[::]:{port}']
+    return [f'0.0.0.0:{port}']
 
 
 def _tcp(cfg: Config) -> list[tuple[str, int]]:

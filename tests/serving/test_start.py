@@ -14,8 +14,10 @@ from exchange import SECRET, fern, table
 from gunicorn.config import KNOWN_SETTINGS
 from server import (
     GUNICORN,
+    PATIENCE,
     Server,
     finished,
+    free_port,
     in_namespace,
     make_certificate,
     request,
@@ -154,6 +156,21 @@ def test_user_that_serves_owns_the_files():
                 assert server.ask(metrics).status == 200
                 server.reload()
             assert (public / 'plants.jsonl').stat()[4:6] == nobody[2:4]  # uid, gid
+
+
+def test_port_is_served_on_all_addresses(tmp_path):
+    """With PORT, as platforms set it: IPv4, and IPv6 where there is any."""
+    port = free_port()
+    how = {OPTIONS: None, 'PORT': str(port), 'PLANTS_TOKENS': None}
+    with Server(tmp_path, **how) as server:
+        assert server.port == port
+        [line] = re.findall('curl .+', server.log)
+        done = finished(['bash', '-c', f'{line} -sS --max-time 20'])
+        assert json.loads(done.stdout)['name'], done
+        if socket.has_dualstack_ipv6():
+            with socket.create_connection(('::1', port), PATIENCE) as client:
+                client.sendall(request('GET', '/livez'))
+                assert b' 200 ' in client.recv(100)
 
 
 def test_address_of_a_server_that_ends_is_waited_for(tmp_path):
