@@ -7,6 +7,7 @@ inherit both. A reload (SIGHUP) makes both anew, beside what runs.
 import atexit
 import logging
 import os
+import pwd
 import re
 import signal
 import socket
@@ -59,6 +60,7 @@ def build() -> PlantsApp:
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_end)
     try:
         cfg = WSGIApplication().cfg  # as a reload reads it; gunicorn passes none
+        _set_home(cfg)
         return make(cfg, os.environ | cfg.env)
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
         log.critical('%s', ex)
@@ -126,6 +128,14 @@ def _faults(
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
+
+
+def _set_home(cfg: Config) -> None:
+    """Give HOME of the user that serves to libpq, unless it was set on purpose."""
+    with suppress(KeyError):
+        inherited = {None, '', pwd.getpwuid(os.geteuid()).pw_dir}
+        if cfg.uid != os.geteuid() and os.environ.get('HOME') in inherited:
+            os.environ['HOME'] = pwd.getpwuid(cfg.uid).pw_dir
 
 
 def addresses(port: str) -> list[str]:

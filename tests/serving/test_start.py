@@ -137,6 +137,10 @@ def test_signal_ends_a_server_at_any_time(tmp_path, container, conf, number):
         assert 'Traceback' not in server.log
 
 
+# libpq looks there for certificates, and is silent about those that it cannot read.
+HOME = ['def post_fork(server, worker):', '    print("HOME is", os.environ["HOME"])']
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root may serve as another user')
 def test_user_that_serves_owns_the_files():
     """With --user the files belong to that user, who must be able to read the key."""
@@ -150,7 +154,9 @@ def test_user_that_serves_owns_the_files():
         (public / 'plants.key').chmod(0o600)
         tls = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
         assert Server(public, *user, *tls).run() == 1
-        with Server(public, *user, PLANTS_METRICS_TOKEN=token) as server:
+        how = {'conf': HOME, 'HOME': '/root', 'PLANTS_METRICS_TOKEN': token}
+        with Server(public, *user, **how) as server:
+            assert f'HOME is {nobody.pw_dir}' in server.log
             for _ in range(2):
                 assert server.ask(request(body=fern())).status == 200
                 assert server.ask(metrics).status == 200
