@@ -89,11 +89,9 @@ def create_app(
         store.ping()
         return b'{"status": "ready"}'
 
-    public = {
-        '/livez': ReadOnlyResource(lambda: b'{"status": "live"}'),
-        '/readyz': ReadOnlyResource(ready),
-        **document_resources(files, max_body_bytes, metrics=bool(metrics_token)),
-    }
+    public = document_resources(files, max_body_bytes, metrics=bool(metrics_token))
+    public['/livez'] = ReadOnlyResource(lambda: b'{"status": "live"}')
+    public['/readyz'] = ReadOnlyResource(ready)
     reader = PlantReader(files, max_body_bytes)
     routes: dict[str, object] = {**public, '/plants': PlantsResource(store, reader)}
     # Requests pass through these in this order, responses in reverse order.
