@@ -33,6 +33,9 @@ class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the cla
     """The WSGI application. It also answers the requests that a server refuses."""
 
     max_body_bytes: int  # a server need not read longer ones
+    settings: Settings  # this and what follows is set by a server, for its own use
+    store: PlantStore
+    tls: Any
 
     def __init__(self, middleware: list[Any]) -> None:
         super().__init__(request_type=PlantsRequest, middleware=middleware)
@@ -86,18 +89,15 @@ def create_app(
         store.ping()
         return b'{"status": "ready"}'
 
-    public = {
-        '/livez': ReadOnlyResource(lambda: b'{"status": "live"}'),
-        '/readyz': ReadOnlyResource(ready),
-        **document_resources(files, max_body_bytes, metrics=bool(metrics_token)),
-    }
-    routes: dict[str, object] = dict(public)
-    routes['/plants'] = PlantsResource(store, PlantReader(files, max_body_bytes))
+    public = document_resources(files, max_body_bytes, metrics=bool(metrics_token))
+    public['/livez'] = ReadOnlyResource(lambda: b'{"status": "live"}')
+    public['/readyz'] = ReadOnlyResource(ready)
+    reader = PlantReader(files, max_body_bytes)
+    routes: dict[str, object] = {**public, '/plants': PlantsResource(store, reader)}
     # Requests pass through these in this order, responses in reverse order.
-    layers: list[Any] = [middleware.RequestLog()]
-    if cors_origins:
-        layers.append(middleware.CrossOrigin(cors_origins))
-    layers.append(middleware.BearerAuth(tokens, public, metrics_token))
+    cors = [middleware.CrossOrigin(cors_origins)] if cors_origins else []
+    auth = middleware.BearerAuth(tokens, public, metrics_token)
+    layers: list[Any] = [middleware.RequestLog(), *cors, auth]
     layers.append(middleware.StrictRouting())
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
@@ -116,9 +116,9 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
     atexit.register(store.close)
-    if (tokens := settings.tokens) is None:
-        show_token(token := make_token(), 'http://HOST:PORT')
-        tokens = Tokens(token)
+    tokens = settings.tokens or make_token()
+    if isinstance(tokens, str):
+        show_token(tokens, 'http://HOST:PORT')
     return create_app(store, tokens=tokens, **settings.app_options())
 
 

@@ -22,6 +22,9 @@ from web.settings import is_in_memory
 wsgi_app = 'serving.lifecycle:build()'
 # In the master: all workers have the same settings, schemas, tokens and plants.
 preload_app = True
+# For platforms that set PORT: gunicorn would listen on IPv4 alone.
+if 'PORT' in os.environ:
+    bind = lifecycle.addresses(os.environ['PORT'])
 
 # ---- processes
 
@@ -35,7 +38,7 @@ if 'WEB_CONCURRENCY' not in os.environ:
 # For each worker. A connection takes some KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000
 # For the heartbeats of workers: if a disk delayed these, gunicorn would kill workers.
-if Path('/dev/shm').is_dir():
+if os.access('/dev/shm', os.W_OK):
     worker_tmp_dir = '/dev/shm'
 # A socket for `gunicornc`, in the home directory, which a container cannot write.
 control_socket_disable = True

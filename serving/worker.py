@@ -52,6 +52,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def run(self) -> None:
         self._prepare()
         accepting = [gevent.spawn(self._accept, each) for each in self.sockets]
+        self.tmp.notify()  # the master looks for it
         try:
             while self.alive and all(accepting):  # none has failed
                 self._tick()

@@ -37,6 +37,14 @@ def installed(program, packages):
     return path
 
 
+def in_namespace(*kinds):
+    """Return the beginning of a command in new namespaces, or skip the test."""
+    command = [installed('unshare', 'util-linux'), *kinds]
+    if finished([*command, 'true']).returncode:
+        pytest.skip('this machine or this user can make no namespaces')
+    return command
+
+
 def make_certificate(directory):
     """Make one for localhost, and its key; return a context of TLS that trusts it."""
     openssl = [installed('openssl', 'openssl'), 'req', '-x509', '-nodes', '-days', '2']

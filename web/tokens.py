@@ -43,6 +43,9 @@ class Tokens:
         self._refused = _digest(token, 'the token for metrics')
         self._accept(self._names)
 
+    def refresh(self) -> None:
+        """Look for changes now."""
+
     def __len__(self) -> int:
         return len(self._names)
 

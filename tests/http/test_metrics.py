@@ -1,9 +1,11 @@
 """``/metrics``: what it reports of one process; several are in ``tests/serving``."""
 
+import pytest
 from exchange import parse_samples
 from test_contract import FERN, faulty_store
 
 from store import __version__
+from store.jsonl import JSONLinesStore
 
 # How often each combination of labels was counted.
 COUNTS = {
@@ -48,3 +50,23 @@ def test_readiness_of_the_store_and_version_are_reported(serve, store):
         text = read_metrics(serve(one, metrics_token='for-metrics'))
         assert f'plants_store_ready {ready}.0\n' in text
         assert f'plant_store_build_info{{version="{__version__}"}} 1.0\n' in text
+
+
+def test_all_applications_of_a_store_count_its_syncs(serve, path):
+    """Each one that measures, and the caller of its own."""
+    with JSONLinesStore(path) as store:
+        calls = []
+        store.on_sync = lambda plants, _: calls.append(plants)
+        clients = [serve(store, metrics_token='for-metrics') for _ in range(2)]
+        clients[0].add(FERN)
+        for client in clients:
+            assert 'plants_store_sync_seconds_count 1.0\n' in read_metrics(client)
+        assert calls == [1]
+
+
+def test_directory_of_counters_that_is_missing_is_named(serve, store, monkeypatch):
+    """Also if it is set and empty."""
+    for name in ('', 'no/such/directory'):
+        monkeypatch.setenv('PROMETHEUS_MULTIPROC_DIR', name)
+        with pytest.raises(ValueError, match='PROMETHEUS_MULTIPROC_DIR: '):
+            serve(store, metrics_token='for-metrics')

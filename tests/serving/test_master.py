@@ -1,0 +1,109 @@
+"""The master: what fails beside it, or interrupts it, ends no worker that is well."""
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+
+import pytest
+from exchange import fern
+from rawclient import request
+from server import Server, time_limits, wait_until
+from test_reload import refusal
+from test_workers import stop
+
+# A fork, or what a new worker does first, fails as long as there is a file.
+FAILING = """
+from errno import EAGAIN
+fork = os.fork
+def check(name):
+    if os.path.exists(name):
+        raise BlockingIOError(EAGAIN, 'no room')
+def failing_fork():
+    check('no fork')
+    return fork()
+os.fork = failing_fork
+def post_fork(server, worker):
+    check('no boot')
+"""
+
+
+@pytest.mark.parametrize('name', ['no fork', 'no boot'])
+def test_workers_go_on_where_none_can_start(tmp_path, name):
+    """After a death, at SIGTTIN, SIGUSR2 and SIGHUP; later it is tried again."""
+    fault = tmp_path / name
+    with Server(tmp_path, conf=[FAILING], workers=2) as server:
+        before = server.worker_pids()
+        fault.touch()
+        os.kill(min(before), signal.SIGKILL)
+        server.signal(signal.SIGTTIN)
+        wait_until(lambda: server.log.count('no room') > 2, 'it is tried again')
+        if name == 'no fork':
+            server.signal(signal.SIGUSR2)
+            wait_until(lambda: 'SIGUSR2: ' in server.log)
+            assert 'no room' in refusal(server)
+        else:
+            server.signal(signal.SIGHUP)
+            wait_until(lambda: server.log.count('no room') > 6, 'it is tried again')
+        assert server.worker_pids() & before
+        assert server.ask(request(body=fern())).status == 200
+        fault.unlink()
+        server.reload()
+        wait_until(lambda: 'reloaded' in server.log)
+        assert server.ask(request(body=fern())).status == 200
+
+
+# A reload that takes for ever, as one of a large file may seem to.
+SLOW = ['import time', 'while Path("slow").exists():']
+SLOW += ['    Path("reading").touch()', '    time.sleep(0.01)']
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_stop_interrupts_a_reload(tmp_path, number):
+    """Also while other signals wait."""
+    with Server(tmp_path, conf=SLOW, workers=2) as server:
+        (tmp_path / 'slow').touch()
+        server.signal(signal.SIGHUP)
+        wait_until((tmp_path / 'reading').exists)
+        server.signal(signal.SIGHUP)
+        server.signal(signal.SIGUSR1)
+        server.signal(number)
+        assert server.wait(20) == 0
+        assert 'Traceback' not in server.log
+
+
+def test_stop_is_heard_while_old_workers_end(tmp_path):
+    """Their silent clients go first; a request may delay them, and no other signal."""
+    limits = time_limits(REQUEST_TIMEOUT=3600, LINGER=0.2)
+    conf = [*limits, 'keepalive = 3600', 'graceful_timeout = 6']
+    with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
+        silent, whole, unfinished = [
+            opened.enter_context(server.connect()) for _ in range(3)
+        ]
+        for client in (silent, whole, unfinished):
+            assert client.ask(request('GET', '/livez')).status == 200
+        whole.send(request(body=fern())[:-1])
+        unfinished.send(request(body=fern())[:-1])
+        for _ in range(10):
+            server.signal(signal.SIGHUP)
+        wait_until(lambda: 'reloaded' in server.log)
+        assert silent.receive() is None
+        stop(server)
+        whole.send(b'}')
+        assert whole.receive().status == 200
+        assert server.wait(20) == 0
+        assert server.log.count('reloaded') < 5
+
+
+def test_pause_of_all_ends_no_worker(tmp_path):
+    """The master waits a tick, as after the sleep of a laptop; then it looks again."""
+    with Server(tmp_path, '--timeout=1', workers=2) as server:
+        for _ in range(2):
+            os.killpg(server.pid, signal.SIGSTOP)
+            time.sleep(2.2)
+            os.killpg(server.pid, signal.SIGCONT)
+            time.sleep(1)
+        assert 'TIMEOUT' not in server.log
+        [worker, _] = server.worker_pids()
+        os.kill(worker, signal.SIGSTOP)
+        wait_until(lambda: 'TIMEOUT' in server.log)
