@@ -77,10 +77,7 @@ bench-scale bench-hostile: bench-%: .venv/test
 
 # The servers that make bench compares with. npm compiles better-sqlite3.
 $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
-	$(PYTHON) -m venv $(PEERS)/.venv
-	$(PEERS)/.venv/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-user --target= --root=/ --prefix=$(CURDIR)/$(PEERS)/.venv \
-		-r $(PEERS)/requirements.txt
+	$(PYTHON) .ci/install.py $(PEERS)/.venv/python $(PEERS)/requirements.txt
 	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
 	touch $@
 

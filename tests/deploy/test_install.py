@@ -54,10 +54,13 @@ def test_make_run_installs_what_is_pinned_and_serves(checkout):
     """One command installs packages of which each is pinned, and serves."""
     if 'WHEELS' not in os.environ:
         pytest.skip('it needs the wheels of requirements.txt: see .ci/run')
-    offline = {'PIP_CONFIG_FILE': os.devnull, 'PIP_NO_INDEX': '1'}
-    offline |= {'PIP_FIND_LINKS': os.environ['WHEELS']}
+    # Of these settings only those count that say where packages come from.
+    (checkout / 'pip.conf').write_text('[install]\nno-deps = 1\nuser = 1\nquiet = 3\n')
+    theirs = {'PIP_CONFIG_FILE': 'pip.conf', 'PIP_NO_INDEX': '1', 'PIP_DRY_RUN': '1'}
+    theirs |= {'PIP_FIND_LINKS': os.environ['WHEELS'], 'PIP_PYTHON': '/nowhere'}
+    theirs |= {'PIP_TARGET': str(checkout / 'elsewhere'), 'PYTHONWARNINGS': 'error'}
     command = [*MAKE, '.venv/run']
-    finished(command, cwd=checkout, env=os.environ | offline, check=True, timeout=300)
+    finished(command, cwd=checkout, env=os.environ | theirs, check=True, timeout=300)
     with Server(checkout, command=(*MAKE, 'run')) as server:
         assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
     done = finished([checkout / '.venv/bin/pip', 'list', '--format=freeze'], check=True)
