@@ -14,13 +14,13 @@ NO_PYTHON = $(PYTHON) was not found: install Python 3.11 or newer with pip and v
 BROKEN = .venv does not work: its Python is gone or of another version, or packages are \
 	missing. Remove it with "rm -r .venv", then repeat the command.
 
-# With PORT gunicorn would listen on all addresses, which only the container needs.
+# With PORT in its environment gunicorn would listen on all addresses.
 unexport PORT
 
 all: test lint
 
 run: .venv/run .venv/works
-	exec $(RUN) gunicorn
+	exec $(RUN) gunicorn $(if $(PORT),--bind '127.0.0.1:$(PORT)')
 
 # Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
 # the tests of a module together, because they share a database or a browser.
