@@ -19,6 +19,7 @@ from server import (
     finished,
     installed,
     request,
+    wait_until,
 )
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
@@ -115,6 +116,8 @@ def test_manifest_is_valid(name):
         assert item['spec']['selector'] == {'matchLabels': labels}
     pod = controller['spec']['template']['spec']
     [container] = pod['containers']
+    for other in pod.get('initContainers', []):
+        assert other['image'] == container['image']
     security = pod['securityContext']
     user = f'{security["runAsUser"]}:{security["runAsGroup"]}'
     assert [user] == instructions('USER')
@@ -140,3 +143,15 @@ def test_container_starts_with_its_settings(name, checkout):
     environment = variables(checkout) | ours | {'PLANTS_TOKENS': None}
     check = Server(checkout, '--check-config', command=COMMAND, **environment)
     assert check.run() == 0, check.log
+
+
+def test_pod_waits_for_its_store(checkout):
+    """No container fails while the store is away: the kubelet would pause for long."""
+    [first] = MANIFESTS['kubernetes'][0]['spec']['template']['spec']['initContainers']
+    environment = variables(checkout)
+    environment['PLANTS_STORE'] = f'jsonl:{checkout}/away/plants.jsonl'
+    waits = Server(checkout, command=first['command'], **environment)
+    with waits.started():
+        wait_until(lambda: 'Error: ' in waits.log, 'the store is away')
+        (checkout / 'away').mkdir()
+        assert waits.wait() == 0
