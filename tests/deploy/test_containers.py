@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 
 import kubernetes_validate
 import pytest
@@ -44,14 +45,15 @@ def variables(directory):
 
 
 def test_image_has_what_runs_and_listens_where_it_is_checked(checkout):
-    """All files of the service are copied; PORT moves it and its health check."""
+    """All files of the service are copied; PORT moves it, on IPv6 and IPv4."""
     copied = {name for item in instructions('COPY') for name in item.split()[:-1]}
     assert copied == {*ROOMS, 'requirements.txt', 'constraints.txt'}
     environment = variables(checkout / 'data')
     assert environment['PORT'] == PORT
     environment |= {'PORT': '9123', 'PLANTS_TOKENS': TOKEN}
     done = finished([*COMMAND, '--print-config'], cwd=checkout, env=environment)
-    assert re.search(r"^bind +=\s+\['0\.0\.0\.0:9123'\]$", done.stdout, re.MULTILINE)
+    everywhere = r'\[::\]' if socket.has_dualstack_ipv6() else r'0\.0\.0\.0'
+    assert re.search(rf"^bind +=\s+\['{everywhere}:9123'\]$", done.stdout, re.MULTILINE)
 
 
 def composed(directory, **secrets):
@@ -93,6 +95,7 @@ def test_composition_needs_its_secrets_and_serves(checkout):
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         for port, code in ((server.port, 0), (1, 1)):
             where = {'PATH': environment['PATH'], 'PORT': str(port)}
+            where |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
             assert finished(probe, env=where).returncode == code
 
 
