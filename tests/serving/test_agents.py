@@ -21,7 +21,7 @@ FAILING = [
     'add = JSONLinesStore.add',
     'JSONLinesStore.add = lambda self, x: add(self, x) if x.tag != "500" else 1 / 0',
     'import falcon',
-    'print("wrapped by", type(falcon.App.__init__).__name__)',
+    'print("wrapped by", type(falcon.App.__init__).__name__, flush=True)',
 ]
 
 
