@@ -143,7 +143,8 @@ def test_first_request_is_answered_as_shown(tmp_path):
     command, answer = example.search(PAGES['README.md']).groups()
     with Server(tmp_path) as server:
         command = command.replace(':8000', f':{server.port}').replace('TOKEN', TOKEN)
-        done = finished(f'{curl} --silent {command}', shell=True)
+        nowhere = {'http_proxy': 'http://127.0.0.1:9'}
+        done = finished(f'{curl} --silent {command}', shell=True, env=nowhere)
     assert done.stdout.strip() == answer.strip()
 
 
