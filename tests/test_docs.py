@@ -8,10 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.metadata import distribution
 
 import pytest
+from packaging.requirements import Requirement
 from postgresql import programs
 from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, request
+from waiting import wait_until
 
 from store import Plant, open_store
 from store.jsonl.record import encode
@@ -104,6 +108,36 @@ def test_program_runs(tmp_path, code):
         assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
 
 
+# Adds a plant to ``application`` by WSGI alone.
+POST = """
+import io
+from wsgiref.util import setup_testing_defaults
+
+environ = {'REQUEST_METHOD': 'POST', 'PATH_INFO': '/garden/plants'}
+environ |= {'CONTENT_TYPE': 'application/json', 'HTTP_AUTHORIZATION': 'Bearer TOKEN'}
+environ |= {'wsgi.input': io.BytesIO(b'{"id": 1}'), 'CONTENT_LENGTH': '9'}
+setup_testing_defaults(environ)
+print(*application(environ, lambda *answer: None))
+"""
+
+
+def test_listed_packages_suffice(tmp_path):
+    """An embedded service needs the packages that its page lists, and no others."""
+    page = PAGES['docs/embedding.md']
+    [listed] = re.findall(r'\*\*The packages\.\*\* (.*), in the versions', page)
+    needed = re.findall('`(.+?)`', listed)
+    for name in needed:  # it grows by what they need in turn
+        wanted = map(Requirement, distribution(name).requires or ())
+        needed += [it.name for it in wanted if not it.marker or it.marker.evaluate()]
+        for top in {file.parts[0] for file in distribution(name).files} - {'..'}:
+            with suppress(FileExistsError):
+                (tmp_path / top).symlink_to(distribution(name).locate_file(top))
+    [first, *_] = [each.values[0] for each in blocks('python', 'docs/embedding.md')]
+    paths = f'import sys\nsys.path[:0] = {[str(tmp_path), str(REPOSITORY)]}\n'
+    done = finished([sys.executable, '-ISc', paths + first + POST], cwd=tmp_path)
+    assert '"error": 40005' in done.stdout, done.stderr
+
+
 @pytest.fixture
 def shell(tmp_path):
     """A function that runs a script in a checkout; it returns exit code and output."""
@@ -168,6 +202,26 @@ def test_backup_is_restored(shell, tmp_path, database, kind):
         assert store.add(OAK._replace(name='Yew'))
 
 
+def test_container_is_backed_up_and_restored(tmp_path):
+    """By the commands that run in it: the server goes on with the restored file."""
+    [script] = [each.values[0] for each in blocks('sh', 'docs/operating.md')]
+    with Server(tmp_path) as server:
+        script = script.replace('podman exec -i plants ', '').replace('/data', '.')
+        script = script.replace('-HUP 1', f'-HUP {server.pid}')
+        ours = {
+            'PATH': f'{SCRIPTS}:{os.environ["PATH"]}',
+            'PYTHONPATH': str(REPOSITORY),
+        }
+        assert server.ask(request(body=encode(FERN))).status == 200
+        old = server.worker_pids()
+        finished(['bash', '-euc', script], cwd=tmp_path, env=ours, check=True)
+        assert (tmp_path / 'before-restore.jsonl').read_bytes() == encode(FERN)
+        wait_until(lambda: not old & server.worker_pids(), 'it reloads')
+        assert server.ask(request(body=encode(FERN))).status == 200
+        assert server.ask(request(body=encode(MOSS))).status == 200
+    assert (tmp_path / 'plants.jsonl').read_bytes() == encode(FERN) + encode(MOSS)
+
+
 def test_service_moves_to_a_database(shell, tmp_path, url):
     """The steps end the old server and start one with the database."""
     [script] = [each.values[0] for each in blocks('bash', 'docs/stores.md')]
@@ -175,7 +229,7 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
     assert steps != script
     path = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}'}
     with Server(tmp_path, '-p', 'pid') as old:
-        assert old.ask(request(body=OAK._asdict() | {'tag': 'sun'})).status == 200
+        assert old.ask(request(body=encode(OAK))).status == 200
         (tmp_path / 'new').mkdir()
         steps = f'cd {tmp_path}\n{steps}'
         with Server(tmp_path / 'new', command=('bash', '-c', steps), **path) as new:
@@ -184,4 +238,4 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
             assert taken.json['error'] == 40006
             assert new.ask(request(body={'id': 4, 'name': 'Yew'})).status == 200
     with open_store(url) as store:
-        assert sorted(store) == [FERN, MOSS, OAK._replace(tag='sun'), Plant(4, 'Yew')]
+        assert sorted(store) == [FERN, MOSS, OAK, Plant(4, 'Yew')]
