@@ -96,3 +96,10 @@ def test_version_is_the_same_everywhere():
     assert f'image.version="{__version__}"' in text('deploy/Containerfile')
     [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
     assert newest == __version__
+
+
+def test_same_pythons_are_named_everywhere():
+    """Those that were tried: in the package data, in the README, and in CI."""
+    *others, last = re.findall(r'Python :: (3\.\d+)', text('pyproject.toml'))
+    assert f'with Python {", ".join(others)} and {last};' in text('README.md')
+    assert f'python: {[*others, last]}' in text('.github/workflows/ci.yml')
