@@ -34,8 +34,8 @@ import os, re
 from store import Plant, open_store
 
 def kilobytes(what):
-    with open('/proc/self/smaps_rollup') as file:
-        return int(re.search(rf'{what}:\\s+(\\d+)', file.read())[1])
+    text = open('/proc/self/smaps_rollup').read()
+    return int(re.search(rf'{what}:\\s+(\\d+)', text)[1])
 
 store = open_store(f'jsonl:{sys.argv[1]}')
 before = kilobytes('Rss')
@@ -52,7 +52,7 @@ os.wait()
 def run(path, program):
     """Run a program; return its output, and its memory in bytes."""
     # Not ru_maxrss, which begins with that of the process that started this one.
-    end = "\nwith open('/proc/self/status') as it: print(it.read())"
+    end = "\nprint(open('/proc/self/status').read())"
     done = finished(
         [sys.executable, '-c', f'import sys{program}{end}', str(path)],
         cwd=REPOSITORY,
