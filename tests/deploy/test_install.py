@@ -37,11 +37,8 @@ WRONG = [
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, needed):
     """A wrong Python ends make at once with a sentence; nothing is made."""
     python = checkout / 'python'
-    python.write_text(
-        f'#!{sys.executable}\n'
-        f'import sys\nsys.version_info, sys.platform = {version}, {platform!r}\n'
-        'exec(sys.argv[2])\n'
-    )
+    told = f'import sys\nsys.version_info, sys.platform = {version}, {platform!r}'
+    python.write_text(f'#!{sys.executable}\n{told}\nexec(sys.argv[2])\n')
     python.chmod(0o755)
     done = finished([*MAKE, 'run', f'PYTHON={python}'], cwd=checkout)
     assert done.returncode == 2
@@ -90,16 +87,12 @@ def test_make_run_serves_this_machine_alone(checkout):
         assert shown.items() >= promised.items(), done.stderr
 
 
-def test_version_is_the_same_everywhere():
-    """Package data, image and changelog name one version."""
+def test_versions_are_the_same_everywhere():
+    """Of the service, and of Python: in package data, image, pages and CI."""
     assert tomllib.loads(text('pyproject.toml'))['project']['version'] == __version__
     assert f'image.version="{__version__}"' in text('deploy/Containerfile')
     [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
     assert newest == __version__
-
-
-def test_same_pythons_are_named_everywhere():
-    """Those that were tried: in the package data, in the README, and in CI."""
     *others, last = re.findall(r'Python :: (3\.\d+)', text('pyproject.toml'))
     assert f'with Python {", ".join(others)} and {last};' in text('README.md')
     assert f'python: {[*others, last]}' in text('.github/workflows/ci.yml')
