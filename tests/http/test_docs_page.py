@@ -55,9 +55,8 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
 
 
 @pytest.fixture
-def browser(monkeypatch):
+def browser():
     """Chromium without a screen."""
-    monkeypatch.setenv('no_proxy', 'localhost')  # where its driver is
     from selenium import webdriver  # the import is slow
 
     packages = 'chromium chromium-driver'
