@@ -14,13 +14,13 @@ NO_PYTHON = $(PYTHON) was not found: install Python 3.11 or newer with pip and v
 BROKEN = .venv does not work: its Python is gone or of another version, or packages are \
 	missing. Remove it with "rm -r .venv", then repeat the command.
 
-# With PORT gunicorn would listen on all addresses, which only the container needs.
+# With PORT in its environment gunicorn would listen on all addresses.
 unexport PORT
 
 all: test lint
 
 run: .venv/run .venv/works
-	exec $(RUN) gunicorn
+	exec $(RUN) gunicorn $(if $(PORT),--bind '127.0.0.1:$(PORT)')
 
 # Four processes, also on two cores, because many tests wait for a timeout. worksteal keeps
 # the tests of a module together, because they share a database or a browser.
@@ -77,10 +77,7 @@ bench-paired bench-scale bench-hostile: bench-%: .venv/test
 
 # The servers that make bench compares with. npm compiles better-sqlite3.
 $(PEERS)/.venv/installed: $(PEERS)/requirements.txt $(PEERS)/package-lock.json
-	$(PYTHON) -m venv $(PEERS)/.venv
-	$(PEERS)/.venv/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-user --target= --root=/ --prefix=$(CURDIR)/$(PEERS)/.venv \
-		-r $(PEERS)/requirements.txt
+	$(PYTHON) .ci/install.py $(PEERS)/.venv/python $(PEERS)/requirements.txt
 	npm ci --prefix $(PEERS) --no-audit --no-fund --loglevel error
 	touch $@
 

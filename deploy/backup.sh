@@ -12,7 +12,9 @@ umask 077
 directory=${1:?usage: backup.sh DIRECTORY [KEEP]}
 keep=${2:-14}
 [ "$keep" -ge 1 ] || { echo 'KEEP is a number from 1 on' >&2; exit 2; }
-checkout=$(cd "$(dirname "$0")/.." && pwd)
+program=$0
+[ ! -L "$program" ] || program=$(readlink -f "$program")
+checkout=$(CDPATH='' cd "$(dirname "$program")/.." && pwd)
 
 store() {
     PYTHONPATH=$checkout "$checkout/.venv/bin/python" -P -m store "$@"

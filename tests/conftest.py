@@ -26,6 +26,11 @@ pytest_plugins = ['exchange']  # fixtures with real servers
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# In every environment a program's output waits in a buffer, and no client asks a proxy
+# about a server on this machine.
+os.environ.pop('PYTHONUNBUFFERED', None)
+os.environ['no_proxy'] = f'localhost,127.0.0.1,{os.environ.get("no_proxy", "")}'
+
 # Keep the files in memory where there is room: the tests wait for thousands of syncs,
 # and only a power cut would show whether a sync did anything.
 SHM = '/dev/shm'

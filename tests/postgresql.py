@@ -229,6 +229,7 @@ class PgBouncer:
             'unix_socket_dir =\nauth_type = any\nserver_login_retry = 0.1\n'
             f'pool_mode = {mode}\ndefault_pool_size = 2\n'
         )
+        (self._directory / 'ini').chmod(0o644)  # for its user, whatever the umask
         server.execute(f'CREATE DATABASE {name}')
         for setting, value in settings.items():
             server.execute(f"ALTER DATABASE {name} SET {setting} = '{value}'")

@@ -8,10 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.metadata import distribution
 
 import pytest
+from packaging.requirements import Requirement
 from postgresql import programs
 from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, request
+from waiting import wait_until
 
 from store import Plant, open_store
 from store.jsonl.record import encode
@@ -103,6 +107,24 @@ def test_program_runs(tmp_path, code):
         assert (tmp_path / 'plants.jsonl').read_bytes() == encode(Plant(1, 'Fern'))
 
 
+def test_listed_packages_suffice(tmp_path):
+    """An embedded service needs the packages that its page lists, and no others."""
+    page, program = 'docs/embedding.md', 'import sys; sys.path[:0] = sys.argv[1:]\n'
+    [listed] = re.findall(r'\*\*The packages\.\*\* (.*), in the versions', PAGES[page])
+    needed = re.findall('`(.+?)`', listed)
+    for name in needed:  # it grows by what they need in turn
+        wanted = map(Requirement, distribution(name).requires or ())
+        needed += [it.name for it in wanted if not it.marker or it.marker.evaluate()]
+        for top in {file.parts[0] for file in distribution(name).files} - {'..'}:
+            with suppress(FileExistsError):
+                (tmp_path / top).symlink_to(distribution(name).locate_file(top))
+    program += blocks('python', page)[0].values[0] + 'store.ping()'
+    done = finished(
+        [sys.executable, '-ISc', program, tmp_path, REPOSITORY], cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, '')
+
+
 @pytest.fixture
 def shell(tmp_path):
     """A function that runs a script in a checkout; it returns exit code and output."""
@@ -142,7 +164,8 @@ def test_first_request_is_answered_as_shown(tmp_path):
     command, answer = example.search(PAGES['README.md']).groups()
     with Server(tmp_path) as server:
         command = command.replace(':8000', f':{server.port}').replace('TOKEN', TOKEN)
-        done = finished(f'{curl} --silent {command}', shell=True)
+        nowhere = {'http_proxy': 'http://127.0.0.1:9'}
+        done = finished(f'{curl} --silent {command}', shell=True, env=nowhere)
     assert done.stdout.strip() == answer.strip()
 
 
@@ -166,6 +189,21 @@ def test_backup_is_restored(shell, tmp_path, database, kind):
         assert store.add(OAK._replace(name='Yew'))
 
 
+def test_container_is_backed_up_and_restored(tmp_path):
+    """By the commands that run in it: the server goes on with the restored file."""
+    [script] = [each.values[0] for each in blocks('sh', 'docs/operating.md')]
+    script = script.replace('podman exec -i plants ', '').replace('/data', '.')
+    ours = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}', 'PYTHONPATH': str(REPOSITORY)}
+    add = request(body=encode(MOSS))
+    with Server(tmp_path) as server:
+        server.ask(request(body=encode(FERN)))
+        script = f'set -eu\n{script}'.replace('-HUP 1', f'-HUP {server.pid}')
+        finished(['bash', '-c', script], cwd=tmp_path, env=ours, check=True)
+        wait_until(lambda: server.ask(add).status == 200, 'it reloads')
+    assert (tmp_path / 'before-restore.jsonl').read_bytes() == encode(FERN)
+    assert (tmp_path / 'plants.jsonl').read_bytes() == encode(FERN) + encode(MOSS)
+
+
 def test_service_moves_to_a_database(shell, tmp_path, url):
     """The steps end the old server and start one with the database."""
     [script] = [each.values[0] for each in blocks('bash', 'docs/stores.md')]
@@ -173,7 +211,7 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
     assert steps != script
     path = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}'}
     with Server(tmp_path, '-p', 'pid') as old:
-        assert old.ask(request(body=OAK._asdict() | {'tag': 'sun'})).status == 200
+        assert old.ask(request(body=encode(OAK))).status == 200
         (tmp_path / 'new').mkdir()
         steps = f'cd {tmp_path}\n{steps}'
         with Server(tmp_path / 'new', command=('bash', '-c', steps), **path) as new:
@@ -182,4 +220,4 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
             assert taken.json['error'] == 40006
             assert new.ask(request(body={'id': 4, 'name': 'Yew'})).status == 200
     with open_store(url) as store:
-        assert sorted(store) == [FERN, MOSS, OAK._replace(tag='sun'), Plant(4, 'Yew')]
+        assert sorted(store) == [FERN, MOSS, OAK, Plant(4, 'Yew')]

@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 from functools import partial
 
@@ -19,8 +20,9 @@ OLD = 'plants-20260101T000000Z.jsonl'
 @pytest.fixture
 def backups(tmp_path):
     """The directory of the backups, in which there is an old one."""
-    for name in ('deploy', 'store'):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / 'store').symlink_to(REPOSITORY / 'store')
+    shutil.copytree(REPOSITORY / 'deploy', tmp_path / 'deploy')
+    (tmp_path / 'link').symlink_to('deploy/backup.sh')
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(b''.join(LINES))
     (tmp_path / 'backups').mkdir()
@@ -28,27 +30,28 @@ def backups(tmp_path):
     return tmp_path / 'backups'
 
 
-def run(backups, keep='14', **options):
-    """Run the command of the unit; return the exit code."""
+def run(backups, keep='14', program=None, **options):
+    """Run the command of the unit, or of another name; return the exit code."""
     unit = UNIT.replace('/var/lib/plants-backup', str(backups))
     unit = re.sub('/opt/plants|/var/lib/plants', str(backups.parent), unit)
     [command] = re.findall('^ExecStart=(.*) 14$', unit, re.MULTILINE)
     variables = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
     environment = {'PATH': os.defpath, **dict(it.split('=', 1) for it in variables)}
     command = [*shlex.split(command), keep]
+    command[0] = program or command[0]
     done = finished(command, env=environment, stderr=subprocess.STDOUT, **options)
     assert done.stdout, 'it says what it did, or why not'
     return done.returncode
 
 
-@pytest.mark.parametrize('keep', [1, 2])
-def test_newest_backups_are_kept(backups, keep):
+@pytest.mark.parametrize(('keep', 'script'), [(1, 'deploy/backup.sh'), (2, 'link')])
+def test_newest_backups_are_kept(backups, keep, script):
     """The oldest are removed, never the new one, nor files of others."""
     newer = OLD.replace('2026', '2097')  # the clock was ahead
     others = {'plants-20250101T000000Z.jsonl.gz', 'plants-export.jsonl'}
     for name in newer, *others:
         (backups / name).touch()
-    assert run(backups, keep=str(keep)) == 0
+    assert run(backups, keep=str(keep), program=backups.parent / script) == 0
     names = sorted({path.name for path in backups.iterdir()} - others)
     assert names == [newer, 'plants-20970101T000001Z.jsonl'][-keep:]
     assert (backups / names[-1]).read_bytes() == b''.join(LINES)

@@ -19,6 +19,7 @@ from server import (
     finished,
     installed,
     request,
+    wait_until,
 )
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
@@ -50,7 +51,7 @@ def test_image_has_what_runs_and_listens_where_it_is_checked(checkout):
     assert environment['PORT'] == PORT
     environment |= {'PORT': '9123', 'PLANTS_TOKENS': TOKEN}
     done = finished([*COMMAND, '--print-config'], cwd=checkout, env=environment)
-    assert re.search(r"^bind +=\s+\['0\.0\.0\.0:9123'\]$", done.stdout, re.MULTILINE)
+    assert re.search(r"(?m)^bind +=.*'(0\.0\.0\.0|\[::\]):9123'", done.stdout)
 
 
 def composed(directory, **secrets):
@@ -92,6 +93,7 @@ def test_composition_needs_its_secrets_and_serves(checkout):
         assert path.stat().st_mode & 0o002, 'nginx runs as another user'
         for port, code in ((server.port, 0), (1, 1)):
             where = {'PATH': environment['PATH'], 'PORT': str(port)}
+            where |= dict.fromkeys(('HTTP_PROXY', 'http_proxy'), 'http://127.0.0.1:9')
             assert finished(probe, env=where).returncode == code
 
 
@@ -115,6 +117,8 @@ def test_manifest_is_valid(name):
         assert item['spec']['selector'] == {'matchLabels': labels}
     pod = controller['spec']['template']['spec']
     [container] = pod['containers']
+    for other in pod.get('initContainers', []):
+        assert other['image'] == container['image']
     security = pod['securityContext']
     user = f'{security["runAsUser"]}:{security["runAsGroup"]}'
     assert [user] == instructions('USER')
@@ -126,8 +130,9 @@ def test_manifest_is_valid(name):
 
 @pytest.mark.parametrize('name', MANIFESTS)
 def test_container_starts_with_its_settings(name, checkout):
-    """A check of the settings of the container succeeds."""
-    [container] = MANIFESTS[name][0]['spec']['template']['spec']['containers']
+    """A check of its settings succeeds; before that a pod waits for its store."""
+    pod = MANIFESTS[name][0]['spec']['template']['spec']
+    [container] = pod['containers']
     ours = {x['name']: x['value'] for x in container['env'] if 'value' in x}
     for mount in container['volumeMounts']:
         volume = checkout / mount['name']
@@ -140,3 +145,11 @@ def test_container_starts_with_its_settings(name, checkout):
     environment = variables(checkout) | ours | {'PLANTS_TOKENS': None}
     check = Server(checkout, '--check-config', command=COMMAND, **environment)
     assert check.run() == 0, check.log
+    # None fails while the store is away: the kubelet would pause for long.
+    environment['PLANTS_STORE'] = f'jsonl:{checkout}/away/plants.jsonl'
+    for container in pod.get('initContainers', []):
+        waits = Server(checkout, command=container['command'], **environment)
+        with waits.started():
+            wait_until(lambda it=waits: 'Error: ' in it.log, 'the store is away')
+            (checkout / 'away').mkdir()
+            assert waits.wait() == 0

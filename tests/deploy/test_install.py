@@ -37,11 +37,8 @@ WRONG = [
 def test_make_run_refuses_the_wrong_python(checkout, version, platform, needed):
     """A wrong Python ends make at once with a sentence; nothing is made."""
     python = checkout / 'python'
-    python.write_text(
-        f'#!{sys.executable}\n'
-        f'import sys\nsys.version_info, sys.platform = {version}, {platform!r}\n'
-        'exec(sys.argv[2])\n'
-    )
+    told = f'import sys\nsys.version_info, sys.platform = {version}, {platform!r}'
+    python.write_text(f'#!{sys.executable}\n{told}\nexec(sys.argv[2])\n')
     python.chmod(0o755)
     done = finished([*MAKE, 'run', f'PYTHON={python}'], cwd=checkout)
     assert done.returncode == 2
@@ -54,10 +51,13 @@ def test_make_run_installs_what_is_pinned_and_serves(checkout):
     """One command installs packages of which each is pinned, and serves."""
     if 'WHEELS' not in os.environ:
         pytest.skip('it needs the wheels of requirements.txt: see .ci/run')
-    offline = {'PIP_CONFIG_FILE': os.devnull, 'PIP_NO_INDEX': '1'}
-    offline |= {'PIP_FIND_LINKS': os.environ['WHEELS']}
+    # Of these settings only those count that say where packages come from.
+    (checkout / 'pip.conf').write_text('[install]\nno-deps = 1\nuser = 1\nquiet = 3\n')
+    theirs = {'PIP_CONFIG_FILE': 'pip.conf', 'PIP_NO_INDEX': '1', 'PIP_DRY_RUN': '1'}
+    theirs |= {'PIP_FIND_LINKS': os.environ['WHEELS'], 'PIP_PYTHON': '/nowhere'}
+    theirs |= {'PIP_TARGET': str(checkout / 'elsewhere'), 'PYTHONWARNINGS': 'error'}
     command = [*MAKE, '.venv/run']
-    finished(command, cwd=checkout, env=os.environ | offline, check=True, timeout=300)
+    finished(command, cwd=checkout, env=os.environ | theirs, check=True, timeout=300)
     with Server(checkout, command=(*MAKE, 'run')) as server:
         assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
     done = finished([checkout / '.venv/bin/pip', 'list', '--format=freeze'], check=True)
@@ -69,24 +69,30 @@ def test_make_run_installs_what_is_pinned_and_serves(checkout):
 
 # Settings of gunicorn that our pages promise.
 PROMISED = {'keepalive': '15', 'graceful_timeout': '30', 'worker_connections': '1000'}
-PROMISED |= {'bind': "['127.0.0.1:8000']", 'control_socket_disable': 'True'}
+PROMISED |= {'control_socket_disable': 'True'}
 
 
-def test_make_run_ignores_port(checkout):
-    """The variable PORT does not open ``make run`` to all: only containers need it."""
+def test_make_run_serves_this_machine_alone(checkout):
+    """Its settings are those of the pages; PORT chooses the port, on the loopback."""
     (checkout / '.venv/bin').mkdir(parents=True)
     (checkout / '.venv/bin/python').symlink_to(sys.executable)
-    ours = {'PORT': '9123', 'PYTHONPATH': ':'.join(sys.path)}
-    ours |= {'GUNICORN_CMD_ARGS': '--print-config', 'PLANTS_TOKENS': TOKEN}
+    ours = {'PYTHONPATH': ':'.join(sys.path), 'PLANTS_TOKENS': TOKEN}
+    ours |= {'GUNICORN_CMD_ARGS': '--print-config'}
     command = [*MAKE, '--old-file=.venv/run', 'run']
-    done = finished(command, cwd=checkout, env=os.environ | ours)
-    shown = dict(re.findall(r'(\w+) += (.+)', done.stdout))
-    assert shown.items() >= PROMISED.items(), done.stderr
+    for port in '', '9123':
+        environment = os.environ | ours | {'PORT': port}
+        done = finished(command, cwd=checkout, env=environment)
+        shown = dict(re.findall(r'(\w+) += (.+)', done.stdout))
+        promised = PROMISED | {'bind': f"['127.0.0.1:{port or 8000}']"}
+        assert shown.items() >= promised.items(), done.stderr
 
 
-def test_version_is_the_same_everywhere():
-    """Package data, image and changelog name one version."""
+def test_versions_are_the_same_everywhere():
+    """Of the service, and of Python: in package data, image, pages and CI."""
     assert tomllib.loads(text('pyproject.toml'))['project']['version'] == __version__
     assert f'image.version="{__version__}"' in text('deploy/Containerfile')
     [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
     assert newest == __version__
+    *others, last = re.findall(r'Python :: (3\.\d+)', text('pyproject.toml'))
+    assert f'with Python {", ".join(others)} and {last};' in text('README.md')
+    assert f'python: {[*others, last]}' in text('.github/workflows/ci.yml')

@@ -78,6 +78,7 @@ def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code)
     """Each fault is a sentence; the exit code is 1, and no file is left or changed."""
     (tmp_path / 'damaged').write_bytes(DAMAGED)
     conf = ['import time', 'time.sleep = lambda seconds: None']  # between attempts
+    conf += ['import warnings', 'warnings.simplefilter("ignore")']  # unclosed sockets
     how = {'conf': conf, 'PLANTS_STORE': 'memory:'}
     how |= {name: text.format(service.port) for name, text in variables.items()}
     checks = dict.fromkeys(['--check-config', '--print-config'], code)
