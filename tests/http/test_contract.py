@@ -42,8 +42,10 @@ def test_answer_is_the_plant_without_its_id(client, store):
 def test_repeat_is_answered_as_the_first_and_another_plant_refused(client, store):
     """A client may repeat a plant; a different one with its id is 40006."""
     assert client.add(FERN).json == FERN_ANSWER
-    for other in ({**FERN, 'name': 'Moss'}, {'id': 1, 'name': 'Fern'}):
-        assert '1' in assert_error(client.add(other), 40006)
+    for other in {'name': 'Moss'}, {'name': 'Moss', 'tag': 'sun'}:
+        message = assert_error(client.add(FERN | other), 40006)
+        assert message.endswith(f': it differs in {", ".join(other)}')
+    assert 'in tag' in assert_error(client.add({'id': 1, 'name': 'Fern'}), 40006)
     for same in ({**FERN, 'colour': 'green'}, dict(reversed(FERN.items()))):
         assert client.add(same).json == FERN_ANSWER
     assert list(store) == [Plant(**FERN)]
@@ -66,6 +68,25 @@ def test_chunked_body_is_read_to_its_end(client):
     assert_error(send(UnreadableBody(), False), 40001)
     broken = MagicMock(read=Mock(side_effect=ValueError('peer 10.0.0.1 has gone')))
     assert '10.0.0.1' not in assert_error(send(broken), 40000)
+
+
+# What a client does often, and what helps then.
+HINTS = {
+    'empty': (40001, {'content_length': '0'}),
+    'not UTF-8': (40004, {'body': '"é"'.encode('latin-1')}),
+    'python -m store list': (40500, {'method': 'GET'}),
+    'instead of Basic': (40100, {'authorization': 'Basic YTpi'}),  # from a .netrc
+    "TOKEN';": (40100, {'authorization': f'{TOKEN} {TOKEN}'}),
+}
+
+
+def test_message_says_what_helps(client):
+    """It shows nothing that may be a token."""
+    client.lint = False
+    for hint, (value, how) in HINTS.items():
+        message = assert_error(client.send(**{'body': b'', **how}), value)
+        assert hint in message
+        assert 'YTpi' not in message
 
 
 BODY = json.dumps(FERN).encode()
