@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import os
+import re
 import signal
 import sys
 import threading
@@ -350,6 +351,18 @@ def test_revoked_token_stays_revoked(path, tmp_path):
             wait_until(lambda: status(OTHER) == 200)
         assert status(TOKEN) == 401
     assert_shows_no_token(server.log)
+
+
+def test_made_token_is_shown_with_a_link_and_to_no_proxy(capsys):
+    """The link and the command are for the address; a proxy sees no loopback one."""
+    hosts = ['//127.0.0.1', '//localhost', '//[::1]', '//a.example', '//HOST']
+    for host in [*hosts, '--unix-socket /s http://localhost']:
+        url = host.replace('//', 'http://', host[0] == '/') + ':80'
+        module.show_token(TOKEN, url)
+        printed = capsys.readouterr().err
+        assert f'{url}/plants -H' in printed
+        assert ("--noproxy '*' " in printed) == (not re.search('example|HOST', host))
+        assert (f'{url}/docs#token={TOKEN}\n' in printed) == (host[0] == '/')
 
 
 def test_application_needs_a_store():
