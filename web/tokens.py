@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ log = logging.getLogger('plants')
 
 LONGEST = 2**20  # bytes of a tokens file
 EXAMPLE = '{"id": 1, "name": "Fern", "tag": "shade"}'  # as on every page
+_version = attrgetter('st_dev', 'st_ino', 'st_size', 'st_mtime_ns', 'st_ctime_ns')
 
 
 class _Known(NamedTuple):
@@ -157,7 +159,8 @@ class TokensFile(Tokens):
             raise ValueError(f'it is larger than {LONGEST} bytes')
         names, version = known.names, _version(status)
         if version != known.version:
-            with open(self._path, 'rb', opener=_open) as file:
+            # Without waiting: a FIFO may have taken its place.
+            with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
                 text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
             age = time.time() - max(status.st_mtime, status.st_ctime)
             if version != after or 0 <= age < 2 * self.CHECK_EVERY:
@@ -165,15 +168,6 @@ class TokensFile(Tokens):
             names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
         self._newest[0] = hash(version)
         return _Known(names, version)
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    times = status.st_mtime_ns, status.st_ctime_ns
-    return status.st_dev, status.st_ino, status.st_size, *times
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO may be there now
 
 
 def _parse(text: str) -> dict[bytes, str]:
