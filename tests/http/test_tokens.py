@@ -16,7 +16,7 @@ from machine import only_worker
 from rawclient import TOKEN
 from server import Server, request
 from test_contract import FERN
-from waiting import in_child, wait_until
+from waiting import in_child, in_threads, wait_until
 from wsgiclient import OTHER, Client
 
 from app import create_app
@@ -157,8 +157,10 @@ def test_metrics_token_reads_metrics_and_nothing_else(form):
 
 def test_metrics_token_is_none_for_plants(path, always_checked, caplog):
     """The same token for both is refused, also when the tokens file changes later."""
+    tokens = Tokens({'a': TOKEN, 'garden': OTHER})
     with pytest.raises(ValueError, match=r'garden.*PLANTS_METRICS') as raised:
-        serve_tokens({'a': TOKEN, 'garden': OTHER}, metrics_token=sha256(OTHER))
+        serve_tokens(tokens, metrics_token=sha256(OTHER))
+    assert serve_tokens(tokens, metrics_token='for-metrics')
     client = serve_tokens(TokensFile(path), metrics_token=OTHER)
     path.write_text(f'new {TOKEN[::-1]}\nshop {sha256(OTHER)}\n')
     assert value_of(client, f'Bearer {OTHER}') == 40101
@@ -278,6 +280,19 @@ def test_look_that_was_overtaken_changes_nothing(path, always_checked, monkeypat
     tokens.refresh()
     found = [Tokens.find(tokens, one) for one in (OTHER, TOKEN[::-1])]  # no other look
     assert found == ['new', None]
+
+
+def test_file_that_changes_during_a_look_is_left_alone(
+    path, always_checked, monkeypatch
+):
+    """It may be half a file then, or a FIFO, of which a read might not end."""
+    tokens, really = TokensFile(path), os.open
+    for change in replaced(OTHER), DAMAGE['a FIFO'][0]:
+        replace(path, TOKEN[::-1])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'open', lambda *how, do=change: do(path) and really(*how))
+            in_threads(tokens.refresh)
+        assert Tokens.find(tokens, TOKEN) == 'old'
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
