@@ -83,7 +83,8 @@ class PlantReader:
                 pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=STEPS),
             )
         except (KeyError, ValueError, jsonschema_rs.ReferencingError) as ex:
-            reason = getattr(ex, 'message', ex)
+            wrong = repr(getattr(ex, 'instance', ''))
+            reason = str(getattr(ex, 'message', ex)).replace(_MASK, wrong)
             raise ValueError(f'{DIRECTORY}/NewPlant.json: {reason}') from ex
 
     def read(self, req: falcon.Request) -> Plant:

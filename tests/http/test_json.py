@@ -175,7 +175,7 @@ BROKEN = [
     *[('Plant', b'true'), ('Plant', b'{'), ('Plant', b'\xff')],
     *[('Plant', {'type': 'strin'}), ('Plant', {'pattern': '('})],
     ('Plant', {'pattern': r'\Z'}),  # of Python, and not of JSON Schema
-    ('Error', {'pattern': '('}),
+    *[('Error', {'pattern': '('}), ('Plant', {'pattern': 'a{1000000}'})],
     *[('Plant', {'$ref': 'Plont.json'}), ('Error', {'type': 'strin'})],
     ('Plant', {'$ref': 'https://example.org/name.json'}),
 ]
