@@ -153,10 +153,8 @@ class TokensFile(Tokens):
             status = self._path.stat()
         except OSError as ex:
             raise ValueError(ex.strerror) from ex
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError('it is not a regular file')
-        if status.st_size > LONGEST:
-            raise ValueError(f'it is larger than {LONGEST} bytes')
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
+            raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
         names, version = known.names, _version(status)
         if version != known.version:
             # Without waiting: a FIFO may have taken its place.

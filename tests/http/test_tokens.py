@@ -213,7 +213,7 @@ DAMAGE = {
     'removed': (lambda path: path.unlink(), ''),
     'a FIFO': (lambda path: (path.unlink(), os.mkfifo(path)), 'not a regular file'),
     'a directory': (lambda path: (path.unlink(), path.mkdir()), 'not a regular file'),
-    'of 1 GiB': (lambda path: os.truncate(path, 2**30), 'larger than 1048576 bytes'),
+    'of 1 GiB': (lambda path: os.truncate(path, 2**30), 'at most 1048576 bytes'),
     'empty': (replaced(''), 'no token'),
     'not UTF-8': (replaced(f'{OTHER}\n\xff\n'), ''),
     'bad token': (replaced(f'{OTHER}\n\n# comment\nb "{OTHER}"\n'), 'line 4'),
