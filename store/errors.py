@@ -1,6 +1,8 @@
 """The exceptions that a plant store raises."""
 
 import shlex
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 
 class StoreError(Exception):
@@ -10,9 +12,17 @@ class StoreError(Exception):
 class IdTaken(StoreError):
     """A different plant holds the ``id``; the store is unchanged."""
 
-    def __init__(self, id: int) -> None:
-        super().__init__(f'id: {id} is taken by a different plant')
+    def __init__(self, id: int, members: Sequence[str] = ()) -> None:
+        differs = f': it differs in {", ".join(members)}' if members else ''
+        super().__init__(f'id: {id} is taken by a different plant{differs}')
         self.id = id
+        self.members = members  # those that differ, if the store knows them
+
+    @classmethod
+    def between(cls, stored: NamedTuple, offered: NamedTuple) -> Self:
+        """Return the error for two plants with one id; it has none of their values."""
+        both = zip(stored._fields, stored, offered, strict=True)
+        return cls(stored[0], [name for name, one, other in both if one != other])
 
 
 class StoreUnavailable(StoreError):

@@ -21,7 +21,7 @@ class MemoryStore(PlantStore):
         new = Plant(*plant)  # an object of its own, to tell it from the stored one
         stored = self._plants.setdefault(plant.id, new)  # atomic
         if stored != new:
-            raise IdTaken(plant.id)
+            raise IdTaken.between(stored, new)
         return stored is new
 
     def __iter__(self) -> Iterator[Plant]:

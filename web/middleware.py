@@ -53,7 +53,8 @@ class RequestLog:
             raise req.env[FAULT]
 
     def process_response(self, req: PlantsRequest, resp: Response, *_: object) -> None:
-        if not log.isEnabledFor(logging.INFO):
+        is_probe = req.path in ('/livez', '/readyz') and not req.error
+        if is_probe or not log.isEnabledFor(logging.INFO):
             return
         members = {  # a mapping, for a log in JSON
             'message': 'request',
@@ -133,7 +134,10 @@ class BearerAuth:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{mount}/docs')
-            message = "send the header 'Authorization: Bearer TOKEN'; see /docs"
+            # Nothing that may be a token is shown.
+            is_named = text and re.fullmatch('[A-Za-z][A-Za-z0-9-]{0,15}', scheme)
+            instead = f' instead of {scheme}' if is_named else ''
+            message = f"send 'Authorization: Bearer TOKEN'{instead}; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
         tokens = self._for_metrics if req.path == '/metrics' else self._tokens
         if (name := tokens.find(text)) is None:
@@ -153,4 +157,6 @@ class StrictRouting:
             names = [name for name in dir(resource) if name.startswith('on_')]
             allowed = ', '.join(names).replace('on_', '').upper()
             message = f'the method is not allowed here; allowed: {allowed}'
+            if req.path == '/plants':
+                message += '; operators read plants with: python -m store list'
             raise Fault(ErrorValue.METHOD_NOT_ALLOWED, message, allow=allowed)

@@ -1,17 +1,35 @@
 """Bearer tokens: the accepted tokens, and the tokens file."""
 
 import hashlib
-import hmac
 import logging
+import mmap
+import os
 import re
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
+
+from web.errors import ErrorValue, Fault
 
 log = logging.getLogger('plants')
+
+LONGEST = 2**20  # bytes of a tokens file
+EXAMPLE = '{"id": 1, "name": "Fern", "tag": "shade"}'  # as on every page
+_version = attrgetter('st_dev', 'st_ino', 'st_size', 'st_mtime_ns', 'st_ctime_ns')
+
+
+class _Known(NamedTuple):
+    """What is known of tokens. It is replaced whole, so that its parts always fit."""
+
+    names: dict[bytes, str]  # of the accepted tokens, by their digests
+    version: tuple[int, ...] = ()  # of the file that they are from
+    unread: str = ''  # why a newer file was never read: no token is accepted
 
 
 class Tokens:
@@ -22,41 +40,47 @@ class Tokens:
 
     # Called when a changed file cannot be used; metrics count it.
     on_failed_reload: Callable[[], None] = staticmethod(lambda: None)
-    _refused: bytes | None = None  # the digest of a token that is for something else
+    _refused: frozenset[bytes] = frozenset()  # digests of tokens for something else
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
             tokens = [tokens]
         if not isinstance(tokens, Mapping):  # None if a variable is not set
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
-        self._accept({_digest(text, name): name for name, text in tokens.items()})
-
-    def _accept(self, names: dict[bytes, str]) -> None:
-        if not names:
-            raise ValueError('there is no token')
-        if self._refused in names:
-            raise ValueError(f'{names[self._refused]}: it is PLANTS_METRICS_TOKEN')
-        self._names = names
+        names = {_digest(text, name): name for name, text in tokens.items()}
+        self._known = _Known(_checked(names, self._refused))
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
-        self._refused = _digest(token, 'the token for metrics')
-        self._accept(self._names)
+        refused = self._refused | {_digest(token, 'the token for metrics')}
+        _checked(self._known.names, refused)
+        self._refused = refused
 
     def refresh(self) -> None:
         """Look for changes now."""
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._known.names)
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
-        digest = hashlib.sha256(text.encode('latin-1')).digest()
-        found = None
-        for known, name in self._names.items():  # all: the duration must tell nothing
-            if hmac.compare_digest(known, digest):
-                found = name
-        return found
+        names, _, unread = self._known
+        if unread:
+            message = f'no token can be checked now: {unread}'
+            raise Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
+        # Nobody can choose a digest, so the duration of the look-up tells nothing.
+        return names.get(hashlib.sha256(text.encode('latin-1')).digest())
+
+    def refresh(self) -> None:
+        """Take up a change of the tokens now; a master does it before it forks."""
+
+
+def _checked(names: dict[bytes, str], refused: frozenset[bytes]) -> dict[bytes, str]:
+    if not names:
+        raise ValueError('there is no token')
+    for digest in refused & names.keys():
+        raise ValueError(f'{names[digest]}: it is PLANTS_METRICS_TOKEN')
+    return names
 
 
 def _digest(token: str, where: str) -> bytes:
@@ -72,43 +96,79 @@ def _digest(token: str, where: str) -> bytes:
 
 
 class TokensFile(Tokens):
-    """Tokens in a file, one a line, read again after a change that can be read."""
+    """Tokens in a file, one a line, read again within seconds after a change.
+
+    A file counts once it was read whole and has not changed for a moment. If it is
+    missing or has a fault, the tokens stay. But a process that knows of a newer file
+    than it has read accepts no token until it can read one: its own may be revoked.
+    """
 
     CHECK_EVERY = 1.0  # seconds
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._next_check = time.monotonic() + self.CHECK_EVERY
-        self._version = self._stat()
-        self._read()
+        self._path, self._told, self._known = path, '', _Known({})
+        # Shared by processes that are forked: which file any of them has read last.
+        self._newest = memoryview(mmap.mmap(-1, 8)).cast('q')
+        for _ in range(100):
+            if (fault := self._look()) or self._known.names:
+                break
+            time.sleep(self.CHECK_EVERY / 20)
+        if not self._known.names:
+            raise ValueError(f'{path}: {fault or "it changes all the time"}')
 
     def find(self, text: str) -> str | None:
-        if (now := time.monotonic()) >= self._next_check:
-            self._next_check = now + self.CHECK_EVERY
-            before, self._version = self._version, self._stat()
-            try:
-                if self._version != before:
-                    self._read()
-                    log.info('%s: tokens accepted now: %d', self._path, len(self))
-            except ValueError as ex:
-                log.error('%s; the tokens stay as they were', ex)
-                self.on_failed_reload()
+        if time.monotonic() >= self._next_look:
+            self.refresh()
         return super().find(text)
 
-    def _stat(self) -> tuple[int, ...]:
-        with suppress(OSError, ValueError):  # ValueError: U+0000 in the path
-            status = self._path.stat()
-            return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        return ()
+    def refresh(self) -> None:
+        with suppress(Exception):
+            version, before = self._known.version, self._told
+            self._told = self._look()
+            if self._told not in ('', before):
+                then = 'no token is accepted' if self._known.unread else 'tokens stay'
+                log.error('%s: %s; %s', self._path, self._told, then)
+                self.on_failed_reload()
+            elif self._known.version not in ((), version):
+                log.info('%s: tokens accepted now: %d', self._path, len(self))
 
-    def _read(self) -> None:
+    def _look(self) -> str:
+        """Take up a change, in one step after all else; return what is wrong."""
+        known, fault, now = self._known, '', time.monotonic()
+        self._next_look = now + 5 * self.CHECK_EVERY  # one thread reads, others go on
         try:
-            if not self._path.is_file() and self._path.exists():
-                raise ValueError('it is not a regular file')
-            self._accept(_parse(self._path.read_bytes().decode('utf-8-sig')))
-        except (OSError, ValueError) as ex:
-            reason = ex.strerror if isinstance(ex, OSError) else ex
-            raise ValueError(f'{self._path}: {reason}') from ex
+            new = self._read(known)
+        except ValueError as ex:
+            new, fault = known, str(ex)
+        except Exception as ex:
+            fault = getattr(ex, 'strerror', None) or type(ex).__name__
+            new = _Known({}, unread=fault)
+        if not new.unread and self._newest[0] != hash(new.version):
+            new = _Known({}, unread='another process has read a newer tokens file')
+        if self._known is known:  # no other thread was quicker
+            self._known = new
+        self._next_look = now + self.CHECK_EVERY
+        return fault
+
+    def _read(self, known: _Known) -> _Known:
+        """Return what is known after a look; ``ValueError`` if the file has a fault."""
+        try:
+            status = self._path.stat()
+        except OSError as ex:
+            raise ValueError(ex.strerror) from ex
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
+            raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
+        names, version = known.names, _version(status)
+        if version != known.version:
+            # Without waiting: a FIFO may have taken its place.
+            with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
+                text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
+            age = time.time() - max(status.st_mtime, status.st_ctime)
+            if version != after or 0 <= age < 2 * self.CHECK_EVERY:
+                return known  # perhaps it is being written
+            names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
+        self._newest[0] = hash(version)
+        return _Known(names, version)
 
 
 def _parse(text: str) -> dict[bytes, str]:
@@ -130,12 +190,15 @@ def make_token() -> str:
 
 
 def show_token(token: str, url: str) -> None:
-    """Print a made token, once, to the standard error, with a ``curl`` line."""
-    header, plant = f'Authorization: Bearer {token}', '{"id": 1, "name": "Fern"}'
+    """Print a made token, once, to the standard error, with what uses it."""
+    # Nobody else needs to see it: no proxy, and no server sees what follows the #.
+    is_local = re.search(r'//(127\.|localhost|\[::1?\])', url)
+    curl = f"curl --noproxy '*' {url}" if is_local else f'curl {url}'
+    page = '' if url.startswith('-') else f'Or open {url}/docs#token={token}\n'
     text = (
         f'No token is configured, so this start made one. Add a plant with it:\n\n'
-        f"    curl {url}/plants -H '{header}' -H 'Content-Type: application/json' "
-        f"-d '{plant}'\n\n"
-        f'The next start makes another one. To keep it: PLANTS_TOKENS={token}\n'
+        f"    {curl}/plants -H 'Authorization: Bearer {token}' "
+        f"-H 'Content-Type: application/json' -d '{EXAMPLE}'\n\n"
+        f'{page}The next start makes another one. To keep it: PLANTS_TOKENS={token}\n'
     )
     print(text, file=sys.stderr, flush=True)

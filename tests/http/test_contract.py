@@ -42,8 +42,10 @@ def test_answer_is_the_plant_without_its_id(client, store):
 def test_repeat_is_answered_as_the_first_and_another_plant_refused(client, store):
     """A client may repeat a plant; a different one with its id is 40006."""
     assert client.add(FERN).json == FERN_ANSWER
-    for other in ({**FERN, 'name': 'Moss'}, {'id': 1, 'name': 'Fern'}):
-        assert '1' in assert_error(client.add(other), 40006)
+    for other in {'name': 'Moss'}, {'name': 'Moss', 'tag': 'sun'}:
+        message = assert_error(client.add(FERN | other), 40006)
+        assert message.endswith(f': it differs in {", ".join(other)}')
+    assert 'in tag' in assert_error(client.add({'id': 1, 'name': 'Fern'}), 40006)
     for same in ({**FERN, 'colour': 'green'}, dict(reversed(FERN.items()))):
         assert client.add(same).json == FERN_ANSWER
     assert list(store) == [Plant(**FERN)]
@@ -73,13 +75,18 @@ OURS = ['APPLICATION/Json;', 'application/json; a=4']
 OURS += [f'application/json;charset={name}' for name in ('utf-8', '"UTF-8"', 'utf8')]
 OTHERS = [None, ';', 'é/ü', 'application/json, a', 'text/json', 'application/jsonp']
 OTHERS += ['application/json; charset=latin1']  # RFC 8259, section 8.1
-# Error values, and with what a body is sent.
+# Error values, with what a body is sent, and a hint in the message.
 REFUSED = [
     *[(40000, {'content_length': text}) for text in ('abc', '-1', '1,1', '9' * 5_000)],
     (40000, {'content_length': str(len(BODY) + 1)}),
     *[(40002, {'content_type': text}) for text in OTHERS],
     (40002, {'content_encoding': 'gzip, identity'}),
     (40003, {'body': BODY.ljust(65_537)}),
+    (40001, {'body': b''}, 'empty'),
+    (40004, {'body': '"é"'.encode('latin-1')}, 'not UTF-8'),
+    (40500, {'method': 'GET'}, 'python -m store list'),
+    (40100, {'authorization': 'Basic YTpi'}, 'instead of Basic;'),  # from a .netrc
+    (40100, {'authorization': f'{TOKEN} {TOKEN}'}, "Bearer TOKEN';"),
 ]
 ACCEPTED = [{'content_encoding': 'identity'}, {'body': BODY.ljust(65_536)}]
 ACCEPTED += [{'content_type': text} for text in OURS]
@@ -88,9 +95,10 @@ ACCEPTED += [{'content_type': text} for text in OURS]
 def test_body_is_json_in_utf_8_of_a_length(client, store):
     """A length is a number; a type may be in any case, with parameters."""
     client.lint = False  # it would refuse such lengths
-    for value, how in REFUSED:
+    for value, how, *hint in REFUSED:
         message = assert_error(client.send(**{'body': BODY, **how}), value)
         assert len(message) < 200
+        assert all(text in message for text in hint)
     assert list(store) == []
     for how in ACCEPTED:
         assert client.send(**{'body': BODY, **how}).json == FERN_ANSWER
@@ -212,7 +220,9 @@ def test_only_the_log_has_the_details_of_a_fault(value, fault, reason, serve, ca
         assert 'green' not in str(response.headers)
         for secret in ('/', 'green', 'plants.jsonl', 'repair'):
             assert secret not in message
+    caplog.set_level(logging.INFO, 'plants')
     assert client.head('/readyz').status_int == value // 100
+    assert f' /readyz {value // 100} ' in caplog.text
     assert client.get('/livez').json == {'status': 'live'}
     assert 'find-me: ' in caplog.text
     assert str(fault) in caplog.text
@@ -236,6 +246,8 @@ def test_answer_is_json_and_logged_with_its_id(value, client, caplog):
     request_id = 'Root=1-67891233-abcdef'.ljust(128, 'x')
     client.extra_environ['HTTP_X_REQUEST_ID'] = request_id
     client.extra_environ['HTTP_ACCEPT'] = 'application/xml'
+    for probe in PUBLIC[:2]:
+        client.get(probe)  # leaves no line, since it is answered 200
     response = REQUESTS[value](client)
     assert response.json.get('error', 200) == value
     assert response.headers['Content-Type'] == 'application/json'

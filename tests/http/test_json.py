@@ -2,6 +2,7 @@
 
 import json
 import sys
+from unittest.mock import Mock
 
 import pytest
 from exchange import assert_error
@@ -9,7 +10,7 @@ from machine import edit
 from server import GUNICORN, Server, finished, request
 from test_contract import FERN
 
-from store import Plant
+from store import Plant, PlantStore
 from web import body as body_module
 
 
@@ -96,7 +97,9 @@ FAULTS = {
     **{f'{{"id":{id},"name":""}}': {'id': shown} for id, shown in IDS},
     '{}': {'id': '', 'name': ''},
     '{"id":"1","name":null,"tag":["é"]}': {'id': '"1"', 'name': '', 'tag': '["é"]'},
-    '{"id":1,"name":"Fern","tag":null}': {'tag': 'null'},
+    '{"id":1,"name":"Fern","tag":null}': {'tag': 'null is not a string: leave it out'},
+    '{"id":2.0,"name":null}': {'id': '2.0', 'name': 'null is not a string'},
+    '{"id":2.0,"name":"Fern","tag":7,"size":null}': {'id': '2.0', 'tag': '7'},
     # SQL text cannot hold U+0000.
     r'{"id":1,"name":"a\u0000b","tag":"\u0000"}': {'name': r'a\u0000b', 'tag': ''},
     '[]': {'body': '[]'},
@@ -135,6 +138,9 @@ EDITS = [
     ('NewPlant', 'name', {'maxLength': 4}, 'Ferns', ['name: ', '"Ferns"']),
     ('Plant', 'pots', POTS, [{'size': 'big'}, {}], ['pots.0.size: ', 'pots.1.size: ']),
     ('Plant', 'size', {'unevaluatedProperties': False}, {'x' * 999: 1}, ['size: ']),
+    ('Plant', 'name', {'pattern': r'^\p{L}+$'}, 'Fern 2', ['name: ', r'^\p{L}+$']),
+    # For seconds, without a limit.
+    ('Plant', 'name', {'pattern': '^F|(?<!x)(a+)+$'}, 'a' * 50_000 + 'b', ['steps']),
 ]
 
 
@@ -154,10 +160,14 @@ def test_rule_of_an_operator_holds_and_is_named(
     assert running.add({**FERN, 'id': 2, member: value}).status_int == 200
 
 
-def test_body_is_an_object_even_if_no_schema_says_so(edit_schema, serve, store):
-    """An operator may remove every rule: the service has no fault then."""
+def test_no_store_gets_what_is_no_plant(edit_schema, serve):
+    """Whatever an operator has removed, and whatever a store of others checks."""
     edit_schema('NewPlant', dict.clear)
-    assert_error(serve(store).send(b'[]'), 40005)
+    client = serve(store := Mock(PlantStore))
+    assert 'body' in assert_error(client.send(b'[]'), 40005)
+    message = assert_error(client.add({'id': 2.0, 'tag': '\0'}), 40005)
+    assert [part.partition(':')[0] for part in message.split('; ')] == [*Plant._fields]
+    assert store.add.mock_calls == []
 
 
 # Changes of a file. Error.json is in the description alone, which clients read.
@@ -165,6 +175,7 @@ BROKEN = [
     *[('Plant', b'true'), ('Plant', b'{'), ('Plant', b'\xff')],
     *[('Plant', {'type': 'strin'}), ('Plant', {'pattern': '('})],
     ('Plant', {'pattern': r'\Z'}),  # of Python, and not of JSON Schema
+    *[('Error', {'pattern': '('}), ('Plant', {'pattern': 'a{1000000}'})],
     *[('Plant', {'$ref': 'Plont.json'}), ('Error', {'type': 'strin'})],
     ('Plant', {'$ref': 'https://example.org/name.json'}),
 ]

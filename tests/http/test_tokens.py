@@ -1,18 +1,28 @@
 """Bearer tokens: which are accepted, for what, and the tokens file."""
 
+import errno
 import hashlib
+import itertools
 import os
-from pathlib import Path
+import re
+import signal
+import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from exchange import assert_error, table
+from machine import only_worker
 from rawclient import TOKEN
+from server import Server, request
 from test_contract import FERN
+from waiting import in_child, in_threads, wait_until
 from wsgiclient import OTHER, Client
 
 from app import create_app
 from store.memory import MemoryStore
+from web import tokens as module
+from web.errors import Fault
 from web.tokens import Tokens, TokensFile
 
 
@@ -147,8 +157,10 @@ def test_metrics_token_reads_metrics_and_nothing_else(form):
 
 def test_metrics_token_is_none_for_plants(path, always_checked, caplog):
     """The same token for both is refused, also when the tokens file changes later."""
+    tokens = Tokens({'a': TOKEN, 'garden': OTHER})
     with pytest.raises(ValueError, match=r'garden.*PLANTS_METRICS') as raised:
-        serve_tokens({'a': TOKEN, 'garden': OTHER}, metrics_token=sha256(OTHER))
+        serve_tokens(tokens, metrics_token=sha256(OTHER))
+    assert serve_tokens(tokens, metrics_token='for-metrics')
     client = serve_tokens(TokensFile(path), metrics_token=OTHER)
     path.write_text(f'new {TOKEN[::-1]}\nshop {sha256(OTHER)}\n')
     assert value_of(client, f'Bearer {OTHER}') == 40101
@@ -157,22 +169,28 @@ def test_metrics_token_is_none_for_plants(path, always_checked, caplog):
     assert_shows_no_token(str(raised.value) + caplog.text)
 
 
-def test_tokens_file_is_looked_at_once_a_second(path, monkeypatch):
-    """A change is taken up then, also one that came while the file was read."""
-    now, read = 0, Path.read_bytes
-    monkeypatch.setattr('web.tokens.time', SimpleNamespace(monotonic=lambda: now))
-
-    def read_before_a_change(path):
-        text = read(path)
-        path.write_text('a' * (now + 1))
-        os.utime(path, (0, 0))  # as a copy that keeps the time
-        return text
-
-    monkeypatch.setattr(Path, 'read_bytes', read_before_a_change)
+def test_file_counts_when_it_has_not_changed_for_a_moment(path, monkeypatch):
+    """Half of a token is never accepted, at a start and later; a change soon is."""
+    now, age, half = 0, 2, OTHER[:-5]
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=lambda _: path.touch())
+    clock.time = lambda: path.stat().st_ctime + age
+    monkeypatch.setattr(module, 'time', clock)
     tokens = TokensFile(path)
-    for now in 1, 2:
-        assert tokens.find('a' * now)
-        assert tokens.find('a' * now + 'a') is None
+    for text in ('', f'{OTHER}\n', half, f'{OTHER}\nb {half}', f'{OTHER}\nb {TOKEN}'):
+        now, age = now + 1, 1.9
+        path.write_text(text)
+        os.utime(path, (0, 0))  # as a copy that keeps the time
+        with pytest.raises(ValueError, match='all the time'):
+            TokensFile(path)
+        assert [tokens.find(one) for one in (TOKEN, OTHER, half)] == ['old', None, None]
+    now, age = now + 0.9, 2
+    assert tokens.find(OTHER) is None  # looked at once a second
+    now += 0.1
+    assert tokens.find(OTHER) == 'token-1'
+    path.write_text(half)
+    age = -60  # the clock of another machine is ahead
+    tokens.refresh()
+    assert [tokens.find(one) for one in (OTHER, half)] == [None, 'token-1']
 
 
 def replaced(text):
@@ -180,10 +198,22 @@ def replaced(text):
     return lambda path: path.write_text(text, 'latin-1')
 
 
+def replace(path, token):
+    """Replace the tokens file, whatever it is, by one with a token."""
+    if path.is_dir():
+        path.rmdir()
+    whole = path.with_name('whole')
+    whole.write_text(f'new {token}\n')
+    os.utime(whole, (0, 0))  # as a copy that keeps the times
+    whole.rename(path)
+
+
 # What is done to the file, and what the message says then.
 DAMAGE = {
     'removed': (lambda path: path.unlink(), ''),
     'a FIFO': (lambda path: (path.unlink(), os.mkfifo(path)), 'not a regular file'),
+    'a directory': (lambda path: (path.unlink(), path.mkdir()), 'not a regular file'),
+    'of 1 GiB': (lambda path: os.truncate(path, 2**30), 'at most 1048576 bytes'),
     'empty': (replaced(''), 'no token'),
     'not UTF-8': (replaced(f'{OTHER}\n\xff\n'), ''),
     'bad token': (replaced(f'{OTHER}\n\n# comment\nb "{OTHER}"\n'), 'line 4'),
@@ -196,7 +226,8 @@ def test_broken_tokens_file_keeps_the_old_tokens(
     damage, message, path, always_checked, caplog
 ):
     """A tokens file that cannot be used changes nothing; it is logged and counted."""
-    client = serve_tokens(TokensFile(path), metrics_token='for-metrics')
+    tokens = TokensFile(path)
+    client = serve_tokens(tokens, metrics_token='for-metrics')
     damage(path)
     with pytest.raises(ValueError, match=f'{path}: .*{message}') as raised:
         TokensFile(path)
@@ -206,14 +237,124 @@ def test_broken_tokens_file_keeps_the_old_tokens(
     [record] = caplog.records
     assert record.levelname == 'ERROR'
     assert str(raised.value) in record.message
-    whole = path.with_name('whole')
-    whole.write_text(f'new {OTHER}\n')
-    whole.rename(path)
+    replace(path, OTHER)
     assert value_of(client, f'Bearer {OTHER}') == 0
     assert value_of(client, f'Bearer {TOKEN}') == 40101
     assert_shows_no_token(caplog.text)
     metrics = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
     assert 'plants_token_reload_failures_total 1.0\n' in metrics.text
+    # A process that was idle knows that another one has read newer tokens.
+    replace(path, TOKEN)
+    in_child(lambda: tokens.find(TOKEN) or 1 / 0)
+    damage(path)
+    for token in TOKEN, OTHER:
+        assert value_of(client, f'Bearer {token}') == 50300
+
+
+def test_file_that_cannot_be_read_may_revoke_all(path, always_checked, monkeypatch):
+    """No token is accepted until it was read: a moment without a free descriptor."""
+    client = serve_tokens(TokensFile(path))
+    replace(path, OTHER)
+    with monkeypatch.context() as patch:
+        fail = Mock(side_effect=OSError(errno.EMFILE, 'Too many open files'))
+        patch.setattr(os, 'open', fail)
+        for token in (TOKEN, OTHER):
+            answer = client.add(FERN, authorization=f'Bearer {token}')
+            assert 'open files' in assert_error(answer, 50300)
+    assert value_of(client, f'Bearer {OTHER}') == 0
+    assert value_of(client, f'Bearer {TOKEN}') == 40101
+
+
+def test_look_that_was_overtaken_changes_nothing(path, always_checked, monkeypatch):
+    """Who is slow in an older file does not put its tokens back."""
+    tokens, parse = TokensFile(path), module._parse
+
+    def parse_slowly(text):
+        if TOKEN[::-1] in text:
+            replace(path, OTHER)
+            assert tokens.find(OTHER)  # as another thread would
+        return parse(text)
+
+    monkeypatch.setattr(module, '_parse', parse_slowly)
+    replace(path, TOKEN[::-1])
+    tokens.refresh()
+    found = [Tokens.find(tokens, one) for one in (OTHER, TOKEN[::-1])]  # no other look
+    assert found == ['new', None]
+
+
+def test_file_that_changes_during_a_look_is_left_alone(
+    path, always_checked, monkeypatch
+):
+    """It may be half a file then, or a FIFO, of which a read might not end."""
+    tokens, really = TokensFile(path), os.open
+    for change in replaced(OTHER), DAMAGE['a FIFO'][0]:
+        replace(path, TOKEN[::-1])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'open', lambda *how, do=change: do(path) and really(*how))
+            in_threads(tokens.refresh)
+        assert Tokens.find(tokens, TOKEN) == 'old'
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+def test_failure_at_any_instruction_of_a_look(path, always_checked):
+    """Whatever fails in a look, the next one takes the change up."""
+    for point in itertools.count():
+        replace(path, TOKEN)
+        tokens, points = TokensFile(path), itertools.count()
+
+        def fail(frame, event, argument, point=point, points=points):
+            if argument is not sys.setprofile and next(points) == point:
+                raise MemoryError
+
+        replace(path, TOKEN[::-1])
+        sys.setprofile(fail)
+        try:
+            found = tokens.find(TOKEN)
+        except (MemoryError, Fault):
+            found = None
+        finally:
+            sys.setprofile(None)
+        assert [tokens.find(one) for one in (TOKEN[::-1], TOKEN)] == ['new', None]
+        if next(points) <= point:
+            break
+    assert (point > 50, found) == (True, None)
+
+
+def test_revoked_token_stays_revoked(path, tmp_path):
+    """A new worker does not bring it back, whatever has become of the file since."""
+    fast = ['from web.tokens import TokensFile', 'TokensFile.CHECK_EVERY = 0.05']
+    tokens = {'PLANTS_TOKENS': None, 'PLANTS_TOKENS_FILE': str(path)}
+    with Server(tmp_path, conf=fast, **tokens) as server:
+
+        def status(token):
+            bearer = f'Bearer {token}'
+            return server.ask(request(body=FERN, authorization=bearer)).status
+
+        replace(path, OTHER)
+        wait_until(lambda: status(OTHER) == 200)
+        for damage, _ in DAMAGE.values():
+            damage(path)
+            old = only_worker(server)
+            os.kill(old, signal.SIGKILL)
+            wait_until(lambda old=old: server.worker_pids() - {old})
+            for _ in range(5):
+                assert status(TOKEN) in (401, 503)
+            replace(path, OTHER)
+            wait_until(lambda: status(OTHER) == 200)
+        assert status(TOKEN) == 401
+    assert_shows_no_token(server.log)
+
+
+def test_made_token_is_shown_with_a_link_and_to_no_proxy(capsys):
+    """The link and the command are for the address; a proxy sees no loopback one."""
+    hosts = ['//127.0.0.1', '//localhost', '//[::1]', '//a.example', '//HOST']
+    for host in [*hosts, '--unix-socket /s http://localhost']:
+        url = host.replace('//', 'http://', host[0] == '/') + ':80'
+        module.show_token(TOKEN, url)
+        printed = capsys.readouterr().err
+        assert f'{url}/plants -H' in printed
+        assert ("--noproxy '*' " in printed) == (not re.search('example|HOST', host))
+        assert (f'{url}/docs#token={TOKEN}\n' in printed) == (host[0] == '/')
 
 
 def test_application_needs_a_store():
