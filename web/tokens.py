@@ -56,9 +56,6 @@ class Tokens:
         _checked(self._known.names, refused)
         self._refused = refused
 
-    def refresh(self) -> None:
-        """Look for changes now."""
-
     def __len__(self) -> int:
         return len(self._known.names)
 
