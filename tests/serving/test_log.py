@@ -4,12 +4,13 @@ import json
 import re
 import shutil
 import signal
+import sys
 from datetime import UTC, datetime
 from itertools import product
 from urllib.parse import quote
 
 import pytest
-from server import TOKEN, Server, request, wait_until
+from server import GUNICORN, TOKEN, Server, request, wait_until
 
 SECRET = 'a-secret-that-no-log-may-show'
 FERN = {'id': 1, 'name': SECRET}
@@ -109,6 +110,29 @@ def test_last_line_is_written_to_a_file(tmp_path):
         assert server.wait() == 0
         assert ' last ' in server.log
         assert 'Traceback' not in server.log
+
+
+@pytest.mark.parametrize('place', ['-', 'server.log'])
+def test_any_text_is_logged(tmp_path, place):
+    """In UTF-8, also where Python writes ASCII; a broken line costs no other one."""
+    conf = ['import logging', 'def post_worker_init(worker):']
+    conf += ['    def wsgi(*args, serve=worker.wsgi):']
+    conf += ['        logging.getLogger("plants").info("%d", "no number")']
+    conf += ['        return serve(*args)', '    worker.wsgi = wsgi']
+    path = tmp_path / 'f\udcffrn.jsonl'
+    variables = {'LC_ALL': 'C', 'PYTHONIOENCODING': 'ascii'}
+    variables['PLANTS_STORE'] = f'jsonl:{path}'
+    command = (sys.executable, '-X', 'utf8=0', *GUNICORN[1:])
+    logs = '--error-logfile', place, '--access-logfile', place
+    sent = request(body=FERN, user_agent='\xe4')
+    with Server(tmp_path, *logs, command=command, conf=conf, **variables) as server:
+        path.unlink()
+        for number in (signal.SIGCONT, signal.SIGUSR1):  # which opens a file again
+            server.signal(number)
+            assert {server.ask(sent).status for _ in range(9)} == {503}
+        for text in ('"\xe4"', ' 503 50300 '):  # of the access log, and ours
+            wait_until(lambda text=text: server.log.count(text) == 18, 'all is written')
+        assert r'f\udcffrn.jsonl' in server.log
 
 
 def test_log_configuration_keeps_its_rules(tmp_path):
