@@ -26,7 +26,7 @@ from web.errors import FAULT, Fault
 
 FIRST_REQUEST = 15  # seconds for a new connection to begin its first request
 REQUEST_TIMEOUT = 30  # seconds for a request, and for an answer without progress
-LINGER = 2  # seconds for a last answer; who waits for longer makes room
+LINGER = 2  # seconds for a last answer; a client that is silent for longer makes room
 RECEIVE = 16 * 1024  # bytes that are received at once
 SEND = 64 * 1024  # bytes that are sent at once; a shorter answer is one piece
 NEVER = float('inf')
@@ -66,6 +66,7 @@ class Server:
     max_connections: int
     keepalive: float  # seconds for the next request; with 0 there is none
     date: str = ''  # of answers: not formatted for each
+    silent: int = 0  # connections, at the last look
     connections: set['Connection'] = field(default_factory=set)
     pipelining: Semaphore = field(default_factory=Semaphore)  # see Connection._run
 
@@ -76,8 +77,9 @@ class Server:
         """End the waits whose time has passed; a callback of the event loop."""
         now = time.monotonic()
         late = {each for each in self.connections if each.deadline < now}
+        silent = [each for each in self.connections if each.heard < now - LINGER]
+        self.silent = len(silent)
         if self.is_full():
-            silent = [each for each in self.connections if each.heard < now - LINGER]
             silent.sort(key=lambda each: (not each.is_idle, each.heard))
             late |= {*silent[: 1 + len(silent) // 4]}
         for each in late:
@@ -97,7 +99,7 @@ class Connection:
 
     def limit(self, seconds: float) -> None:
         """Wait for the client from now on; a ``TimeoutError`` will end that."""
-        self.heard = time.monotonic()  # when it last began, or took something
+        self.heard = time.monotonic()  # when it last sent or took something
         self.deadline = self.heard + seconds
 
     def _run(self) -> None:
@@ -167,6 +169,7 @@ class Connection:
                 data = self.sock.recv(RECEIVE)
             if not data:
                 return request and request.end()
+            self.heard = time.monotonic()
             received += data
 
     def _answer(self, request: Request | Refused) -> bool:

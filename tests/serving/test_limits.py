@@ -277,14 +277,28 @@ def test_stalled_clients_make_room(tmp_path, subtests):
                 assert late.receive().status == 200
 
 
-def test_full_worker_closes_what_is_idle_the_longest(tmp_path):
-    """The others stay; no time limit ends them meanwhile."""
+def test_full_worker_closes_idle_connections_first(tmp_path):
+    """Then requests of which nothing comes; one of which bytes come keeps its place."""
     conf = [*time_limits(LINGER=1), 'keepalive = 3600', 'worker_connections = 8']
+    slow = request(body=b' ', content_length='60000')
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
-        clients = [opened.enter_context(server.connect()) for _ in range(8)]
-        assert all(client.ask(PROBE) for client in clients)
-        assert clients[0].receive() is None
-        assert not any(client.is_readable() for client in clients[3:])
+        silent, *sending = [opened.enter_context(server.connect()) for _ in range(6)]
+        for client in (silent, *sending):
+            client.send(slow)
+        idle = [opened.enter_context(server.connect()) for _ in range(2)]
+        assert all(client.ask(PROBE) for client in idle)
+        for client in (*idle, silent):
+            sending.append(opened.enter_context(server.connect()))
+            sending[-1].send(slow)  # it needs a place
+
+            def is_closed(client=client):
+                for each in sending:
+                    each.send(b' ')
+                return client.is_readable(0.01)
+
+            wait_until(is_closed, 'a place is made')
+            assert not any(each.is_readable() for each in sending)
+            assert client is silent or not silent.is_readable()
 
 
 def test_full_worker_leaves_a_connection_to_another(tmp_path):
