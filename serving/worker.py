@@ -6,6 +6,7 @@ no library runs with sockets and locks that it was not written for.
 """
 
 import gc
+import mmap
 import os
 import resource
 import time
@@ -30,9 +31,15 @@ SEND_BUFFER = (
 )  # bytes in the kernel, which doubles it, and would grow to 4 MiB
 # What is not known of a request whose first line cannot be read.
 UNREADABLE = 'REQUEST_METHOD', 'RAW_URI', 'PATH_INFO', 'SERVER_PROTOCOL'
-# A worker that has accepted a connection leaves the next to others for so long: all
-# wait at one socket, and some kept connections often ended up at one worker.
-ACCEPT_PAUSE = 0.001
+
+# New connections go in blocks to one worker after another: few clients share batches,
+# and so syncs, in one worker; many are spread. In shared memory each worker says how
+# many active ones it has, and until when it accepts more: one that is stuck does not.
+BLOCK = 10  # connections
+LEAVE = 0.001  # seconds to leave a connection to the worker whose turn it is
+PLACES = 64  # of workers, by their age; two that share one would only be spread worse
+_shared = memoryview(mmap.mmap(-1, 16 * PLACES)).cast('d')
+COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 
 
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
@@ -45,16 +52,16 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             listener = socket.socket(each.FAMILY, fileno=each.sock.detach())
             # The sockets of clients inherit it.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            listener.setblocking(False)
             self.sockets[at] = listener
 
     def run(self) -> None:
         self._prepare()
-        accepting = [gevent.spawn(self._accept, each) for each in self.sockets]
+        self.accepting = [gevent.spawn(self._accept, each) for each in self.sockets]
         try:
-            while self.alive and all(accepting):  # none has failed
+            while self.alive and all(self.accepting):  # none has failed
                 self._tick()
-            for each in self.sockets:
-                each.close()
+            self._close()
             for each in self.server.connections:
                 if each.is_idle:  # it may send one more request, but soon
                     each.limit(LINGER)
@@ -64,12 +71,17 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 self._tick()
         finally:
             # Also at SystemExit: no request may meet a closed store, which comes next.
-            for each in self.sockets:
-                each.close()
+            self._close()
             for each in self.server.connections:
                 with suppress(OSError):  # the client is gone; without a word of TLS
                     socket.socket.shutdown(each.sock, socket.SHUT_RDWR)
             gevent.sleep(0)  # which closes the sockets that a greenlet still waits for
+
+    def _close(self) -> None:
+        """Accept no more connections."""
+        gevent.killall(self.accepting)  # nobody may wait for a socket that is closed
+        for each in self.sockets:
+            each.close()
 
     def _prepare(self) -> None:
         """Set up the process, and what all connections share."""
@@ -90,6 +102,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             max_connections=max(1, room),
             keepalive=self.cfg.keepalive,
         )
+        self._place: int = self.age % PLACES
 
     def _count(self) -> bool:
         """Count a request; return whether its connection ends."""
@@ -101,6 +114,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def _tick(self) -> None:
         """Wait, tell others that the worker lives, and have late waits ended."""
         self.server.date = http_date()
+        self._publish()
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
         if self.ppid != os.getppid() and self.alive:
@@ -123,21 +137,36 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             'wsgi.multithread': True,
             'wsgi.url_scheme': 'https' if self.server.tls else 'http',
         }
-        free = 0.0  # until when connections are accepted without a pause
+        is_next = False
         while True:
             while self.server.is_full():
                 gevent.sleep(TICK)  # another worker may accept the next
+            if not is_next:
+                socket.wait_read(listener.fileno())
+                if not self._is_next():
+                    gevent.sleep(LEAVE)
             try:
                 sock, at = listener.accept()
-            except OSError:  # no descriptor is left
-                gevent.sleep(TICK)
+            except OSError as ex:
+                is_next = False
+                if not isinstance(ex, BlockingIOError):  # no descriptor is left
+                    gevent.sleep(TICK)
                 continue
             host, port, *_ = at if isinstance(at, tuple) else (at or '', '')
             client = {'REMOTE_ADDR': host, 'REMOTE_PORT': str(port)}
             Connection(self.server, sock, environ | client)
-            began = time.monotonic()
-            if began > free:
-                gevent.sleep(ACCEPT_PAUSE)
-                now = time.monotonic()
-                # More than one if a turn of the event loop takes longer than the pause.
-                free = now + (now - began) / 40
+            is_next = self._is_next()
+
+    def _publish(self) -> None:
+        """Tell the other workers of the connections of this one."""
+        is_open = self.alive and not self.server.is_full()
+        ACCEPTS_UNTIL[self._place] = time.monotonic() + 5 * TICK if is_open else 0
+        COUNTS[self._place] = len(self.server.connections) - self.server.silent
+
+    def _is_next(self) -> bool:
+        """Whether it is the turn of this worker to accept a connection."""
+        self._publish()
+        now = time.monotonic()
+        open = [place for place in range(PLACES) if ACCEPTS_UNTIL[place] > now]
+        turn = min(open, key=lambda place: COUNTS[place] // BLOCK, default=None)
+        return turn == self._place
