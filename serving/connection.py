@@ -58,15 +58,14 @@ class Server:
 
     application: WSGIApplication
     fallback: WSGIApplication  # for what is refused, and what the other one failed to
-    is_last: Callable[[], bool]  # whether a connection ends; asked after each request
     log_error: Callable[..., None]  # as ``logging.Logger.error``
     log_access: Callable[..., None] | None  # of an answer, fields, environment, time
     tls: SSLContext | None
     max_body_bytes: int
     max_connections: int
-    keepalive: float  # seconds for the next request; with 0 there is none
+    requests_left: int  # until ``keepalive`` becomes 0
+    keepalive: float  # seconds for the next request of a connection; 0: there is none
     date: str = ''  # of answers: not formatted for each
-    silent: int = 0  # connections, at the last look
     connections: set['Connection'] = field(default_factory=set)
     pipelining: Semaphore = field(default_factory=Semaphore)  # see Connection._run
 
@@ -77,9 +76,8 @@ class Server:
         """End the waits whose time has passed; a callback of the event loop."""
         now = time.monotonic()
         late = {each for each in self.connections if each.deadline < now}
-        silent = [each for each in self.connections if each.heard < now - LINGER]
-        self.silent = len(silent)
         if self.is_full():
+            silent = [each for each in self.connections if each.heard < now - LINGER]
             silent.sort(key=lambda each: (not each.is_idle, each.heard))
             late |= {*silent[: 1 + len(silent) // 4]}
         for each in late:
@@ -111,7 +109,7 @@ class Connection:
                 self.sock = SSLSocket(self.sock, _context=server.tls, **how)
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
-                self.limit(server.keepalive)
+                self.limit(server.keepalive or LINGER)
                 self.is_idle = not self._received
                 gevent.sleep(0)  # others go first
                 if self._received:  # until their requests are read
@@ -187,7 +185,10 @@ class Connection:
             answer = self._refuse(request.environ, 500)
             id = dict(answer.headers)['x-request-id']
             server.log_error('%s: request failed', id, exc_info=ex)
-        keeps = not server.is_last() and keeps and server.keepalive > 0
+        server.requests_left -= 1
+        if server.requests_left <= 0:
+            server.keepalive = 0
+        keeps = keeps and server.keepalive > 0
         head = (
             f'HTTP/1.1 {answer.status}\r\nServer: gunicorn\r\n'
             f'Date: {server.date}\r\n'

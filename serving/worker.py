@@ -45,6 +45,7 @@ COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with our connections."""
 
+    alive: bool
     sockets: list[Any]
 
     def patch(self) -> None:
@@ -62,10 +63,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             while self.alive and all(self.accepting):  # none has failed
                 self._tick()
             self._close()
+            self.server.keepalive = 0
             for each in self.server.connections:
                 if each.is_idle:  # it may send one more request, but soon
                     each.limit(LINGER)
-            self.server.keepalive = min(self.server.keepalive, LINGER)
             until = time.monotonic() + self.cfg.graceful_timeout
             while self.server.connections and time.monotonic() < until:
                 self._tick()
@@ -94,31 +95,26 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self.server = Server(
             application=self.wsgi,  # it may be wrapped, and then fail
             fallback=plants,
-            is_last=self._count,
             log_error=self.log.error,
             log_access=self.log.access if self.log.access_log_enabled else None,
             tls=plants.tls,
             max_body_bytes=plants.max_body_bytes,
             max_connections=max(1, room),
+            requests_left=self.max_requests,
             keepalive=self.cfg.keepalive,
         )
         self._place: int = self.age % PLACES
 
-    def _count(self) -> bool:
-        """Count a request; return whether its connection ends."""
-        self.nr += 1
-        if self.nr >= self.max_requests:
-            self.alive = False
-        return not self.alive
-
     def _tick(self) -> None:
         """Wait, tell others that the worker lives, and have late waits ended."""
         self.server.date = http_date()
-        self._publish()
+        self._is_next()
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
+            self.alive = False
+        if self.server.requests_left <= 0:
             self.alive = False
         for _ in range(4):  # after a pause of this process: first see who has sent
             self.tmp.notify()
@@ -157,16 +153,13 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             Connection(self.server, sock, environ | client)
             is_next = self._is_next()
 
-    def _publish(self) -> None:
-        """Tell the other workers of the connections of this one."""
-        is_open = self.alive and not self.server.is_full()
-        ACCEPTS_UNTIL[self._place] = time.monotonic() + 5 * TICK if is_open else 0
-        COUNTS[self._place] = len(self.server.connections) - self.server.silent
-
     def _is_next(self) -> bool:
-        """Whether it is the turn of this worker to accept a connection."""
-        self._publish()
-        now = time.monotonic()
+        """Tell the other workers of this one; return whether it accepts the next."""
+        now, server = time.monotonic(), self.server
+        is_open = self.alive and not server.is_full()
+        ACCEPTS_UNTIL[self._place] = now + 5 * TICK if is_open else 0
+        active = [each for each in server.connections if each.heard > now - LINGER]
+        COUNTS[self._place] = len(active)
         open = [place for place in range(PLACES) if ACCEPTS_UNTIL[place] > now]
         turn = min(open, key=lambda place: COUNTS[place] // BLOCK, default=None)
         return turn == self._place
