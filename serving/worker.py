@@ -32,12 +32,12 @@ SEND_BUFFER = (
 # What is not known of a request whose first line cannot be read.
 UNREADABLE = 'REQUEST_METHOD', 'RAW_URI', 'PATH_INFO', 'SERVER_PROTOCOL'
 
-# New connections go in blocks to one worker after another: few clients share batches,
-# and so syncs, in one worker; many are spread. In shared memory each worker says how
-# many active ones it has, and until when it accepts more: one that is stuck does not.
+# Connections go in blocks to the first worker with the fewest whole blocks: few clients
+# share the batches of one worker, and so its syncs; many are spread. In shared memory
+# each worker shows how many active ones it has, and until when it accepts more.
 BLOCK = 10  # connections
-LEAVE = 0.001  # seconds to leave a connection to the worker whose turn it is
-PLACES = 64  # of workers, by their age; two that share one would only be spread worse
+LEAVE = 0.005  # seconds to leave a connection to the worker that is next
+PLACES = 64  # of workers, by their age; two that share one only spread worse
 _shared = memoryview(mmap.mmap(-1, 16 * PLACES)).cast('d')
 COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 
@@ -103,7 +103,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             requests_left=self.max_requests,
             keepalive=self.cfg.keepalive,
         )
-        self._place: int = self.age % PLACES
 
     def _tick(self) -> None:
         """Wait, tell others that the worker lives, and have late waits ended."""
@@ -155,11 +154,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
 
     def _is_next(self) -> bool:
         """Tell the other workers of this one; return whether it accepts the next."""
-        now, server = time.monotonic(), self.server
-        is_open = self.alive and not server.is_full()
-        ACCEPTS_UNTIL[self._place] = now + 5 * TICK if is_open else 0
-        active = [each for each in server.connections if each.heard > now - LINGER]
-        COUNTS[self._place] = len(active)
+        now, own = time.monotonic(), self.age % PLACES
+        is_open = self.alive and not self.server.is_full()
+        ACCEPTS_UNTIL[own] = now + 5 * TICK if is_open else 0
+        COUNTS[own] = sum(now - each.heard < LINGER for each in self.server.connections)
         open = [place for place in range(PLACES) if ACCEPTS_UNTIL[place] > now]
         turn = min(open, key=lambda place: COUNTS[place] // BLOCK, default=None)
-        return turn == self._place
+        return bool(turn == own)
