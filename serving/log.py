@@ -60,8 +60,11 @@ class Buffer(MemoryHandler):
                     lines = [f'{target.format(record)}\n' for record in records]
                     target.stream.write(''.join(lines))
                     target.flush()
-                except Exception:  # a full disk must not turn a 200 into a 500
+                except OSError:  # a full disk must not turn a 200 into a 500
                     target.handleError(records[0])
+                except Exception:  # of a broken one; nothing was written
+                    for record in records:
+                        target.handle(record)
 
 
 class PlantsLogger(Logger):  # type: ignore[misc]
@@ -76,8 +79,15 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         logging._srcfile = None
         is_json = is_json_log(os.environ | cfg.env)  # gunicorn sets raw_env later
         configured = cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json
-        if not configured:
-            for handler in self.error_log.handlers + self.access_log.handlers:
+        # Any text can be written, under any locale; what is configured keeps its own.
+        how = {'errors': 'backslashreplace'}
+        how |= {} if configured else {'encoding': 'utf-8'}
+        for handler in self.error_log.handlers + self.access_log.handlers:
+            vars(handler).update(how)  # for a file that is opened again
+            stream: Any = getattr(handler, 'stream', None)
+            if hasattr(stream, 'reconfigure'):
+                stream.reconfigure(**how)
+            if not configured:
                 form: Any = handler.formatter
                 text = TextFormatter(form._fmt, form.datefmt)
                 handler.setFormatter(JSONFormatter() if is_json else text)

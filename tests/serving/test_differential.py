@@ -13,7 +13,7 @@ from exchange import chunked, raw_head
 from server import request
 from test_requests import BAD_LINES, BAD_METHODS, BAD_PROTOCOLS, BAD_TARGETS, TARGETS
 
-from serving.request import read_head
+from serving.request import Refused, Request, read_head
 
 LIMIT = 65_536
 COMMON = {'SCRIPT_NAME': ''}
@@ -83,14 +83,15 @@ def read_by_us(*pieces):
     for piece in pieces:
         received += piece
         while True:
-            if current is None:
-                current = read_head(received, COMMON)
-            if current is None or not current.take(received, LIMIT):
+            current = whole = current or read_head(received, COMMON)
+            if isinstance(current, Request):
+                whole = current.take(received, LIMIT)
+            if isinstance(whole, Refused):
+                return found, whole.status
+            if whole is None:
                 break
-            if current.fault:
-                return found, current.fault
-            found.append(as_tuple(current.environ, current.body))
-            if not current.keeps:
+            found.append(as_tuple(whole.environ, whole.body))
+            if not whole.keeps:
                 return found, None
             current = None
     return found, None

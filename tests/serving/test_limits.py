@@ -168,8 +168,7 @@ def test_endless_body_is_refused_and_cut_off(request, kind):
         floods = [pool.submit(flood, *each) for each in ENDLESS.items()]
         while not all(each.done() for each in floods):
             assert_quick(healthy)
-        for each in floods:
-            each.result()
+        assert [each.result() for each in floods]
 
 
 def test_pipelining_clients_delay_nobody(measured):
@@ -277,26 +276,28 @@ def test_stalled_clients_make_room(tmp_path, subtests):
                 assert late.receive().status == 200
 
 
-def test_full_worker_closes_what_is_idle_the_longest(tmp_path):
-    """The others stay; no time limit ends them meanwhile."""
+def test_full_worker_closes_idle_connections_first(tmp_path):
+    """Then requests of which nothing comes; one of which bytes come keeps its place."""
     conf = [*time_limits(LINGER=1), 'keepalive = 3600', 'worker_connections = 8']
+    slow = request(body=b' ', content_length='60000')
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
-        clients = [opened.enter_context(server.connect()) for _ in range(8)]
-        assert all(client.ask(PROBE) for client in clients)
-        assert clients[0].receive() is None
-        assert not any(client.is_readable() for client in clients[3:])
+        silent, *sending = [opened.enter_context(server.connect()) for _ in range(6)]
+        for client in (silent, *sending):
+            client.send(slow)
+        idle = [opened.enter_context(server.connect()) for _ in range(2)]
+        assert all(client.ask(PROBE) for client in idle)
+        for client in (*idle, silent):
+            sending.append(opened.enter_context(server.connect()))
+            sending[-1].send(slow)  # it needs a place
 
+            def is_closed(client=client):
+                for each in sending:
+                    each.send(b' ')
+                return client.is_readable(0.01)
 
-def test_full_worker_leaves_a_connection_to_another(tmp_path):
-    """It waits at the socket until the other worker accepts it."""
-    conf = [*time_limits(LINGER=3600), 'worker_connections = 4']
-    with Server(tmp_path, workers=2, conf=conf) as server, ExitStack() as opened:
-        with paused(min(server.worker_pids())):
-            *first, late = [opened.enter_context(server.connect()) for _ in range(5)]
-            assert all(client.ask(PROBE) for client in first)
-            late.send(PROBE)
-            assert not late.is_readable(0.5)
-        assert late.receive().status == 200
+            wait_until(is_closed, 'a place is made')
+            assert not any(each.is_readable() for each in sending)
+            assert client is silent or not silent.is_readable()
 
 
 # ---- memory

@@ -4,24 +4,22 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from statistics import median
 
 import pytest
 from exchange import (
     LARGE_FILE,
-    MAX_ANSWER_SECONDS,
     Load,
     ask_in_step,
     assert_error,
+    assert_quick,
     chunked,
     fern,
     receive_last,
 )
-from machine import client_at, locked, only_worker, open_files
+from machine import client_at, locked, only_worker, open_files, paused
 from server import (
     PATIENCE,
     RawClient,
@@ -43,11 +41,10 @@ def test_worker_class_of_gunicorn_serves_plants(tmp_path):
             plants = [fern() for _ in range(40)]
             answers = pool.map(lambda plant: server.ask(request(body=plant)), plants)
             assert {answer.status for answer in answers} == {200}
-        began = time.monotonic()
-        for plant in plants:  # each is alone
-            assert server.ask(request(body=plant)).status == 200
-        assert time.monotonic() - began < MAX_ANSWER_SECONDS
-        assert len(server.plants()) == len(plants)
+        for _ in range(9):  # each is alone
+            with server.connect() as client:
+                assert_quick(client)
+        assert len(server.plants()) == len(plants) + 9
 
 
 def test_tls_is_served(secure):
@@ -78,9 +75,10 @@ def test_connection_without_a_handshake_is_closed(secure):
 
 
 def test_several_sockets_are_served(tmp_path):
-    """Two ports and a Unix socket."""
+    """Two ports and a Unix socket; with gunicorn's own log, as with that for StatsD."""
     path = tmp_path / 's'
     bound = '--bind', '127.0.0.1:0', '--bind', '127.0.0.1:0', '--bind', f'unix:{path}'
+    bound += '--logger-class', 'gunicorn.glogging.Logger'
     with Server(tmp_path, *bound) as server, ExitStack() as opened:
         ports = re.findall(r'http://127.0.0.1:(\d+)', server.log)[:2]
         clients = [opened.enter_context(RawClient(int(port))) for port in ports]
@@ -104,22 +102,28 @@ def test_application_that_fails_ends_only_its_connection(tmp_path):
             assert re.search(f'{id}.*Traceback', server.log)
 
 
-def test_connections_are_spread(service):
-    """Kept connections are spread evenly over two workers."""
-    # The median: a worker that the machine delays by some milliseconds gets fewer.
-    assert median(most_held(service) for _ in range(11)) <= 10
-
-
-def most_held(server):
-    """Connect 16 clients; return how many of them the busier worker serves."""
+def test_few_connections_belong_to_one_worker(service):
+    """Idle ones do not count; many are spread, and a stopped worker delays nobody."""
     with ExitStack() as opened:
-        clients = [opened.enter_context(server.connect()) for _ in range(16)]
-        answers = [client.ask(PROBE) for client in clients]
-    counts = Counter()
-    for answer in answers:
-        line = rf'\[(\d+)\] \[INFO\] {answer.headers["x-request-id"]} '
-        counts[wait_until(lambda line=line: re.search(line, server.log))[1]] += 1
-    return max(counts.values())
+        for _ in range(8):
+            opened.enter_context(service.connect())
+        # Several times: once it may be luck.
+        wait_until(lambda: all(most_held(service, 4) == 4 for _ in range(3)), 'one')
+        wait_until(lambda: all(most_held(service, 40) < 31 for _ in range(3)), 'both')
+        for pid in service.worker_pids():
+            with paused(pid):
+                for _ in range(20):
+                    assert_quick(opened.enter_context(service.connect()))
+
+
+def most_held(server, number):
+    """Connect clients; return how many of them the busier worker serves."""
+    with ExitStack() as opened:
+        clients = [opened.enter_context(server.connect()) for _ in range(number)]
+        ids = [client.ask(PROBE).headers['x-request-id'] for client in clients]
+        wait_until(lambda: all(f'{id} ' in server.log for id in ids), 'it is logged')
+    lines = re.findall(r'\[(\d+)\] \[INFO\] (\S+) ', server.log)
+    return max(Counter(pid for pid, id in lines if id in ids).values())
 
 
 def assert_all_stored(server, load):
@@ -142,13 +146,11 @@ def test_no_request_fails_while_workers_are_replaced(tmp_path):
 
 # ---- stops
 
-# Silent, idle, incomplete.
-OTHERS = [b'', PROBE, PROBE[:20], request(body=b'{"id"', content_length='100')]
-
 
 @pytest.mark.parametrize('number', ['SIGTERM', 'SIGQUIT', 'SIGINT', 'SIGKILL'])
 def test_server_that_stops_answers_or_closes(tmp_path, number):
     """Each client has its answer or a closed connection, never 503; 200 is stored."""
+    others = [b'', PROBE, PROBE[:20], request(body=b'{"id"', content_length='100')]
     with (
         Server(tmp_path, '-p', 'pid', workers=2) as server,
         ExitStack() as opened,
@@ -156,7 +158,7 @@ def test_server_that_stops_answers_or_closes(tmp_path, number):
     ):
         load.wait_for_all()
         if number in ('SIGQUIT', 'SIGINT'):  # they end at once
-            for data in 2 * OTHERS:
+            for data in 2 * others:
                 opened.enter_context(server.connect()).send(data)
         pids = server.worker_pids()
         if number == 'SIGINT':  # as of a terminal, and often
