@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 generation = 0  # forks between the first process and this one: no two of them have one
 _owned: WeakSet[FileIO] = WeakSet()
-_begun = _ended = 0  # forks of this process
+_last: object | None = object()  # stands for the last fork; None while one is going on
 
 
 def opened(open_one: Callable[[], int]) -> FileIO:
@@ -24,10 +24,10 @@ def opened(open_one: Callable[[], int]) -> FileIO:
     this process opens another one, before it takes any lock.
     """
     while True:
-        forks = _begun, _ended
+        last = _last
         file = FileIO(open_one(), 'r')
         _owned.add(file)
-        if forks[0] == forks[1] and forks == (_begun, _ended):
+        if last is not None and last is _last:
             return file
         file.close()
         time.sleep(0.001)
@@ -46,25 +46,23 @@ def fill_standard() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
 
 
-def _before() -> None:
-    global _begun
-    _begun += 1
+def _begin() -> None:
+    global _last
+    _last = None
 
 
-def _in_parent() -> None:
-    global _ended
-    _ended += 1
+def _end() -> None:
+    global _last
+    _last = object()
 
 
 def _in_child() -> None:
-    global generation, _begun, _ended
+    global generation
     generation += 1
-    _begun = _ended = 0
+    _end()
     for file in list(_owned):
         with suppress(OSError):
             file.close()
 
 
-os.register_at_fork(
-    before=_before, after_in_parent=_in_parent, after_in_child=_in_child
-)
+os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_in_child)

@@ -1,6 +1,5 @@
 """Opens the store that a URL names, even that of a package: see ``docs/stores.md``."""
 
-import os
 from importlib.metadata import EntryPoint, entry_points
 
 from store.base import PlantStore
@@ -60,25 +59,9 @@ def open_store(
 
 
 def _clean(text: str) -> str:
-    """Return the path of a plant file without white space around it.
-
-    Version 1 took white space and quotes for a part of the name. A new file with the
-    right name would give the ids of such a file again, so that file is renamed first.
-    """
+    """Return the path of a plant file without white space around it."""
     path = text.strip()
-    plain = path.strip('"\'').strip()
-    for name in filter(os.path.lexists, {text, path} - {plain}):
-        new, old, free = map(_quoted, (plain, name, f'{plain}.renamed'))
-        move = f'mv -n -- {old} {new}'
-        if os.path.lexists(plain):
-            move = f'mv -n -- {old} {free} && python -m store copy {free} {new}'
-        raise ValueError(f'rename the file with white space or quotes: {move}')
-    if not path or path != plain or path.startswith('//') or not is_path(path):
+    is_plain = path.strip('"\'') == path and not path.startswith('//')
+    if not (path and is_plain and is_path(path)):
         raise ValueError('write jsonl:PATH without "//" and quotes, with ./ before ":"')
     return path
-
-
-def _quoted(path: str) -> str:
-    """Return an absolute path as a word that can be pasted into a shell."""
-    # With a quote of one kind in it, repr() uses the other kind around it.
-    return '$' + repr(os.fsencode(os.path.abspath(path)) + b'"')[1:-2] + "'"

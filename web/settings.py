@@ -51,7 +51,6 @@ class Settings:
             faults.append('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
         for name, text in sorted({'PLANTS_STORE': DEFAULT_URL, **environ}.items()):
             try:
-                # The store's URL as it is: a file may exist under the uncleaned name.
                 fields |= _read(name, text if name == 'PLANTS_STORE' else text.strip())
             except ValueError as ex:
                 faults.append(f'{name}: {ex}')

@@ -29,7 +29,7 @@ from typing import NamedTuple, Self
 from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import disk, record
-from store.jsonl.index import Index, Lines, Repeats
+from store.jsonl.index import Index, Repeats
 from store.jsonl.lines import Damage, chunks, first_offset, line_at
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,6 @@ class Read(NamedTuple):
     plants: Index
     end: int
     tail: bytes  # the last bytes before the end
-
-
-class Step(NamedTuple):
-    """Some lines after those that are known, and what the end is after them."""
-
-    lines: Lines
-    end: int
-    tail: bytes
 
 
 class Known:
@@ -112,52 +104,48 @@ class Known:
     def read_on(self, fd: int, size: int, *, says_progress: bool = False) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
 
-        The end moves when a piece has been read, entered and compared.
+        The end moves when a piece has been read, entered and compared. Many lines, of
+        which none is known, are one piece, and sorted at its end.
 
         Raises:
             Damage: Two of them are different plants with one id.
         """
-        index, start, _ = self._read
-        steps = self._scan(fd, size, says_progress)
-        if size - start <= disk.CHUNK or start > first_offset(fd):
-            for step in steps:
-                self._move(fd, index, index.enter(*step.lines), step)
-            return
-        index, last = Index(), None
+        read = self._read
+        is_load = size - read.end > disk.CHUNK and read.end == first_offset(fd)
+        index = Index() if is_load else read.plants
+        for ids, offsets, read in self._scan(fd, size, index, says_progress):
+            if is_load:
+                index.load(ids, offsets)
+            else:
+                self._move(fd, index.enter(ids, offsets), read)
+        if is_load:
+            self._move(fd, index.sort(), read)
 
-        def lines() -> Iterator[Lines]:
-            nonlocal last
-            for last in steps:
-                yield last.lines
-
-        repeats = index.load(lines())
-        if last is not None:
-            self._move(fd, index, repeats, last)
-
-    def _scan(self, fd: int, size: int, says_progress: bool) -> Iterator[Step]:
-        """Yield the records between the end and ``size``, in pieces."""
+    def _scan(
+        self, fd: int, size: int, index: Index, says_progress: bool
+    ) -> Iterator[tuple[list[int], list[int], Read]]:
+        """Yield the ids and offsets of records after the end, and what is read then."""
         _, start, tail = self._read
         began = reported = time.monotonic()
         for at, chunk, _ in chunks(fd, start, size):
             ids, offsets, end = record.scan(chunk, at)
             tail = (tail + chunk[: end - at][-TAIL:])[-TAIL:]
-            yield Step((ids, offsets), end, tail)
+            yield ids, offsets, Read(index, end, tail)
             if end < at + len(chunk):
                 break
             if says_progress and (now := time.monotonic()) - reported > PROGRESS_EVERY:
-                reported = now
-                percent = 100 * (end - start) // (size - start)
+                reported, percent = now, 100 * (end - start) // (size - start)
                 figures = percent, (size - start) >> 20, now - began
                 log.info('%s: %d %% of %d MiB read, %d s', self._path, *figures)
 
-    def _move(self, fd: int, index: Index, repeats: Repeats, to: Step) -> None:
+    def _move(self, fd: int, repeats: Repeats, read: Read) -> None:
         """Know more lines, which were entered: up to the first that is damaged."""
         for id, first, other in sorted(repeats, key=itemgetter(2)):
             if self._plant_at(fd, first, id) != self._plant_at(fd, other, id):
                 tail = os.pread(fd, min(TAIL, other), max(0, other - TAIL))
-                self._read = Read(index, other, tail)
+                self._read = Read(read.plants, other, tail)
                 raise Damage(other, REPEATED % id)
-        self._read = Read(index, to.end, to.tail)
+        self._read = read
 
     def note(self, offsets: dict[int, int], lines: bytes) -> None:
         """Note lines that this process has written at the end. REQUIRES: the lock."""
