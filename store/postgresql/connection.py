@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 from psycopg.errors import Diagnostic
 
+from store import forks
 from store.postgresql.database import Target, Unavailable
 from store.postgresql.watchdog import CONNECT_WITHIN, Session, Watchdog
 
@@ -144,6 +145,7 @@ class Connection:
         """Connect; set what must hold: once, or in each transaction behind a pooler."""
         try:
             self._target.check_files()
+            forks.fill_standard()
             connection = psycopg.connect(autocommit=True, **self._host)
             self._watchdog = Watchdog(connection, self._target.scheduler)
         except psycopg.Error as ex:
