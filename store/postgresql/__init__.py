@@ -155,7 +155,7 @@ class Plants:
         if left := [plant for plant in plants if plant.id not in stored]:
             stored |= self._table.lock(left)
         for entry in batch:
-            if stored[entry.item.id] != entry.item:
-                is_altered = entry is first[entry.item.id] and entry.new
+            if (it := stored[entry.item.id]) != entry.item:
+                is_altered = entry is first[it.id] and entry.new
                 altered = Unavailable('altered', self._shown)
-                entry.error = altered if is_altered else IdTaken(entry.item.id)
+                entry.error = altered if is_altered else IdTaken.between(it, entry.item)

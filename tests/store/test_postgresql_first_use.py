@@ -12,9 +12,10 @@ from itertools import count
 from urllib.parse import quote
 
 import pytest
+from contract import at_once
 from exchange import table
 from postgresql import NOBODY, accepts_connections, assert_refused, trigger, witness
-from waiting import PATIENCE, in_child, in_threads, wait_until
+from waiting import FORK, PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
 from store.postgresql import connection
@@ -445,7 +446,7 @@ def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
         with open_store(url) as store:
             store.ping()
 
-    in_child(use_as_nobody)
+    at_once(FORK.Process, use_as_nobody)
 
 
 UNKNOWN = {
