@@ -11,7 +11,7 @@ from itertools import chain
 
 from store import __version__
 from store.base import Plant, PlantStore, batches, characters
-from store.errors import IdTaken, StoreError
+from store.errors import StoreError, StoreUnavailable
 from store.jsonl import JSONLinesStore, record
 from store.jsonl.repair import Progress, Verified, verify
 from store.masking import escaped, is_path
@@ -135,18 +135,30 @@ def _copy(source: PlantStore, url: str) -> int:
         try:
             target.load()
             for batch in chain([first], parts):
-                outcomes = target.add_many(batch)
-                for plant, outcome in zip(batch, outcomes, strict=True):
-                    if isinstance(outcome, IdTaken):
-                        counts['conflicting'] += 1
-                        write(f'conflicting: {_line(plant)}')
+                for plant, outcome in zip(batch, _add(target, batch), strict=True):
+                    if isinstance(outcome, Exception):
+                        kind, why = 'conflicting', ''
+                        if isinstance(outcome, StoreUnavailable):
+                            kind, why = 'refused', f' {outcome.reason}'
+                        counts[kind] = counts.get(kind, 0) + 1
+                        write(f'{kind}: {_line(plant)}{why}')
                     else:
                         counts['copied' if outcome else 'already there'] += 1
         finally:
             parts.close()
             # Printed after an error, too: the copied plants stay, and a repeat goes on.
             print(', '.join(f'{name}: {count}' for name, count in counts.items()))
-    return int(counts['conflicting'] > 0)
+    return int(counts['conflicting'] > 0 or 'refused' in counts)
+
+
+def _add(target: PlantStore, plants: Sequence[Plant]) -> Sequence[bool | Exception]:
+    """Add plants; return the outcome of each, also if some are refused by a rule."""
+    try:
+        return target.add_many(plants)
+    except StoreUnavailable as ex:
+        if not ex.outcomes:  # it takes none of them
+            raise
+        return ex.outcomes
 
 
 def _progress() -> Progress:

@@ -33,7 +33,7 @@ listen_addresses = '127.0.0.1'
 shared_buffers = 16MB
 max_connections = 60
 max_wal_size = 256MB
-fsync = off
+fsync = on
 dynamic_shared_memory_type = mmap
 log_min_messages = warning
 """

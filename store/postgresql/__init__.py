@@ -21,13 +21,13 @@ from store.base import Plant, characters
 from store.committer import CommittedStore, Entry
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
-from store.postgresql.database import Database, Target
-from store.postgresql.reasons import Unavailable
+from store.postgresql.database import Target, Unavailable
 from store.postgresql.table import Table
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
+OF_ONE = 'each', 'batch'  # what is tried again if one plant alone is refused
 ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
@@ -42,14 +42,14 @@ class PostgreSQLStore(CommittedStore):
     def __init__(
         self, url: str, *, create: bool = True, scheduler: Scheduler = THREADS
     ) -> None:
-        self._target = Target(url, create)
+        self._target = Target(url, create, scheduler)
         super().__init__(self._target.shown, scheduler=scheduler)
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
-        with closing(Database(self._target, to_read=True)) as database:
+        with closing(Table(self._target, to_read=True)) as table:
             try:
-                yield from Table(database).read()
+                yield from table.read()
             except Unavailable as ex:
                 if not (ex.code == '42P01' and self._target.create):  # an add makes it
                     raise
@@ -65,14 +65,13 @@ class Plants:
     """Adds plants to a database, for the committer."""
 
     def __init__(self, target: Target) -> None:
-        self._shown, self._database = target.shown, Database(target)
-        self._table = Table(self._database)
+        self._shown, self._table = target.shown, Table(target)
         self._probed = -math.inf  # when the last probe of a whole add began
         self._refusal: Unavailable | None = None  # what it found
         # Until when repeats of a locked plant are refused at once, and delay no batch.
         self._locked: dict[int, float] = {}
         self._problem = ''  # that the log tells
-        self.close = self._database.close
+        self.close = self._table.close
         self.ping = partial(self._tell, self._ping)
 
     def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
@@ -85,7 +84,7 @@ class Plants:
             function(*arguments)
         except Unavailable as ex:
             problem = self._problem
-            if ex.retry not in ('each', 'batch'):  # these are of one plant
+            if ex.retry not in OF_ONE:  # these are of one plant
                 problem, ex.args = ex.full, (f'{ex.store}: {ex.reason}',)
             raise
         finally:
@@ -97,11 +96,12 @@ class Plants:
         self._table.check()
         # Anybody may ask, so one ping a second does all that an add does.
         if (now := time.monotonic()) >= self._probed + PROBE_EVERY:
-            self._probed, self._refusal = now, None
+            refusal = None
             try:
                 self._table.probe()
             except Unavailable as ex:
-                self._refusal = ex
+                refusal = ex
+            self._probed, self._refusal = now, refusal
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
 
@@ -113,15 +113,20 @@ class Plants:
                 entry.error = Unavailable('55P03', self._shown)
         if free := [entry for entry in batch if entry.error is None]:
             self._store(free, now + ANSWER_WITHIN)
+        outcomes = [entry.error or entry.new for entry in batch]
+        refused = [it for it in outcomes if isinstance(it, Unavailable)]
+        if all(error.retry in OF_ONE for error in refused):  # all others are known
+            for error in refused:
+                error.outcomes = outcomes
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
-        """Store plants as one batch, or each by itself; set ``new`` or ``error``."""
-        for attempt in range(ATTEMPTS if len(batch) == 1 else 3):  # then each alone
+        """Store plants as one batch, or in halves; set ``new`` or ``error``."""
+        for attempt in range(ATTEMPTS if len(batch) == 1 else 3):  # then in halves
             try:
                 self._insert_or_compare(batch)
                 return
             except Unavailable as ex:
-                if ex.retry not in ('each', 'batch'):
+                if ex.retry not in OF_ONE:
                     raise
                 error = ex
             if error.retry == 'each':
@@ -132,22 +137,25 @@ class Plants:
             if error.code == '55P03':
                 self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR
             return
-        for entry in batch:
+        for half in batch[: len(batch) // 2], batch[len(batch) // 2 :]:
             if time.monotonic() < deadline:
-                self._store([entry], deadline)
-            else:  # nothing is known of this one
-                entry.error = Unavailable('57014', self._shown)
+                self._store(half, deadline)
+            else:  # nothing is known of these
+                for entry in half:
+                    entry.error = Unavailable('57014', self._shown)
 
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
         # In one order everywhere, so that two batches never wait for each other.
         plants = [first[id].item for id in sorted(first)]
-        stored: dict[int, Plant] = {}
-        for id in self._table.insert(plants):
-            first[id].new, stored[id] = True, first[id].item
+        stored = self._table.insert(plants)
+        for id in first.keys() & stored.keys():
+            first[id].new = True
         if left := [plant for plant in plants if plant.id not in stored]:
             stored |= self._table.lock(left)
         for entry in batch:
-            if stored[entry.item.id] != entry.item:
-                entry.error = IdTaken(entry.item.id)
+            if (it := stored[entry.item.id]) != entry.item:
+                is_altered = entry is first[it.id] and entry.new
+                altered = Unavailable('altered', self._shown)
+                entry.error = altered if is_altered else IdTaken.between(it, entry.item)

@@ -1,19 +1,18 @@
-"""A database over one connection, which is opened again if it was lost."""
+"""The database that a URL names, and what its errors mean."""
 
+import os
 import re
 import sys
-import time
 from typing import Any
 from urllib.parse import unquote
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from store.masking import masked
-from store.postgresql.connection import Connection
-from store.postgresql.reasons import explain
+from store.errors import StoreUnavailable
+from store.masking import clean, masked
+from store.scheduler import Scheduler
 
-PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
 KNOWN = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
 DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
 # An idle connection whose server is gone is noticed within 9 s.
@@ -21,15 +20,66 @@ DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count':
 DEFAULTS |= {'tcp_user_timeout': 5000}  # milliseconds
 if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 1701)
     DEFAULTS['gssencmode'] = 'disable'
+OURS: dict[str, Any] = {'client_encoding': 'utf8', 'target_session_attrs': 'any'}
+OURS['connect_timeout'] = 2  # seconds for each address, the least that psycopg takes
+LISTS = 'host', 'hostaddr', 'port'  # an item for each host
+# If one cannot be read libpq goes on without a word, and perhaps without TLS.
+FILES = {'sslcert': 'postgresql.crt', 'sslkey': 'postgresql.key'}
+FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
+
+# How libpq shows what a server says, in any language: "FATAL:", and two blanks. What it
+# says of TLS itself means that there is a server, too.
+SAID = re.compile(':  |SSL')
+
+# SQLSTATE or its class (the longer one counts) or our word; what is tried again (each
+# plant alone, the batch, the statement over a new connection); the reason.
+TABLE = """
+08              -       there is no connection to the database
+0A              connect the table plants is not as the store needs it
+22,23,44,54,P0  each    a rule of the table plants does not permit it
+25006           connect the database is read-only
+26,42P05        connect a connection pooler mixes up sessions
+28,3D,refused   -       the database refuses the connection
+40              batch   the database is busy with other changes of the same plants
+42,55           each    the table plants is not as the store needs it
+42501           each    the database does not permit it
+42P01           -       there is no table plants
+53              -       the database is out of room
+53300           -       the database allows no more connections
+55P03           each    another session has locked the plant
+57              -       the database is shutting down or starting up
+57014           -       the database did not answer in time
+other           each    the database refuses it ({})
+altered         each    the table plants changes what is added
+files           -       a certificate or key for the database cannot be read
+hosts           -       no host takes plants
+locked          -       another session has locked the table plants
+sync            -       a synchronous standby of the database does not confirm commits
+unfit           -       the database is not as the store needs it
+path            -       the search_path does not lead to one table plants
+table           -       the table plants is not as the store needs it
+"""
+ROWS = [line.split(None, 2) for line in TABLE.strip().splitlines()]
+MEANINGS = {code: row for codes, *row in ROWS for code in codes.split(',')}
+
+
+class Unavailable(StoreUnavailable):
+    """The database refuses; ``retry`` is that of the table."""
+
+    def __init__(self, code: str, store: str, detail: str = '') -> None:
+        row = MEANINGS.get(code) or MEANINGS.get(code[:2], MEANINGS['other'])
+        self.code, (self.retry, reason) = code, row
+        super().__init__(reason.format(code), store=store, detail=detail)
+        self.full = str(self)  # for the log, which then tells the detail once
 
 
 class Target:
-    """The database that a URL names."""
+    """The hosts of a database, and its table."""
 
-    table = ''  # its table, once that was found; then none is made
+    table = ''  # its name, once that was found; then none is made
 
-    def __init__(self, url: str, create: bool) -> None:
-        self.shown, self.create = masked(url), create
+    def __init__(self, url: str, create: bool, scheduler: Scheduler) -> None:
+        self.shown, self.create, self.scheduler = masked(url), create, scheduler
         rest = url.partition('://')[2]
         # libpq takes the rest of a password after such a character for the host or a
         # parameter, and shows it in an error. An @ in a parameter looks the same.
@@ -45,53 +95,59 @@ class Target:
                 shown = name if is_name or name in KNOWN else 'after &'
                 raise ValueError(f'remove the parameter {shown}: libpq refuses it')
         try:
-            parameters: dict[str, Any] = conninfo_to_dict(url)
+            given: dict[str, Any] = conninfo_to_dict(url)
         except psycopg.Error:
             raise ValueError('it is not a URL that libpq accepts') from None
-        if not re.fullmatch('[0-9,]*', str(parameters.get('port', ''))):
+        if not re.fullmatch('[0-9,]*', str(given.get('port', ''))):
             raise ValueError('the port is not a number')
-        self.parameters = DEFAULTS | parameters | {'client_encoding': 'utf8'}
-        self.secrets = f'{parameters.get("password")} {parameters.get("sslpassword")}'
+        self.parameters = DEFAULTS | given | OURS
+        self._secrets = f'{given.get("password")} {given.get("sslpassword")}'
+        lists = {it: given[it].split(',') for it in LISTS if it in given}
+        count = max(map(len, lists.values()), default=1)
+        if any(len(items) not in (1, count) for items in lists.values()):
+            raise ValueError('name a port for each host, or one for all')
+        each = [
+            {it: items[at % len(items)] for it, items in lists.items()}
+            for at in range(count)
+        ]
+        self.hosts = [self.parameters | own for own in each]
 
+    def get(self, name: str) -> Any:
+        """Return a parameter, of the environment if the URL has none."""
+        return self.parameters.get(name, os.environ.get(f'PG{name.upper()}'))
 
-class Database:
-    """Executes transactions, for one thread at a time."""
-
-    def __init__(self, target: Target, *, to_read: bool = False) -> None:
-        self.target, self.to_read = target, to_read
-        self._connection: Connection | None = None
-
-    def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
-        """Execute statements as one transaction; return the rows of all of them.
-
-        If the server refuses, and a new connection may help, execute them once more.
-        """
-        if self._connection is not None and self._connection.has_ended():
-            self.close()
-        was_open = self._connection is not None
-        while True:
-            connection = self._connection or self._connect()
+    def check_files(self) -> None:
+        """Raise an error for a file that cannot be read, if TLS was asked for."""
+        mode, *files = map(self.get, ['sslmode', *FILES])
+        if mode == 'disable' or not any([mode, *files]):
+            return
+        for name, default in FILES.items():
+            path = self.get(name) or os.path.expanduser(f'~/.postgresql/{default}')
             try:
-                return connection.transact(statements, *values, begin=begin)
-            except psycopg.Error as ex:
-                error = explain(ex, self.target.shown, self.target.secrets)
-                if error.retry != 'connect' or connection.closed or not was_open:
-                    raise error from None  # NOTE: psycopg's error shows DETAIL
-                was_open, connection.is_spent = False, True
-            finally:
-                if connection.is_spent or connection.closed:
-                    self.close()
+                if path != 'system' and ':' not in path:  # no file has such a name
+                    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            except OSError as ex:
+                is_missing = isinstance(ex, FileNotFoundError | NotADirectoryError)
+                if self.get(name) or not is_missing:
+                    raise self.unavailable('files', f'{path}: {ex.strerror}') from None
 
-    def close(self) -> None:
-        """Close the connection; the next transaction opens another one."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+    def unavailable(self, code: str, detail: str = '') -> Unavailable:
+        return Unavailable(code, self.shown, detail)
 
-    def _connect(self) -> Connection:
-        try:
-            self._connection = Connection.open(self.target.parameters, self.to_read)
-        except psycopg.Error as ex:
-            time.sleep(PAUSE)
-            raise explain(ex, self.target.shown, self.target.secrets) from None
-        return self._connection
+    def explain(self, error: psycopg.Error) -> Unavailable:
+        """Return what an error means, without DETAIL and CONTEXT, which name plants."""
+        code, diag, words = error.sqlstate, error.diag, str(error).partition('\n')[0]
+        if not code:  # libpq does not tell that of a connection that cannot be made
+            lib = error.pgconn
+            answers = lib and (lib.needs_password or SAID.search(words))
+            code = 'refused' if answers else '08'
+        elif code == '55P03' and not diag.context:  # it would name a row
+            code = 'locked'
+        elif code[:2] == '42' and diag.context:  # of a trigger
+            code = '42'
+        if diag.message_primary:
+            named = diag.table_name, diag.column_name, diag.constraint_name
+            where = ', '.join([f'SQLSTATE {error.sqlstate}', *filter(None, named)])
+            words = f'{diag.message_primary} ({where})'
+        # NOTE: without a scheme, so that all of it is hidden.
+        return self.unavailable(code, clean(words, f'@ {self._secrets}'))

@@ -16,7 +16,6 @@ from test_postgresql_faults import (  # noqa: F401
 from test_stores import TestPostgreSQLStore  # noqa: F401
 
 from store import Plant, open_store
-from store.postgresql.reasons import meaning
 
 # Of the database. The store would lose plants with them, or wait for long.
 WRONG = {
@@ -64,9 +63,3 @@ def test_few_sessions_are_enough(database):
         assert first.add(Plant(1, 'Fern')) is True
         assert list(first) == [Plant(1, 'Fern')]
         assert other.add(Plant(1, 'Fern')) is False
-
-
-def test_pooler_without_room_is_named():
-    """It has the reason of such a database, also in the words of 1.24 and newer."""
-    for words in 'no more connections allowed', 'client connections exceeded':
-        assert meaning(psycopg.OperationalError(f'FATAL: {words}')) == '53300'

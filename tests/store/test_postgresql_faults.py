@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from server import Server, free_port
 from waiting import FORK, PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
-from store.postgresql import connection
+from store.postgresql import connection, watchdog
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
@@ -61,9 +60,9 @@ def far(url, proxy):
 def short_limits(monkeypatch):
     """Limit the waits for a response and for a connection; probe at each ping."""
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
-    monkeypatch.setattr(connection, 'CONNECT_WITHIN', 0.6)
+    monkeypatch.setattr(watchdog.Watchdog, 'within', 0.6)
     monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.3)
-    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.4)
+    monkeypatch.setattr(watchdog, 'CANCEL_WITHIN', 0.4)
 
 
 @contextmanager
@@ -268,19 +267,22 @@ def test_change_of_an_outage_is_logged_once(database, url, caplog):
         wait_until(lambda: len(caplog.records) == len(lines) + 1)
 
 
-def test_all_addresses_have_one_limit(url, proxy, monkeypatch):
-    """All addresses of a name share the time to connect."""
-    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', 0))] * 6
-    monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: addresses)
-    monkeypatch.setattr(connection, 'ALL_WITHIN', 0.5)
+def test_frozen_hosts_are_left_behind(database, url, proxy):
+    """A host that does not answer costs few seconds once, then others come first."""
     proxy.stop()
-    with open_store(proxy.url(url).replace('127.0.0.1', 'many.invalid')) as store:
-        assert_refused(AWAY, partial(store.add, FERN))  # before its caller leaves
+    hosts = f'@127.0.0.1:{proxy.port},localhost:{proxy.port},'
+    with open_store(url.replace('@', hosts)) as store:
+        assert not can_add(store)
+        wait_until(lambda: can_add(store), seconds=LONGEST)
+        database.terminate_sessions()
+        wait_until(lambda: not database.sessions())
+        assert store.add(FERN) is False
 
 
 @pytest.mark.parametrize('stored', [False, True], ids=['to insert', 'to compare'])
-def test_lost_answer_is_no_success(database, url, far, proxy, stored):
+def test_lost_answer_is_no_success(database, url, far, proxy, stored, monkeypatch):
     """If the connection is lost between sending and answer, the add is refused."""
+    monkeypatch.setattr(postgresql.table, 'ASK_EVERY', PATIENCE)
     if stored:
         far.add(FERN)
     proxy.cut(after=int(stored))

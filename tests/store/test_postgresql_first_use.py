@@ -1,18 +1,23 @@
 """The PostgreSQL store and its database: table, rights, settings, URL."""
 
 import logging
+import os
 import re
+import socket
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from urllib.parse import quote
 
 import pytest
+from contract import at_once
 from exchange import table
-from postgresql import accepts_connections, assert_refused, trigger, witness
-from waiting import PATIENCE, in_threads, wait_until
+from postgresql import NOBODY, accepts_connections, assert_refused, trigger, witness
+from waiting import FORK, PATIENCE, in_threads, wait_until
 
-from store import IdTaken, Plant, open_store, postgresql
+from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
 from store.postgresql import connection
 
 FERN = Plant(1, 'Fern')
@@ -20,7 +25,9 @@ REED = Plant(1, 'Reed')
 MOSS = Plant(2, 'Moss', 'shade')
 RIGHTS = ['SELECT ON plants', 'INSERT ON plants', 'UPDATE (id) ON plants']
 SENT = 'a secret'  # a traceback shows the lines of this module
-LOGIN = 'the database refuses the login'
+LOGIN = 'the database refuses the connection'
+ALTERED = 'the table plants changes what is added'
+FILES = 'a certificate or key for the database cannot be read'
 NO_HOST = 'no host takes plants'
 RULE = 'a rule of the table plants does not permit it'
 BUSY = 'the database is busy with other changes of the same plants'
@@ -74,6 +81,14 @@ def uses(store):
     return store.ping, partial(store.add, MOSS)
 
 
+def can_ping(store):
+    """Return whether a store is ready."""
+    with suppress(StoreUnavailable):
+        store.ping()
+        return True
+    return False
+
+
 def has_table(database, url):
     """Return whether the table exists."""
     return database.execute("SELECT to_regclass('plants')", url=url) != [(None,)]
@@ -98,7 +113,6 @@ def test_table_is_made_by_no_reader(database, url, role):
         assert_refused(DENIED, store.ping)
     with open_store(url) as store:
         assert list(store) == []
-        store.load(wait=False)
         assert not has_table(database, url)
         store.load()
         database.execute('DROP TABLE plants', url=url)
@@ -107,14 +121,72 @@ def test_table_is_made_by_no_reader(database, url, role):
     assert not has_table(database, url)
 
 
-def test_table_that_lacks_a_column_is_refused(database, url):
-    """The refusal names the column; once the table has it plants are added."""
-    database.execute('CREATE TABLE plants (id int8 PRIMARY KEY, name text)', url=url)
+MADE = 'CREATE {} TABLE plants (id {} PRIMARY KEY, name {}, tag text)'
+DOMAINS = 'CREATE DOMAIN short AS char(20); CREATE DOMAIN shorter AS short; '
+PARTS = (
+    'CREATE TABLE plants (id bigint PRIMARY KEY, name text, tag text) '
+    'PARTITION BY RANGE (id); CREATE TABLE part PARTITION OF plants DEFAULT '
+    'PARTITION BY RANGE (id); CREATE UNLOGGED TABLE deep PARTITION OF part DEFAULT'
+)
+FOREIGN = (
+    'CREATE FOREIGN DATA WRAPPER none; CREATE SERVER none FOREIGN DATA WRAPPER none; '
+    'CREATE FOREIGN TABLE plants (id bigint, name text, tag text) SERVER none'
+)
+KEPT = MADE.format('', 'bigint', 'text')
+OTHERS = {  # what is wrong with a table that another program has made
+    'lacks tag': 'CREATE TABLE plants (id bigint PRIMARY KEY, name text)',
+    'plants is UNLOGGED': MADE.format('UNLOGGED', 'bigint', 'text'),
+    'deep is UNLOGGED': PARTS,
+    'more inherits': f'{KEPT}; CREATE TABLE more () INHERITS (plants)',
+    'id is text, not bigint': MADE.format('', 'text', 'text'),
+    'id is double precision': MADE.format('', 'float8', 'text'),
+    'name is short, not text': DOMAINS + MADE.format('', 'bigint', 'shorter'),
+    'name is character,': DOMAINS + MADE.format('', 'bigint', 'short'),
+    'name is name': MADE.format('', 'bigint', 'name'),
+    'id has no unique index': KEPT.replace(' PRIMARY KEY', ''),
+    'plants is no table': KEPT.replace('plants', 'it')
+    + '; CREATE VIEW plants AS TABLE it',
+    'plants is no table,': FOREIGN,
+}
+
+
+@pytest.mark.parametrize('wrong', OTHERS)
+def test_table_that_may_lose_or_change_plants_is_refused(database, url, wrong):
+    """The refusal says what is wrong, before anything is stored or listed."""
+    database.execute(OTHERS[wrong], url=url)
     with open_store(url) as store:
-        for error in assert_refused(None, *uses(store), partial(list, store)):
-            assert 'tag' in error.detail
-        database.execute('ALTER TABLE plants ADD tag text', url=url)
-        assert store.add(MOSS) is True
+        # What is in an unlogged table may be saved.
+        reads = [] if 'UNLOGGED' in wrong else [partial(list, store)]
+        for error in assert_refused(LACKS, *uses(store), *reads):
+            assert wrong.rstrip(',') in error.detail
+        if wrong == 'lacks tag':
+            database.execute('ALTER TABLE plants ADD tag text', url=url)
+            assert store.add(MOSS) is True
+
+
+@pytest.mark.parametrize('id_type', ['smallint', 'numeric(20)', 'positive'])
+def test_table_of_another_program_keeps_plants_exactly(database, url, id_type):
+    """Other types are fine if no text changes, and if ids are sorted as numbers."""
+    database.execute(
+        'CREATE DOMAIN positive AS bigint CHECK (VALUE > 0); '
+        'CREATE DOMAIN word AS varchar(200); '
+        f'CREATE TABLE plants (id {id_type} UNIQUE, name word, tag text)',
+        url=url,
+    )
+    plants = [Plant(id, f'Fern{" " * id}', 'Wet') for id in (5, 9, 10, 100)]
+    with open_store(url) as store:
+        store.ping()
+        assert store.add_many(plants * 2) == [True] * 4 + [False] * 4
+        with pytest.raises(IdTaken):
+            store.add(plants[0]._replace(tag='wet'))
+        assert list(store) == plants
+        # PostgreSQL cuts blanks that are too many.
+        blanks = plants[0]._replace(id=99, name=f'Fern{" " * 200}')
+        assert_refused(ALTERED, partial(store.add, blanks))
+        for row in "NULL, 'Fern'", '101, NULL':  # no plant
+            database.execute(f'INSERT INTO plants VALUES ({row})', url=url)
+            assert_refused(LACKS, partial(list, store))
+            database.execute('DELETE FROM plants WHERE tag IS NULL', url=url)
 
 
 def test_second_table_is_not_made(database):
@@ -190,43 +262,47 @@ def test_plant_that_breaks_a_rule_is_refused_alone(
         store.ping()
 
 
+ALTER = 'ALTER TABLE plants {}'.format
 DROP = 'DROP TRIGGER act ON plants'
-PARTITION = (
-    'ALTER TABLE plants RENAME TO part; '
-    'CREATE TABLE plants (LIKE part INCLUDING ALL) PARTITION BY RANGE (id); '
-    'ALTER TABLE plants ATTACH PARTITION part FOR VALUES FROM (-99) TO (2); '
-    'GRANT ALL ON plants TO PUBLIC'
-)
-NO_PARTITION = 'CREATE TABLE more PARTITION OF plants FOR VALUES FROM (2) TO (999)'
-NO_KEY = 'ALTER TABLE plants DROP CONSTRAINT plants_pkey'
-# How a table refuses every plant, or changes it, and what undoes that; the reason.
+ARCHIVE = trigger('DELETE FROM plants WHERE id = NEW.id').replace('BEFORE', 'AFTER')
+ARCHIVE = ARCHIVE.replace('plpgsql;', 'plpgsql SECURITY DEFINER;')
+# What is changed under a running server, and what undoes that; the reason of refusals.
 UNFIT = {
     'function': (trigger('INSERT INTO missing VALUES (1)'), DROP, LACKS),
-    'cut': (trigger('NEW.name := left(NEW.name, 3)'), DROP, None),
-    'not unique': (NO_KEY, 'ALTER TABLE plants ADD PRIMARY KEY (id)', None),
-    'partition': (PARTITION, NO_PARTITION, RULE),
+    'cut': (trigger('NEW.name := left(NEW.name, 3)'), DROP, ALTERED),
+    'moved': (ARCHIVE, DROP, ALTERED),
+    'ignored': (trigger('RETURN NULL'), DROP, None),
+    'rule': ('CREATE RULE no AS ON INSERT TO plants DO INSTEAD NOTHING', None, LACKS),
+    'not unique': (
+        ALTER('DROP CONSTRAINT plants_pkey'),
+        ALTER('ADD PRIMARY KEY (id)'),
+        LACKS,
+    ),
+    'unlogged': (ALTER('SET UNLOGGED'), ALTER('SET LOGGED'), LACKS),
+    'padded': (ALTER('ALTER name TYPE char(20)'), ALTER('ALTER name TYPE text'), None),
 }
 
 
 @table('change, undo, reason', UNFIT)
-def test_ping_tells_that_no_add_would_work(
+def test_altered_table_acknowledges_no_changed_plant(
     database, made, role, monkeypatch, change, undo, reason
 ):
-    """If a table cannot keep plants a ping says so, and that it keeps them again."""
+    """What is not stored durably, and as it was sent, is no success; a ping says so."""
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     with open_store(role(made, *RIGHTS)) as store:
         store.add(FERN)
         store.ping()
         database.execute(change, url=made)
-        assert_refused(reason, store.ping)
+        wait_until(lambda: not can_ping(store))  # it is asked once a second
         monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
-        assert_refused(reason, store.ping)  # also between two probes
+        add = partial(store.add, Plant(3, 'Fern '))
+        # Also between two probes. Who moves plants away has them.
+        assert_refused(reason, store.ping, *[] if change == ARCHIVE else [add])
         monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
-        database.execute(undo, url=made)
-        for _ in range(10):
-            store.ping()
-        assert list(store) == [FERN]
-        assert store.add(MOSS) is True
+        if undo:
+            database.execute(undo, url=made)
+            wait_until(lambda: can_ping(store))
+            assert store.add(MOSS) is True
 
 
 def test_plants_that_a_policy_hides_are_missed(database, made, role):
@@ -334,6 +410,43 @@ def test_connection_error_shows_no_password(sealed, old, new, reason, detail, ca
     shown = ''.join(traceback.format_exception(error)) + repr(error) + caplog.text
     assert PASSWORD not in shown
     assert escaped not in shown
+
+
+def test_refusal_in_another_language():
+    """What a server says is told apart from no server; the log has its words."""
+    error = b'SFATAL\0C28P01\0MPasswort-Authentifizierung fehlgeschlagen\0\0'
+    with socket.create_server(('127.0.0.1', 0)) as listener, ThreadPoolExecutor() as it:
+
+        def answer():
+            client, _ = listener.accept()
+            with client:
+                client.recv(99)
+                client.sendall(b'E' + (len(error) + 4).to_bytes(4) + error)
+
+        it.submit(answer)
+        url = f'postgresql://x@127.0.0.1:{listener.getsockname()[1]}/x?sslmode=disable'
+        with open_store(url) as store:
+            [error] = assert_refused(LOGIN, store.ping)
+            assert 'Passwort' in error.detail
+
+
+def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
+    """With TLS in the URL the connection is refused, also if libpq would do without."""
+    (tmp_path / '.postgresql').mkdir()
+    (tmp_path / '.postgresql').chmod(0)
+    monkeypatch.setenv('HOME', str(tmp_path))
+
+    def use_as_nobody():
+        if not os.getuid():
+            os.setuid(NOBODY)
+        for parameter in 'sslmode=prefer', 'sslcert=no.crt', 'sslrootcert=no.crt':
+            with open_store(f'{url}&{parameter}') as store:
+                for error in assert_refused(FILES, *uses(store)):
+                    assert '.crt' in error.detail
+        with open_store(url) as store:
+            store.ping()
+
+    at_once(FORK.Process, use_as_nobody)
 
 
 UNKNOWN = {

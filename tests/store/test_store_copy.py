@@ -113,6 +113,23 @@ def test_damaged_source_ends_the_copy(path, make, run):
     assert plants_in(target) == plants_in(f'jsonl:{path}') == [FERN, *MANY[:1500]]
 
 
+def test_refused_plants_do_not_end_the_copy(make, database, run):
+    """Each is named with its reason; a repeat finds the others already there."""
+    source, target = make('jsonl', FERN, *MANY), make('postgresql')
+    rule = "ALTER TABLE plants ADD CHECK (id % 1250 <> 0 AND name <> 'Moss')"
+    database.execute(rule, url=target)
+    for copied in 4997, 0:
+        code, output, _ = run('copy', source, target)
+        found = f'copied: {copied}, already there: {4997 - copied}, conflicting: 0'
+        assert (code, output.splitlines()[-1]) == (1, f'{found}, refused: 4'.encode())
+        assert {*re.findall(rb'refused: {"id":(\d+),', output)} == {
+            str(id).encode() for id in range(1250, 5001, 1250)
+        }
+    database.execute('ALTER TABLE plants RENAME name TO away', url=target)
+    code, output, _ = run('copy', source, target)
+    assert (code, b'refused' in output) == (1, False)
+
+
 def test_progress_bar_on_a_terminal(make):
     """It does not mix with the other output."""
     source, target = make('jsonl', REED, *MANY[:3000]), make('jsonl', FERN)
