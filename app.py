@@ -20,7 +20,8 @@ from typing import Any
 
 import falcon
 
-from store import Plant, PlantStore, open_store
+from store import PlantStore, open_store
+from store.base import TEXTS
 from web import errors, middleware
 from web.body import PlantReader, encode, load_schemas
 from web.documents import ReadOnlyResource, document_resources
@@ -54,7 +55,7 @@ class PlantsResource:
         """Add a plant; respond with the plant without its id."""
         plant = self._reader.read(req)
         self._store.add(plant)
-        members = zip(Plant._fields[1:], plant[1:], strict=True)
+        members = zip(TEXTS, plant[1:], strict=True)
         resp.data = encode({name: text for name, text in members if text is not None})
 
 

@@ -95,7 +95,7 @@ class PlantReader:
             if '\\u' in text:  # only an escape can make a lone surrogate
                 encode(value)
             if self._schema.is_valid(value) and isinstance(value, dict):
-                plant = Plant._make(map(value.get, Plant._fields))
+                plant = Plant(*map(value.get, Plant._fields))  # type: ignore[arg-type]
                 if not _refusal(plant):
                     return plant
             faults = self._faults(value)

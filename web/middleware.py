@@ -126,7 +126,7 @@ class BearerAuth:
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         if req.path in self._public:
             return
-        scheme, _, text = (req.auth or '').partition(' ')
+        scheme, _, text = req.env.get('HTTP_AUTHORIZATION', '').partition(' ')
         text = text.strip(' \t')
         if scheme.lower() != 'bearer' or not text:
             is_start = req.path == '/' and req.method in ('GET', 'HEAD')

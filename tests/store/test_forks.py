@@ -110,27 +110,52 @@ def test_child_compares_many_new_lines_with_what_was_loaded(path):
         in_child(lambda: assert_raise(StoreCorrupt, store.ping))
 
 
-def test_killed_parent_leaves_no_lock(path):
-    """A parent that is killed in the lock leaves none to a child that does nothing."""
+@pytest.mark.parametrize('call', ['open', 'pwrite'])
+def test_killed_parent_leaves_no_lock(path, call):
+    """A parent that is killed in the lock leaves none to a child that does nothing.
+
+    Nor to a child that is forked as soon as the parent has opened the file.
+    """
     fill(path, IVY)
     reader, writer = os.pipe()
 
-    def fork_and_die(name, *arguments):
+    def fork():
+        if not os.fork():
+            os.close(writer)
+            os.read(reader, 1)  # until the test has ended
+            os._exit(0)
+
+    def open_and_fork(*arguments):
+        del disk.open  # only the first time
+        fd = disk.open(*arguments)
+        fork()
+        return fd
+
+    def die(name, *arguments):
         if name == 'pwrite' and lines(OAK) in arguments:
-            if not os.fork():
-                os.close(writer)
-                os.read(reader, 1)  # until the test has ended
+            if call == 'pwrite':
+                fork()
             os._exit(0)
 
     if not (parent := os.fork()):
-        with installed(Disk(path)) as disk:
-            disk.before = fork_and_die
-            open_store(f'jsonl:{path}').add(OAK)
+        with installed(Disk(path)) as disk, open_store(f'jsonl:{path}') as store:
+            disk.before = die
+            if call == 'open':
+                disk.open = open_and_fork
+            store.add(OAK)
         os._exit(1)
     os.close(reader)
     assert os.waitpid(parent, 0)[1] == 0
     with open(writer), open_store(f'jsonl:{path}') as store:
         assert store.add(PLANTS[1])
+
+
+def test_child_may_have_the_number_of_an_ancestor(store, monkeypatch):
+    """A process that has died leaves its number to others."""
+    number = os.getpid()
+    assert store.add(IVY)
+    monkeypatch.setattr(os, 'getpid', lambda: number)
+    in_child(partial(store.add, OAK))
 
 
 def test_killed_writers_keep_acknowledged_plants(path, tmp_path, store):
