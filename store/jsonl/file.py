@@ -198,7 +198,7 @@ class PlantFile:
                 offsets[plant.id] = end + len(buffer)
                 buffer += line
             stored[plant.id] = first
-            entry.error = None if first == plant else IdTaken(plant.id)
+            entry.error = None if first == plant else IdTaken.between(first, plant)
         # A repeat acknowledges the plant that was written first, perhaps by others,
         # and so does a refusal. Both wait until it is synced.
         if not buffer and latest < self.known.synced:
