@@ -4,7 +4,8 @@ import abc
 import re
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from store.errors import IdTaken
 
@@ -153,3 +154,27 @@ class PlantStore(abc.ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A plant on its way into the store."""
+
+    item: Any  # made by ``CommittedStore._record``
+    size: int  # in bytes
+    # Set by ``Backend.append``, or by the function that it returns.
+    new: bool = False
+    error: Exception | None = None
+
+
+class Backend(Protocol):
+    """The open part of a store, used by the committer alone."""
+
+    def append(self, batch: Sequence[Entry]) -> Callable[[], object] | None:
+        """Store plants; return the function that makes them durable, if any.
+
+        What either raises reaches all callers, the ``error`` of an entry one of them.
+        """
+
+    def ping(self) -> None: ...
+    def close(self) -> None: ...  # releases everything, also if it raises

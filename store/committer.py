@@ -4,34 +4,33 @@ A caller puts a call into a queue and waits. The *committer*, one thread of the 
 each process, takes the calls that wait as one *batch*, appends their plants, makes them
 durable with one sync, and wakes the callers; then it takes the next. All that is
 critical happens in this thread: it also opens the store, answers pings, and closes.
-A caller does none of it, since it may be interrupted between any two instructions. (In
-a load nobody waits.) If it leaves, its call leaves the queue, unless a batch has it.
+A caller does none of it, since it may be interrupted between any two instructions: its
+call then leaves the queue, unless a batch has it. (In a load nobody waits.)
 
 **The committer outlives every exception.** What is raised while a batch is served is
 the outcome of its calls. Whatever else is raised, for want of memory, ends the thread;
-but the calls that it had are kept, and the next caller, or one that looks after its
-call, starts another thread, which refuses those and goes on with the queue.
+the next caller, or one that looks after its call, starts another one, which refuses the
+calls that the last one had, and goes on with the queue.
 
-**Where syncs are slow the committer gathers.** The callers that it wakes come back with
-their next plants a moment later. A batch that began without them would make them wait
-for two syncs, and the crowd would stay split into groups that wait for each other. So
-after a slow sync the committer waits until as many callers wait as it has woken and as
+**Where syncs are slow the committer gathers.** The callers that it wakes come back a
+moment later. A batch that began without them would split the crowd into groups that
+wait for each other's syncs. So it waits until as many call as it has woken and as
 waited already, but at most for as long as that sync, or 20 ms. Where syncs are quick
-(below 1.5 ms) it does not: there the thread switches are the cost.
+(below 1.5 ms) the thread switches are the cost.
 """
 
 import abc
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter, sleep
-from typing import Any, Protocol
+from typing import Any
 
-from store import forks
-from store.base import BATCH_SIZE, Plant, PlantStore, batches, check_plant
+from store import base, forks
+from store.base import Backend, Entry, Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreError, StoreUnavailable
 from store.scheduler import THREADS, Scheduler, Wake
 
@@ -44,36 +43,11 @@ CLOSE_WITHIN = 5.0  # a write that hangs keeps its files open until it ends
 INTERRUPTED = 'the write was interrupted'
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A plant on its way into the store."""
-
-    item: Any  # made by ``CommittedStore._record``
-    size: int  # in bytes
-    # Set by ``Backend.append``, or by the function that it returns.
-    new: bool = False
-    error: Exception | None = None
-
-
-class Backend(Protocol):
-    """The open part of a store, used by the committer alone."""
-
-    def append(self, batch: Sequence[Entry]) -> Callable[[], object] | None:
-        """Store plants; return the function that makes them durable, if any.
-
-        What either raises reaches all callers, the ``error`` of an entry one of them.
-        """
-
-    def ping(self) -> None: ...
-    def close(self) -> None: ...  # releases everything, also if it raises
-
-
 class CommittedStore(PlantStore):
     """A store with a committer, which opens it when a process first uses it.
 
-    A child uses no committer of its parent: after a fork that thread does not exist,
-    and a lock that was held stays held. So a committer belongs to one process.
-    ``shown`` is the name of the store in errors.
+    A committer belongs to one process: after a fork its thread does not exist, and a
+    lock that was held stays held. ``shown`` is the name of the store in errors.
     """
 
     gather_above = 0.001_5  # seconds; only after a sync that took longer
@@ -116,8 +90,7 @@ class CommittedStore(PlantStore):
         return outcomes
 
     def ping(self) -> None:
-        # All callers that wait share one, which has not begun before they called.
-        self._committer().submit(())
+        self._committer().submit(())  # all callers that wait share one
 
     def load(self) -> None:
         self._check_open()
@@ -159,24 +132,19 @@ class _Committer:
         self._queue: deque[_Call] = deque()
         self._batch: list[_Call] = []  # taken from the queue, and without an outcome
         # When a batch last failed, and why; until one succeeds.
-        self._failure: tuple[float, StoreUnavailable] | None = None
+        self._failure: tuple[float, StoreUnavailable | None] = 0.0, None
         self._crowd = 0  # how many calls the next batch waits for, and until when
         self._gather_until = 0.0
         self._bell = store._scheduler.allocate_lock()  # released when calls wait
         self._bell.acquire()
         self._running = store._scheduler.allocate_lock()  # held by the thread
         # One wake for all: then they come back together, and share the next batch.
-        self._ring_soon, self._wake = store._scheduler.connect(
-            self._ring, lambda calls: [call.wake() for call in calls]
-        )
+        wake: Wake = lambda calls: [call.wake() for call in calls]  # noqa: E731
+        self._ring_soon, self._wake = store._scheduler.connect(self._ring, wake)
 
     # Methods of the callers, which may be interrupted anywhere.
     def submit(self, entries: Sequence[Entry], *, within: float | None = None) -> None:
-        """Return when each entry is durable or has an error.
-
-        Raise what has failed the batch, or ``StoreUnavailable`` after some seconds, by
-        default ``WAIT_WITHIN``.
-        """
+        """Return within some seconds, when each entry is durable or has an error."""
         wait, wake = self._store._scheduler.waiter()
         call = _Call(entries, sum([entry.size for entry in entries]), wake)
         began = perf_counter()
@@ -187,29 +155,26 @@ class _Committer:
             self._ring_soon()
             if self._store._closed:  # perhaps since then: no batch takes it
                 raise StoreClosed
-            left = deadline - began
-            while not (wait(min(left, LOOK_EVERY)) or call.has_ended):
-                left = self._look_after(began, deadline)
-            if call.error is not None:
-                # Its traceback would grow with each caller that raises it.
+            while not (wait(min(deadline - began, LOOK_EVERY)) or call.has_ended):
+                self._look_after(began, deadline)
+            if call.error is not None:  # without a traceback that grows with each raise
                 raise call.error.with_traceback(None)
         except BaseException:
             with suppress(ValueError):  # a batch has it
                 self._queue.remove(call)
             raise
 
-    def _look_after(self, began: float, deadline: float) -> float:
-        """Return how long a call may still wait, or raise why it has to end."""
+    def _look_after(self, began: float, deadline: float) -> None:
+        """Have a call served that waits for long, or raise why it has to end."""
         self._start_thread()  # the last one may have ended with an exception
         self._ring()  # what should have rung may have been interrupted
-        if self._failure is not None and deadline < inf:
-            at, error = self._failure
-            if at > began:  # an older one says nothing about this call
-                raise error.with_traceback(None)
-        if (left := deadline - perf_counter()) <= 0:
+        failed_at, failure = self._failure
+        # An older one says nothing about this call; a bulk add waits for its own.
+        if failure is not None and began < failed_at and deadline < inf:
+            raise failure.with_traceback(None)
+        if perf_counter() >= deadline:
             state = 'did not answer in time' if self._backend else 'is being opened'
             raise StoreUnavailable(f'the store {state}', store=self._store._shown)
-        return left
 
     def _start_thread(self) -> None:
         if not self._running.locked():
@@ -230,7 +195,7 @@ class _Committer:
             with suppress(RuntimeError):  # it rings already
                 self._bell.release()
 
-    # Methods of the thread, which no caller interrupts.
+    # What follows is of the thread, which no caller interrupts.
     def _run(self) -> None:
         try:
             if not self._running.locked():  # no other caller was faster
@@ -251,10 +216,9 @@ class _Committer:
             except BaseException as ex:
                 self._fail(self._batch, ex)
             self._end_batch()
-        if self._backend is not None:
-            with suppress(Exception):
+        with suppress(Exception):
+            if self._backend is not None:
                 self._backend.close()
-            self._backend = None
 
     def _gather(self) -> None:
         """Wait for calls: after a slow sync for a crowd, for some milliseconds."""
@@ -270,7 +234,7 @@ class _Committer:
         """Move calls from the queue into the batch, as many as one write may have."""
         total = 0
         with suppress(IndexError, ValueError):  # no call is left, or one has just left
-            while not self._batch or total + self._queue[0].size <= BATCH_SIZE:
+            while not self._batch or total + self._queue[0].size <= base.BATCH_SIZE:
                 call = self._queue[0]
                 total += call.size
                 self._batch.append(call)  # first: whatever happens, it has a place
@@ -278,9 +242,8 @@ class _Committer:
 
     def _commit(self) -> None:
         """Serve the calls of the batch: the adds, then the pings."""
-        adds = [call for call in self._batch if call.entries]
+        took, adds = 0.0, [call for call in self._batch if call.entries]
         pings = [call for call in self._batch if not call.entries]
-        took = 0.0
         for calls in filter(None, (adds, pings)):
             try:
                 if self._backend is None:
@@ -289,13 +252,12 @@ class _Committer:
                     took = self._append(self._backend, calls)
                 else:
                     self._backend.ping()
-                self._failure = None
+                self._failure = 0.0, None
             except BaseException as ex:
                 self._fail(calls, ex)
-        # Counted before anybody is woken: the first come back before the last is woken.
-        is_slow = took > self._store.gather_above
         self._gather_until = perf_counter() + min(took, self._store.gather_within)
-        self._crowd = len(self._batch) + len(self._queue) if is_slow else 0
+        if took > self._store.gather_above:  # counted before the first comes back
+            self._crowd = len(self._batch) + len(self._queue)
 
     def _append(self, backend: Backend, calls: Sequence[_Call]) -> float:
         """Store the plants of some calls; return how long the sync took."""
@@ -318,9 +280,7 @@ class _Committer:
             error = StoreUnavailable(INTERRUPTED, **shown)
         if isinstance(error, StoreUnavailable):
             self._failure = perf_counter(), error
-        # It also hides the error of an entry, which may rest on another entry of this
-        # very batch, which is now not stored.
-        for call in calls:
+        for call in calls:  # also if an entry has one, which may rest on another entry
             call.error = error
 
     def _end_batch(self, error: Exception | None = None) -> None:

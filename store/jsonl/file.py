@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from store import forks
-from store.base import Plant
-from store.committer import Entry
+from store.base import Entry, Plant
 from store.errors import IdTaken, StoreUnavailable
 from store.jsonl import disk, lock, recovery
 from store.jsonl.known import REPEATED, UNSYNCED, Known

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 
-from store.base import Plant, characters
-from store.committer import CommittedStore, Entry
+from store.base import Entry, Plant, characters
+from store.committer import CommittedStore
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
 from store.postgresql.database import Target, Unavailable

@@ -90,7 +90,7 @@ def failing(error):
 )
 def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
     """Plants that wait are one batch, in their order; it has at most BATCH_SIZE."""
-    monkeypatch.setattr(committer, 'BATCH_SIZE', 100)
+    monkeypatch.setattr(committer.base, 'BATCH_SIZE', 100)
     with Commits() as store:
         seen, gate = [], Gate()
         store.on_sync = lambda *sync: seen.append((sync[0], sync[1] >= 0))
