@@ -160,11 +160,14 @@ def test_load(path, error):
     def attempt(nth, error):
         swept, new = Sweep(nth, error), JSONLinesStore(path)
         swept.armed = True
-        sys.setprofile(swept.profile)
-        with suppress(MemoryError, StoreUnavailable):
+        try:
+            sys.setprofile(swept.profile)
             new.load()
-        swept.armed = False
-        sys.setprofile(None)
+        except (MemoryError, StoreUnavailable):
+            pass
+        finally:
+            swept.armed = False
+            sys.setprofile(None)
         assert path.read_bytes() == ONE
         return swept
 
