@@ -65,7 +65,6 @@ class PlantFile:
         self._failed_write = 0  # the length of the latest write, if it failed
         self._to_say: list[tuple[int, str]] = []  # levels and lines of the log
         with disk.unavailable(path):
-            disk.check_directory(path)
             disk.check_name(path)
             self._file = forks.opened(partial(disk.open_file, path, within=within))
             self._fd = self._file.fileno()
@@ -155,6 +154,7 @@ class PlantFile:
         stuck = -1  # where such a read got no further: at damage, or a torn tail
         try:
             with disk.unavailable(self._path):
+                disk.check_directory(self._path)
                 while True:
                     try:
                         lock.take(self._path, self._fd, within=self._within)

@@ -1,7 +1,10 @@
 """The plant file itself: how it is made, and what happens to it under a store."""
 
+import fcntl
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from contract import FORK, at_once
-from disk import append, assert_raise, assert_stored, files, fill, lines
+from disk import Gate, append, assert_raise, assert_stored, files, fill, lines
 from machine import locked, open_files
+from server import REPOSITORY, finished
 from waiting import wait_until
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
+from store.jsonl import file as plant_file
 from store.jsonl import lock as plant_lock
 from store.jsonl.repair import Verified, verify
 
@@ -196,3 +201,130 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch):
         assert not_open.add(MOSS)  # an error releases it
         store.ping()
     assert path.read_bytes() == lines(FERN, MOSS)
+
+
+def test_name_leaves_room_for_side_files(path):
+    """A name that leaves none is refused at the open, before a repair needs one."""
+    name = 'p' * (os.pathconf(path.parent, 'PC_NAME_MAX') - 5)
+    store = JSONLinesStore(path.with_name(name))
+    assert_raise(StoreUnavailable, store.ping, match='too long')
+
+
+def test_directory_that_becomes_read_only(path, monkeypatch):
+    """An add and a ping say the same: no side file could be made."""
+    with JSONLinesStore(path) as store:
+        store.add(FERN)
+        monkeypatch.setattr(os, 'access', lambda *_, **how: False)
+        assert_raise(
+            StoreUnavailable, store.ping, partial(store.add, MOSS), match='dir'
+        )
+        monkeypatch.undo()
+        assert store.add(MOSS)
+
+
+def test_new_file_is_a_warning(path, caplog):
+    """Its disk may not be mounted; a load says how many plants there are."""
+    caplog.set_level('INFO')
+    JSONLinesStore(path)
+    assert caplog.records[0].levelname == 'WARNING'
+    assert str(path) in caplog.text
+    fill(path, *PLANTS)
+    caplog.clear()
+    JSONLinesStore(path).load()
+    assert f'{path}: it has 3 plants' in caplog.text
+
+
+CLOSED = """import os, sys
+for number in range(3):
+    os.close(number)
+from store import Plant, open_store
+with open_store('jsonl:' + sys.argv[1]) as store:
+    store.add(Plant(1, 'Fern'))
+    for number in range(3):
+        os.write(number, b'a message of a C library, in a place of its own')
+    store.add(Plant(2, 'Moss', 'shade'))
+"""
+
+
+def test_no_file_is_a_standard_stream(path):
+    """What is written to a stream that was closed does not get into the plant file."""
+    done = finished([sys.executable, '-c', CLOSED, str(path)], cwd=REPOSITORY)
+    assert (done.returncode, path.read_bytes()) == (0, lines(FERN, MOSS))
+
+
+@pytest.mark.skipif(not hasattr(fcntl, 'F_SETLEASE'), reason='of Linux')
+def test_lease_of_another_program_is_waited_for(path):
+    """As Samba has one: an open that would block is tried again for some seconds."""
+    fill(path, FERN)
+    with path.open('rb+') as held, JSONLinesStore(path) as store:
+        before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with ThreadPoolExecutor(1) as pool:
+            added = pool.submit(store.add, MOSS)
+            with pytest.raises(TimeoutError):
+                added.result(0.1)
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            assert added.result()
+        signal.signal(signal.SIGIO, before)
+
+
+def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch):
+    """Others go on beside a store that is far behind, or that opens."""
+    monkeypatch.setattr(plant_file, 'NEAR', 1000)
+    far = [Plant(id, 'Oak' * 99) for id in range(100, 120)]
+    with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
+        store.add(FERN)
+        other.add_many(far)
+        gate = Gate()
+
+        def before(name, *arguments):
+            if name == 'pread' and arguments[1] > 1000:
+                gate()
+
+        disk.before = before
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(store.add, MOSS)
+            gate.wait_for()
+            assert other.add(OAK)
+            gate.set()
+            assert late.result()
+        disk.resume()
+        assert_stored(store, [FERN, MOSS, OAK, *far])
+
+
+def test_load_waits_for_the_lock(path, monkeypatch):
+    """As long as it takes: a repair may hold it for minutes."""
+    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.01)
+    fill(path, FERN)
+    with ThreadPoolExecutor(1) as pool:
+        with locked(path):
+            loaded = pool.submit(JSONLinesStore(path).load)
+            with pytest.raises(TimeoutError):
+                loaded.result(0.1)
+        assert loaded.result() is None
+
+
+def test_bulk_add_writes_little_at_once(path, disk):
+    """A write has 1 MiB, in bytes, or one plant: so much may be unsynced at a crash."""
+    sizes = []
+
+    def before(name, *arguments):
+        if name == 'pwrite':
+            sizes.append(len(arguments[1]))
+
+    disk.before = before
+    with JSONLinesStore(path) as store:
+        store.add_many([Plant(id, '\1' * 50_000) for id in range(20)])
+    assert len(sizes) > 5
+    assert max(sizes) <= 2**20
+
+
+def test_id_that_was_edited_in_place_is_known_after_a_reload(path):
+    """A reload reads the whole file, also if its size and its end are as before."""
+    fill(path, *PLANTS, Plant(10, 'Fern' * 99))
+    served = JSONLinesStore(path)
+    served.load()
+    path.write_bytes(path.read_bytes().replace(b'{"id":1,', b'{"id":7,'))
+    reloaded = JSONLinesStore(path, create=False)
+    reloaded.load()
+    assert_stored(reloaded, [FERN._replace(id=7), MOSS], free=[1])
