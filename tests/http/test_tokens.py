@@ -16,7 +16,7 @@ from machine import only_worker
 from rawclient import TOKEN
 from server import Server, request
 from test_contract import FERN
-from waiting import in_child, in_threads, wait_until
+from waiting import FORK, PATIENCE, in_threads, wait_until
 from wsgiclient import OTHER, Client
 
 from app import create_app
@@ -245,7 +245,10 @@ def test_broken_tokens_file_keeps_the_old_tokens(
     assert 'plants_token_reload_failures_total 1.0\n' in metrics.text
     # A process that was idle knows that another one has read newer tokens.
     replace(path, TOKEN)
-    in_child(lambda: tokens.find(TOKEN) or 1 / 0)
+    child = FORK.Process(target=tokens.find, args=[TOKEN])
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
     damage(path)
     for token in TOKEN, OTHER:
         assert value_of(client, f'Bearer {token}') == 50300
