@@ -100,6 +100,7 @@ def test_program_runs(tmp_path, code):
     if serves:
         code += ADD.replace('PREFIX', prefix)
     environment = {'PATH': os.environ['PATH'], 'PYTHONPATH': str(REPOSITORY)}
+    (tmp_path / 'plants.jsonl').touch()  # a new one is told
     done = finished([sys.executable, '-c', code], cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, '')
     if serves:
@@ -119,6 +120,7 @@ def test_listed_packages_suffice(tmp_path):
             with suppress(FileExistsError):
                 (tmp_path / top).symlink_to(distribution(name).locate_file(top))
     program += blocks('python', page)[0].values[0] + 'store.ping()'
+    (tmp_path / 'plants.jsonl').touch()  # a new one is told
     done = finished(
         [sys.executable, '-ISc', program, tmp_path, REPOSITORY], cwd=tmp_path
     )
