@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -57,9 +57,14 @@ def make_file(path: Path) -> None:
 
 def check_directory(path: Path) -> None:
     """Refuse a directory in which ``copy_aside`` and ``try_write`` would fail."""
-    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+    if not os.access(_directory(path), os.W_OK | os.X_OK, effective_ids=True):
         reason = 'its directory cannot be written to'
         raise StoreUnavailable(reason, store=str(path), detail=_owner(path.parent))
+
+
+@cache  # it is asked for each batch
+def _directory(path: Path) -> str:
+    return str(path.parent)
 
 
 def check_name(path: Path) -> None:

@@ -160,10 +160,13 @@ class PlantFile:
                         lock.take(self._path, self._fd, within=self._within)
                         self._check_sync()
                         size = self.known.check(self._fd)
-                        end, whole = self.known.end, self._whole(size)
-                        if whole - end <= NEAR or end == stuck:
+                        end = self.known.end
+                        if size - end <= NEAR or end == stuck:
                             self._catch_up(size, is_opening=is_opening)
                             return use()
+                        # Nobody takes lines back, but a torn tail is cut off.
+                        is_torn = os.pread(self._fd, 1, size - 1) != b'\n'
+                        whole = size - UNSYNCED * is_torn
                     finally:
                         try:
                             lock.release(self._fd)
@@ -227,11 +230,6 @@ class PlantFile:
             disk.write(self._fd, data, start)
             start += len(data)
         return end
-
-    def _whole(self, size: int) -> int:
-        """Return up to where nobody takes lines back: a torn tail is cut off."""
-        is_torn = os.pread(self._fd, 1, max(0, size - 1)) != b'\n'
-        return size - UNSYNCED * is_torn
 
     def _catch_up(self, size: int, *, is_opening: bool) -> None:
         """Know all lines up to the end of the file, and mend that end."""

@@ -53,14 +53,17 @@ class Index:
         return None if self._base is None else self._base.find(id)
 
     def add(self, id: int, offset: int) -> None:
-        """Enter a line. REQUIRES: ``find`` does not know its id."""
+        """Enter a line, perhaps in the place of one that does not count."""
         number = (id * self._factor & _MASK) >> _SHIFT
         both = self._partitions[number]
         half = len(both) // 2
         place = bisect_left(both, id, 0, half)
         new = both[:]
-        new.insert(half + place, offset)
-        new.insert(place, id)
+        if place < half and both[place] == id:
+            new[half + place] = offset
+        else:
+            new.insert(half + place, offset)
+            new.insert(place, id)
         self._partitions[number] = new
 
     def enter(self, ids: Iterable[int], offsets: Iterable[int]) -> Repeats:

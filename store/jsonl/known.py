@@ -62,7 +62,7 @@ class Known:
     """
 
     def __init__(self, path: Path, fd: int, length: memoryview) -> None:
-        self._path = path
+        self._path, self._name = path, str(path)
         self._file = os.fstat(fd)
         self._length = length
         self.synced = 0
@@ -90,7 +90,7 @@ class Known:
         If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
-        status, (_, end, tail) = os.stat(self._path), self._read
+        status, (_, end, tail) = os.stat(self._name), self._read
         if not os.path.samestat(status, self._file):
             raise self._refusal(REPLACED, ACCEPTED)
         if not status.st_nlink:
@@ -151,10 +151,7 @@ class Known:
         """Note lines that this process has written at the end. REQUIRES: the lock."""
         index, end, tail = self._read
         for id, offset in offsets.items():
-            if (entered := index.find(id)) is None:
-                index.add(id, offset)
-            elif entered != offset:  # by a read that failed, of a file that was cut
-                raise self._refusal(CHANGED)
+            index.add(id, offset)
         end += len(lines)
         self._length[0] = end
         self._read = Read(index, end, (tail + lines[-TAIL:])[-TAIL:])
