@@ -14,4 +14,4 @@ from store.scheduler import Scheduler as Scheduler
 from store.url import DEFAULT_URL as DEFAULT_URL
 from store.url import open_store as open_store
 
-__version__ = '2.0.0'
+__version__ = '2.1.0'
