@@ -1,22 +1,24 @@
 """The embedded store: a file of JSON lines, shared by any number of processes."""
 
+import fcntl
 import logging
 import math
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from store.base import Plant
 from store.committer import CommittedStore
-from store.jsonl import disk, record, recovery
+from store.jsonl import disk, lock, record, recovery
 from store.jsonl.file import PlantFile
 from store.jsonl.known import Known
-from store.jsonl.lock import LOCK_WITHIN
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
+
+READ_WITHIN = 0.5  # seconds before a fork; what is left, the child reads
 
 
 class JSONLinesStore(CommittedStore):
@@ -51,7 +53,7 @@ class JSONLinesStore(CommittedStore):
         line = record.encode(plant)
         return (plant, line), len(line)
 
-    def _open_backend(self, within: float = LOCK_WITHIN) -> PlantFile:
+    def _open_backend(self, within: float = lock.LOCK_WITHIN) -> PlantFile:
         inherited = self._known.child() if self._known else None
         return PlantFile(self.path, self._length, inherited, within)
 
@@ -64,3 +66,14 @@ class JSONLinesStore(CommittedStore):
             file.ping()
         self._known = file.known
         log.info('%s: it has %d plants', self.path, len(file.known))
+
+    def read_on(self) -> None:
+        if self._known is None:
+            return
+        with recovery.opened(self.path) as fd, suppress(BlockingIOError):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                size = self._known.check_whole(fd)
+            finally:
+                lock.release(fd)
+            self._known.read_on(fd, size, within=READ_WITHIN)

@@ -164,9 +164,7 @@ class PlantFile:
                         if size - end <= NEAR or end == stuck:
                             self._catch_up(size, is_opening=is_opening)
                             return use()
-                        # Nobody takes lines back, but a torn tail is cut off.
-                        is_torn = os.pread(self._fd, 1, size - 1) != b'\n'
-                        whole = size - UNSYNCED * is_torn
+                        whole = self.known.check_whole(self._fd)
                     finally:
                         try:
                             lock.release(self._fd)

@@ -22,6 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -101,23 +102,38 @@ class Known:
             raise self._refusal(CHANGED)
         return status.st_size
 
-    def read_on(self, fd: int, size: int, *, says_progress: bool = False) -> None:
+    def check_whole(self, fd: int) -> int:
+        """Check, and return up to where no line is taken back, as a torn tail is.
+
+        REQUIRES: the lock. It need not be held while these lines are read.
+        """
+        size = self.check(fd)
+        return size - UNSYNCED * (os.pread(fd, 1, max(0, size - 1)) != b'\n')
+
+    def read_on(
+        self, fd: int, size: int, *, within: float = inf, says_progress: bool = False
+    ) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
 
         The end moves when a piece has been read, entered and compared. Many lines, of
-        which none is known, are one piece, and sorted at its end.
+        which none is known, are one piece, and sorted at its end; not ``within`` a
+        number of seconds.
 
         Raises:
             Damage: Two of them are different plants with one id.
         """
         read = self._read
-        is_load = size - read.end > disk.CHUNK and read.end == first_offset(fd)
+        late = time.monotonic() + within
+        is_many = within == inf and size - read.end > disk.CHUNK
+        is_load = is_many and read.end == first_offset(fd)
         index = Index() if is_load else read.plants
         for ids, offsets, read in self._scan(fd, size, index, says_progress):
             if is_load:
                 index.load(ids, offsets)
             else:
                 self._move(fd, index.enter(ids, offsets), read)
+                if time.monotonic() > late:
+                    break
         if is_load:
             self._move(fd, index.sort(), read)
 
