@@ -37,6 +37,7 @@ class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the cla
     settings: Settings  # this and what follows is set by a server, for its own use
     store: PlantStore
     tls: Any
+    metrics: Any = None  # web.metrics.Metrics, whose package is optional
 
     def __init__(self, middleware: list[Any]) -> None:
         super().__init__(request_type=PlantsRequest, middleware=middleware)
@@ -99,9 +100,10 @@ def create_app(
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
 
-        routes['/metrics'] = measure = Metrics(store, tokens)
-        layers.insert(0, measure)
+        routes['/metrics'] = metrics = Metrics(store, tokens)
+        layers.insert(0, metrics)
     app = PlantsApp(layers)
+    app.metrics = routes.get('/metrics')
     app.max_body_bytes = max_body_bytes
     for path, resource in routes.items():
         app.add_route(path, resource)

@@ -86,14 +86,13 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     store = open_store(settings.store, create=False, scheduler=scheduler)
     try:
         tempfile.TemporaryFile(dir=cfg.worker_tmp_dir).close()  # as for each worker
-        if opens and settings.metrics_token:
-            from web.metrics import share  # its package is optional
-
-            with _as_user(cfg):
-                share(cfg.worker_tmp_dir)
         tokens = settings.tokens or MADE_TOKEN
         app = create_app(store, tokens=tokens, **settings.app_options())
         app.settings, app.store = settings, store
+        if app.metrics:
+            app.metrics.share(served and served.metrics)
+            if 'PROMETHEUS_MULTIPROC_DIR' in environ:
+                log.warning('PROMETHEUS_MULTIPROC_DIR: it has no effect here')
         with _as_user(cfg):
             app.tls = ssl_context(cfg) if cfg.is_ssl else None
             if opens:
@@ -246,7 +245,12 @@ def say(server: Any, what: str) -> None:
 
 
 def pre_fork(server: Any, worker: Any) -> None:
-    """Have the worker inherit the tokens that are valid now, and none from before."""
+    """Have the worker inherit the tokens that are valid now, and none from before.
+
+    It has the lowest number that no living process of this server has.
+    """
+    taken = {0, *(each.number for each in server.WORKERS.values())}
+    worker.number = min({*range(len(taken) + 1)} - taken)
     if tokens := server.app.callable.settings.tokens:
         tokens.refresh()
 
@@ -254,3 +258,5 @@ def pre_fork(server: Any, worker: Any) -> None:
 def post_worker_init(worker: Any) -> None:
     """Ignore SIGHUP, which also the workers get when a terminal is closed."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if metrics := worker.app.callable.metrics:
+        metrics.number = worker.number

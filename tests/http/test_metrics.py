@@ -1,6 +1,5 @@
 """``/metrics``: what it reports of one process; several are in ``tests/serving``."""
 
-import pytest
 from exchange import parse_samples
 from test_contract import FERN, faulty_store
 
@@ -62,11 +61,3 @@ def test_all_applications_of_a_store_count_its_syncs(serve, path):
         for client in clients:
             assert 'plants_store_sync_seconds_count 1.0\n' in read_metrics(client)
         assert calls == [1]
-
-
-def test_directory_of_counters_that_is_missing_is_named(serve, store, monkeypatch):
-    """Also if it is set and empty."""
-    for name in ('', 'no/such/directory'):
-        monkeypatch.setenv('PROMETHEUS_MULTIPROC_DIR', name)
-        with pytest.raises(ValueError, match='PROMETHEUS_MULTIPROC_DIR: '):
-            serve(store, metrics_token='for-metrics')

@@ -54,7 +54,6 @@ DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 TAKEN = {OPTIONS: '--bind=127.0.0.1:{} --worker-tmp-dir=.'}
 WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
 SOCKETS = ['LISTEN_FDS', 'LISTEN_PID']
-COUNTERS = 'PROMETHEUS_MULTIPROC_DIR', 'PLANTS_METRICS_TOKEN'
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --threads=2'
 NAMES = [f'{word.replace("-", "_")}: ' for word in re.findall(r'--([a-z-]+)', IDLE)]
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
@@ -69,7 +68,6 @@ REFUSED = {
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
     'taken address': (TAKEN | {'PLANTS_METRICS_TOKEN': 'm' * 30}, ['-b', 'in use'], 0),
     'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
-    'counters': (dict(zip(COUNTERS, ['no', 'm'], strict=True)), [*COUNTERS[:1]], 1),
 }
 
 
