@@ -26,7 +26,7 @@ from web import errors, middleware
 from web.body import PlantReader, encode, load_schemas
 from web.documents import ReadOnlyResource, document_resources
 from web.middleware import PlantsRequest
-from web.settings import DEFAULT_MAX_BODY_BYTES, Settings
+from web.settings import Settings
 from web.tokens import Tokens, make_token, show_token
 
 
@@ -64,7 +64,7 @@ def create_app(
     store: PlantStore,
     *,
     tokens: Tokens | Mapping[str, str] | Iterable[str],
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    max_body_bytes: int = Settings.max_body_bytes,
     metrics_token: str | None = None,
     cors_origins: Iterable[str] = (),
 ) -> PlantsApp:
@@ -94,9 +94,8 @@ def create_app(
     routes: dict[str, object] = {**public, '/plants': PlantsResource(store, reader)}
     # Requests pass through these in this order, responses in reverse order.
     cors = [middleware.CrossOrigin(cors_origins)] if cors_origins else []
-    auth = middleware.BearerAuth(tokens, public, metrics_token)
-    layers: list[Any] = [middleware.RequestLog(), *cors, auth]
-    layers.append(middleware.StrictRouting())
+    gate = middleware.Gate(tokens, public, metrics_token)
+    layers: list[Any] = [middleware.RequestLog(), *cors, gate]
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
 

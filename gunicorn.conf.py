@@ -15,7 +15,7 @@ if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
 from serving import lifecycle
 from serving.log import PlantsLogger
 from serving.worker import PlantsWorker
-from web.settings import is_in_memory
+from web.settings import is_set
 
 # ---- what to run
 
@@ -33,7 +33,7 @@ if 'WEB_CONCURRENCY' not in os.environ:
     workers = os.cpu_count() or 1
     if hasattr(os, 'sched_getaffinity'):  # macOS has none
         workers = len(os.sched_getaffinity(0))
-    if is_in_memory(os.environ):
+    if is_set(os.environ, 'PLANTS_STORE', 'memory:'):
         workers = 1
 # For each worker. A connection takes some KiB (docs/deploying.md) and no thread.
 worker_connections = 1_000

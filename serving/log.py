@@ -13,7 +13,7 @@ from gunicorn.glogging import Logger
 from gunicorn.util import check_is_writable
 
 from store.masking import escaped
-from web.settings import is_json_log
+from web.settings import is_set
 
 
 class TextFormatter(logging.Formatter):
@@ -77,7 +77,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         # Switches to save time: our lines show no thread, process name or source file.
         logging.logThreads = logging.logMultiprocessing = False
         logging._srcfile = None
-        is_json = is_json_log(os.environ | cfg.env)  # gunicorn sets raw_env later
+        environ = os.environ | cfg.env  # gunicorn sets raw_env later
+        is_json = is_set(environ, 'PLANTS_LOG', 'json')
         configured = cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json
         # Any text can be written, under any locale; what is configured keeps its own.
         how = {'errors': 'backslashreplace'}

@@ -23,7 +23,6 @@ _HEADERS = {
 
 # The files of the page, ours and those of Swagger UI. No other file is served.
 _PAGE = 'docs.html', 'docs.css', 'docs.js', 'swagger-ui.css', 'swagger-ui-bundle.js'
-_TYPES = {'.html': 'text/html', '.css': 'text/css', '.js': 'text/javascript'}
 
 
 @dataclass(eq=False)
@@ -47,25 +46,24 @@ def document_resources(
     files: dict[str, Any], max_body_bytes: int, *, metrics: bool
 ) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path."""
-    template = Path(__file__).with_name('openapi.json').read_bytes()
+    template = Path(__file__).with_name('openapi.json').read_text('utf-8')
+    template = template.replace('{max_body_bytes}', str(max_body_bytes))
     description: dict[str, Any] = json.loads(template)
     description['info']['version'] = __version__
     description['components']['schemas'] = {
         file.removesuffix('.json'): _merged(schema, files)
         for file, schema in files.items()
     }
-    body = description['paths']['/plants']['post']['requestBody']
-    body['description'] = body['description'].format(max_body_bytes=max_body_bytes)
     if not metrics:
         del description['paths']['/metrics']
     encoded = encode(description)
     resources = {'/openapi.json': ReadOnlyResource(lambda: encoded, max_age=0)}
     for name in _PAGE:
         read = cache(partial(_read_page, name))  # all clients share the bytes
-        kind = f'{_TYPES[Path(name).suffix]}; charset=utf-8'
+        kind = name.split('.')[-1].replace('js', 'javascript')
         path = '/docs' if name == 'docs.html' else f'/docs/{name}'
         max_age = 86_400 * name.startswith('swagger')  # changes with its package only
-        resources[path] = ReadOnlyResource(read, kind, max_age)
+        resources[path] = ReadOnlyResource(read, f'text/{kind}; charset=utf-8', max_age)
     return resources
 
 

@@ -44,7 +44,25 @@ class Fault(Exception):
 
 def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> None:
     """Answer an exception with an ``Error``; an error handler of the application."""
-    fault = _as_fault(ex, req.id)
+    match ex:
+        case Fault():
+            fault = ex
+        case falcon.HTTPError(status_code=404):
+            fault = Fault(ErrorValue.NO_SUCH_PATH, 'no such path; plants go to /plants')
+        case falcon.HTTPError():
+            fault = Fault(100 * ex.status_code, ex.description or ex.title)
+        case IdTaken():
+            fault = Fault(ErrorValue.ID_TAKEN, str(ex))
+        case StoreError():
+            log.error('%s: %s', req.id, ex)
+            reason, seconds = 'see the log of the server', '60'  # an operator must act
+            if isinstance(ex, StoreUnavailable):
+                reason, seconds = ex.reason, '1'
+            message = f'the store cannot take plants now: {reason}'
+            fault = Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after=seconds)
+        case _:
+            log.exception('%s: unexpected exception', req.id)
+            fault = Fault(ErrorValue.INTERNAL, 'an unexpected fault of the service')
     req.error = int(fault.value)
     # A status line: agents that wrap Falcon expect one.
     resp.status = falcon.code_to_http_status(fault.value // 100)
@@ -53,26 +71,3 @@ def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> No
     resp.content_type = falcon.MEDIA_JSON
     error = {'error': int(fault.value), 'message': str(fault)}
     resp.data = json.dumps(error, ensure_ascii=False).encode()
-
-
-def _as_fault(ex: Exception, request_id: str) -> Fault:
-    """Return the fault that answers an exception; log the faults of the server."""
-    match ex:
-        case Fault():
-            return ex
-        case falcon.HTTPError(status_code=404):
-            return Fault(ErrorValue.NO_SUCH_PATH, 'no such path; plants go to /plants')
-        case falcon.HTTPError():
-            return Fault(100 * ex.status_code, ex.description or ex.title)
-        case IdTaken():
-            return Fault(ErrorValue.ID_TAKEN, str(ex))
-        case StoreError():
-            log.error('%s: %s', request_id, ex)
-            reason, seconds = 'see the log of the server', '60'  # an operator must act
-            if isinstance(ex, StoreUnavailable):
-                reason, seconds = ex.reason, '1'
-            message = f'the store cannot take plants now: {reason}'
-            return Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after=seconds)
-        case _:
-            log.exception('%s: unexpected exception', request_id)
-            return Fault(ErrorValue.INTERNAL, 'an unexpected fault of the service')

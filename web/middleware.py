@@ -35,10 +35,9 @@ class PlantsRequest(falcon.Request):
         self.began = time.perf_counter()
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, *args, **options)
-        if self.method == 'WEBSOCKET':
-            # Falcon answers 400 to this method before any middleware runs, so without a
-            # request id and a check of the token. In lower case it is just unknown.
-            self.method = 'websocket'
+        # Falcon answers 400 to this method before any middleware runs, so without a
+        # request id and a check of the token. In lower case it is just unknown.
+        self.method = self.method.replace('WEBSOCKET', 'websocket')
 
 
 class RequestLog:
@@ -107,18 +106,17 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
         resp.append_header('Vary', 'Origin')
 
 
-class BearerAuth:
+class Gate:
     """Middleware: without a bearer token (RFC 6750) only ``public`` paths are open.
 
-    It runs before the router, so it does not tell which other paths exist.
+    It asks for it before the router, so it does not tell which other paths exist.
     """
 
     def __init__(
         self, tokens: Tokens, public: Iterable[str], metrics_token: str | None
     ) -> None:
-        self._tokens = tokens
+        self._tokens = self._for_metrics = tokens
         self._public = frozenset(public)
-        self._for_metrics = tokens
         if metrics_token:
             tokens.refuse(metrics_token)
             self._for_metrics = Tokens({'metrics': metrics_token})
@@ -146,11 +144,8 @@ class BearerAuth:
             raise Fault(ErrorValue.INVALID_TOKEN, message, www_authenticate=challenge)
         req.token_name = name or '-'
 
-
-class StrictRouting:
-    """Middleware: 404 for ``//plants``, 405 for OPTIONS; Falcon would answer both."""
-
     def process_resource(self, req: Any, resp: Any, resource: Any, *_: Any) -> None:
+        """Refuse ``//plants`` with 404, OPTIONS with 405; Falcon would answer both."""
         if req.path != req.uri_template:
             raise falcon.HTTPNotFound()
         if not (req.method.isupper() and hasattr(resource, f'on_{req.method.lower()}')):

@@ -14,22 +14,15 @@ from store.jsonl.record import LONGEST
 from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
-DEFAULT_MAX_BODY_BYTES = 65_536
-
 VARIABLES = (
     *('PLANTS_STORE', 'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE', 'PLANTS_MAX_BODY'),
     *('PLANTS_LOG', 'PLANTS_METRICS_TOKEN', 'PLANTS_CORS_ORIGINS'),
 )
 
 
-def is_in_memory(environ: Mapping[str, str]) -> bool:
-    """Whether the store is in memory: each process would have plants of its own."""
-    return environ.get('PLANTS_STORE', '').strip() == 'memory:'
-
-
-def is_json_log(environ: Mapping[str, str]) -> bool:
-    """Whether the log is JSON; needed before a bad setting can be reported."""
-    return environ.get('PLANTS_LOG', '').strip() == 'json'
+def is_set(environ: Mapping[str, str], name: str, text: str) -> bool:
+    """Whether a variable has a value, asked before a bad one can be reported."""
+    return environ.get(name, '').strip() == text
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class Settings:
 
     store: str = field(default=DEFAULT_URL, repr=False)  # it may have a password
     tokens: Tokens | None = None  # None: no token is configured
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_body_bytes: int = 65_536
     metrics_token: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()  # whose pages may read answers; * means all
 
@@ -60,8 +53,7 @@ class Settings:
 
     def app_options(self) -> dict[str, Any]:
         """Return the arguments of ``create_app``, without store and tokens."""
-        others = 'store', 'tokens'
-        return {name: own for name, own in vars(self).items() if name not in others}
+        return {k: v for k, v in vars(self).items() if k not in ('store', 'tokens')}
 
 
 def _read(name: str, text: str) -> dict[str, Any]:
@@ -79,7 +71,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
             if not re.fullmatch('[1-9][0-9]{0,17}', text) or int(text) > LONGEST:
                 raise ValueError(f'{text!r} is not a number of bytes up to {LONGEST}')
             return {'max_body_bytes': int(text)}
-        case 'PLANTS_LOG':  # see is_json_log
+        case 'PLANTS_LOG':  # see serving/log.py
             if text not in ('text', 'json'):
                 raise ValueError(f'{text!r} is not text or json')
         case 'PLANTS_METRICS_TOKEN':
