@@ -21,14 +21,8 @@ def case_id(value):
 
 # JSON text, of an unknown member.
 ACCEPTED = [
-    *[b'\r\n\r\n\t false \t\n\n', b' ' * 60_000 + b'1'],
-    *[
-        b'-9223372036854775809',
-        b'-1.25e-02',
-        b'1e999',
-        b'1' * 1000,
-        b'"\\u0000\\u2028\\ufeff\\uffff"',
-    ],
+    *[b'\r\n\r\n\t false \t\n\n', b' ' * 60_000 + b'1', b'-9223372036854775809'],
+    *[b'-1.25e-02', b'1e999', b'1' * 1000, b'"\\u0000\\u2028\\ufeff\\uffff"'],
     *[b'"\xef\xbb\xbf\xef\xbf\xbf"', b'"// no /* comment */, NaN"'],
     # pairs of surrogates, and what only looks like a surrogate
     *[b'"\\ud83d\\ude00\\uD83D\\uDE00"', b'{"\\ud800\\udc00":1}', b'"\\\\ud800 ud800"'],
@@ -49,19 +43,15 @@ REFUSED += [b'\xff', b'"\xc0\x80"', b'"\xed\xa0\x80"', b'"\xe2\x82', b'\xef\xbb\
 REFUSED += ['{"a":"\xe9"}'.encode(name) for name in ('utf-16', 'latin-1')]
 
 
-@pytest.mark.parametrize('text', ACCEPTED, ids=case_id)
-def test_text_is_accepted(text, client):
-    """Valid JSON text is read in a member; as a whole body it is 40005."""
-    body = b'{"id":1,"name":"Fern","x":%s}' % text
-    assert client.send(body).json == {'name': 'Fern'}
-    assert_error(client.send(text), 40005)
-
-
-@pytest.mark.parametrize('text', REFUSED, ids=case_id)
-def test_text_is_refused(text, client):
-    """Invalid JSON text is 40004 with a short message, as a body and in a member."""
-    for body in (text, b'{"id":1,"name":"Fern","x":%s}' % text):
-        assert len(assert_error(client.send(body), 40004)) < 200
+@pytest.mark.parametrize('text', [*ACCEPTED, *REFUSED], ids=case_id)
+def test_text_is_json_or_refused(text, client):
+    """As a body, and in a member; what is wrong is said shortly."""
+    answers = [client.send(text), client.send(b'{"id":1,"name":"Fern","x":%s}' % text)]
+    if text in ACCEPTED:
+        assert_error(answers[0], 40005)
+        assert answers[1].json == {'name': 'Fern'}
+    else:
+        assert max(len(assert_error(answer, 40004)) for answer in answers) < 200
 
 
 SHAPES = {
@@ -186,13 +176,13 @@ def test_broken_schema_stops_the_start(file, change, edit_schema, serve, store):
     """An invalid schema is found at the start; one sentence names its file."""
     if isinstance(change, bytes):
         (body_module.DIRECTORY / f'{file}.json').write_bytes(change)
+        change = {}
     else:
         edit_schema(file, lambda schema: schema['properties'].update(size=change))
     with pytest.raises(ValueError, match=rf'{file}\.json') as raised:
         serve(store)
     assert str(raised.value).isprintable()
-    if isinstance(change, dict):
-        assert all(text in str(raised.value) for text in change.values())
+    assert all(text in str(raised.value) for text in change.values())
 
 
 def test_member_is_added_in_two_places(checkout):
@@ -214,8 +204,7 @@ def test_member_is_added_in_two_places(checkout):
         for _ in range(2):
             assert add(**new) == {'name': 'Fern', 'origin': 'Peru'}
         assert add(**new | {'origin': 'Chile'})['error'] == 40006
-        assert add(id=1, name='Fern')['error'] == 40006
-        assert add(id=3, name='Fern', origin=4)['error'] == 40005
+        assert add(**new | {'id': 3, 'origin': 4})['error'] == 40005
         assert add(**moss) == {'name': 'Moss', 'tag': 'sun'}
         description = server.ask(request('GET', '/openapi.json')).json
     members = description['components']['schemas']['NewPlant']['properties']

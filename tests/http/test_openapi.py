@@ -13,16 +13,27 @@ from store import __version__
 from web.errors import ErrorValue
 
 
-@pytest.fixture
-def description(anonymous):
-    """The OpenAPI description, as a client without a token gets it."""
-    return anonymous.get('/openapi.json').json
+def test_description_is_valid_with_metrics_and_without(store, serve, anonymous):
+    """It is OpenAPI 3.1, with /metrics and its token if and only if that is served.
 
+    Each error value is an example, a valid ``Error``, under its status.
+    """
+    from openapi_spec_validator import validate  # the import is slow
 
-def test_every_error_value_has_an_example(description):
-    """Each value is an example, a valid ``Error``, under its status."""
+    client = serve(store, metrics_token='m', max_body_bytes=1234)
+    described = [each.get('/openapi.json').json for each in (anonymous, client)]
+    for each in described:
+        assert each['info']['version'] == __version__
+        validate(each)
+    assert '/metrics' not in described[0]['paths']
+    operation = described[1]['paths']['/metrics']['get']
+    assert 'security' not in operation
+    assert set(operation['responses']) == {'200', '401', 'default'}
+    body = described[1]['paths']['/plants']['post']['requestBody']
+    assert '1234' in body['description']
+    assert body['content']['application/json']['example'], 'Postman sends it'
     found = set()
-    for status, answer in description['components']['responses'].items():
+    for status, answer in described[0]['components']['responses'].items():
         content = answer['content']['application/json']
         assert content['schema'] == {'$ref': '#/components/schemas/Error'}
         for name, example in content['examples'].items():
@@ -33,24 +44,6 @@ def test_every_error_value_has_an_example(description):
     assert found == {*ErrorValue}
 
 
-def test_description_is_valid_with_metrics_and_without(store, serve, description):
-    """It is OpenAPI 3.1, with /metrics and its token if and only if that is served."""
-    from openapi_spec_validator import validate  # the import is slow
-
-    client = serve(store, metrics_token='m', max_body_bytes=1234)
-    with_metrics = client.get('/openapi.json').json
-    body = with_metrics['paths']['/plants']['post']['requestBody']
-    assert '1234' in body['description']
-    assert body['content']['application/json']['example'], 'Postman sends it'
-    for each in (description, with_metrics):
-        assert each['info']['version'] == __version__
-        validate(each)
-    assert '/metrics' not in description['paths']
-    operation = with_metrics['paths']['/metrics']['get']
-    assert 'security' not in operation
-    assert set(operation['responses']) == {'200', '401', 'default'}
-
-
 SOIL = {'properties': {'soil': {'type': 'string'}}, 'required': ['soil']}
 # What an operator may change: a file, and its new keywords.
 EDITS = [
@@ -59,17 +52,13 @@ EDITS = [
     ('NewPlant', {'required': ['id', 'soil']}),
     ('NewPlant', {'allOf': [{'$ref': 'Plant.json'}, SOIL, True]}),
 ]
-
-
 WHOLE = {'id': 1, 'name': 'Ivy', 'tag': 'sun', 'soil': 'wet'}
 BODIES = [WHOLE, WHOLE | {'name': 'Fern'}, WHOLE | {'soil': 1}]
 BODIES += [{k: WHOLE[k] for k in WHOLE.keys() - {name}} for name in WHOLE]
 
 
 @pytest.mark.parametrize(('file', 'keywords'), EDITS)
-def test_description_has_the_rules_that_are_in_use(
-    edit_schema, serve, store, file, keywords
-):
+def test_description_has_the_rules_in_use(edit_schema, serve, store, file, keywords):
     """An edit is described: a body fits the description if it is accepted."""
     edit_schema(file, lambda schema: schema.update(keywords))
     client = serve(store)
