@@ -106,23 +106,23 @@ def test_body_is_json_in_utf_8_of_a_length(client, store):
 
 # Each step corrects what the step before was refused for; the rest stays wrong.
 LADDER = [
-    (40100, {'content_type': 'x/y'}),
-    (40101, {'authorization': 'Bearer wrong'}),
-    (40400, {'authorization': f'Bearer {TOKEN}'}),
-    (40500, {'path': '/plants'}),
-    (40001, {'method': 'POST'}),
-    (40002, {'content_length': '70000'}),
-    (40003, {'content_type': 'application/json'}),
+    (40100, '/nowhere', 'PUT', {'Content-Type': 'x/y', 'Content-Length': '0'}),
+    (40101, '/nowhere', 'PUT', {'Authorization': 'Bearer wrong'}),
+    (40400, '/nowhere', 'PUT', {'Authorization': f'Bearer {TOKEN}'}),
+    (40500, '/plants', 'PUT', {}),
+    (40001, '/plants', 'POST', {}),
+    (40002, '/plants', 'POST', {'Content-Length': '70000'}),
+    (40003, '/plants', 'POST', {'Content-Type': 'application/json'}),
 ]
 
 
 def test_first_fault_in_the_order_of_checks_is_answered(anonymous):
     """Of several faults the first is answered; no body is read after a bad head."""
-    request = {'path': '/nowhere', 'method': 'PUT', 'content_length': '0'}
-    anonymous.extra_environ['wsgi.input'] = UnreadableBody()
-    for value, better in LADDER:
-        request |= better
-        assert_error(anonymous.send(None, **request), value)
+    headers = {}
+    for value, path, method, better in LADDER:
+        how = {'headers': headers | better, 'environ': {'wsgi.input': UnreadableBody()}}
+        headers = how['headers']
+        assert_error(anonymous.request(path, method=method, **how), value)
 
 
 UNKNOWN = ['/', '/plants/', '//plants', '/Plants', '/livez/', '/%2Flivez', '/%00']
