@@ -82,7 +82,6 @@ def _merged(schema: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
     merged = {key: rule for key, rule in schema.items() if key not in ('$id', 'allOf')}
     for part in [each for each in schema.get('allOf', []) if isinstance(each, dict)]:
         part = files.get(part.get('$ref', ''), part)
-        members, required = part.get('properties', {}), part.get('required', [])
-        merged['properties'] = merged.get('properties', {}) | members
-        merged['required'] = [*merged.get('required', []), *required]
+        merged['properties'] = merged.get('properties', {}) | part.get('properties', {})
+        merged['required'] = merged.get('required', []) + part.get('required', [])
     return merged
