@@ -132,7 +132,7 @@ class _Committer:
         self._queue: deque[_Call] = deque()
         self._batch: list[_Call] = []  # taken from the queue, and without an outcome
         # When a batch last failed, and why; until one succeeds.
-        self._failure: tuple[float, StoreUnavailable | None] = 0.0, None
+        self._failure: tuple[float, StoreError | None] = 0.0, None
         self._crowd = 0  # how many calls the next batch waits for, and until when
         self._gather_until = 0.0
         self._bell = store._scheduler.allocate_lock()  # released when calls wait
@@ -278,8 +278,7 @@ class _Committer:
             log.error('%s: %s', self._store._shown, INTERRUPTED, exc_info=error)
             shown = {'store': self._store._shown, 'detail': repr(error)}
             error = StoreUnavailable(INTERRUPTED, **shown)
-        if isinstance(error, StoreUnavailable):
-            self._failure = perf_counter(), error
+        self._failure = perf_counter(), error
         for call in calls:  # also if an entry has one, which may rest on another entry
             call.error = error
 
