@@ -89,10 +89,12 @@ class Known:
 
         If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
         """
+        _, end, tail = self._read
+        # The descriptor, too: a child may have opened a file that was there meanwhile.
+        for status in os.fstat(fd), os.stat(self._path):
+            if not os.path.samestat(status, self._file):
+                raise self._refusal(REPLACED, ACCEPTED)
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
-        status, (_, end, tail) = os.stat(self._path), self._read
-        if not os.path.samestat(status, self._file):
-            raise self._refusal(REPLACED, ACCEPTED)
         if not status.st_nlink:
             raise disk.gone(self._path)
         if (missing := max(end, self._length[0]) - status.st_size) > 0:

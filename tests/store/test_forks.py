@@ -88,6 +88,27 @@ def test_child_believes_only_what_fits(path, store, change):
     assert path.read_bytes() == content + lines(IVY)
 
 
+def test_child_writes_no_file_that_was_there_meanwhile(path, store):
+    """A copy that it has opened, before the file that was loaded is put back."""
+    content = path.read_bytes()
+
+    def stat(path):
+        if away.exists():
+            away.rename(path)
+        return os.stat(path)
+
+    def add():
+        with installed(Disk(path)) as disk:
+            disk.stat = stat
+            assert_raise(StoreUnavailable, partial(store.add, IVY), match='replaced')
+        assert store.add(OAK)
+
+    away = path.rename(path.with_name('away'))
+    path.write_bytes(content)
+    in_child(add)
+    assert path.read_bytes() == content + lines(OAK)
+
+
 def test_what_another_worker_synced_is_known(path, store):
     """A worker refuses a file that lacks what another one, now gone, has synced."""
     loaded = path.stat().st_size
