@@ -21,7 +21,7 @@ from disk import (
 )
 from waiting import wait_until
 
-from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, forks, open_store
 from store.jsonl.repair import Verified, verify
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -169,6 +169,23 @@ def test_killed_parent_leaves_no_lock(path, call):
     assert os.waitpid(parent, 0)[1] == 0
     with open(writer), open_store(f'jsonl:{path}') as store:
         assert store.add(PLANTS[1])
+
+
+def test_two_threads_fork_at_once(path):
+    """A file opened after the end of one fork may be kept by the child of the other."""
+    opens = []
+
+    def open_one():
+        opens.append(os.open(path, os.O_RDONLY))
+        if len(opens) == 2:
+            forks._end()
+        return opens[-1]
+
+    fill(path, IVY)
+    for step in forks._begin, forks._begin, forks._end:
+        step()
+    forks.opened(open_one).close()
+    assert len(opens) == 3
 
 
 def test_child_may_have_the_number_of_an_ancestor(store, monkeypatch):
