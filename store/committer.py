@@ -189,6 +189,13 @@ class _Committer:
         until = perf_counter() + CLOSE_WITHIN
         while self._running.locked() and perf_counter() < until:
             sleep(0.001)  # not acquire(): who is interrupted could keep the lock
+        if not self._running.locked():  # perhaps an exception had ended it
+            self._close_backend()
+
+    def _close_backend(self) -> None:
+        with suppress(Exception):
+            if self._backend is not None:
+                self._backend.close()
 
     def _ring(self) -> None:
         if len(self._queue) >= self._crowd or self._store._closed:
@@ -216,9 +223,7 @@ class _Committer:
             except BaseException as ex:
                 self._fail(self._batch, ex)
             self._end_batch()
-        with suppress(Exception):
-            if self._backend is not None:
-                self._backend.close()
+        self._close_backend()
 
     def _gather(self) -> None:
         """Wait for calls: after a slow sync for a crowd, for some milliseconds."""

@@ -320,3 +320,14 @@ def test_error_between_two_batches_ends_no_thread():
         assert_raise(StoreUnavailable, partial(store.put, 0, 1))
         store.gather_above = LONG
         assert store.put(2) is True
+
+
+def test_close_after_the_thread_has_ended(monkeypatch):
+    """Nothing stays open, also if nobody has started another thread."""
+    with Commits() as store:
+        store.put(0)
+        died = failing(MemoryError())
+        monkeypatch.setattr(committer._Committer, '_gather', died)
+        store.put(1)
+        wait_until(lambda: not store._committer()._running.locked())
+    assert store.calls[-1] == 'close'
