@@ -32,9 +32,11 @@ test: .venv/test
 coverage: TEST = --cov
 coverage: test
 
-# Tries many states that a crash may leave; make test tries a few.
+# Tries many states that a crash may leave, and an error at every event of a use; make
+# test tries a few.
 crash: .venv/test
-	CRASH_STATES=15000 $(RUN) pytest --numprocesses 3 tests/store/test_crash_states.py
+	CRASH_STATES=15000 $(RUN) pytest --numprocesses 3 \
+		tests/store/test_crash_states.py tests/store/test_sweep.py
 
 lint: .venv/test
 	$(RUN) ruff check .

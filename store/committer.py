@@ -132,7 +132,7 @@ class _Committer:
         self._queue: deque[_Call] = deque()
         self._batch: list[_Call] = []  # taken from the queue, and without an outcome
         # When a batch last failed, and why; until one succeeds.
-        self._failure: tuple[float, StoreUnavailable | None] = 0.0, None
+        self._failure: tuple[float, StoreError | None] = 0.0, None
         self._crowd = 0  # how many calls the next batch waits for, and until when
         self._gather_until = 0.0
         self._bell = store._scheduler.allocate_lock()  # released when calls wait
@@ -189,6 +189,13 @@ class _Committer:
         until = perf_counter() + CLOSE_WITHIN
         while self._running.locked() and perf_counter() < until:
             sleep(0.001)  # not acquire(): who is interrupted could keep the lock
+        if not self._running.locked():  # perhaps an exception had ended it
+            self._close_backend()
+
+    def _close_backend(self) -> None:
+        with suppress(Exception):
+            if self._backend is not None:
+                self._backend.close()
 
     def _ring(self) -> None:
         if len(self._queue) >= self._crowd or self._store._closed:
@@ -216,9 +223,7 @@ class _Committer:
             except BaseException as ex:
                 self._fail(self._batch, ex)
             self._end_batch()
-        with suppress(Exception):
-            if self._backend is not None:
-                self._backend.close()
+        self._close_backend()
 
     def _gather(self) -> None:
         """Wait for calls: after a slow sync for a crowd, for some milliseconds."""
@@ -278,8 +283,7 @@ class _Committer:
             log.error('%s: %s', self._store._shown, INTERRUPTED, exc_info=error)
             shown = {'store': self._store._shown, 'detail': repr(error)}
             error = StoreUnavailable(INTERRUPTED, **shown)
-        if isinstance(error, StoreUnavailable):
-            self._failure = perf_counter(), error
+        self._failure = perf_counter(), error
         for call in calls:  # also if an entry has one, which may rest on another entry
             call.error = error
 

@@ -14,7 +14,8 @@ from weakref import WeakSet
 
 generation = 0  # forks between the first process and this one: no two of them have one
 _owned: WeakSet[FileIO] = WeakSet()
-_last: object | None = object()  # stands for the last fork; None while one is going on
+_going: list[None] = []  # forks that are going on: of several threads
+_last = object()  # stands for the last one that has ended
 
 
 def opened(open_one: Callable[[], int]) -> FileIO:
@@ -27,7 +28,7 @@ def opened(open_one: Callable[[], int]) -> FileIO:
         last = _last
         file = FileIO(open_one(), 'r')
         _owned.add(file)
-        if last is not None and last is _last:
+        if not _going and last is _last:
             return file
         file.close()
         time.sleep(0.001)
@@ -47,18 +48,19 @@ def fill_standard() -> None:
 
 
 def _begin() -> None:
-    global _last
-    _last = None
+    _going.append(None)
 
 
 def _end() -> None:
     global _last
     _last = object()
+    del _going[-1:]  # there is none where C has forked
 
 
 def _in_child() -> None:
     global generation
     generation += 1
+    _going.clear()
     _end()
     for file in list(_owned):
         with suppress(OSError):

@@ -30,9 +30,9 @@ from typing import TypeVar
 
 from store import forks
 from store.base import Entry, Plant
-from store.errors import IdTaken, StoreUnavailable
+from store.errors import IdTaken, StoreCorrupt, StoreUnavailable
 from store.jsonl import disk, lock, recovery
-from store.jsonl.known import REPEATED, UNSYNCED, Known
+from store.jsonl.known import REPEATED, TAIL, UNSYNCED, Known
 from store.jsonl.lines import Damage, corrupt
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 NEAR = 1024 * 1024  # bytes of others that are read under the lock
 Result = TypeVar('Result')
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
+# By path: the damage that was met last, and a state of the file. Each add meets it, and
+# to judge it anew may take long.
+_judged: dict[Path, tuple[object, StoreCorrupt]] = {}
 
 
 class PlantFile:
@@ -70,6 +73,8 @@ class PlantFile:
             self._fd = self._file.fileno()
             try:
                 self.known = inherited or Known(path, self._fd, length)
+                # It may be another one, which had the path for a moment.
+                self.known.check_same(os.fstat(self._fd))
                 self._open()
             except BaseException:
                 self.close()
@@ -152,6 +157,7 @@ class PlantFile:
         nobody takes back. Then it is taken again.
         """
         stuck = -1  # where such a read got no further: at damage, or a torn tail
+        state: object = None
         try:
             with disk.unavailable(self._path):
                 disk.check_directory(self._path)
@@ -160,11 +166,15 @@ class PlantFile:
                         lock.take(self._path, self._fd, within=self._within)
                         self._check_sync()
                         size = self.known.check(self._fd)
+                        self._check_damage(is_opening)
                         end = self.known.end
                         if size - end <= NEAR or end == stuck:
                             self._catch_up(size, is_opening=is_opening)
                             return use()
                         whole = self.known.check_whole(self._fd)
+                    except Damage as ex:
+                        state = self._state(ex.offset, is_opening)
+                        raise
                     finally:
                         try:
                             lock.release(self._fd)
@@ -172,13 +182,26 @@ class PlantFile:
                             lock.release(self._fd)  # or all others would wait
                             raise
                     stuck = end
-                    self.known.read_on(self._fd, whole, says_progress=True)
+                    with suppress(Damage):  # it is judged under the lock
+                        self.known.read_on(self._fd, whole, says_progress=True)
         except Damage as ex:
-            raise corrupt(self._path, self._fd, ex) from None
+            error = corrupt(self._path, self._fd, ex)
+            _judged[self._path] = state, error
+            raise error from None
         finally:
             self._say()
 
     # What follows REQUIRES the lock.
+
+    def _state(self, offset: int, is_opening: bool) -> object:
+        """Return what is another one once damage at an offset was mended."""
+        status, start = os.fstat(self._fd), os.pread(self._fd, TAIL, offset)
+        return is_opening, status.st_ino, status.st_size, status.st_mtime_ns, start
+
+    def _check_damage(self, is_opening: bool) -> None:
+        state, error = _judged.get(self._path, (None, None))
+        if error is not None and state == self._state(error.offset, is_opening):
+            raise error.with_traceback(None)
 
     def _append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
         end = self.known.end

@@ -85,6 +85,11 @@ class Known:
         vars(child).update(vars(self), _read=read)
         return child
 
+    def check_same(self, status: os.stat_result) -> None:
+        """Refuse another file than that of which something is known."""
+        if not os.path.samestat(status, self._file):
+            raise self._refusal(REPLACED, ACCEPTED)
+
     def check(self, fd: int) -> int:
         """Return the size of the file, if what is known of it still holds.
 
@@ -92,8 +97,7 @@ class Known:
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
         status, (_, end, tail) = os.stat(self._name), self._read
-        if not os.path.samestat(status, self._file):
-            raise self._refusal(REPLACED, ACCEPTED)
+        self.check_same(status)
         if not status.st_nlink:
             raise disk.gone(self._path)
         if (missing := max(end, self._length[0]) - status.st_size) > 0:

@@ -3,7 +3,6 @@
 import os
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -102,14 +101,6 @@ def _end_of_line(fd: int, start: int, end: int) -> int:
 
 
 def corrupt(path: Path, fd: int, damage: Damage) -> StoreCorrupt:
-    """Return the error of a damaged line."""
-    status = os.fstat(fd)
-    state = status.st_ino, status.st_size, status.st_mtime_ns
-    number = _number_at(fd, damage.offset, state)
-    return StoreCorrupt(str(path), number, damage.offset, damage.reason)
-
-
-@lru_cache(maxsize=4)  # a running server meets the same damage at each add
-def _number_at(fd: int, offset: int, state: tuple[int, ...]) -> int:
-    """Return the number of the line at an offset, from 1; it reads all before it."""
-    return 1 + sum(piece.count(b'\n') for piece in disk.pieces(fd, 0, offset))
+    """Return the error of a damaged line; all before it is read, for its number."""
+    feeds = sum(piece.count(b'\n') for piece in disk.pieces(fd, 0, damage.offset))
+    return StoreCorrupt(str(path), 1 + feeds, damage.offset, damage.reason)

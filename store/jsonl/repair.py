@@ -41,12 +41,12 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     flags = os.O_RDWR if repair else os.O_RDONLY
     with recovery.opened(path, flags) as fd, ExitStack() as stack:
         end = recovery.whole_size(path, fd)
+        if first_offset(fd):
+            log.warning('%s: it begins with a byte order mark, which is skipped', path)
         if repair:
             stack.callback(lock.release, fd)
             lock.take(path, fd)
             end = Known(path, fd, memoryview(bytes(8)).cast('q')).check(fd)
-        if first_offset(fd):
-            log.warning('%s: it begins with a byte order mark, which is skipped', path)
         lines = progress(read_lines(fd, 0, end))
         for number, line in _find_damage(path, fd, lines, plants, locked=repair):
             if not faults and not recovery.is_torn(line, end):

@@ -10,7 +10,15 @@ import pytest
 from disk import Gate, assert_raise
 from waiting import PATIENCE, in_threads, wait_until
 
-from store import THREADS, IdTaken, Plant, StoreClosed, StoreUnavailable, committer
+from store import (
+    THREADS,
+    IdTaken,
+    Plant,
+    StoreClosed,
+    StoreCorrupt,
+    StoreUnavailable,
+    committer,
+)
 from store.committer import CommittedStore
 
 LONG = 10**6  # seconds
@@ -202,7 +210,8 @@ def test_caller_leaves_in_time(monkeypatch):
         assert store.batches[-2:] == [[1, 2], [4]]
 
 
-def test_callers_who_wait_hear_of_an_outage(monkeypatch):
+@pytest.mark.parametrize('error', [FULL, StoreCorrupt('full', 1, 0, '')], ids=type)
+def test_callers_who_wait_hear_of_an_outage(monkeypatch, error):
     """A second after a batch has failed at most, also while the next one hangs."""
     monkeypatch.setattr(committer, 'WAIT_WITHIN', LONG)
     with Commits() as store:
@@ -212,10 +221,10 @@ def test_callers_who_wait_hear_of_an_outage(monkeypatch):
             if len(store.batches) > 1:
                 second()
             first()
-            raise FULL
+            raise error
 
         store.before['append'] = append
-        refused = partial(assert_raise, StoreUnavailable, match='full')
+        refused = partial(assert_raise, type(error), match='full')
         puts = (partial(refused, partial(store.put, id)) for id in range(3))
         store.put_behind(first, *puts)
         assert second.held
@@ -226,7 +235,7 @@ def test_callers_who_wait_hear_of_an_outage(monkeypatch):
         store.before['append'] = partial(time.sleep, 0.1)
         store.put(10)
         # An outage that was over before a call is no reason for its wait.
-        store.before['append'] = failing(FULL)
+        store.before['append'] = failing(error)
         refused(partial(store.put, 11))
         store.before['append'] = partial(time.sleep, 0.1)
         store.put(12)
@@ -311,3 +320,14 @@ def test_error_between_two_batches_ends_no_thread():
         assert_raise(StoreUnavailable, partial(store.put, 0, 1))
         store.gather_above = LONG
         assert store.put(2) is True
+
+
+def test_close_after_the_thread_has_ended(monkeypatch):
+    """Nothing stays open, also if nobody has started another thread."""
+    with Commits() as store:
+        store.put(0)
+        died = failing(MemoryError())
+        monkeypatch.setattr(committer._Committer, '_gather', died)
+        store.put(1)
+        wait_until(lambda: not store._committer()._running.locked())
+    assert store.calls[-1] == 'close'

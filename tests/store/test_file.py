@@ -292,6 +292,24 @@ def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch):
         assert_stored(store, [FERN, MOSS, OAK, *far])
 
 
+@pytest.mark.parametrize('is_open', [True, False], ids=['open', 'not-yet'])
+def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
+    """Each add meets it; the lines before and after it are read again if it changes."""
+    monkeypatch.setattr(plant_file, 'NEAR', 1000)
+    sizes, far = [], [Plant(id, 'Oak' * 99) for id in range(100, 120)]
+    with JSONLinesStore(path) as store:
+        if is_open:
+            store.ping()
+        path.write_bytes(lines(*far, FERN._replace(id=100)) + b' \n' * 10**5)
+        assert_raise(StoreCorrupt, store.ping)
+        disk.before = lambda name, *call: sizes.append(call[1] * (name == 'pread'))
+        assert_raise(StoreCorrupt, store.ping, partial(store.add, MOSS))
+        assert sum(sizes) < 3000
+        disk.resume()
+        verify(path, repair=True)
+        assert_stored(store, far, free=[FERN.id])
+
+
 def test_load_waits_for_the_lock(path, monkeypatch):
     """As long as it takes: a repair may hold it for minutes."""
     monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.01)

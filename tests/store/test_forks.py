@@ -22,7 +22,7 @@ from disk import (
 from machine import locked
 from waiting import wait_until
 
-from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, open_store
+from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, forks, open_store
 from store.jsonl.repair import Verified, verify
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -94,6 +94,28 @@ def test_child_believes_only_what_fits(path, store, change):
     assert path.read_bytes() == content + lines(IVY)
 
 
+def test_child_writes_no_file_that_was_there_meanwhile(path, store):
+    """A copy that it has opened, before the file that was loaded is put back."""
+    content = path.read_bytes()
+
+    def access(*arguments, **how):  # the file is open, and not yet looked at
+        if away.exists():
+            away.rename(path)
+        return True
+
+    def add():
+        with installed(Disk(path)) as disk:
+            disk.access = access
+            assert_raise(StoreUnavailable, partial(store.add, IVY), match='replaced')
+        away.exists() and away.rename(path)
+        assert store.add(OAK)
+
+    away = path.rename(path.with_name('away'))
+    path.write_bytes(content)
+    in_child(add)
+    assert path.read_bytes() == content + lines(OAK)
+
+
 def test_what_another_worker_synced_is_known(path, store):
     """A worker refuses a file that lacks what another one, now gone, has synced."""
     loaded = path.stat().st_size
@@ -154,6 +176,23 @@ def test_killed_parent_leaves_no_lock(path, call):
     assert os.waitpid(parent, 0)[1] == 0
     with open(writer), open_store(f'jsonl:{path}') as store:
         assert store.add(PLANTS[1])
+
+
+def test_two_threads_fork_at_once(path):
+    """A file opened after the end of one fork may be kept by the child of the other."""
+    opens = []
+
+    def open_one():
+        opens.append(os.open(path, os.O_RDONLY))
+        if len(opens) == 2:
+            forks._end()
+        return opens[-1]
+
+    fill(path, IVY)
+    for step in forks._begin, forks._begin, forks._end:
+        step()
+    forks.opened(open_one).close()
+    assert len(opens) == 3
 
 
 def test_child_may_have_the_number_of_an_ancestor(store, monkeypatch):
