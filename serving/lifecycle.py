@@ -40,6 +40,7 @@ log = logging.getLogger('plants')
 _block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)
 _unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 GUNICORN = '27.0.1'  # as in requirements.txt
+NO_UPGRADE = 'SIGUSR2: restart the server instead; plants.socket keeps its clients'
 MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
 # How the names of gunicorn's settings begin that have no effect on our worker.
@@ -114,7 +115,7 @@ def _faults(
     for name, setting in cfg.settings.items():
         if name.startswith(names) and setting.get() != type(setting)().get():
             yield f'{name}: it has no effect here; SIGHUP is for new settings'
-    for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
+    for name in ('LISTEN_FDS', 'LISTEN_PID'):
         if not environ.get(name, '0').isdecimal():
             yield f'{name}: it is not a number: unset it'
     if any(port > 65535 for _, port in _tcp(cfg)):
@@ -153,7 +154,7 @@ def _tcp(cfg: Config) -> list[tuple[str, int]]:
 
 def _wait_for_addresses(cfg: Config) -> None:
     """Wait a second for a server that ends; gunicorn takes five, and twelve lines."""
-    if cfg.reuse_port or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}:
+    if cfg.reuse_port or 'LISTEN_FDS' in os.environ:
         return  # of a socket that is there
     late = time.monotonic() + 1
     for host, port in _tcp(cfg):
@@ -215,10 +216,8 @@ def on_starting(server: Any) -> None:
     Master(server, make, partial(say, server))
     if server.app.callable.settings.store == 'memory:':
         needs_one = partial(log.error, 'PLANTS_STORE: memory: needs one worker')
-        server.handle_ttin = server.handle_usr2 = needs_one
-    # An upgrade (SIGUSR2) after ``python -m gunicorn``: not in the path of its package.
-    if server.START_CTX['args'][1].endswith('__main__.py'):
-        server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
+        server.handle_ttin = needs_one
+    server.handle_usr2 = partial(log.error, NO_UPGRADE)
 
 
 def when_ready(server: Any) -> None:

@@ -119,14 +119,6 @@ class Master:
         if now >= self._patient:
             Arbiter.murder_workers(self._server)
 
-    def reexec(self) -> None:
-        """Start an upgrade (SIGUSR2); one that fails ends nothing."""
-        try:
-            Arbiter.reexec(self._server)
-        except Exception as ex:
-            self._end_child(ex)
-            log.error('SIGUSR2: there is no new server: %s', ex)
-
     def _end_child(self, reason: Exception) -> None:
         """End a child in which something failed: it would go on as a second master."""
         if os.getpid() != self._server.pid:
