@@ -153,24 +153,6 @@ def test_master_does_not_wait_for_the_lock(tmp_path):
         assert server.wait(20) == 0
 
 
-FAILING_READ = ['from store.jsonl import JSONLinesStore', 'load = JSONLinesStore.load']
-FAILING_READ += ['def read(self, *, wait=True):', '    load(self) if wait else 1 / 0']
-FAILING_READ += [
-    '    print("loads", id(self), flush=True)',
-    'JSONLinesStore.load = read',
-]
-
-
-def test_read_before_a_fork_stops_no_fork(tmp_path):
-    """The master reads on before a fork; whatever that raises, the worker starts."""
-    with Server(tmp_path, conf=FAILING_READ) as server:
-        assert 'division by zero' in server.log
-        replace_worker(server)
-        server.reload()
-        assert len({*re.findall('loads .+', server.log)}) == 2  # a store of its own
-        assert server.ask(request(body=fern())).status == 200
-
-
 @pytest.mark.parametrize('is_ignored', [False, True])
 def test_closed_terminal_ends_the_service(tmp_path, is_ignored):
     """It does, as for each program; SIGHUP reloads before, and after ``nohup``."""
