@@ -86,7 +86,7 @@ class Master:
             if sum(other.age > each.age for other in up) >= server.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
                 server.kill_worker(each.pid, signal.SIGTERM)
-        if not len(up) == len(workers) == server.num_workers:  # look again soon
+        if missing or old or up != workers:  # look again soon
             time.sleep(0.05)
             server.wakeup()
 
