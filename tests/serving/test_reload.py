@@ -26,17 +26,22 @@ def replace_worker(server):
 def test_reload_reads_settings_and_schemas(checkout):
     """New workers have the settings and schemas as they are now."""
     settings = checkout / 'gunicorn.conf.py'
-    variable = "raw_env = ['PLANTS_MAX_BODY=10']\n"
+    variable = "raw_env = ['PLANTS_MAX_BODY=10', 'PLANTS_LOG=text']\n"
+    more = 'workers = 2\nPath(__file__).unlink()  # read once\n'
+    more += 'print("The log is", os.environ.get("PLANTS_LOG"), flush=True)\n'
     stays = f"os.environ['PLANTS_TOKENS'] = {TOKEN!r}\n"
     settings.write_text(settings.read_text() + stays + variable)
     how = {'PLANTS_TOKENS': None, 'PLANTS_MAX_BODY': '60'}
     with Server(checkout, command=IN_PLACE, **how) as server:
         server.reload()
         assert_error(server.ask(request(body=fern())), 40003)
-        edit(settings, variable, 'workers = 2\nPath(__file__).unlink()  # read once\n')
+        edit(settings, variable, '')
+        server.reload()
+        edit(settings, stays, stays + more)
         edit(checkout / 'schemas/Plant.json', '"examples": ["Fern"]', '"maxLength": 4')
         server.reload()
         wait_until(lambda: len(server.worker_pids()) == 2, 'there is one more')
+        assert 'The log is None' in server.log
         assert server.ask(request(body=fern())).status == 200
         assert_error(server.ask(request(body=fern(name='Ferns'))), 40005)
         assert_error(server.ask(request(body=b' ' * 61)), 40003)
