@@ -177,23 +177,23 @@ def on_starting(server: Any) -> None:
     # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
     atexit.register(PlantsLogger.buffer.flush)
     atexit.register(lambda: server.app.callable.store.close())
-    Master(server, make, partial(when_ready, server, what='reloaded'))
+    Master(server, make)
     server.handle_usr2 = partial(log.error, NO_UPGRADE)
     if server.app.callable.settings.store == 'memory:':
         server.handle_ttin = partial(log.error, ONE_WORKER)
 
 
-def when_ready(server: Any, *, what: str = 'started') -> None:
-    """Log what is served, and where a client on this machine finds it, as for curl."""
+def when_ready(server: Any) -> None:
+    """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
     url = str((server.LISTENERS or server.cfg.bind)[0])
     url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6
         url = url.replace('http:', 'https:')
-    if settings.tokens is None and what == 'started':
+    if settings.tokens is None and not server.WORKERS:
         show_token(MADE_TOKEN, url)
-    store = masked(settings.store)
+    what, store = 'reloaded' if server.WORKERS else 'started', masked(settings.store)
     log.info('%s: the store %s is ready; to try it: %s/docs', what, store, url)
 
 

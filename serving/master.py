@@ -28,13 +28,11 @@ class Master:
     """Has its public methods called in place of those of gunicorn's master, the server.
 
     ``make`` returns the application of a configuration and of an environment, beside
-    the one that is served; ``tell`` logs that it is.
+    the one that is served.
     """
 
-    def __init__(
-        self, server: Any, make: Callable[..., Any], tell: Callable[[], None]
-    ) -> None:
-        self._server, self._make, self._tell = server, make, tell
+    def __init__(self, server: Any, make: Callable[..., Any]) -> None:
+        self._server, self._make = server, make
         hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
         self._terminals = [number for number in range(3) if hears and os.isatty(number)]
         self._is_asked = self._is_making = False
@@ -77,7 +75,7 @@ class Master:
             server.WORKER_BOOT_ERROR, server.APP_LOAD_ERROR = 256 + 3, 256 + 4
         if self._newest_old and not old:
             self._newest_old = 0
-            self._tell()
+            server.cfg.when_ready(server)
         missing = server.num_workers + len(old) - len(workers)
         if missing > 0 and now >= self._next_start:
             self._next_start = now + PAUSE
@@ -114,8 +112,7 @@ class Master:
         gunicorn's reload cannot be refused, and hears no signal until all old workers
         have ended.
         """
-        server, printed = self._server, io.StringIO()
-        old = server.cfg
+        server, old, printed = self._server, self._server.cfg, io.StringIO()
         try:
             self._is_making = True
             with redirect_stderr(printed):
