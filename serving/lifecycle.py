@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,13 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
             app.metrics.share(served and served.metrics)
             if 'PROMETHEUS_MULTIPROC_DIR' in environ:
                 log.warning('PROMETHEUS_MULTIPROC_DIR: it has no effect here')
-        with _as_user(cfg):
+        with ExitStack() as stack:  # as the user that serves
+            uid, gid = os.geteuid(), os.getegid()
+            if (uid, gid) != (cfg.uid, cfg.gid):  # a hardened unit forbids these calls
+                stack.callback(os.setegid, gid)
+                stack.callback(os.seteuid, uid)
+                os.setegid(cfg.gid)
+                os.seteuid(cfg.uid)
             app.tls = ssl_context(cfg) if cfg.is_ssl else None
             if opens:
                 _load(app, makes=not served)
@@ -134,22 +140,6 @@ def addresses(port: str) -> list[str]:
         leaves_ipv4 = probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
         return [f'[::]:{port}', f'0.0.0.0:{port}'][: 1 + leaves_ipv4]
     return [f'0.0.0.0:{port}']
-
-
-@contextmanager
-def _as_user(cfg: Config) -> Iterator[None]:
-    """Be the user that serves."""
-    uid, gid = os.geteuid(), os.getegid()
-    if (uid, gid) == (cfg.uid, cfg.gid):  # a hardened unit forbids these calls
-        yield
-        return
-    os.setegid(cfg.gid)
-    os.seteuid(cfg.uid)
-    try:
-        yield
-    finally:
-        os.seteuid(uid)
-        os.setegid(gid)
 
 
 def _load(app: PlantsApp, makes: bool) -> None:
