@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from exchange import assert_error
@@ -35,14 +34,6 @@ def test_each_variable_sets_a_field():
     expected = Settings('memory:', settings.tokens, 1000, 'for-metrics', ORIGINS)
     assert settings == expected
     assert not re.search('memory:|for-metrics', repr(settings))
-
-
-def test_file_with_white_space_in_its_name_must_move_first(tmp_path, monkeypatch):
-    """Version 1 made it from a setting that Windows wrote."""
-    monkeypatch.chdir(tmp_path)
-    Path(' a.jsonl\r').write_text('')
-    with pytest.raises(ValueError, match=r'^PLANTS_STORE: '):
-        Settings.from_environ({'PLANTS_STORE': 'jsonl: a.jsonl\r'})
 
 
 def test_unknown_variable_is_a_warning(caplog):
