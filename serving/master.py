@@ -20,34 +20,32 @@ log = logging.getLogger('plants')
 
 ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'  # in reloads
-PAUSE = 1.0  # seconds before a start that has failed is tried again
-STEADY = 0.1  # seconds between heartbeats of a worker that is up
+PAUSE = 0.5  # seconds between two attempts to start workers
+LATE = 2.0  # seconds between two looks at the workers, if this process was paused
 
 
 class Master:
     """Has its public methods called in place of those of gunicorn's master, the server.
 
     ``make`` returns the application of a configuration and of an environment, beside
-    the one that is served; ``say`` logs what is served.
+    the one that is served.
     """
 
-    def __init__(
-        self, server: Any, make: Callable[..., Any], say: Callable[[str], None]
-    ) -> None:
-        self._server, self._make, self._say = server, make, say
+    def __init__(self, server: Any, make: Callable[..., Any]) -> None:
+        self._server, self._make = server, make
         hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
         self._terminals = [number for number in range(3) if hears and os.isatty(number)]
-        self._is_asked = self._is_making = self._is_reloading = False
-        self._oldest = 0  # the age of the last worker that a reload replaces
-        self._booting: set[Any] = set()
-        self._retry = 0.0  # when workers may be started
-        self._looked = self._patient = time.monotonic()
+        self._is_asked = self._is_making = False
+        self._newest_old = 0  # age of the last worker that a reload replaces
+        self._next_start = self._looked = self._patient = 0.0
         for name in vars(Master):
             if not name.startswith('_'):
                 setattr(server, name, getattr(self, name))
 
     def signal(self, number: int, frame: object) -> None:
         """Queue a signal; one to stop also interrupts a reload, which may take long."""
+        if number in ENDING and os.getpid() != self._server.pid:
+            os._exit(0)  # a worker that has no handlers of its own yet
         Arbiter.signal(self._server, number, frame)
         if self._is_making and number in ENDING:
             raise KeyboardInterrupt('the server is to stop')
@@ -58,80 +56,55 @@ class Master:
             raise StopIteration  # it was closed: end as gunicorn's handler of SIGTERM
         self._is_asked = True
 
-    def reap_workers(self) -> None:
-        """Forget workers that have ended; once one has started, none ends the server.
-
-        gunicorn ends for an exit code of 3 or 4. The system keeps one byte of a code.
-        """
-        server, now = self._server, time.monotonic()
-        for each in server.WORKERS.values():
-            # Before the first heartbeat it is the time of day, which is far greater.
-            if (beat := each.tmp.last_update()) <= now:
-                server.WORKER_BOOT_ERROR, server.APP_LOAD_ERROR = 256 + 3, 256 + 4
-                first = vars(each).setdefault('first_beat', beat)
-                each.booted = beat > first + STEADY
-        Arbiter.reap_workers(server)
-
     def manage_workers(self) -> None:
-        """Start the workers that are missing; end old ones as new ones are up.
+        """Start the workers that are missing; end the oldest as enough others are up.
 
-        gunicorn ends them all if a fork fails, or if a new one cannot boot. Here they
-        go on, and the start is tried again after a pause.
+        gunicorn ends all of them if a fork fails, or if one ends with the exit code 3
+        or 4 because it cannot boot. Here those that are well go on.
         """
         if self._is_asked:
             self._is_asked = False
             self._reload()
         server, now = self._server, time.monotonic()
         server.reap_workers()
-        workers = sorted(server.WORKERS.values(), key=lambda each: each.age)
-        old = [each for each in workers if each.age <= self._oldest]
-        new = workers[len(old) :]
-        up = [each for each in new if each.booted]
-        if self._is_reloading and len(up) >= server.num_workers:
-            self._is_reloading = False
-            self._say('reloaded')
-        if not all(each.booted for each in self._booting - set(workers)):
-            self._retry = now + PAUSE
-        try:
-            for _ in range(server.num_workers - len(new) if now >= self._retry else 0):
-                server.spawn_worker()
-        except Exception as ex:
-            self._end_child(ex)
-            self._retry = now + PAUSE
-            log.error('a worker cannot start, which is tried again: %s', ex)
-        spare = max(0, len(old) + len(up) - server.num_workers)
-        old.sort(key=lambda each: each.booted)  # and by age, as before
-        for each in old[:spare] + new[: max(0, len(new) - server.num_workers)]:
-            if each.alive:  # only once: a second signal would end what it does at exit
-                each.alive = False
+        workers = [each for each in server.WORKERS.values() if each.alive]
+        old = [each for each in workers if each.age <= self._newest_old]
+        # Before the first heartbeat it is the time of day, which is far greater.
+        up = [each for each in workers if each.tmp.last_update() <= now]
+        if up:  # only a start may fail; the system keeps one byte of an exit code
+            server.WORKER_BOOT_ERROR, server.APP_LOAD_ERROR = 256 + 3, 256 + 4
+        if self._newest_old and not old:
+            self._newest_old = 0
+            server.cfg.when_ready(server)
+        missing = server.num_workers + len(old) - len(workers)
+        if missing > 0 and now >= self._next_start:
+            self._next_start = now + PAUSE
+            self._start(missing)
+        for each in workers:
+            if sum(other.age > each.age for other in up) >= server.num_workers:
+                each.alive = False  # a second signal would end what it does at exit
                 server.kill_worker(each.pid, signal.SIGTERM)
-        self._booting = {each for each in server.WORKERS.values() if not each.booted}
-        if self._booting:  # look again soon
+        if missing or old or up != workers:  # look again soon
             time.sleep(0.05)
             server.wakeup()
+
+    def _start(self, number: int) -> None:
+        try:
+            for _ in range(number):
+                self._server.spawn_worker()
+        except Exception as ex:
+            log.error('a worker cannot start, which is tried again: %s', ex)
+            if os.getpid() != self._server.pid:  # it would be a second master
+                os._exit(1)
 
     def murder_workers(self) -> None:
         """After a pause of this process wait: its workers were paused as well."""
         now = time.monotonic()
-        if now > self._looked + 2 * PAUSE:
-            self._patient = now + 2 * PAUSE
+        if now > self._looked + LATE:
+            self._patient = now + LATE
         self._looked = now
         if now >= self._patient:
             Arbiter.murder_workers(self._server)
-
-    def reexec(self) -> None:
-        """Start an upgrade (SIGUSR2); one that fails ends nothing."""
-        try:
-            Arbiter.reexec(self._server)
-        except Exception as ex:
-            self._end_child(ex)
-            log.error('SIGUSR2: there is no new server: %s', ex)
-
-    def _end_child(self, reason: Exception) -> None:
-        """End a child in which something failed: it would go on as a second master."""
-        if os.getpid() != self._server.pid:
-            log.error('a new process ends: %s', reason)
-            os._exit(1)
 
     def _reload(self) -> None:
         """Make all that is new, then assign it: a failure leaves what there was.
@@ -139,8 +112,7 @@ class Master:
         gunicorn's reload cannot be refused, and hears no signal until all old workers
         have ended.
         """
-        server, printed = self._server, io.StringIO()
-        old = server.cfg
+        server, old, printed = self._server, self._server.cfg, io.StringIO()
         try:
             self._is_making = True
             with redirect_stderr(printed):
@@ -171,4 +143,4 @@ class Master:
         os.environ.update(environ)
         server.app.cfg, server.app.callable = cfg, app
         server.setup(server.app)
-        self._oldest, self._is_reloading = server.worker_age, True
+        self._newest_old = server.worker_age
