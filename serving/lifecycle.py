@@ -38,7 +38,6 @@ GUNICORN = '27.0.1'  # as in requirements.txt
 MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
 ONE_WORKER = 'PLANTS_STORE: memory: needs one worker'
-NO_UPGRADE = 'SIGUSR2: restart the server instead; plants.socket keeps its clients'
 # How the names of gunicorn's settings begin that have no effect on our worker.
 NO_EFFECT = (
     *('asgi_', 'casefold_', 'dirty_', 'do_handshake_', 'dogstatsd_', 'enable_backlog_'),
@@ -76,7 +75,8 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     for name, setting in cfg.settings.items():
         if name.startswith(idle) and setting.get() != type(setting)().get():
             faults.append(f'{name}: it has no effect here; SIGHUP is for new settings')
-    if opens and not (served or 'LISTEN_FDS' in environ):
+    is_bound = environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
+    if opens and not (served or is_bound):
         faults += _taken_addresses(cfg)
     if faults:
         raise ValueError('\n'.join(faults))
@@ -110,7 +110,7 @@ def _faults(
     cfg: Config, environ: Mapping[str, str], settings: Settings, served: Any
 ) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
-    for name in ('LISTEN_FDS', 'LISTEN_PID'):
+    for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
         if not environ.get(name, '0').isdecimal():
             yield f'{name}: it is not a number: unset it'
     if min(cfg.workers, cfg.worker_connections) < 1:
@@ -168,9 +168,11 @@ def on_starting(server: Any) -> None:
     atexit.register(PlantsLogger.buffer.flush)
     atexit.register(lambda: server.app.callable.store.close())
     Master(server, make)
-    server.handle_usr2 = partial(log.error, NO_UPGRADE)
     if server.app.callable.settings.store == 'memory:':
-        server.handle_ttin = partial(log.error, ONE_WORKER)
+        server.handle_ttin = server.handle_usr2 = partial(log.error, ONE_WORKER)
+    # An upgrade (SIGUSR2) after ``python -m gunicorn``: not in the path of its package.
+    if server.START_CTX['args'][1].endswith('__main__.py'):
+        server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
 
 
 def when_ready(server: Any) -> None:
@@ -194,8 +196,13 @@ def pre_fork(server: Any, worker: Any) -> None:
     """
     taken = {0, *(each.number for each in server.WORKERS.values())}
     worker.number = min({*range(len(taken) + 1)} - taken)
-    if tokens := server.app.callable.settings.tokens:
-        tokens.refresh()
+    app = server.app.callable
+    if app.settings.tokens:
+        app.settings.tokens.refresh()
+    try:
+        app.store.read_on()
+    except Exception as ex:  # the worker will see for itself
+        log.warning('nothing was read before a fork: %s', ex)
 
 
 def post_worker_init(worker: Any) -> None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
+from functools import partial
 from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
@@ -79,7 +80,9 @@ class Master:
         missing = server.num_workers + len(old) - len(workers)
         if missing > 0 and now >= self._next_start:
             self._next_start = now + PAUSE
-            self._start(missing)
+            what = 'a worker cannot start, which is tried again'
+            while missing and self._starts(server.spawn_worker, what):
+                missing -= 1
         for each in workers:
             if sum(other.age > each.age for other in up) >= server.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
@@ -88,14 +91,20 @@ class Master:
             time.sleep(0.05)
             server.wakeup()
 
-    def _start(self, number: int) -> None:
+    def reexec(self) -> None:
+        """Start an upgrade (SIGUSR2)."""
+        self._starts(partial(Arbiter.reexec, self._server), 'SIGUSR2: no new server')
+
+    def _starts(self, start: Callable[[], object], what: str) -> bool:
+        """Return whether a process could be started; if not, nothing ends."""
         try:
-            for _ in range(number):
-                self._server.spawn_worker()
+            start()
         except Exception as ex:
-            log.error('a worker cannot start, which is tried again: %s', ex)
+            log.error('%s: %s', what, ex)
             if os.getpid() != self._server.pid:  # it would be a second master
                 os._exit(1)
+            return False
+        return True
 
     def murder_workers(self) -> None:
         """After a pause of this process wait: its workers were paused as well."""

@@ -54,7 +54,7 @@ class JSONLinesStore(CommittedStore):
         return (plant, line), len(line)
 
     def _open_backend(self, within: float = lock.LOCK_WITHIN) -> PlantFile:
-        inherited = self._known.child() if self._known else None
+        inherited = self._known and self._known.child()
         return PlantFile(self.path, self._length, inherited, within)
 
     def load(self) -> None:
@@ -65,7 +65,7 @@ class JSONLinesStore(CommittedStore):
         with closing(self._open_backend(math.inf)) as file:
             file.ping()
         self._known = file.known
-        log.info('%s: it has %d plants', self.path, len(file.known))
+        log.info('%s: it has %d plants', self.path, file.known.count)
 
     def read_on(self) -> None:
         if self._known is None:

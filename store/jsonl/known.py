@@ -75,7 +75,9 @@ class Known:
         """The end of the lines that are known."""
         return self._read.end
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """The number of ids."""
         return len(self._read.plants)
 
     def child(self) -> Self:

@@ -44,6 +44,8 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
         if name == 'no fork':
             tries = server.log.count('cannot start')  # twice a second
             assert tries <= 2 * (time.monotonic() - began) + 3
+            server.signal(signal.SIGUSR2)
+            wait_until(lambda: 'SIGUSR2: no new' in server.log)
             assert 'no room' in refusal(server)
         else:
             server.signal(signal.SIGHUP)

@@ -182,3 +182,28 @@ def test_closed_terminal_ends_the_service(tmp_path, is_ignored):
         if is_alive(pid):
             os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
+
+
+def test_reload_in_an_upgrade(tmp_path):
+    """Both servers reload, also while the old one has the pid file."""
+    with Server(tmp_path, '-p', 'pid') as server:
+
+        def has_started(workers):
+            wait_until(lambda: server.log.count('Booting worker') == workers)
+
+        with Load(server) as load:
+            server.signal(signal.SIGUSR2)
+            has_started(2)
+            new = int((tmp_path / 'pid.2').read_text())
+            os.kill(new, signal.SIGHUP)
+            has_started(3)
+            server.signal(signal.SIGHUP)
+            has_started(4)
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+            wait_until(lambda: not (tmp_path / 'pid.2').exists(), 'it has the pid file')
+            os.kill(new, signal.SIGHUP)
+            has_started(5)
+            load.wait_for_all()
+        assert not load.failed
+        assert len(server.plants()) == len(load.added)
