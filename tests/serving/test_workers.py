@@ -120,7 +120,8 @@ def most_held(server, number):
     """Connect clients; return how many of them the busier worker serves."""
     with ExitStack() as opened:
         clients = [opened.enter_context(server.connect()) for _ in range(number)]
-        ids = [client.ask(PROBE).headers['x-request-id'] for client in clients]
+        logged = request('GET', authorization=None)
+        ids = [client.ask(logged).headers['x-request-id'] for client in clients]
         wait_until(lambda: all(f'{id} ' in server.log for id in ids), 'it is logged')
     lines = re.findall(r'\[(\d+)\] \[INFO\] (\S+) ', server.log)
     return max(Counter(pid for pid, id in lines if id in ids).values())
