@@ -4,6 +4,7 @@
 ``bash`` blocks are steps that a test takes. Blocks in other languages are not run here.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,8 +13,10 @@ from contextlib import suppress
 from importlib.metadata import distribution
 
 import pytest
+from exchange import fern
 from packaging.requirements import Requirement
 from postgresql import programs
+from proxy import Proxy
 from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, request
 from waiting import wait_until
 
@@ -223,3 +226,26 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
             assert new.ask(request(body={'id': 4, 'name': 'Yew'})).status == 200
     with open_store(url) as store:
         assert sorted(store) == [FERN, MOSS, OAK, Plant(4, 'Yew')]
+
+
+# By the language of its block: what runs a client, and what calls it.
+CLIENTS = {
+    'py': (sys.executable, '-c', 'print(json.dumps(add_plant(*{})))'),
+    'js': ('node', '-e', 'addPlant(...{}).then(JSON.stringify).then(console.log)'),
+}
+
+
+@pytest.mark.parametrize('language', CLIENTS)
+def test_client_repeats_what_was_lost_and_no_refusal(language, service):
+    """The plant is stored once, and the answer to the repeat is the first one's."""
+    program, option, call = CLIENTS[language]
+    [code] = blocks(language, 'docs/api.md')
+    plant = fern(tag=language)
+    with Proxy(service.port) as proxy:
+        proxy.cut(after=0)
+        for body, said in (plant, '"name": *"Fern"'), (plant | {'name': 'Moss'}, '400'):
+            url = f'http://127.0.0.1:{proxy.port}/plants'
+            called = code.values[0] + call.format(json.dumps([body, url, TOKEN]))
+            done = finished([installed(program, 'nodejs'), option, called])
+            assert re.search(said, done.stdout + done.stderr)
+    assert service.plants().count(plant) == 1
