@@ -10,17 +10,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from machine import client_at
-from server import (
-    REPOSITORY,
-    ROOMS,
-    SCRIPTS,
-    TOKEN,
-    Server,
-    finished,
-    installed,
-    request,
-    wait_until,
-)
+from rawclient import TOKEN, request
+from server import REPOSITORY, ROOMS, SCRIPTS, Server, finished, installed
+from waiting import wait_until
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
 
@@ -105,8 +97,8 @@ OLDEST = '1.29'  # ReadWriteOncePod is stable since then
 
 
 @pytest.mark.parametrize('name', MANIFESTS)
-def test_manifest_is_valid(name):
-    """The API accepts every object; objects find each other and the image."""
+def test_manifest_is_valid_and_its_container_starts(name, checkout):
+    """The API accepts each object; they find each other, and a pod its store."""
     for version in (OLDEST, kubernetes_validate.latest_version()):
         for resource in MANIFESTS[name]:
             kubernetes_validate.validate(resource, version, strict=True)
@@ -116,23 +108,13 @@ def test_manifest_is_valid(name):
     for item in (controller, *others):
         assert item['spec']['selector'] == {'matchLabels': labels}
     pod = controller['spec']['template']['spec']
-    [container] = pod['containers']
-    for other in pod.get('initContainers', []):
-        assert other['image'] == container['image']
-    security = pod['securityContext']
+    [container], security = pod['containers'], pod['securityContext']
     user = f'{security["runAsUser"]}:{security["runAsGroup"]}'
     assert [user] == instructions('USER')
     assert [str(port['containerPort']) for port in container['ports']] == [PORT]
     assert container['readinessProbe']['httpGet']['path'] == '/readyz'
     [version] = re.findall(r'image\.version="(.*?)"', ''.join(instructions('LABEL')))
     assert container['image'].endswith(f':{version}')
-
-
-@pytest.mark.parametrize('name', MANIFESTS)
-def test_container_starts_with_its_settings(name, checkout):
-    """A check of its settings succeeds; before that a pod waits for its store."""
-    pod = MANIFESTS[name][0]['spec']['template']['spec']
-    [container] = pod['containers']
     ours = {x['name']: x['value'] for x in container['env'] if 'value' in x}
     for mount in container['volumeMounts']:
         volume = checkout / mount['name']
@@ -147,8 +129,9 @@ def test_container_starts_with_its_settings(name, checkout):
     assert check.run() == 0, check.log
     # None fails while the store is away: the kubelet would pause for long.
     environment['PLANTS_STORE'] = f'jsonl:{checkout}/away/plants.jsonl'
-    for container in pod.get('initContainers', []):
-        waits = Server(checkout, command=container['command'], **environment)
+    for other in pod.get('initContainers', []):
+        assert other['image'] == container['image']
+        waits = Server(checkout, command=other['command'], **environment)
         with waits.started():
             wait_until(lambda it=waits: 'Error: ' in it.log, 'the store is away')
             (checkout / 'away').mkdir()
