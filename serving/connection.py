@@ -194,8 +194,7 @@ class Connection:
             self._send(data)
         if server.log_access is not None:
             took, all = timedelta(seconds=time.monotonic() - began), request.environ
-            names = [name for name in all if name[:5] == 'HTTP_']
-            fields = [(name[5:].replace('_', '-'), all[name]) for name in names]
+            fields = [(x.removeprefix('HTTP_').replace('_', '-'), all[x]) for x in all]
             server.log_access(answer, fields, all, took)
         return keeps
 

@@ -31,11 +31,11 @@ SEND_BUFFER = 48 * 1024  # bytes in the kernel, which would let it grow to 4 MiB
 UNREADABLE = 'REQUEST_METHOD', 'RAW_URI', 'PATH_INFO', 'SERVER_PROTOCOL'
 
 # Connections go in blocks to the first worker with the fewest whole blocks: few clients
-# share the batches of one worker, and so its syncs; many are spread. Each worker shows
-# the others how many active ones it has, and until when it accepts more.
+# share the batches of one worker, and so its syncs; many are spread.
 BLOCK = 10  # connections
 LEAVE = 0.005  # seconds to leave a connection to the worker that is next
 PLACES = 64  # of workers, by their age; two that share one only spread worse
+# In shared memory: how many active ones a worker has, and until when it accepts more.
 _shared = memoryview(mmap.mmap(-1, 16 * PLACES)).cast('d')
 COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 
@@ -109,8 +109,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
-        if self.server.requests_left <= 0:
-            self.alive = False
+        self.alive = self.alive and self.server.requests_left > 0
         for _ in range(4):  # after a pause of this process: first see who has sent
             self.tmp.notify()
             poll()  # one reports 64 sockets at most, the next twice as many
@@ -152,5 +151,4 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         ACCEPTS_UNTIL[own] = now + 5 * TICK if is_open else 0
         COUNTS[own] = sum(now - each.heard < LINGER for each in self.server.connections)
         open = [place for place in range(PLACES) if ACCEPTS_UNTIL[place] > now]
-        turn = min(open, key=lambda place: COUNTS[place] // BLOCK, default=None)
-        return bool(turn == own)
+        return bool(own == min(open, key=lambda at: COUNTS[at] // BLOCK, default=None))
