@@ -194,19 +194,19 @@ def test_backup_is_restored(shell, tmp_path, database, kind):
         assert store.add(OAK._replace(name='Yew'))
 
 
-def test_container_is_backed_up_and_restored(tmp_path):
+def test_container_is_backed_up_and_restored(shell, tmp_path):
     """By the commands that run in it: the server goes on with the restored file."""
     [script] = [each.values[0] for each in blocks('sh', 'docs/operating.md')]
     script = script.replace('podman exec -i plants ', '').replace('/data', '.')
-    ours = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}', 'PYTHONPATH': str(REPOSITORY)}
-    add = request(body=encode(MOSS))
+    before = encode(FERN) + encode(MOSS)
     with Server(tmp_path) as server:
-        server.ask(request(body=encode(FERN)))
-        script = f'set -eu\n{script}'.replace('-HUP 1', f'-HUP {server.pid}')
-        finished(['bash', '-c', script], cwd=tmp_path, env=ours, check=True)
+        script = script.replace('-HUP 1', f'-HUP {server.pid}')
+        code, printed = shell(f'set -eu\n{script}')
+        assert code == 0, printed
+        add = request(body=encode(OAK))
         wait_until(lambda: server.ask(add).status == 200, 'it reloads')
-    assert (tmp_path / 'before-restore.jsonl').read_bytes() == encode(FERN)
-    assert (tmp_path / 'plants.jsonl').read_bytes() == encode(FERN) + encode(MOSS)
+    assert (tmp_path / 'before-restore.jsonl').read_bytes() == before
+    assert (tmp_path / 'plants.jsonl').read_bytes() == before + encode(OAK)
 
 
 def test_service_moves_to_a_database(shell, tmp_path, url):
