@@ -122,8 +122,7 @@ def _read_body(req: falcon.Request, limit: int) -> bytearray:
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
     length = 0 if chunked else req.content_length or 0
     if not (req.env.get('wsgi.input_terminated') if chunked else length):
-        is_empty = req.env.get('CONTENT_LENGTH') == '0'
-        reason = 'empty' if is_empty else 'missing: send its length'
+        reason = 'missing: send its length' if req.content_length is None else 'empty'
         raise Fault(ErrorValue.BODY_MISSING, f'the body is {reason}')
     content_type, parameters = falcon.parse_header(req.content_type or '')
     charset = parameters.get('charset', 'utf8').lower().replace('utf-8', 'utf8')

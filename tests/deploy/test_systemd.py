@@ -43,9 +43,8 @@ os.chown = os.setegid = os.seteuid = os.setgid = os.setuid = refuse
 """
 
 
-@pytest.fixture
-def service(tmp_path):
-    """The service as its unit runs it; the test stands in for systemd."""
+def test_reload_and_restart_refuse_no_client(tmp_path):
+    """Clients wait; the main process of a reload stays. This stands in for systemd."""
     state, checkout = tmp_path / 'state', tmp_path / 'installed'
     text = SERVICE.read_text().replace('/opt/plants/.venv/bin', str(SCRIPTS))
     text = text.replace('/opt/plants', str(checkout)).replace('%d', str(tmp_path))
@@ -77,30 +76,22 @@ def service(tmp_path):
         command = 'bash', '-c', script
         service = Server(checkout, command=command, workers=2, **variables)
         service.connect = lambda: client_at(path)
-        service.unit, service.notified = unit, notified
-        service.plants_path = state / 'plants.jsonl'
-        yield service
-
-
-def test_reload_and_restart_refuse_no_client(service):
-    """In a reload and a restart clients wait; the main process of a reload stays."""
-    with service.started():
-        assert b'READY=1' in service.notified.recv(4096).splitlines()
-        with Load(service) as load:
+        with service.started(), Load(service) as load:
             load.wait_for_all()
+            assert b'READY=1' in notified.recv(4096).splitlines()
             before = service.worker_pids()
-            reload = service.unit['ExecReload'].replace('$MAINPID', str(service.pid))
+            reload = unit['ExecReload'].replace('$MAINPID', str(service.pid))
             finished(shlex.split(reload), check=True)
             wait_until(lambda: len(service.worker_pids() - before) == 2, 'new workers')
             wait_until(lambda: not before & service.worker_pids(), 'the old ones end')
             load.wait_for_all()
             service.signal(signal.SIGTERM)
-            assert service.wait(int(service.unit['TimeoutStopSec'])) == 0
+            assert service.wait(int(unit['TimeoutStopSec'])) == 0
             service.start()
             load.wait_for_all()
         assert not load.failed
-        added = len(service.plants_path.read_bytes().splitlines())
-        assert added == len(load.added)
+    added = len((state / 'plants.jsonl').read_bytes().splitlines())
+    assert added == len(load.added)
 
 
 # ---- the backup
