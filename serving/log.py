@@ -60,7 +60,9 @@ class Buffer(MemoryHandler):
                     lines = [f'{target.format(record)}\n' for record in records]
                     target.stream.write(''.join(lines))
                     target.flush()
-                except Exception:  # a full disk, or one broken line: no 200 becomes 500
+                except OSError:  # a full disk must not turn a 200 into a 500
+                    target.handleError(records[0])  # once, not for each line
+                except Exception:  # of a broken one; nothing was written
                     for record in records:
                         target.handle(record)
 
