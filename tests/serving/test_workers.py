@@ -99,7 +99,7 @@ def test_few_connections_belong_to_one_worker(service):
         for _ in range(8):
             opened.enter_context(service.connect())
         # Several times: once it may be luck.
-        wait_until(lambda: all(most_held(service, 4) == 4 for _ in range(3)), 'one')
+        wait_until(lambda: all(most_held(service, 4) == 4 for _ in range(9)), 'one')
         wait_until(lambda: all(most_held(service, 40) < 31 for _ in range(3)), 'both')
         for pid in service.worker_pids():
             with paused(pid):
