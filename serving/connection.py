@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from http import HTTPStatus
 from io import BytesIO
-from ssl import SSLContext
 from typing import Any
 from wsgiref.types import WSGIApplication, WSGIEnvironment
 
@@ -20,6 +19,7 @@ import gevent
 from gevent.lock import Semaphore
 from gevent.ssl import SSLSocket
 
+from app import PlantsApp
 from serving.request import Refused, Request, read_head
 from serving.scheduler import poll
 from web.errors import FAULT, Fault
@@ -57,13 +57,11 @@ class Server:
     """What the connections of a process share."""
 
     application: WSGIApplication
-    fallback: WSGIApplication  # for what is refused, and what the other one failed to
+    plants: PlantsApp  # answers what is refused, and what the other one failed to
     log_error: Callable[..., None]  # as ``logging.Logger.error``
     log_access: Callable[..., None] | None  # of an answer, fields, environment, time
-    tls: SSLContext | None
-    max_body_bytes: int
     max_connections: int
-    requests_left: int  # until ``keepalive`` becomes 0
+    requests_left: int  # until the worker stops
     keepalive: float  # seconds for the next request of a connection; 0: there is none
     date: str = ''  # of answers: not formatted for each
     connections: set['Connection'] = field(default_factory=set)
@@ -104,9 +102,9 @@ class Connection:
         """Answer requests until the connection ends; the greenlet."""
         server = self._server
         try:
-            if server.tls is not None:  # the first read makes the handshake
+            if tls := server.plants.tls:  # the first read makes the handshake
                 how = {'server_side': True, 'do_handshake_on_connect': False}
-                self.sock = SSLSocket(self.sock, _context=server.tls, **how)
+                self.sock = SSLSocket(self.sock, _context=tls, **how)
             while (request := self._read()) and self._answer(request):
                 del request  # an idle connection holds no request
                 self.limit(server.keepalive or LINGER)
@@ -151,12 +149,11 @@ class Connection:
             self.is_idle = False
         self.limit(REQUEST_TIMEOUT)
         while True:
-            if request is None:
-                request = read_head(received, self._environ)
+            request = request or read_head(received, self._environ)
             if isinstance(request, Refused):
                 return request
             if request is not None:
-                if whole := request.take(received, self._server.max_body_bytes):
+                if whole := request.take(received, self._server.plants.max_body_bytes):
                     return whole
                 if request.expects:
                     request.expects = False
@@ -186,8 +183,6 @@ class Connection:
             id = dict(answer.headers)['x-request-id']
             server.log_error('%s: request failed', id, exc_info=ex)
         server.requests_left -= 1
-        if server.requests_left <= 0:
-            server.keepalive = 0
         keeps = keeps and server.keepalive > 0
         head = (
             f'HTTP/1.1 {answer.status}\r\nServer: gunicorn\r\n'
@@ -199,8 +194,7 @@ class Connection:
             self._send(data)
         if server.log_access is not None:
             took, all = timedelta(seconds=time.monotonic() - began), request.environ
-            names = [name for name in all if name[:5] == 'HTTP_']
-            fields = [(name[5:].replace('_', '-'), all[name]) for name in names]
+            fields = [(x.removeprefix('HTTP_').replace('_', '-'), all[x]) for x in all]
             server.log_access(answer, fields, all, took)
         return keeps
 
@@ -208,4 +202,4 @@ class Connection:
         """Have a request answered that the server refuses, or failed to serve."""
         text = f'{HTTPStatus(status).phrase}: the HTTP server cannot serve this request'
         environ |= {FAULT: Fault(100 * status, text), 'wsgi.input': BytesIO()}
-        return Answer(self._server.fallback, environ)
+        return Answer(self._server.plants, environ)

@@ -61,7 +61,7 @@ class Buffer(MemoryHandler):
                     target.stream.write(''.join(lines))
                     target.flush()
                 except OSError:  # a full disk must not turn a 200 into a 500
-                    target.handleError(records[0])
+                    target.handleError(records[0])  # once, not for each line
                 except Exception:  # of a broken one; nothing was written
                     for record in records:
                         target.handle(record)

@@ -135,16 +135,16 @@ def _parse(head: bytes, common: WSGIEnvironment) -> Request | Refused:
     """Return the request that a head begins, which may be wrong or too long."""
     environ = common.copy()  # what all requests of a connection have
     match = _HEAD.fullmatch(head.decode('latin-1'))
-    if match is None or len(head) > MAX_HEAD or head.find(b'\r') > MAX_LINE:
-        if (head + b'\r').find(b'\r') > MAX_LINE:
-            return Refused(environ, 414)
+    line = head.partition(b'\r')[0]
+    if match is None or len(head) > MAX_HEAD or len(line) > MAX_LINE:
         is_long = len(head) > MAX_HEAD or head.count(b'\r\n') > MAX_FIELDS + 2
-        return Refused(environ, 431 if is_long else 400)
+        status = 414 if len(line) > MAX_LINE else 431 if is_long else 400
+        return Refused(environ, status)
     method, target, path, query, minor, fields = match.groups()
     is_new = minor == '1'
     is_sound: Any = True
-    for line in fields.split('\r\n'):
-        name, _, value = line.partition(':')
+    for each in fields.split('\r\n'):
+        name, _, value = each.partition(':')
         if key := _key(name):
             value = value.strip(' \t')
             if key not in environ:

@@ -26,18 +26,16 @@ from serving.scheduler import poll
 FILES = 32  # that a worker may have open, besides one for each connection
 TICK = 0.2  # seconds between two looks for late clients, and for a signal to stop
 LINES = 100  # of the log that may wait so long, to be written together
-SEND_BUFFER = (
-    48 * 1024
-)  # bytes in the kernel, which doubles it, and would grow to 4 MiB
+SEND_BUFFER = 48 * 1024  # bytes in the kernel, which would let it grow to 4 MiB
 # What is not known of a request whose first line cannot be read.
 UNREADABLE = 'REQUEST_METHOD', 'RAW_URI', 'PATH_INFO', 'SERVER_PROTOCOL'
 
 # Connections go in blocks to the first worker with the fewest whole blocks: few clients
-# share the batches of one worker, and so its syncs; many are spread. In shared memory
-# each worker shows how many active ones it has, and until when it accepts more.
+# share the batches of one worker, and so its syncs; many are spread.
 BLOCK = 10  # connections
 LEAVE = 0.005  # seconds to leave a connection to the worker that is next
 PLACES = 64  # of workers, by their age; two that share one only spread worse
+# In shared memory: how many active ones a worker has, and until when it accepts more.
 _shared = memoryview(mmap.mmap(-1, 16 * PLACES)).cast('d')
 COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 
@@ -92,14 +90,11 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         room = min(self.worker_connections, files - FILES - len(self.sockets))
         PlantsLogger.buffer.capacity = LINES  # ``self.log`` may be of another class
-        plants = self.app.wsgi()
         self.server = Server(
             application=self.wsgi,  # it may be wrapped, and then fail
-            fallback=plants,
+            plants=self.app.wsgi(),
             log_error=self.log.error,
             log_access=self.log.access if self.log.access_log_enabled else None,
-            tls=plants.tls,
-            max_body_bytes=plants.max_body_bytes,
             max_connections=max(1, room),
             requests_left=self.max_requests,
             keepalive=self.cfg.keepalive,
@@ -114,8 +109,7 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         if self.ppid != os.getppid() and self.alive:
             self.log.info('the master is gone: the worker stops')
             self.alive = False
-        if self.server.requests_left <= 0:
-            self.alive = False
+        self.alive = self.alive and self.server.requests_left > 0
         for _ in range(4):  # after a pause of this process: first see who has sent
             self.tmp.notify()
             poll()  # one reports 64 sockets at most, the next twice as many
@@ -131,27 +125,24 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             'SERVER_NAME': host,
             'SERVER_PORT': str(port),
             'wsgi.multithread': True,
-            'wsgi.url_scheme': 'https' if self.server.tls else 'http',
+            'wsgi.url_scheme': 'https' if self.cfg.is_ssl else 'http',
         }
-        is_next = False
         while True:
             while self.server.is_full():
                 gevent.sleep(TICK)  # another worker may accept the next
-            if not is_next:
-                socket.wait_read(listener.fileno())
-                if not self._is_next():
-                    gevent.sleep(LEAVE)
+            if not self._is_next():
+                gevent.sleep(LEAVE)
             try:
                 sock, at = listener.accept()
-            except OSError as ex:
-                is_next = False
-                if not isinstance(ex, BlockingIOError):  # no descriptor is left
-                    gevent.sleep(TICK)
+            except BlockingIOError:
+                socket.wait_read(listener.fileno())
+                continue
+            except OSError:  # no descriptor is left
+                gevent.sleep(TICK)
                 continue
             host, port, *_ = at if isinstance(at, tuple) else (at or '', '')
             client = {'REMOTE_ADDR': host, 'REMOTE_PORT': str(port)}
             Connection(self.server, sock, environ | client)
-            is_next = self._is_next()
 
     def _is_next(self) -> bool:
         """Tell the other workers of this one; return whether it accepts the next."""
@@ -160,5 +151,4 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         ACCEPTS_UNTIL[own] = now + 5 * TICK if is_open else 0
         COUNTS[own] = sum(now - each.heard < LINGER for each in self.server.connections)
         open = [place for place in range(PLACES) if ACCEPTS_UNTIL[place] > now]
-        turn = min(open, key=lambda place: COUNTS[place] // BLOCK, default=None)
-        return bool(turn == own)
+        return bool(own == min(open, key=lambda at: COUNTS[at] // BLOCK, default=None))

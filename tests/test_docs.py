@@ -4,6 +4,7 @@
 ``bash`` blocks are steps that a test takes. Blocks in other languages are not run here.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,8 +13,10 @@ from contextlib import suppress
 from importlib.metadata import distribution
 
 import pytest
+from exchange import fern
 from packaging.requirements import Requirement
 from postgresql import programs
+from proxy import Proxy
 from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, request
 from waiting import wait_until
 
@@ -191,19 +194,19 @@ def test_backup_is_restored(shell, tmp_path, database, kind):
         assert store.add(OAK._replace(name='Yew'))
 
 
-def test_container_is_backed_up_and_restored(tmp_path):
+def test_container_is_backed_up_and_restored(shell, tmp_path):
     """By the commands that run in it: the server goes on with the restored file."""
     [script] = [each.values[0] for each in blocks('sh', 'docs/operating.md')]
     script = script.replace('podman exec -i plants ', '').replace('/data', '.')
-    ours = {'PATH': f'{SCRIPTS}:{os.environ["PATH"]}', 'PYTHONPATH': str(REPOSITORY)}
-    add = request(body=encode(MOSS))
+    before = encode(FERN) + encode(MOSS)
     with Server(tmp_path) as server:
-        server.ask(request(body=encode(FERN)))
-        script = f'set -eu\n{script}'.replace('-HUP 1', f'-HUP {server.pid}')
-        finished(['bash', '-c', script], cwd=tmp_path, env=ours, check=True)
+        script = script.replace('-HUP 1', f'-HUP {server.pid}')
+        code, printed = shell(f'set -eu\n{script}')
+        assert code == 0, printed
+        add = request(body=encode(OAK))
         wait_until(lambda: server.ask(add).status == 200, 'it reloads')
-    assert (tmp_path / 'before-restore.jsonl').read_bytes() == encode(FERN)
-    assert (tmp_path / 'plants.jsonl').read_bytes() == encode(FERN) + encode(MOSS)
+    assert (tmp_path / 'before-restore.jsonl').read_bytes() == before
+    assert (tmp_path / 'plants.jsonl').read_bytes() == before + encode(OAK)
 
 
 def test_service_moves_to_a_database(shell, tmp_path, url):
@@ -223,3 +226,26 @@ def test_service_moves_to_a_database(shell, tmp_path, url):
             assert new.ask(request(body={'id': 4, 'name': 'Yew'})).status == 200
     with open_store(url) as store:
         assert sorted(store) == [FERN, MOSS, OAK, Plant(4, 'Yew')]
+
+
+# By the language of its block: what runs a client, and what calls it.
+CLIENTS = {
+    'py': (sys.executable, '-c', 'print(json.dumps(add_plant(*{})))'),
+    'js': ('node', '-e', 'addPlant(...{}).then(JSON.stringify).then(console.log)'),
+}
+
+
+@pytest.mark.parametrize('language', CLIENTS)
+def test_client_repeats_what_was_lost_and_no_refusal(language, service):
+    """The plant is stored once, and the answer to the repeat is the first one's."""
+    program, option, call = CLIENTS[language]
+    [code] = blocks(language, 'docs/api.md')
+    plant = fern(tag=language)
+    with Proxy(service.port) as proxy:
+        proxy.cut(after=0)
+        for body, said in (plant, '"name": *"Fern"'), (plant | {'name': 'Moss'}, '400'):
+            url = f'http://127.0.0.1:{proxy.port}/plants'
+            called = code.values[0] + call.format(json.dumps([body, url, TOKEN]))
+            done = finished([installed(program, 'nodejs'), option, called])
+            assert re.search(said, done.stdout + done.stderr)
+    assert service.plants().count(plant) == 1

@@ -6,6 +6,7 @@ file, reload, and the rule has changed.
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,12 +22,6 @@ DIRECTORY = Path(__file__).parent.parent / 'schemas'
 STEPS = 2_000
 # Stands for the value in a message of jsonschema-rs, which would not cut a long one.
 _MASK = '\0'
-# The engine that runs a pattern says whether it is one.
-_check_schema = jsonschema_rs.Draft202012Validator(
-    {'$ref': 'https://json-schema.org/draft/2020-12/schema'},
-    validate_formats=True,
-    mask=_MASK,
-).validate
 # A plant without faults, whose members can be replaced one at a time.
 _SOUND = Plant._make([0, *('' for _ in TEXTS)])
 # NOTE: json.dumps() or json.loads() with arguments builds a new coder at each call.
@@ -55,37 +50,36 @@ _decode = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).
 
 def load_schemas() -> dict[str, Any]:
     """Return the schemas by the names of their files, which a ``ValueError`` names."""
-    files = {}
-    for path in sorted(DIRECTORY.glob('*.json')):
-        try:
-            files[path.name] = schema = json.loads(path.read_bytes())
-            _check_schema(schema)
+    files: dict[str, Any] = {}
+    try:
+        for path in sorted(DIRECTORY.glob('*.json')):
+            files[path.name] = json.loads(path.read_bytes())
             # With $schema each reference to this file might choose another draft.
-            schema.pop('$schema', None)
-        except jsonschema_rs.ValidationError as ex:
-            raise ValueError(f'{path}: {_describe(ex)}') from ex
-        except (OSError, ValueError, AttributeError) as ex:
-            raise ValueError(f'{path}: {ex}') from ex
+            files[path.name].pop('$schema', None)
+        # Each is checked alone, and Plant.json before the file that includes it.
+        for name in sorted({*files, 'NewPlant.json'}, reverse=True):
+            path = DIRECTORY / name
+            PlantReader(files, 0, name)
+    except Exception as ex:
+        reason = _describe(ex) if isinstance(ex, jsonschema_rs.ValidationError) else ex
+        raise ValueError(f'{path}: {reason}') from ex
     return files
 
 
 class PlantReader:
     """Reads the plant in a body of at most ``limit`` bytes by the schema files."""
 
-    def __init__(self, files: dict[str, Any], limit: int) -> None:
+    def __init__(
+        self, files: dict[str, Any], limit: int, name: str = 'NewPlant.json'
+    ) -> None:
         self._limit = limit
-        try:
-            self._schema = jsonschema_rs.Draft202012Validator(
-                files['NewPlant.json'],
-                registry=jsonschema_rs.Registry(list(files.items())),
-                offline=True,
-                mask=_MASK,
-                pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=STEPS),
-            )
-        except (KeyError, ValueError, jsonschema_rs.ReferencingError) as ex:
-            wrong = repr(getattr(ex, 'instance', ''))
-            reason = str(getattr(ex, 'message', ex)).replace(_MASK, wrong)
-            raise ValueError(f'{DIRECTORY}/NewPlant.json: {reason}') from ex
+        self._schema = jsonschema_rs.Draft202012Validator(
+            files[name],
+            registry=jsonschema_rs.Registry(list(files.items())),
+            offline=True,
+            mask=_MASK,
+            pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=STEPS),
+        )
 
     def read(self, req: falcon.Request) -> Plant:
         """Return the plant of a request, or raise ``Fault``."""
@@ -96,7 +90,8 @@ class PlantReader:
                 encode(value)
             if self._schema.is_valid(value) and isinstance(value, dict):
                 plant = Plant(*map(value.get, Plant._fields))  # type: ignore[arg-type]
-                if not _refusal(plant):
+                with suppress(ValueError):
+                    check_plant(plant)
                     return plant
             faults = self._faults(value)
         except (RecursionError, ValueError) as ex:  # too deep, too many digits, no JSON
@@ -112,39 +107,38 @@ class PlantReader:
         if not isinstance(value, dict):  # an edited schema may take anything
             return faults or {'body: it is not an object': None}
         named = {fault.partition(':')[0] for fault in faults}
-        for member in Plant._fields:
+        for member in [each for each in Plant._fields if each not in named]:
             alone: Any = {member: value.get(member)}
-            # To a JSON Schema 2.0 is an integer.
-            if member not in named and (fault := _refusal(_SOUND._replace(**alone))):
-                faults[fault] = None
+            try:  # to a JSON Schema 2.0 is an integer
+                check_plant(_SOUND._replace(**alone))
+            except ValueError as ex:
+                faults[str(ex)] = None
         return faults
 
 
-def _refusal(plant: Plant) -> str:
-    try:
-        check_plant(plant)
-    except ValueError as ex:
-        return str(ex)
-    return ''
-
-
-def _read_body(req: falcon.Request, limit: int) -> bytes:
+def _read_body(req: falcon.Request, limit: int) -> bytearray:
     # RFC 9112, section 6.3: with a transfer coding, Content-Length is ignored. Then the
     # server must mark the end of the body in the input.
     chunked = 'HTTP_TRANSFER_ENCODING' in req.env
     length = 0 if chunked else req.content_length or 0
     if not (req.env.get('wsgi.input_terminated') if chunked else length):
-        is_empty = req.env.get('CONTENT_LENGTH') == '0'
-        reason = 'empty' if is_empty else 'missing: send its length'
+        reason = 'missing: send its length' if req.content_length is None else 'empty'
         raise Fault(ErrorValue.BODY_MISSING, f'the body is {reason}')
     content_type, parameters = falcon.parse_header(req.content_type or '')
-    charset = parameters.get('charset', 'utf-8').lower()
+    charset = parameters.get('charset', 'utf8').lower().replace('utf-8', 'utf8')
     coding = req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower()
-    is_json = (content_type.lower(), coding) == (falcon.MEDIA_JSON, 'identity')
-    if not is_json or charset not in ('utf-8', 'utf8'):
+    kind = content_type.lower(), charset, coding
+    if kind != (falcon.MEDIA_JSON, 'utf8', 'identity'):
         needed = 'the body must be application/json in UTF-8, without Content-Encoding'
         raise Fault(ErrorValue.WRONG_MEDIA_TYPE, needed)
-    body = b'' if length > limit else _read_up_to(req, length or limit + 1)
+    body = bytearray()
+    size = 0 if length > limit else length or limit + 1
+    try:
+        # NOTE: a read may return fewer bytes than it was asked for before the end.
+        while len(body) < size and (piece := req.stream.read(size - len(body))):
+            body += piece
+    except Exception as ex:  # bad chunks, or no client; each server has its own kinds
+        raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
     if max(length, len(body)) > limit:
         raise Fault(ErrorValue.BODY_TOO_LARGE, f'the body is larger than {limit} bytes')
     if len(body) < length:
@@ -153,18 +147,6 @@ def _read_body(req: falcon.Request, limit: int) -> bytes:
     if not body:
         raise Fault(ErrorValue.BODY_MISSING, 'the body is empty')
     return body
-
-
-def _read_up_to(req: falcon.Request, size: int) -> bytes:
-    pieces = []
-    try:
-        # NOTE: a read may return fewer bytes than it was asked for before the end.
-        while size and (piece := req.stream.read(size)):
-            pieces.append(piece)
-            size -= len(piece)
-    except Exception as ex:  # bad chunks, or no client; each server has its own kinds
-        raise Fault(ErrorValue.BAD_REQUEST, 'the body could not be read') from ex
-    return b''.join(pieces)
 
 
 def _describe(error: jsonschema_rs.ValidationError) -> str:

@@ -10,10 +10,8 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from web.errors import ErrorValue, Fault
 
@@ -22,14 +20,6 @@ log = logging.getLogger('plants')
 LONGEST = 2**20  # bytes of a tokens file
 EXAMPLE = '{"id": 1, "name": "Fern", "tag": "shade"}'  # as on every page
 _version = attrgetter('st_dev', 'st_ino', 'st_size', 'st_mtime_ns', 'st_ctime_ns')
-
-
-class _Known(NamedTuple):
-    """What is known of tokens. It is replaced whole, so that its parts always fit."""
-
-    names: dict[bytes, str]  # of the accepted tokens, by their digests
-    version: tuple[int, ...] = ()  # of the file that they are from
-    unread: str = ''  # why a newer file was never read: no token is accepted
 
 
 class Tokens:
@@ -41,6 +31,10 @@ class Tokens:
     # Called when a changed file cannot be used; metrics count it.
     on_failed_reload: Callable[[], None] = staticmethod(lambda: None)
     _refused: frozenset[bytes] = frozenset()  # digests of tokens for something else
+    # Names by digests, and the version of their file: replaced together. No names stand
+    # for a newer file that was never read: no token is accepted.
+    _known: tuple[dict[bytes, str], tuple[int, ...]]
+    _fault = ''  # what was wrong with the file at the last look
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
@@ -48,28 +42,25 @@ class Tokens:
         if not isinstance(tokens, Mapping):  # None if a variable is not set
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
-        self._known = _Known(_checked(names, self._refused))
+        self._known = _checked(names, self._refused), ()
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
         refused = self._refused | {_digest(token, 'the token for metrics')}
-        _checked(self._known.names, refused)
+        _checked(self._known[0], refused)
         self._refused = refused
-
-    def __len__(self) -> int:
-        return len(self._known.names)
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
-        names, _, unread = self._known
-        if unread:
-            message = f'no token can be checked now: {unread}'
+        self.refresh()
+        if not (names := self._known[0]):
+            message = f'no token can be checked now: {self._fault}'
             raise Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
         # Nobody can choose a digest, so the duration of the look-up tells nothing.
         return names.get(hashlib.sha256(text.encode('latin-1')).digest())
 
     def refresh(self) -> None:
-        """Take up a change of the tokens now; a master does it before it forks."""
+        """Take up a change of the tokens; a master does it before it forks."""
 
 
 def _checked(names: dict[bytes, str], refused: frozenset[bytes]) -> dict[bytes, str]:
@@ -101,71 +92,64 @@ class TokensFile(Tokens):
     """
 
     CHECK_EVERY = 1.0  # seconds
+    _next_look = 0.0
 
     def __init__(self, path: Path) -> None:
-        self._path, self._told, self._known = path, '', _Known({})
-        # Shared by processes that are forked: which file any of them has read last.
+        self._path, self._known = path, ({}, ())
+        # Which file was read last by any process; those that are forked share it. The
+        # others may have older tokens when that file is gone or damaged: a worker that
+        # was idle, or a new one of a master that forked none since its start.
         self._newest = memoryview(mmap.mmap(-1, 8)).cast('q')
         for _ in range(100):
-            if (fault := self._look()) or self._known.names:
+            if (fault := self._look()) or self._known[0]:
                 break
             time.sleep(self.CHECK_EVERY / 20)
-        if not self._known.names:
+        if not self._known[0]:
             raise ValueError(f'{path}: {fault or "it changes all the time"}')
 
-    def find(self, text: str) -> str | None:
-        if time.monotonic() >= self._next_look:
-            self.refresh()
-        return super().find(text)
-
     def refresh(self) -> None:
-        with suppress(Exception):
-            version, before = self._known.version, self._told
-            self._told = self._look()
-            if self._told not in ('', before):
-                then = 'no token is accepted' if self._known.unread else 'tokens stay'
-                log.error('%s: %s; %s', self._path, self._told, then)
+        known, before, now = self._known, self._fault, time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + self.CHECK_EVERY
+        fault = self._look()
+        names, _ = self._known
+        self._fault = fault or ('' if names else 'a newer file was not read yet')
+        if (self._known, self._fault) != (known, before):
+            level, what = logging.INFO, self._fault or 'read'
+            if self._fault:
+                level = logging.ERROR
                 self.on_failed_reload()
-            elif self._known.version not in ((), version):
-                log.info('%s: tokens accepted now: %d', self._path, len(self))
+            log.log(level, '%s: %s; tokens now: %d', self._path, what, len(names))
 
     def _look(self) -> str:
         """Take up a change, in one step after all else; return what is wrong."""
-        known, fault, now = self._known, '', time.monotonic()
-        self._next_look = now + 5 * self.CHECK_EVERY  # one thread reads, others go on
-        try:
-            new = self._read(known)
-        except ValueError as ex:
-            new, fault = known, str(ex)
-        except Exception as ex:
-            fault = getattr(ex, 'strerror', None) or type(ex).__name__
-            new = _Known({}, unread=fault)
-        if not new.unread and self._newest[0] != hash(new.version):
-            new = _Known({}, unread='another process has read a newer tokens file')
-        if self._known is known:  # no other thread was quicker
-            self._known = new
-        self._next_look = now + self.CHECK_EVERY
-        return fault
-
-    def _read(self, known: _Known) -> _Known:
-        """Return what is known after a look; ``ValueError`` if the file has a fault."""
+        known, fault = self._known, ''
+        names, version = known
+        seen = version
         try:
             status = self._path.stat()
-        except OSError as ex:
-            raise ValueError(ex.strerror) from ex
-        if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
-            raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
-        names, version = known.names, _version(status)
-        if version != known.version:
-            # Without waiting: a FIFO may have taken its place.
-            with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
-                text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
-            age = time.time() - max(status.st_mtime, status.st_ctime)
-            if version != after or 0 <= age < 2 * self.CHECK_EVERY:
-                return known  # perhaps it is being written
-            names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
-        self._newest[0] = hash(version)
-        return _Known(names, version)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
+                raise ValueError(f'it is not a regular file of at most {LONGEST} bytes')
+            if (seen := _version(status)) != version:
+                # Without waiting: a FIFO may have taken its place.
+                with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
+                    text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
+                age = time.time() - max(status.st_mtime, status.st_ctime)
+                if seen == after and not 0 <= age < 2 * self.CHECK_EVERY:
+                    names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
+                    version = seen
+            if version == seen:  # if not, it is perhaps being written
+                self._newest[0] = hash(version)
+        except Exception as ex:
+            fault = getattr(ex, 'strerror', '') or str(ex) or type(ex).__name__
+            if version != seen and not isinstance(ex, ValueError):
+                names, version = {}, ()
+        if version and self._newest[0] != hash(version):
+            names, version = {}, ()
+        if self._known is known:  # no other thread was quicker
+            self._known = names, version
+        return fault
 
 
 def _parse(text: str) -> dict[bytes, str]:
@@ -190,12 +174,13 @@ def show_token(token: str, url: str) -> None:
     """Print a made token, once, to the standard error, with what uses it."""
     # Nobody else needs to see it: no proxy, and no server sees what follows the #.
     is_local = re.search(r'//(127\.|localhost|\[::1?\])', url)
-    curl = f"curl --noproxy '*' {url}" if is_local else f'curl {url}'
+    proxy = "--noproxy '*' " if is_local else ''
     page = '' if url.startswith('-') else f'Or open {url}/docs#token={token}\n'
-    text = (
+    print(
         f'No token is configured, so this start made one. Add a plant with it:\n\n'
-        f"    {curl}/plants -H 'Authorization: Bearer {token}' "
+        f"    curl {proxy}{url}/plants -H 'Authorization: Bearer {token}' "
         f"-H 'Content-Type: application/json' -d '{EXAMPLE}'\n\n"
-        f'{page}The next start makes another one. To keep it: PLANTS_TOKENS={token}\n'
+        f'{page}The next start makes another one. To keep it: PLANTS_TOKENS={token}\n',
+        file=sys.stderr,
+        flush=True,
     )
-    print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The image, the composition and the manifests in ``deploy/``, without an engine."""
+"""The image, composition, manifests and alerts in ``deploy/``, without an engine."""
 
 import json
 import os
@@ -9,18 +9,11 @@ import shutil
 import kubernetes_validate
 import pytest
 import yaml
+from exchange import parse_samples
 from machine import client_at
-from server import (
-    REPOSITORY,
-    ROOMS,
-    SCRIPTS,
-    TOKEN,
-    Server,
-    finished,
-    installed,
-    request,
-    wait_until,
-)
+from rawclient import TOKEN, request
+from server import REPOSITORY, ROOMS, SCRIPTS, Server, finished, installed
+from waiting import wait_until
 
 CONTAINERFILE = (REPOSITORY / 'deploy/Containerfile').read_text().replace('\\\n', '')
 
@@ -105,8 +98,8 @@ OLDEST = '1.29'  # ReadWriteOncePod is stable since then
 
 
 @pytest.mark.parametrize('name', MANIFESTS)
-def test_manifest_is_valid(name):
-    """The API accepts every object; objects find each other and the image."""
+def test_manifest_is_valid_and_its_container_starts(name, checkout):
+    """The API accepts each object; they find each other, and a pod its store."""
     for version in (OLDEST, kubernetes_validate.latest_version()):
         for resource in MANIFESTS[name]:
             kubernetes_validate.validate(resource, version, strict=True)
@@ -116,23 +109,13 @@ def test_manifest_is_valid(name):
     for item in (controller, *others):
         assert item['spec']['selector'] == {'matchLabels': labels}
     pod = controller['spec']['template']['spec']
-    [container] = pod['containers']
-    for other in pod.get('initContainers', []):
-        assert other['image'] == container['image']
-    security = pod['securityContext']
+    [container], security = pod['containers'], pod['securityContext']
     user = f'{security["runAsUser"]}:{security["runAsGroup"]}'
     assert [user] == instructions('USER')
     assert [str(port['containerPort']) for port in container['ports']] == [PORT]
     assert container['readinessProbe']['httpGet']['path'] == '/readyz'
     [version] = re.findall(r'image\.version="(.*?)"', ''.join(instructions('LABEL')))
     assert container['image'].endswith(f':{version}')
-
-
-@pytest.mark.parametrize('name', MANIFESTS)
-def test_container_starts_with_its_settings(name, checkout):
-    """A check of its settings succeeds; before that a pod waits for its store."""
-    pod = MANIFESTS[name][0]['spec']['template']['spec']
-    [container] = pod['containers']
     ours = {x['name']: x['value'] for x in container['env'] if 'value' in x}
     for mount in container['volumeMounts']:
         volume = checkout / mount['name']
@@ -147,9 +130,44 @@ def test_container_starts_with_its_settings(name, checkout):
     assert check.run() == 0, check.log
     # None fails while the store is away: the kubelet would pause for long.
     environment['PLANTS_STORE'] = f'jsonl:{checkout}/away/plants.jsonl'
-    for container in pod.get('initContainers', []):
-        waits = Server(checkout, command=container['command'], **environment)
+    for other in pod.get('initContainers', []):
+        assert other['image'] == container['image']
+        waits = Server(checkout, command=other['command'], **environment)
         with waits.started():
             wait_until(lambda it=waits: 'Error: ' in it.log, 'the store is away')
             (checkout / 'away').mkdir()
             assert waits.wait() == 0
+
+
+# ---- Prometheus
+
+RECIPE = REPOSITORY / 'deploy/prometheus'
+RULES = yaml.safe_load((RECIPE / 'plants.rules.yml').read_text())['groups'][0]['rules']
+
+
+def test_configuration_is_sound_and_alerts_when_it_should(tmp_path):
+    """Promtool finds no fault, and the tests of the rules pass."""
+    promtool = installed('promtool', 'prometheus')
+    shutil.copytree(RECIPE, tmp_path / 'prometheus')
+    (tmp_path / 'prometheus/plants-token').write_text(TOKEN)
+    files = list((tmp_path / 'prometheus').glob('*.test.yml'))
+    check = 'check', 'config', '--lint-fatal', tmp_path / 'prometheus/prometheus.yml'
+    for arguments in (check, ('test', 'rules', *files)):
+        done = finished([promtool, *arguments])
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_service_has_the_metrics_of_alerts_and_dashboard(serve, store):
+    """Each metric that a rule or a panel reads is there, with the labels it reads."""
+    panels = json.loads((RECIPE / 'grafana.json').read_text())['panels']
+    queries = [target['expr'] for panel in panels for target in panel['targets']]
+    queries += [rule['expr'] for rule in RULES]
+    client = serve(store, metrics_token='for-metrics')
+    client.add({'id': 1, 'name': 'Fern'})
+    answer = client.get('/metrics', headers={'Authorization': 'Bearer for-metrics'})
+    samples = [(each.name, each.labels.keys()) for each in parse_samples(answer.text)]
+    found = re.findall(r'\b(plants?_\w+)(?:\{(.*?)\})?', ' '.join(queries))
+    assert len(found) > 10
+    for name, matchers in found:
+        wanted = {*re.findall(r'(\w+)=', matchers)} - {'instance', 'job'}
+        assert [labels for own, labels in samples if own == name and wanted <= labels]

@@ -8,18 +8,9 @@ import socket
 import pytest
 from exchange import assert_error, chunked, fern, table
 from machine import edit
-from server import (
-    REPOSITORY,
-    TOKEN,
-    RawClient,
-    Server,
-    free_port,
-    installed,
-    make_certificate,
-    request,
-    wait_until,
-)
-from waiting import PATIENCE
+from rawclient import TOKEN, RawClient, request
+from server import REPOSITORY, Server, free_port, installed, make_certificate
+from waiting import PATIENCE, wait_until
 
 TEMPORARY = ('client_body', 'proxy', 'fastcgi', 'uwsgi', 'scgi')
 MAIN = 'pid nginx.pid; error_log stderr warn; events {} http { include plants.conf; '
@@ -83,11 +74,17 @@ def service(nginx, tmp_path_factory):
 
 
 def test_answers_of_the_service_pass_unchanged(service, nginx):
-    """A Plant and Errors; plain HTTP is an Error of nginx."""
+    """A Plant and Errors, each with an id in both logs; plain HTTP is an Error."""
     plant = fern()
     with nginx.connect() as client:
-        answer = client.ask(request(body=plant))
-        assert (answer.status, answer.json) == (200, {'name': 'Fern'})
+        sent = [request(body=plant, x_request_id=id) for id in ('of-the-client', '?')]
+        answers = [client.ask(data) for data in sent]
+        assert [answer.json for answer in answers] == [{'name': 'Fern'}] * 2
+        ids = [answer.headers['x-request-id'] for answer in answers]
+        assert re.fullmatch('of-the-client [0-9a-f]{32}', ' '.join(ids))
+        logged = [f' {id} POST /plants 200 ' for id in ids]
+        wait_until(lambda: all(line in nginx.requests for line in logged))
+        wait_until(lambda: all(id in service.log for id in ids))
         assert '1.5' in assert_error(client.ask(request(body={'id': 1.5})), 40005)
         assert_error(client.ask(request(body=plant, authorization=None)), 40100)
         assert_error(client.ask(request(body=b' ' * 65_536)), 40004)
@@ -127,25 +124,9 @@ def test_flood_of_one_address_is_limited(service, nginx):
     assert {answer.status for answer in answers} == {200, 503}
 
 
-@pytest.mark.parametrize('sent', ['from-the-client', 'not sane'])
-def test_request_id_is_the_same_everywhere(service, nginx, sent):
-    """The client, the log of nginx and the log of the service have the same id."""
-    answer = nginx.ask(request(body=fern(), x_request_id=sent))
-    id = answer.headers['x-request-id']
-    assert re.fullmatch('from-the-client|[0-9a-f]{32}', id)
-    wait_until(lambda: id in service.log, 'the service logs it')
-    wait_until(lambda: f' {id} POST /plants 200 ' in nginx.requests, 'nginx logs it')
-
-
-def accepted(listening):
-    """Return a connection of nginx."""
-    upstream, _ = listening.accept()
-    upstream.settimeout(PATIENCE)
-    return upstream
-
-
 def take(upstream, plant, answer=b'HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}'):
     """Receive the whole request with a plant from nginx and answer it."""
+    upstream.settimeout(PATIENCE)
     data = b''
     while not data.endswith(b'}'):
         piece = upstream.recv(4096)
@@ -169,12 +150,12 @@ def test_service_that_is_away_or_slow_or_closes(tmp_path):
         listening.settimeout(PATIENCE)
         with nginx.connect() as client, nginx.connect() as other:
             client.send(request(body=one))
-            with accepted(listening) as upstream:
+            with listening.accept()[0] as upstream:
                 take(upstream, one)
                 assert client.receive().status == 200
                 client.send(request(body=two))
                 take(upstream, two, b'')
-            with accepted(listening) as upstream:
+            with listening.accept()[0] as upstream:
                 take(upstream, two)
                 assert client.receive().status == 200
                 data = chunked(json.dumps(slow).encode())

@@ -1,13 +1,17 @@
-"""The units in ``deploy/``: checked by systemd's tools, and run without systemd."""
+"""The units in ``deploy/``, also of the backup: checked by systemd, and run without."""
 
 import os
 import re
+import resource
 import shlex
+import shutil
 import signal
 import socket
+import subprocess
+from functools import partial
 
 import pytest
-from exchange import Load
+from exchange import Load, table
 from machine import client_at, copy_checkout
 from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, wait_until
 from waiting import PATIENCE
@@ -39,9 +43,8 @@ os.chown = os.setegid = os.seteuid = os.setgid = os.setuid = refuse
 """
 
 
-@pytest.fixture
-def service(tmp_path):
-    """The service as its unit runs it; the test stands in for systemd."""
+def test_reload_and_restart_refuse_no_client(tmp_path):
+    """Clients wait; the main process of a reload stays. This stands in for systemd."""
     state, checkout = tmp_path / 'state', tmp_path / 'installed'
     text = SERVICE.read_text().replace('/opt/plants/.venv/bin', str(SCRIPTS))
     text = text.replace('/opt/plants', str(checkout)).replace('%d', str(tmp_path))
@@ -73,27 +76,87 @@ def service(tmp_path):
         command = 'bash', '-c', script
         service = Server(checkout, command=command, workers=2, **variables)
         service.connect = lambda: client_at(path)
-        service.unit, service.notified = unit, notified
-        service.plants_path = state / 'plants.jsonl'
-        yield service
-
-
-def test_reload_and_restart_refuse_no_client(service):
-    """In a reload and a restart clients wait; the main process of a reload stays."""
-    with service.started():
-        assert b'READY=1' in service.notified.recv(4096).splitlines()
-        with Load(service) as load:
+        with service.started(), Load(service) as load:
             load.wait_for_all()
+            assert b'READY=1' in notified.recv(4096).splitlines()
             before = service.worker_pids()
-            reload = service.unit['ExecReload'].replace('$MAINPID', str(service.pid))
+            reload = unit['ExecReload'].replace('$MAINPID', str(service.pid))
             finished(shlex.split(reload), check=True)
             wait_until(lambda: len(service.worker_pids() - before) == 2, 'new workers')
             wait_until(lambda: not before & service.worker_pids(), 'the old ones end')
             load.wait_for_all()
             service.signal(signal.SIGTERM)
-            assert service.wait(int(service.unit['TimeoutStopSec'])) == 0
+            assert service.wait(int(unit['TimeoutStopSec'])) == 0
             service.start()
             load.wait_for_all()
         assert not load.failed
-        added = len(service.plants_path.read_bytes().splitlines())
-        assert added == len(load.added)
+    added = len((state / 'plants.jsonl').read_bytes().splitlines())
+    assert added == len(load.added)
+
+
+# ---- the backup
+
+BACKUP = (REPOSITORY / 'deploy/plants-backup.service').read_text()
+LINES = [b'{"id":%d,"name":"Fern"}\n' % id for id in range(100)]
+OLD = 'plants-20260101T000000Z.jsonl'
+
+
+@pytest.fixture
+def backups(tmp_path):
+    """The directory of the backups, in which there is an old one."""
+    (tmp_path / 'store').symlink_to(REPOSITORY / 'store')
+    shutil.copytree(REPOSITORY / 'deploy', tmp_path / 'deploy')
+    (tmp_path / 'link').symlink_to('deploy/backup.sh')
+    (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
+    (tmp_path / 'plants.jsonl').write_bytes(b''.join(LINES))
+    (tmp_path / 'backups').mkdir()
+    (tmp_path / 'backups' / OLD).write_bytes(b''.join(LINES[:50]))
+    return tmp_path / 'backups'
+
+
+def run(backups, keep='14', program=None, **options):
+    """Run the command of the unit, or of another name; return the exit code."""
+    unit = BACKUP.replace('/var/lib/plants-backup', str(backups))
+    unit = re.sub('/opt/plants|/var/lib/plants', str(backups.parent), unit)
+    [command] = re.findall('^ExecStart=(.*) 14$', unit, re.MULTILINE)
+    variables = re.findall('^Environment=(.*)$', unit, re.MULTILINE)
+    environment = {'PATH': os.defpath, **dict(it.split('=', 1) for it in variables)}
+    command = [*shlex.split(command), keep]
+    command[0] = program or command[0]
+    done = finished(command, env=environment, stderr=subprocess.STDOUT, **options)
+    assert done.stdout, 'it says what it did, or why not'
+    return done.returncode
+
+
+@pytest.mark.parametrize(('keep', 'script'), [(1, 'deploy/backup.sh'), (2, 'link')])
+def test_newest_backups_are_kept(backups, keep, script):
+    """The oldest are removed, never the new one, nor files of others."""
+    newer = OLD.replace('2026', '2097')  # the clock was ahead
+    others = {'plants-20250101T000000Z.jsonl.gz', 'plants-export.jsonl'}
+    for name in newer, *others:
+        (backups / name).touch()
+    assert run(backups, keep=str(keep), program=backups.parent / script) == 0
+    names = sorted({path.name for path in backups.iterdir()} - others)
+    assert names == [newer, 'plants-20970101T000001Z.jsonl'][-keep:]
+    assert (backups / names[-1]).read_bytes() == b''.join(LINES)
+    assert (backups / names[-1]).stat().st_mode & 0o077 == 0, 'it is private'
+    assert others < {path.name for path in backups.iterdir()}
+
+
+# No file grows beyond 1,000 bytes, as on a full disk.
+FULL = {'preexec_fn': partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1000, 1000))}
+
+FAILURES = {
+    'damaged': ([*LINES[:30], b'{"id":30\n', *LINES[31:]], {}),
+    'disk full': (LINES, FULL),
+    'fewer plants': (LINES[:1], {}),
+    'keeps none': (LINES, {'keep': '0'}),
+}
+
+
+@table('lines, how', FAILURES)
+def test_failure_is_reported_and_removes_nothing(backups, lines, how):
+    """A failure has an exit code; the older backups stay alone."""
+    (backups.parent / 'plants.jsonl').write_bytes(b''.join(lines))
+    assert run(backups, **{'keep': '1', **how}) != 0
+    assert [path.name for path in backups.iterdir()] == [OLD]

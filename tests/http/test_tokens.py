@@ -79,20 +79,20 @@ def test_bad_token_is_refused_by_its_name(bad):
         assert_shows_no_token(str(raised.value))
 
 
-@pytest.mark.parametrize('tokens', [None, [], {}, ''], ids=ascii)
-def test_no_application_is_made_without_a_token(tokens):
-    """The service never runs open; None may be a variable that is not set."""
-    with pytest.raises(ValueError, match='token'):
-        create_app(MemoryStore(), tokens=tokens)
+def test_no_application_is_made_without_a_token_or_a_store():
+    """The service never runs open; a URL in place of a store is not shown."""
+    for tokens in (None, [], {}, ''):  # None may be a variable that is not set
+        with pytest.raises(ValueError, match='token'):
+            create_app(MemoryStore(), tokens=tokens)
+    with pytest.raises(TypeError) as raised:
+        create_app(f'postgresql://u:{TOKEN}@host/plants', tokens=TOKEN)
+    assert_shows_no_token(str(raised.value))
 
 
-# Tokens as an argument, and as lines of a file; then the names of those accepted.
-ARGUMENTS = [
-    (sha256(TOKEN), {TOKEN: 'token-1'}),
+# Tokens as an argument, or the text of a file; then the names of those accepted.
+ACCEPTED_TOKENS = [
     ([TOKEN, sha256(OTHER), 'x/=='], {OTHER: 'token-2', 'x/==': 'token-3'}),
     ({'garden': TOKEN, 'shed': sha256(OTHER)}, {TOKEN: 'garden', OTHER: 'shed'}),
-]
-LINES = [
     (f'  {TOKEN}\t', {TOKEN: 'token-1'}),
     (f'a {TOKEN}\na {OTHER}', {TOKEN: 'a', OTHER: 'a'}),
     (f'{TOKEN}\nb {sha256(TOKEN).swapcase().replace("SHA", "sha")}', {TOKEN: 'b'}),
@@ -101,24 +101,14 @@ LINES = [
 ]
 
 
-def assert_accepts(tokens, names):
-    """Check that exactly these tokens are accepted, under these names."""
+@pytest.mark.parametrize(('given', 'names'), ACCEPTED_TOKENS, ids=ascii)
+def test_tokens_are_named(given, names, path):
+    """By number, by a mapping, or by the lines of a file; a digest stands for one."""
+    path.write_bytes(str(given).encode())
+    tokens = TokensFile(path) if isinstance(given, str) else Tokens(given)
     assert {text: tokens.find(text) for text in names} == names
     for text in ('', 'token', 'garden', sha256(TOKEN), f' {TOKEN}', TOKEN.upper()):
         assert tokens.find(text) is None
-
-
-@pytest.mark.parametrize(('tokens', 'names'), ARGUMENTS, ids=ascii)
-def test_tokens_are_named_by_number_or_mapping(tokens, names):
-    """Tokens or their digests are named by number, or by the keys of a mapping."""
-    assert_accepts(Tokens(tokens), names)
-
-
-@pytest.mark.parametrize(('text', 'names'), LINES, ids=ascii)
-def test_line_of_a_tokens_file_is_read(text, names, path):
-    """A line is a token or its digest, with or without a name."""
-    path.write_bytes(text.encode())
-    assert_accepts(TokensFile(path), names)
 
 
 # The scheme may be in any case, with any number of spaces after it.
@@ -188,13 +178,13 @@ def test_file_counts_when_it_has_not_changed_for_a_moment(path, monkeypatch):
     now += 0.1
     assert tokens.find(OTHER) == 'token-1'
     path.write_text(half)
-    age = -60  # the clock of another machine is ahead
+    now, age = now + 1, -60  # the clock of another machine is ahead
     tokens.refresh()
     assert [tokens.find(one) for one in (OTHER, half)] == [None, 'token-1']
 
 
 def replaced(text):
-    """Return a function that replaces the tokens file by one with a text."""
+    """Return a function that puts a text into the tokens file."""
     return lambda path: path.write_text(text, 'latin-1')
 
 
@@ -281,8 +271,8 @@ def test_look_that_was_overtaken_changes_nothing(path, always_checked, monkeypat
     monkeypatch.setattr(module, '_parse', parse_slowly)
     replace(path, TOKEN[::-1])
     tokens.refresh()
-    found = [Tokens.find(tokens, one) for one in (OTHER, TOKEN[::-1])]  # no other look
-    assert found == ['new', None]
+    monkeypatch.setattr(tokens, 'refresh', int)  # no other look
+    assert [tokens.find(one) for one in (OTHER, TOKEN[::-1])] == ['new', None]
 
 
 def test_file_that_changes_during_a_look_is_left_alone(
@@ -295,7 +285,8 @@ def test_file_that_changes_during_a_look_is_left_alone(
         with monkeypatch.context() as patch:
             patch.setattr(os, 'open', lambda *how, do=change: do(path) and really(*how))
             in_threads(tokens.refresh)
-        assert Tokens.find(tokens, TOKEN) == 'old'
+            patch.setattr(tokens, 'refresh', int)  # no other look
+            assert tokens.find(TOKEN) == 'old'
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
@@ -358,10 +349,3 @@ def test_made_token_is_shown_with_a_link_and_to_no_proxy(capsys):
         assert f'{url}/plants -H' in printed
         assert ("--noproxy '*' " in printed) == (not re.search('example|HOST', host))
         assert (f'{url}/docs#token={TOKEN}\n' in printed) == (host[0] == '/')
-
-
-def test_application_needs_a_store():
-    """A URL in place of a store is refused at once, and not shown."""
-    with pytest.raises(TypeError) as caught:
-        create_app(f'postgresql://u:{TOKEN}@host/plants', tokens=TOKEN)
-    assert TOKEN not in str(caught.value)

@@ -15,15 +15,7 @@ from ssl import SSLEOFError
 
 import gevent
 import pytest
-from exchange import (
-    LARGE_FILE,
-    MAX_ANSWER_SECONDS,
-    assert_error,
-    assert_quick,
-    chunked,
-    fern,
-    receive_last,
-)
+from exchange import LARGE_FILE, assert_error, assert_quick, chunked, fern, receive_last
 from gevent.event import Event
 from machine import count_sockets, kib, locked, only_worker, paused
 from server import PATIENCE, Server, request, time_limits, wait_until
@@ -107,7 +99,7 @@ def test_waiting_for_the_store_delays_only_requests_to_it(impatient):
                 client.send(data)
             began = time.monotonic()
             assert impatient.ask(request(authorization=None)).status == 401
-            assert time.monotonic() - began < MAX_ANSWER_SECONDS
+            assert time.monotonic() - began < PATIENCE / 4
             assert not clients[0].is_readable(1.5)
             assert not any(client.is_readable() for client in clients)
         assert [client.receive().status for client in clients] == [200] * len(sent)
@@ -115,15 +107,13 @@ def test_waiting_for_the_store_delays_only_requests_to_it(impatient):
 
 def test_slow_reader_gets_everything(impatient):
     """A client that reads a piece at a time gets it all, also after the time limit."""
-    whole = impatient.ask(LARGE).body
+    whole, received = impatient.ask(LARGE).body, b''
     with impatient.connect() as client:
         client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
         client.send(LARGE)
-        received = b''
         while not received.endswith(whole):
-            piece = client._socket.recv(2**16)
+            received += (piece := client._socket.recv(2**16))
             assert piece, 'closed'  # or it would be asked forever
-            received += piece
             time.sleep(0.05)
 
 
@@ -176,12 +166,12 @@ def test_pipelining_clients_delay_nobody(measured):
     with ExitStack() as opened, measured.connect() as healthy:
         clients = [opened.enter_context(measured.connect()) for _ in range(300)]
         for client in clients:
-            client.send(PROBE * 500)
+            client.send(request('GET', '/x', authorization=None) * 500)
         assert all(client.is_readable(PATIENCE) for client in clients)
-        before = measured.log.count('/livez')
+        before = measured.log.count(' /x ')
         for _ in range(20):
             assert_quick(healthy)
-        assert measured.log.count('/livez') - before < 20 * len(clients)
+        assert 0 < measured.log.count(' /x ') - before < 20 * len(clients)
 
 
 def test_bodies_are_read_in_turns(measured):

@@ -46,9 +46,8 @@ def test_json_log_has_an_object_per_line(tmp_path):
     assert re.fullmatch(r'[0-9-]{10}T[0-9:]{8}\.[0-9]{3}Z', added['time'])
     assert abs(datetime.fromisoformat(added['time']) - began).seconds < 60
     assert 0 < added['duration_ms'] < 10_000
-    names = ('token', 'method', 'path', 'status', 'error', 'bytes')
-    expected = ['token-1', 'POST', '/plants', 200, 0, len(answer.body)]
-    assert [added[name] for name in names] == expected
+    expected = {'token': 'token-1', 'method': 'POST', 'path': '/plants', 'error': 0}
+    assert added.items() >= (expected | {'bytes': len(answer.body)}).items()
     # Without gunicorn's fields, which hold the token.
     [access] = [line for line in lines if '"POST /plants' in line['message']]
     assert access.keys() == common
@@ -60,20 +59,17 @@ def test_no_secret_is_logged(tmp_path, log):
     """No token, body or query is logged, wherever in a request it was put."""
     names = ('cookie', 'referer', 'x_api_key', 'origin', 'user_agent')
     headers = dict.fromkeys(names, SECRET) | {'x_request_id': f'{SECRET}!'}
-    target = f'/plants?access_token={SECRET}'
-    schemes = (f'Bearer {SECRET}', f'Basic {SECRET}', SECRET, None)
-    sent = [
-        request(method, target, FERN, authorization=authorization, **headers)
-        for method, authorization in product(('POST', 'GET'), schemes)
-    ]
-    bodies = (SECRET.encode(), b'{"name": ' + SECRET.encode(), {SECRET: 1}, FERN)
-    for body, kind in product(bodies, ('application/json', SECRET)):
-        sent.append(request(body=body, content_type=kind))
-    sent.append(request(body=FERN | {'name': 'another'}))
-    sent.append(f'POST {SECRET}\r\n'.encode() + request(body=FERN))
     with Server(tmp_path, '--log-level', 'debug', PLANTS_LOG=log) as server:
-        for data in sent:
-            server.ask(data)
+        for text in (f'Bearer {SECRET}', f'Basic {SECRET}', SECRET, None):
+            headers['authorization'] = text
+            server.ask(request('GET', f'/x?access_token={SECRET}', **headers))
+            server.ask(request('POST', f'/plants?a={SECRET}', FERN, **headers))
+        for body in (SECRET.encode(), b'{"name": ' + SECRET.encode(), {SECRET: 1}):
+            server.ask(request(body=body))
+        server.ask(request(body=FERN, content_type=SECRET))
+        for name in (SECRET, 'another'):
+            server.ask(request(body=FERN | {'name': name}))
+        server.ask(f'POST {SECRET}\r\n'.encode() + request(body=FERN))
         (tmp_path / 'plants.jsonl').unlink()
         assert server.ask(request(body=FERN)).status == 503
     assert not re.search(f'{SECRET}|{TOKEN}', server.log)
