@@ -51,7 +51,9 @@ class PostgreSQLStore(CommittedStore):
             try:
                 yield from table.read()
             except Unavailable as ex:
-                if not (ex.code == '42P01' and self._target.create):  # an add makes it
+                if not (
+                    ex.code == 'missing' and self._target.create
+                ):  # an add makes it
                     raise
 
     def _open_backend(self) -> 'Plants':
@@ -66,8 +68,7 @@ class Plants:
 
     def __init__(self, target: Target) -> None:
         self._shown, self._table = target.shown, Table(target)
-        self._probed = -math.inf  # when the last probe of a whole add began
-        self._refusal: Unavailable | None = None  # what it found
+        self._probed = -math.inf  # when a probe of a whole add last succeeded
         # Until when repeats of a locked plant are refused at once, and delay no batch.
         self._locked: dict[int, float] = {}
         self._problem = ''  # that the log tells
@@ -93,17 +94,12 @@ class Plants:
             self._problem = problem
 
     def _ping(self) -> None:
-        self._table.check()
-        # Anybody may ask, so one ping a second does all that an add does.
-        if (now := time.monotonic()) >= self._probed + PROBE_EVERY:
-            refusal = None
-            try:
-                self._table.probe()
-            except Unavailable as ex:
-                refusal = ex
-            self._probed, self._refusal = now, refusal
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
+        # Anybody may ask, so one ping a second does all that an add does, and writes.
+        if time.monotonic() < self._probed + PROBE_EVERY:
+            self._table.check()
+        else:
+            self._table.probe()
+            self._probed = time.monotonic()
 
     def _add(self, batch: Sequence[Entry]) -> None:
         now = time.monotonic()
@@ -113,11 +109,6 @@ class Plants:
                 entry.error = Unavailable('55P03', self._shown)
         if free := [entry for entry in batch if entry.error is None]:
             self._store(free, now + ANSWER_WITHIN)
-        outcomes = [entry.error or entry.new for entry in batch]
-        refused = [it for it in outcomes if isinstance(it, Unavailable)]
-        if all(error.retry in OF_ONE for error in refused):  # all others are known
-            for error in refused:
-                error.outcomes = outcomes
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
         """Store plants as one batch, or in halves; set ``new`` or ``error``."""
@@ -136,13 +127,12 @@ class Plants:
             batch[0].error = error
             if error.code == '55P03':
                 self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR
-            return
-        for half in batch[: len(batch) // 2], batch[len(batch) // 2 :]:
-            if time.monotonic() < deadline:
-                self._store(half, deadline)
-            else:  # nothing is known of these
-                for entry in half:
-                    entry.error = Unavailable('57014', self._shown)
+        elif time.monotonic() < deadline:
+            self._store(batch[: len(batch) // 2], deadline)
+            self._store(batch[len(batch) // 2 :], deadline)
+        else:
+            for entry in batch:  # nothing is known of each
+                entry.error = Unavailable('57014', self._shown)
 
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""

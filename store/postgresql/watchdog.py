@@ -13,76 +13,63 @@ import psycopg
 from store.scheduler import Scheduler
 
 # In seconds.
-CONNECT_WITHIN = 2  # for an address, and as long for each of the first statements
 CANCEL_WITHIN = 0.8  # until a statement ends that was cancelled
 LOOK_EVERY = 0.1  # as psycopg does while it waits
-
-Session = psycopg.Connection[Any]
 
 
 class Watchdog:
     """A thread that ends a late statement of a connection, which is spent then.
 
     A ``with`` block is a statement. If it is late it is cancelled, since its answer
-    says what it waited for; if it goes on its socket is shut down. As a cancellation
-    might hit the next statement, there is none: the thread closes the connection.
+    says what it waited for; if it goes on its socket is shut down. A cancellation
+    might hit the next statement, so there must be none.
     """
 
-    within: float = CONNECT_WITHIN  # for a statement
     is_late = False
 
-    def __init__(self, connection: Session, scheduler: Scheduler) -> None:
-        self.connection, self._start_thread = connection, scheduler.start_thread
+    def __init__(
+        self, connection: psycopg.Connection[Any], within: float, scheduler: Scheduler
+    ) -> None:
+        self.connection, self._within = connection, within
         # A duplicate: libpq closes its own early, and another file gets that number.
-        self.socket = socket.socket(fileno=os.dup(connection.pgconn.socket))
+        self._socket = socket.socket(fileno=os.dup(connection.pgconn.socket))
         self._due = inf
-        self._lock = scheduler.allocate_lock()  # while it is decided that it is late
-        self._closing, self._idle = scheduler.allocate_lock(), scheduler.allocate_lock()
+        self._lock = scheduler.allocate_lock()
+        self._closing = scheduler.allocate_lock()
         self._closing.acquire()  # until then
-        self._idle.acquire()
+        self._start_thread = scheduler.start_thread
         self._start_thread(self._run, ())
         _all.add(self)
 
     def __enter__(self) -> None:
-        self._due = time.monotonic() + self.within
+        self._due = time.monotonic() + self._within
 
     def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
+        with self._lock:  # after it ``is_late`` does not change
             self._due = inf
-        if self.is_late:
-            self._idle.release()
 
     def close(self) -> None:
-        """Close the connection; if it was late, once its cancellation has ended."""
         self._closing.release()
-        if not self.is_late:
-            self._close()
-
-    def _close(self) -> None:
         self.connection.close()
-        self.socket.close()
+        with self._lock:
+            self._socket.close()
 
     def _run(self) -> None:
-        while not (self.is_late or self._closing.acquire(timeout=LOOK_EVERY)):
+        while not self._closing.acquire(timeout=LOOK_EVERY):
             with self._lock:
-                self.is_late = time.monotonic() > self._due
-        if self.is_late:
-            try:
-                self._start_thread(self._shut_down, ())
-            except RuntimeError:  # there are no more threads
-                self._shut_down()
-            # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
-            with suppress(psycopg.Error):
-                self.connection.cancel_safe(timeout=60)  # nobody waits for it
-            self._idle.acquire()
-            self._close()
+                if (now := time.monotonic()) > self._due:
+                    # Neither a thread nor a connection may be left.
+                    with suppress(RuntimeError, OSError):
+                        if self.is_late:
+                            self._socket.shutdown(socket.SHUT_RDWR)
+                        else:
+                            self._start_thread(self._cancel, ())
+                    self.is_late, self._due = True, now + CANCEL_WITHIN
 
-    def _shut_down(self) -> None:
-        if self._idle.acquire(timeout=CANCEL_WITHIN):
-            self._idle.release()
-        else:
-            with suppress(OSError):  # it is not connected
-                self.socket.shutdown(socket.SHUT_RDWR)
+    def _cancel(self) -> None:
+        # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
+        with suppress(psycopg.Error):
+            self.connection.cancel_safe(timeout=60)  # nobody waits for it
 
 
 _all: WeakSet[Watchdog] = WeakSet()
@@ -94,7 +81,7 @@ def _leave_to_parent() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for it in list(_all):
         with suppress(psycopg.Error, OSError):  # it is closed
-            os.dup2(null, it.socket.fileno(), inheritable=False)
+            os.dup2(null, it._socket.fileno(), inheritable=False)
             os.dup2(null, it.connection.pgconn.socket, inheritable=False)
     os.close(null)
 

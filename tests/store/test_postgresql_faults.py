@@ -60,7 +60,6 @@ def far(url, proxy):
 def short_limits(monkeypatch):
     """Limit the waits for a response and for a connection; probe at each ping."""
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
-    monkeypatch.setattr(watchdog.Watchdog, 'within', 0.6)
     monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.3)
     monkeypatch.setattr(watchdog, 'CANCEL_WITHIN', 0.4)
 
@@ -261,8 +260,8 @@ def test_change_of_an_outage_is_logged_once(database, url, caplog):
             database.start()
         lines = [record.getMessage() for record in caplog.records]
         assert len({*lines}) == len(lines) <= 2  # the server may tell that it ends
-        for host in 'missing.invalid', '::1', 'localhost':
-            assert lines[-1].count(f'{host}: ') + lines[-1].count(f'{host}:') > 0
+        for host in '::1', 'localhost':
+            assert f"host: '{host}'" in lines[-1]
         wait_until(lambda: can_add(store))
         wait_until(lambda: len(caplog.records) == len(lines) + 1)
 
@@ -272,7 +271,6 @@ def test_frozen_hosts_are_left_behind(database, url, proxy):
     proxy.stop()
     hosts = f'@127.0.0.1:{proxy.port},localhost:{proxy.port},'
     with open_store(url.replace('@', hosts)) as store:
-        assert not can_add(store)
         wait_until(lambda: can_add(store), seconds=LONGEST)
         database.terminate_sessions()
         wait_until(lambda: not database.sessions())
@@ -282,7 +280,7 @@ def test_frozen_hosts_are_left_behind(database, url, proxy):
 @pytest.mark.parametrize('stored', [False, True], ids=['to insert', 'to compare'])
 def test_lost_answer_is_no_success(database, url, far, proxy, stored, monkeypatch):
     """If the connection is lost between sending and answer, the add is refused."""
-    monkeypatch.setattr(postgresql.table, 'ASK_EVERY', PATIENCE)
+    monkeypatch.setattr(connection, 'ASK_EVERY', PATIENCE)
     if stored:
         far.add(FERN)
     proxy.cut(after=int(stored))
