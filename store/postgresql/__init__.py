@@ -22,7 +22,7 @@ from store.committer import CommittedStore, Entry
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
 from store.postgresql.database import Target, Unavailable
-from store.postgresql.table import Table
+from store.postgresql.table import CHECK, Table
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,8 @@ class PostgreSQLStore(CommittedStore):
             try:
                 yield from table.read()
             except Unavailable as ex:
-                if not (
-                    ex.code == 'missing' and self._target.create
-                ):  # an add makes it
+                is_new = ex.code == 'missing' and self._target.create
+                if not is_new:  # an add will make it
                     raise
 
     def _open_backend(self) -> 'Plants':
@@ -96,7 +95,7 @@ class Plants:
     def _ping(self) -> None:
         # Anybody may ask, so one ping a second does all that an add does, and writes.
         if time.monotonic() < self._probed + PROBE_EVERY:
-            self._table.check()
+            self._table.transact(CHECK)
         else:
             self._table.probe()
             self._probed = time.monotonic()

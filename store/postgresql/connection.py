@@ -3,7 +3,6 @@
 import logging
 import select
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -33,20 +32,13 @@ current_setting('server_encoding'), array(SELECT name FROM pg_settings
 WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')"""
 
 IDLE, INERROR = psycopg.pq.TransactionStatus.IDLE, psycopg.pq.TransactionStatus.INERROR
-Execute = Callable[[str], list[Any]]
 
 
 class Connection:
-    """Executes transactions, for one thread at a time; none takes long.
+    """Executes transactions, for one thread at a time; none takes long."""
 
-    ``ask`` gets a function that executes statements: over each new connection, and
-    again after a second. What it raises is raised instead of a transaction.
-    """
-
-    def __init__(
-        self, target: Target, ask: Callable[[Execute], None], *, to_read: bool
-    ) -> None:
-        self._target, self._ask, self._to_read = target, ask, to_read
+    def __init__(self, target: Target, *, to_read: bool = False) -> None:
+        self._target, self._to_read = target, to_read
         self._watchdog: Watchdog | None = None  # of the open connection
         self._begin = ''  # of each transaction
         self._ask_at = -inf
@@ -64,7 +56,7 @@ class Connection:
             if self._watchdog is None:
                 self._connect()
             if time.monotonic() >= self._ask_at:
-                self._ask(self._execute)
+                self._ask()
                 self._ask_at = time.monotonic() + ASK_EVERY
             name = self._target.table.replace('%', '%%')  # values are put in for %s
             return self._execute(statements.format(name), *values, begin=begin)
@@ -73,6 +65,10 @@ class Connection:
                 raise
         self.close()
         return self.transact(statements, *values, begin=begin)
+
+    def _ask(self) -> None:
+        """Find the table, over each new connection, and again after a second."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the connection; the next transaction opens another one."""

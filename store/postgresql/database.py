@@ -6,7 +6,6 @@ import sys
 import time
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -18,7 +17,6 @@ from store.postgresql.watchdog import Watchdog
 from store.scheduler import Scheduler
 
 PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
-KNOWN = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
 DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
 # An idle connection whose server is gone is noticed within 9 s.
 DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count': 2}
@@ -28,8 +26,11 @@ if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 170
 # In seconds for each address, the least that psycopg takes.
 OURS: dict[str, Any] = {'client_encoding': 'utf8', 'connect_timeout': 2}
 # If one cannot be read libpq goes on without a word, and perhaps without TLS.
-FILES = {'sslcert': 'postgresql.crt', 'sslkey': 'postgresql.key'}
-FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
+FILES = {
+    'sslcert': '~/.postgresql/postgresql.crt',
+    'sslrootcert': '~/.postgresql/root.crt',
+}
+FILES |= {'sslkey': '~/.postgresql/postgresql.key', 'sslcrl': '~/.postgresql/root.crl'}
 
 # What libpq tells of a connection has no SQLSTATE, but these are words of its own: of a
 # host that takes no plants, of TLS and passwords, and before what a server says, in any
@@ -44,12 +45,11 @@ TABLE = """
 22,23,44,54,P0  each    a rule of the table plants does not permit it
 25006           connect the database is read-only
 26,42P05        connect a connection pooler mixes up sessions
-28,3D,refused   -       the database refuses the connection
+28,refused      -       the database refuses the connection
 40              batch   the database is busy with other changes of the same plants
 42,55           each    the table plants is not as the store needs it
 42501           each    the database does not permit it
 53              -       the database is out of room
-53300           -       the database allows no more connections
 55P03           each    another session has locked the plant
 57              -       the database is shutting down or starting up
 57014           -       the database did not answer in time
@@ -90,17 +90,11 @@ class Target:
             raise ValueError(
                 'percent-encode in the password: % as %25, @ %40, / %2F, ? %3F, # %23'
             )
-        for pair in filter(None, rest.partition('?')[2].split('&')):
-            name = unquote(pair.partition('=')[0])
-            if name not in {*KNOWN, 'ssl'} or pair.count('=') != 1:
-                # It may also be the rest of a password, after an & in it.
-                is_name = re.fullmatch(r'[a-z]\w*', name) and 'password=' not in rest
-                shown = name if is_name or name in KNOWN else 'after &'
-                raise ValueError(f'remove the parameter {shown}: libpq refuses it')
         try:
             given = conninfo_to_dict(url)
-        except psycopg.Error:
-            raise ValueError('it is not a URL that libpq accepts') from None
+        except psycopg.Error as ex:  # what it names may be the rest of a password
+            words = 'a parameter' if 'password=' in rest else clean(str(ex), url)
+            raise ValueError(f'correct or remove what libpq refuses: {words}') from None
         if not re.fullmatch('[0-9,]*', str(given.get('port', ''))):
             raise ValueError('the port is not a number')
         self._parameters = DEFAULTS | given | OURS
@@ -125,9 +119,8 @@ class Target:
             except psycopg.Error as ex:
                 error = self.explain(ex)
             except (OSError, RuntimeError, UnicodeError) as ex:  # no room, a wrong name
-                error = self.unavailable(
-                    'files' if getattr(ex, 'filename', '') else '08', str(ex)
-                )
+                code = 'files' if isinstance(ex, OSError) and ex.filename else '08'
+                error = self.unavailable(code, str(ex))
         time.sleep(PAUSE)
         raise error
 
@@ -139,16 +132,13 @@ class Target:
 
     def _check_files(self) -> None:
         """Raise an error for a file that cannot be read, if TLS was asked for."""
-        if self.get('sslmode') == 'disable' or not any(
-            map(self.get, ['sslmode', *FILES])
-        ):
+        given = {name: self.get(name) for name in FILES}
+        if self.get('sslmode') in (None, 'disable') and not any(given.values()):
             return
-        for name, default in FILES.items():
-            path = self.get(name)
-            missing = () if path else (FileNotFoundError, NotADirectoryError)
-            path = path or os.path.expanduser(f'~/.postgresql/{default}')
-            if path != 'system' and ':' not in path:  # no file has such a name
-                with suppress(*missing):
+        for name, path in given.items():
+            with suppress(*() if path else (FileNotFoundError, NotADirectoryError)):
+                path = path or os.path.expanduser(FILES[name])
+                if path != 'system' and ':' not in path:  # no file has such a name
                     os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
 
     def unavailable(self, code: str, detail: str = '') -> Unavailable:

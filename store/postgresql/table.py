@@ -5,8 +5,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant
-from store.postgresql.connection import Connection, Execute
-from store.postgresql.database import Target, Unavailable
+from store.postgresql.connection import Connection
+from store.postgresql.database import Unavailable
 
 COLUMNS = ', '.join(Plant._fields)
 TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
@@ -59,35 +59,30 @@ RULES = '22', '23', '44', '54', 'P0'  # which clients may keep
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() makes one each time
 
 
-class Table:
-    """The statements for the table of a database, over one connection."""
+class Table(Connection):
+    """The statements for the table of a database."""
 
-    def __init__(self, target: Target, *, to_read: bool = False) -> None:
-        self._target, self._to_read = target, to_read
-        connection = Connection(target, self._ask, to_read=to_read)
-        self._transact, self.close = connection.transact, connection.close
-
-    def _ask(self, execute: Execute) -> None:
+    def _ask(self) -> None:
         """Find the table, and ask whether it keeps plants exactly, and safely.
 
         If there is none it is made. A second one would not know the ids of the first,
         so only if the URL names its schema: a role may have got another search_path.
         """
         target, error = self._target, self._target.unavailable('missing')
-        name = self._find(execute)
+        name = self._find()
         if not name and target.create and not (target.table or self._to_read):
             try:
-                execute(CREATE)
+                self._execute(CREATE)
             except Unavailable as ex:  # another process may be making it
                 error = ex
-            name = self._find(execute)
+            name = self._find()
         if not name:
             raise error
         target.table = name
 
-    def _find(self, execute: Execute) -> str:
+    def _find(self) -> str:
         """Return the name of the table, or nothing if there is none."""
-        target, rows = self._target, execute(FIND)
+        target, rows = self._target, self._execute(FIND)
         ours = [row for row in rows if REQUIRED.isdisjoint(row[2])]
         found = [row for row in ours if row[1]] or [row for row in rows if row[1]]
         if target.table:
@@ -107,21 +102,21 @@ class Table:
 
         A trigger, or a column that cuts blanks, may have changed them.
         """
-        return {row[0]: Plant(*row) for row in self._transact(INSERT, _encode(plants))}
+        return {row[0]: Plant(*row) for row in self.transact(INSERT, _encode(plants))}
 
     def lock(self, plants: Sequence[Plant]) -> dict[int, Plant]:
         """Return the stored plants with these ids, once they are safe."""
         # What no standby has confirmed is visible; the commit of a lock waits for it.
         # One row each, since a distributed engine can lock no more with one statement.
         lock = f'{ONE} FOR KEY SHARE; ' * len(plants)
-        rows = self._transact(lock, *[str(plant.id) for plant in plants])
+        rows = self.transact(lock, *[str(plant.id) for plant in plants])
         if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
             raise self._target.unavailable('40', 'the conflicting row is not visible')
         return {row[0]: Plant(*row) for row in rows}
 
     def read(self) -> Iterator[Plant]:
         """Yield all plants, in pages: a slow reader holds no transaction open."""
-        rows = self._transact(f'{READ} {PAGE}')
+        rows = self.transact(f'{READ} {PAGE}')
         while rows:
             for row in rows:
                 try:  # another program may have stored a row without a name
@@ -131,11 +126,7 @@ class Table:
                     raise self._target.unavailable('table', detail) from None
                 yield plant
             page = f'{READ} WHERE id > %s::bigint {PAGE}'
-            rows = self._transact(page, str(rows[-1][0]))
-
-    def check(self) -> None:
-        """Check the columns and the rights."""
-        self._transact(CHECK)
+            rows = self.transact(page, str(rows[-1][0]))
 
     def probe(self) -> None:
         """Do what an add does, with a row that is rolled back before the commit.
@@ -145,7 +136,7 @@ class Table:
         plant = Plant(random.randint(ID_MIN, ID_MAX), *('Fern' for _ in TEXTS))
         values = _encode([plant]), str(plant.id)
         try:
-            rows = self._transact(PROBE, *values, begin='BEGIN; ')
+            rows = self.transact(PROBE, *values, begin='BEGIN; ')
         except Unavailable as ex:
             if ex.code[:2] not in RULES:
                 raise

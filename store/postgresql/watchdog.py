@@ -31,8 +31,6 @@ class Watchdog:
         self, connection: psycopg.Connection[Any], within: float, scheduler: Scheduler
     ) -> None:
         self.connection, self._within = connection, within
-        # A duplicate: libpq closes its own early, and another file gets that number.
-        self._socket = socket.socket(fileno=os.dup(connection.pgconn.socket))
         self._due = inf
         self._lock = scheduler.allocate_lock()
         self._closing = scheduler.allocate_lock()
@@ -51,18 +49,15 @@ class Watchdog:
     def close(self) -> None:
         self._closing.release()
         self.connection.close()
-        with self._lock:
-            self._socket.close()
 
     def _run(self) -> None:
         while not self._closing.acquire(timeout=LOOK_EVERY):
             with self._lock:
                 if (now := time.monotonic()) > self._due:
-                    # Neither a thread nor a connection may be left.
-                    with suppress(RuntimeError, OSError):
-                        if self.is_late:
-                            self._socket.shutdown(socket.SHUT_RDWR)
-                        else:
+                    if self.is_late:
+                        self._shut_down()
+                    else:
+                        with suppress(RuntimeError):  # there are no more threads
                             self._start_thread(self._cancel, ())
                     self.is_late, self._due = True, now + CANCEL_WITHIN
 
@@ -70,6 +65,16 @@ class Watchdog:
         # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
         with suppress(psycopg.Error):
             self.connection.cancel_safe(timeout=60)  # nobody waits for it
+
+    def _shut_down(self) -> None:
+        pgconn = self.connection.pgconn
+        with (
+            suppress(psycopg.Error, OSError),
+            socket.socket(fileno=os.dup(pgconn.socket)) as duplicate,
+        ):
+            # If libpq has closed it, another file may have got its number: it raises.
+            assert pgconn.socket
+            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 _all: WeakSet[Watchdog] = WeakSet()
@@ -80,8 +85,7 @@ def _leave_to_parent() -> None:
     # NOTE: their numbers stay taken, since libpq in the child still knows them.
     null = os.open(os.devnull, os.O_RDWR)
     for it in list(_all):
-        with suppress(psycopg.Error, OSError):  # it is closed
-            os.dup2(null, it._socket.fileno(), inheritable=False)
+        with suppress(psycopg.Error):  # it is closed
             os.dup2(null, it.connection.pgconn.socket, inheritable=False)
     os.close(null)
 
