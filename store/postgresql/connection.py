@@ -1,26 +1,30 @@
-"""A database over one connection, which is opened again if it was lost."""
+"""A connection to a database: its settings, and its limits of time."""
 
 import logging
+import os
 import select
+import socket
 import time
 from contextlib import suppress
 from math import inf
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
 from psycopg.errors import Diagnostic
+from psycopg.pq import TransactionStatus
 
-from store.postgresql.database import Target, Unavailable
-from store.postgresql.watchdog import Watchdog
+from store.postgresql.database import Target
 
 log = logging.getLogger(__name__)
 
 # In seconds. A caller waits for 5, whatever a batch waits for.
 STATEMENT_WITHIN = 3  # at the server, whose error says what happened
 ANSWER_WITHIN = 3.6  # for a server that hangs, before the statement is cancelled
+CANCEL_WITHIN = 0.8  # on top, until a cancelled statement ends
+LOOK_EVERY = 0.1  # as psycopg does while it waits
 LOCK_WITHIN = 0.3  # while other plants of the batch wait
 READ_WITHIN = 60  # for a page of plants
-ASK_EVERY = 1  # so it is noticed that the table was altered
 
 # What must hold, whatever the defaults of the role and the database.
 SETTINGS = """SET {0} ISOLATION LEVEL READ COMMITTED;
@@ -31,117 +35,142 @@ STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
 current_setting('server_encoding'), array(SELECT name FROM pg_settings
 WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')"""
 
-IDLE, INERROR = psycopg.pq.TransactionStatus.IDLE, psycopg.pq.TransactionStatus.INERROR
-
 
 class Connection:
-    """Executes transactions, for one thread at a time; none takes long."""
+    """An open connection: no statement takes long, and no commit is unsafe.
 
-    def __init__(self, target: Target, *, to_read: bool = False) -> None:
-        self._target, self._to_read = target, to_read
-        self._watchdog: Watchdog | None = None  # of the open connection
-        self._begin = ''  # of each transaction
-        self._ask_at = -inf
-        self._warning: str | None = None
+    A thread watches it. A statement that is late is cancelled, since its answer says
+    what it waited for; if it goes on the socket is shut down. A cancellation might hit
+    the next statement, so the connection is spent then.
+    """
 
-    def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
-        """Execute statements for ``{0}``, the table, as one transaction; return rows.
+    ask_at = -inf  # when the table is to be asked
+    _begin = ''  # of each transaction
+    _due = inf  # when the watchdog acts
+    _is_late = False
+    _warning: str | None = None
 
-        If the server refuses, and a new connection may help, execute them once more.
-        """
-        if self._watchdog is not None and self._has_ended(self._watchdog):
-            self.close()
-        was_open = self._watchdog is not None
+    def __init__(self, target: Target, to_read: bool) -> None:
+        self._target = target
+        self._within = READ_WITHIN if to_read else ANSWER_WITHIN
+        self._lock = target.scheduler.allocate_lock()
+        self._closing = target.scheduler.allocate_lock()
+        self._closing.acquire()  # until then
+        self._session = target.connect(to_read=to_read)
+        self._session.add_notice_handler(self._note)
+        _all.add(self)
         try:
-            if self._watchdog is None:
-                self._connect()
-            if time.monotonic() >= self._ask_at:
-                self._ask()
-                self._ask_at = time.monotonic() + ASK_EVERY
-            name = self._target.table.replace('%', '%%')  # values are put in for %s
-            return self._execute(statements.format(name), *values, begin=begin)
-        except Unavailable as ex:
-            if ex.retry != 'connect' or not was_open or self._watchdog is None:
-                raise
-        self.close()
-        return self.transact(statements, *values, begin=begin)
+            target.scheduler.start_thread(self._watch, ())
+            self._configure(to_read)
+        except BaseException:
+            self.close()
+            raise
 
-    def _ask(self) -> None:
-        """Find the table, over each new connection, and again after a second."""
-        raise NotImplementedError
+    def _configure(self, to_read: bool) -> None:
+        """Set what must hold: once, or in each transaction behind a pooler."""
+        ((pid, level, encoding, off),) = self.execute(STATE)
+        if encoding != 'UTF8':
+            raise self._target.unavailable('table', f'the encoding is {encoding}')
+        safe = level if level == 'remote_apply' else 'on'  # only that is safer
+        limits = (READ_WITHIN, 3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN)
+        # A policy that hides plants of a reader is then an error, and no short list.
+        settings = SETTINGS + to_read * 'SET {1} row_security TO off; '
+        if pid == self._session.info.backend_pid:  # a pooler makes one up
+            kinds = 'SESSION CHARACTERISTICS AS TRANSACTION', 'SESSION'
+            self.execute(settings.format(*kinds, safe, *limits))
+        else:
+            self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
+        if off and not to_read:
+            lost = 'a crash of its machine may lose acknowledged plants'
+            log.warning('%s: %s = off: %s', self._target.shown, ', '.join(off), lost)
 
-    def close(self) -> None:
-        """Close the connection; the next transaction opens another one."""
-        watchdog, self._watchdog, self._ask_at = self._watchdog, None, -inf
-        if watchdog is not None:
-            if watchdog.is_late:
-                self._target.put_last()
-            watchdog.close()
-
-    def _execute(self, statements: str, *values: str, begin: str = '') -> list[Any]:
-        """Execute statements over the open connection; return the rows of all."""
-        assert self._watchdog is not None
-        watchdog, connection = self._watchdog, self._watchdog.connection
+    def execute(self, statements: str, *values: str, begin: str = '') -> list[Any]:
+        """Execute statements as one transaction; return the rows of all of them."""
         begin += self._begin
         # NOTE: several statements are one message, in which nothing is prepared.
         kind = psycopg.ClientCursor if begin or ';' in statements else psycopg.Cursor
         rows: list[Any] = []
         self._warning = None
+        self._due = time.monotonic() + self._within
         try:
-            with watchdog:
-                cursor = kind(connection).execute(begin + statements, values)
-                for result in cursor.results():
-                    rows += result.fetchall() if result.description else ()
+            cursor = kind(self._session).execute(begin + statements, values)
+            for result in cursor.results():
+                rows += result.fetchall() if result.description else ()
         except psycopg.Error as ex:
-            if watchdog.is_late and not ex.sqlstate:
+            if self._session.info.transaction_status == TransactionStatus.INERROR:
+                with suppress(psycopg.Error):
+                    self._session.rollback()  # of an explicit BEGIN
+            if self._is_late and not ex.sqlstate:
                 raise self._target.unavailable('57014', 'no answer') from None
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
         finally:
-            pgconn = connection.pgconn
-            if not watchdog.is_late and pgconn.transaction_status == INERROR:
-                with watchdog, suppress(psycopg.Error):
-                    connection.rollback()  # of an explicit BEGIN
-            if watchdog.is_late or pgconn.transaction_status != IDLE:
-                self.close()
+            with self._lock:  # after it this statement cannot be late
+                self._due = inf
         # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise self._target.unavailable('sync', self._warning)
         return rows
 
-    def _connect(self) -> None:
-        """Connect; set what must hold: once, or in each transaction behind a pooler."""
-        limits = (READ_WITHIN, 3) if self._to_read else (STATEMENT_WITHIN, LOCK_WITHIN)
-        within = READ_WITHIN if self._to_read else ANSWER_WITHIN
-        self._begin = ''
-        self._watchdog = self._target.connect(within, to_read=self._to_read)
-        connection = self._watchdog.connection
-        connection.add_notice_handler(self._note)
-        try:
-            ((pid, level, encoding, off),) = self._execute(STATE)
-            if encoding != 'UTF8':
-                raise self._target.unavailable('table', f'the encoding is {encoding}')
-            safe = level if level == 'remote_apply' else 'on'  # only that is safer
-            # A policy that hides plants of a reader is then an error, no short list.
-            settings = SETTINGS + self._to_read * 'SET {1} row_security TO off; '
-            if pid == connection.info.backend_pid:  # a pooler makes one up
-                kinds = 'SESSION CHARACTERISTICS AS TRANSACTION', 'SESSION'
-                self._execute(settings.format(*kinds, safe, *limits))
-            else:
-                self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
-        except BaseException:
-            self.close()
-            raise
-        if off and not self._to_read:
-            lost = 'a crash of its machine may lose acknowledged plants'
-            log.warning('%s: %s = off: %s', self._target.shown, ', '.join(off), lost)
+    def is_usable(self) -> bool:
+        """Return whether it may execute more: also no if the server said something.
+
+        It ends the connection then, or changes a setting.
+        """
+        status = self._session.info.transaction_status
+        if self._is_late or status != TransactionStatus.IDLE:
+            return False
+        idle = select.poll()
+        idle.register(self._session.pgconn.socket, select.POLLIN)
+        return not idle.poll(0)
+
+    def close(self) -> None:
+        if self._is_late:
+            self._target.put_last()
+        self._closing.release()
+        self._session.close()
 
     def _note(self, diagnostic: Diagnostic) -> None:
         if diagnostic.source_file == 'syncrep.c':  # a trigger may raise its SQLSTATE
             self._warning = diagnostic.message_primary
 
-    @staticmethod
-    def _has_ended(watchdog: Watchdog) -> bool:
-        """Return whether the server has ended the session, or changed a setting."""
-        idle = select.poll()
-        idle.register(watchdog.connection.pgconn.socket, select.POLLIN)
-        return bool(idle.poll(0))
+    def _watch(self) -> None:
+        while not self._closing.acquire(timeout=LOOK_EVERY):
+            with self._lock:
+                if (now := time.monotonic()) > self._due:
+                    if self._is_late:
+                        self._shut_down()
+                    else:
+                        with suppress(RuntimeError):  # there are no more threads
+                            self._target.scheduler.start_thread(self._cancel, ())
+                    self._is_late, self._due = True, now + CANCEL_WITHIN
+
+    def _cancel(self) -> None:
+        # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
+        with suppress(psycopg.Error):
+            self._session.cancel_safe(timeout=60)  # nobody waits for it
+
+    def _shut_down(self) -> None:
+        pgconn = self._session.pgconn
+        with (
+            suppress(psycopg.Error, OSError),
+            socket.socket(fileno=os.dup(pgconn.socket)) as duplicate,
+        ):
+            # If libpq has closed it, another file may have got its number: it raises.
+            assert pgconn.socket
+            duplicate.shutdown(socket.SHUT_RDWR)
+
+
+_all: WeakSet[Connection] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the sockets of the parent: its sessions would stay while a child lives."""
+    # NOTE: their numbers stay taken, since libpq in the child still knows them.
+    null = os.open(os.devnull, os.O_RDWR)
+    for connection in list(_all):
+        with suppress(psycopg.Error):  # it is closed
+            os.dup2(null, connection._session.pgconn.socket, inheritable=False)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

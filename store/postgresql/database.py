@@ -13,7 +13,6 @@ from psycopg.conninfo import conninfo_to_dict
 from store import forks
 from store.errors import StoreUnavailable
 from store.masking import clean, masked
-from store.postgresql.watchdog import Watchdog
 from store.scheduler import Scheduler
 
 PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
@@ -104,8 +103,8 @@ class Target:
         """Return a parameter, of the environment if the URL has none."""
         return self._parameters.get(name, os.environ.get(f'PG{name.upper()}'))
 
-    def connect(self, within: float, *, to_read: bool) -> Watchdog:
-        """Connect to the first host that takes plants, with a limit for statements.
+    def connect(self, *, to_read: bool) -> psycopg.Connection[Any]:
+        """Connect to the first host that takes plants.
 
         A standby may lack the latest plants, so readers ask one only if they must.
         """
@@ -114,11 +113,10 @@ class Target:
             try:
                 self._check_files()
                 forks.fill_standard()
-                connection = psycopg.connect(autocommit=True, **given)
-                return Watchdog(connection, within, self.scheduler)
+                return psycopg.connect(autocommit=True, **given)
             except psycopg.Error as ex:
                 error = self.explain(ex)
-            except (OSError, RuntimeError, UnicodeError) as ex:  # no room, a wrong name
+            except (OSError, UnicodeError) as ex:  # no room, a wrong name
                 code = 'files' if isinstance(ex, OSError) and ex.filename else '08'
                 error = self.unavailable(code, str(ex))
         time.sleep(PAUSE)

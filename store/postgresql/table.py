@@ -2,11 +2,13 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from store.base import ID_MAX, ID_MIN, OPTIONAL, TEXTS, Plant, check_plant
 from store.postgresql.connection import Connection
-from store.postgresql.database import Unavailable
+from store.postgresql.database import Target, Unavailable
 
 COLUMNS = ', '.join(Plant._fields)
 TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
@@ -55,34 +57,70 @@ ONE = f'{READ} WHERE id = %s::bigint'
 PROBE = f"""{CHECK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
 {ONE}; ROLLBACK TO probe; COMMIT"""
 PAGE = 'ORDER BY id LIMIT 1000'  # plants
+ASK_EVERY = 1  # second, so it is noticed that the table was altered
 RULES = '22', '23', '44', '54', 'P0'  # which clients may keep
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() makes one each time
 
 
-class Table(Connection):
-    """The statements for the table of a database."""
+class Table:
+    """The statements for the table of a database, for one thread at a time.
 
-    def _ask(self) -> None:
-        """Find the table, and ask whether it keeps plants exactly, and safely.
+    A connection is opened when it is needed, and again if it was lost.
+    """
+
+    def __init__(self, target: Target, *, to_read: bool = False) -> None:
+        self._target, self._to_read = target, to_read
+        self._connection: Connection | None = None
+
+    def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
+        """Execute statements for ``{0}``, the table, as one transaction; return rows.
+
+        If the server refuses, and a new connection may help, execute them once more.
+        """
+        if self._connection is not None and not self._connection.is_usable():
+            self.close()
+        was_open = self._connection is not None
+        try:
+            connection = self._connection or Connection(self._target, self._to_read)
+            self._connection = connection
+            if time.monotonic() >= connection.ask_at:
+                self._target.table = self._ask(connection)
+                connection.ask_at = time.monotonic() + ASK_EVERY
+            name = self._target.table.replace('%', '%%')  # values are put in for %s
+            return connection.execute(statements.format(name), *values, begin=begin)
+        except Unavailable as ex:
+            if ex.retry != 'connect' or not was_open:
+                raise
+        self.close()
+        return self.transact(statements, *values, begin=begin)
+
+    def close(self) -> None:
+        """Close the connection; the next transaction opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _ask(self, connection: Connection) -> str:
+        """Return the name of the table, if it keeps plants exactly, and safely.
 
         If there is none it is made. A second one would not know the ids of the first,
         so only if the URL names its schema: a role may have got another search_path.
         """
         target, error = self._target, self._target.unavailable('missing')
-        name = self._find()
+        name = self._find(connection)
         if not name and target.create and not (target.table or self._to_read):
             try:
-                self._execute(CREATE)
+                connection.execute(CREATE)
             except Unavailable as ex:  # another process may be making it
                 error = ex
-            name = self._find()
+            name = self._find(connection)
         if not name:
             raise error
-        target.table = name
+        return name
 
-    def _find(self) -> str:
+    def _find(self, connection: Connection) -> str:
         """Return the name of the table, or nothing if there is none."""
-        target, rows = self._target, self._execute(FIND)
+        target, rows = self._target, connection.execute(FIND)
         ours = [row for row in rows if REQUIRED.isdisjoint(row[2])]
         found = [row for row in ours if row[1]] or [row for row in rows if row[1]]
         if target.table:

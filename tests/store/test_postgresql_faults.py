@@ -23,7 +23,7 @@ from server import Server, free_port
 from waiting import FORK, PATIENCE, in_threads, wait_until
 
 from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
-from store.postgresql import connection, watchdog
+from store.postgresql import connection
 
 FERN = Plant(1, 'Fern')
 MOSS = Plant(2, 'Moss', 'shade')
@@ -61,7 +61,7 @@ def short_limits(monkeypatch):
     """Limit the waits for a response and for a connection; probe at each ping."""
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)
     monkeypatch.setattr(connection, 'ANSWER_WITHIN', 0.3)
-    monkeypatch.setattr(watchdog, 'CANCEL_WITHIN', 0.4)
+    monkeypatch.setattr(connection, 'CANCEL_WITHIN', 0.4)
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def test_frozen_hosts_are_left_behind(database, url, proxy):
 @pytest.mark.parametrize('stored', [False, True], ids=['to insert', 'to compare'])
 def test_lost_answer_is_no_success(database, url, far, proxy, stored, monkeypatch):
     """If the connection is lost between sending and answer, the add is refused."""
-    monkeypatch.setattr(connection, 'ASK_EVERY', PATIENCE)
+    monkeypatch.setattr(postgresql.table, 'ASK_EVERY', PATIENCE)
     if stored:
         far.add(FERN)
     proxy.cut(after=int(stored))
