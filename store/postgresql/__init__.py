@@ -27,7 +27,7 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-OF_ONE = 'each', 'batch'  # what is tried again if one plant alone is refused
+OF_ONE = 'each', 'rule', 'batch'  # what is tried again if one plant alone is refused
 ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
@@ -85,7 +85,7 @@ class Plants:
         except Unavailable as ex:
             problem = self._problem
             if ex.retry not in OF_ONE:  # these are of one plant
-                problem, ex.args = ex.full, (f'{ex.store}: {ex.reason}',)
+                problem, ex.args = str(ex), (f'{ex.store}: {ex.reason}',)
             raise
         finally:
             if problem != self._problem:
@@ -119,7 +119,7 @@ class Plants:
                 if ex.retry not in OF_ONE:
                     raise
                 error = ex
-            if error.retry == 'each':
+            if error.retry != 'batch':
                 break
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
         if len(batch) == 1:

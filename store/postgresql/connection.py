@@ -112,10 +112,7 @@ class Connection:
         return rows
 
     def is_usable(self) -> bool:
-        """Return whether it may execute more: also no if the server said something.
-
-        It ends the connection then, or changes a setting.
-        """
+        """Return whether the server has neither ended it nor changed a setting."""
         status = self._session.info.transaction_status
         if self._is_late or status != TransactionStatus.IDLE:
             return False
@@ -137,10 +134,11 @@ class Connection:
         while not self._closing.acquire(timeout=LOOK_EVERY):
             with self._lock:
                 if (now := time.monotonic()) > self._due:
-                    if self._is_late:
-                        self._shut_down()
-                    else:
-                        with suppress(RuntimeError):  # there are no more threads
+                    # There may be no more threads, and no socket any more.
+                    with suppress(RuntimeError, OSError, psycopg.Error):
+                        if self._is_late:
+                            self._shut_down()
+                        else:
                             self._target.scheduler.start_thread(self._cancel, ())
                     self._is_late, self._due = True, now + CANCEL_WITHIN
 
@@ -150,13 +148,9 @@ class Connection:
             self._session.cancel_safe(timeout=60)  # nobody waits for it
 
     def _shut_down(self) -> None:
-        pgconn = self._session.pgconn
-        with (
-            suppress(psycopg.Error, OSError),
-            socket.socket(fileno=os.dup(pgconn.socket)) as duplicate,
-        ):
+        with socket.socket(fileno=os.dup(self._session.pgconn.socket)) as duplicate:
             # If libpq has closed it, another file may have got its number: it raises.
-            assert pgconn.socket
+            assert self._session.pgconn.socket
             duplicate.shutdown(socket.SHUT_RDWR)
 
 

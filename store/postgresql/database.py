@@ -19,17 +19,13 @@ PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have sh
 DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
 # An idle connection whose server is gone is noticed within 9 s.
 DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count': 2}
-DEFAULTS |= {'tcp_user_timeout': 5000}  # milliseconds
 if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 1701)
     DEFAULTS['gssencmode'] = 'disable'
 # In seconds for each address, the least that psycopg takes.
 OURS: dict[str, Any] = {'client_encoding': 'utf8', 'connect_timeout': 2}
 # If one cannot be read libpq goes on without a word, and perhaps without TLS.
-FILES = {
-    'sslcert': '~/.postgresql/postgresql.crt',
-    'sslrootcert': '~/.postgresql/root.crt',
-}
-FILES |= {'sslkey': '~/.postgresql/postgresql.key', 'sslcrl': '~/.postgresql/root.crl'}
+FILES = {'sslcert': 'postgresql.crt', 'sslkey': 'postgresql.key'}
+FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
 
 # What libpq tells of a connection has no SQLSTATE, but these are words of its own: of a
 # host that takes no plants, of TLS and passwords, and before what a server says, in any
@@ -37,11 +33,12 @@ FILES |= {'sslkey': '~/.postgresql/postgresql.key', 'sslcrl': '~/.postgresql/roo
 SAID = {'25006': 'session is read-only', 'refused': ':  |SSL|password'}
 
 # SQLSTATE or its class (the longer one counts) or our word; what is tried again (each
-# plant alone, the batch, the statement over a new connection); the reason.
+# plant alone, also after a rule; the batch; the statement over a new connection); the
+# reason.
 TABLE = """
 08              -       there is no connection to the database
 0A              connect the table plants is not as the store needs it
-22,23,44,54,P0  each    a rule of the table plants does not permit it
+22,23,44,54,P0  rule    a rule of the table plants does not permit it
 25006           connect the database is read-only
 26,42P05        connect a connection pooler mixes up sessions
 28,refused      -       the database refuses the connection
@@ -72,7 +69,6 @@ class Unavailable(StoreUnavailable):
         row = MEANINGS.get(code) or MEANINGS.get(code[:2], MEANINGS['other'])
         self.code, (self.retry, reason) = code, row
         super().__init__(reason.format(code), store=store, detail=detail)
-        self.full = str(self)  # for the log, which then tells the detail once
 
 
 class Target:
@@ -135,7 +131,7 @@ class Target:
             return
         for name, path in given.items():
             with suppress(*() if path else (FileNotFoundError, NotADirectoryError)):
-                path = path or os.path.expanduser(FILES[name])
+                path = path or os.path.expanduser(f'~/.postgresql/{FILES[name]}')
                 if path != 'system' and ':' not in path:  # no file has such a name
                     os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
 
@@ -146,8 +142,7 @@ class Target:
         """Return what an error means, without DETAIL and CONTEXT, which name plants."""
         code, diag, words = error.sqlstate, error.diag, str(error)
         if not code:
-            codes = [code for code, said in SAID.items() if re.search(said, words)]
-            code = [*codes, '08'][0]
+            code = next((it for it in SAID if re.search(SAID[it], words)), '08')
         elif code == '55P03' and not diag.context:  # it would name a row
             code = 'locked'
         if diag.message_primary:

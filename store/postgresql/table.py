@@ -13,25 +13,24 @@ from store.postgresql.database import Target, Unavailable
 COLUMNS = ', '.join(Plant._fields)
 TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
 CREATE = f'CREATE TABLE IF NOT EXISTS plants (id bigint PRIMARY KEY{"".join(TYPES)})'
-# Each relation of this name, whether the search_path leads there, and what is wrong. A
-# type, also under a domain, may change texts, round ids, or sort them as texts. Without
-# a unique index a reader would miss plants, and with what inherits find some twice.
-FIND = f"""SELECT quote_ident(nspname) || '.plants',
-nspname = ANY(current_schemas(false)), array_remove(array(
+# Other types, also under a domain, may change texts, round ids, or sort them as texts.
+MEMBERS = ["('id', 'bigint', '{int8,int4,int2}')"]
+MEMBERS += [f"('{it}', 'text', '{{text,varchar}}')" for it in TEXTS]
+# Each relation of this name, whether it is that of a name, or without one whether the
+# search_path leads there; and what is wrong. A reader would miss plants whose ids are
+# not unique, or NULL, and find some twice with what inherits.
+FIND = f"""SELECT name, coalesce(nullif(%s, '') = name,
+nspname = ANY(current_schemas(false))), array_remove(array(
 SELECT CASE WHEN atttypid IS NULL THEN 'lacks ' || member
-WHEN member = 'id' AND NOT attnotnull THEN 'id may be NULL'
-WHEN type <> ALL((CASE member WHEN 'id' THEN '{{int8,int4,int2}}'
-ELSE '{{text,varchar}}' END)::regtype[]) THEN member || ' is ' ||
-format_type(type, NULL) || CASE member WHEN 'id' THEN ', not bigint' ELSE ', not text'
-END END
-FROM unnest('{{{COLUMNS}}}'::text[]) AS member
+WHEN type <> ALL(exact::regtype[])
+THEN concat(member, ' is ', format_type(type, NULL), ', not ', wanted)
+WHEN member = 'id' AND NOT (attnotnull AND EXISTS (SELECT FROM pg_index
+WHERE indrelid = it.oid AND indkey[0] = attnum AND indnkeyatts = 1 AND indisunique
+AND indisvalid AND indpred IS NULL)) THEN 'id is not UNIQUE and NOT NULL' END
+FROM (VALUES {', '.join(MEMBERS)}) AS needed (member, wanted, exact)
 LEFT JOIN pg_attribute ON attrelid = it.oid AND attname = member
 LEFT JOIN pg_type ON pg_type.oid = atttypid,
 coalesce(nullif(typbasetype, 0), atttypid) AS type
-UNION ALL SELECT 'id has no unique index' WHERE NOT EXISTS (SELECT FROM pg_index
-JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] WHERE indrelid = it.oid
-AND attname = 'id' AND indnkeyatts = 1 AND indisunique AND indisvalid
-AND indpred IS NULL)
 UNION ALL (WITH RECURSIVE tree AS (SELECT it.oid AS part
 UNION SELECT inhrelid FROM tree JOIN pg_inherits ON inhparent = part)
 SELECT part::regclass || CASE WHEN relkind NOT IN ('r', 'p') THEN ' is no table'
@@ -39,10 +38,9 @@ WHEN relkind = 'r' AND relpersistence <> 'p'
 THEN ' is UNLOGGED: ALTER TABLE ' || part::regclass || ' SET LOGGED'
 WHEN part <> it.oid AND NOT relispartition THEN ' inherits, and may have the same ids'
 END FROM tree JOIN pg_class AS found ON found.oid = part)), NULL)
-FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace
-WHERE relname = 'plants' AND relkind = ANY('{{r,p,v,f,m}}') AND nspname !~ '^pg_'"""
-# What another program's table of the same name lacks.
-REQUIRED = {f'lacks {it}' for it in Plant._fields if it not in OPTIONAL}
+FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace,
+concat(quote_ident(nspname), '.plants') AS name
+WHERE relname = 'plants' AND nspname !~ '^pg_'"""
 # Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
 CHECK = f"""INSERT INTO {{0}} ({COLUMNS})
 SELECT {COLUMNS} FROM {{0}} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
@@ -58,7 +56,6 @@ PROBE = f"""{CHECK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
 {ONE}; ROLLBACK TO probe; COMMIT"""
 PAGE = 'ORDER BY id LIMIT 1000'  # plants
 ASK_EVERY = 1  # second, so it is noticed that the table was altered
-RULES = '22', '23', '44', '54', 'P0'  # which clients may keep
 _encode = json.JSONEncoder(ensure_ascii=False).encode  # dumps() makes one each time
 
 
@@ -120,26 +117,20 @@ class Table:
 
     def _find(self, connection: Connection) -> str:
         """Return the name of the table, or nothing if there is none."""
-        target, rows = self._target, connection.execute(FIND)
-        ours = [row for row in rows if REQUIRED.isdisjoint(row[2])]
-        found = [row for row in ours if row[1]] or [row for row in rows if row[1]]
-        if target.table:
-            found = [row for row in rows if row[0] == target.table]
-        elif ours and not found and 'search_path' not in str(target.get('options')):
-            raise target.unavailable('path', f'there is {ours[0][0]}')
-        if len(found) > 1:
-            raise target.unavailable('path', ' and '.join([row[0] for row in found]))
+        rows = connection.execute(FIND, self._target.table)
+        found = [row for row in rows if row[1]]
+        is_named = 'search_path' in str(self._target.get('options'))
+        if len(found) > 1 or (rows and not found and not is_named):
+            names = ' and '.join([row[0] for row in found or rows])
+            raise self._target.unavailable('path', f'there is {names}')
         for name, _, faults in found:
             if faults:
-                raise target.unavailable('table', f'{name}: {"; ".join(faults)}')
+                raise self._target.unavailable('table', f'{name}: {"; ".join(faults)}')
             return str(name)
         return ''
 
     def insert(self, plants: Sequence[Plant]) -> dict[int, Plant]:
-        """Insert plants whose id is free, and commit; return them as they are stored.
-
-        A trigger, or a column that cuts blanks, may have changed them.
-        """
+        """Insert plants whose id is free; return them as they are stored."""
         return {row[0]: Plant(*row) for row in self.transact(INSERT, _encode(plants))}
 
     def lock(self, plants: Sequence[Plant]) -> dict[int, Plant]:
@@ -176,7 +167,7 @@ class Table:
         try:
             rows = self.transact(PROBE, *values, begin='BEGIN; ')
         except Unavailable as ex:
-            if ex.code[:2] not in RULES:
+            if ex.retry != 'rule':  # which clients may keep
                 raise
         else:
             if rows != [plant, plant]:

@@ -140,11 +140,11 @@ OTHERS = {  # what is wrong with a table that another program has made
     'id is text, not bigint': MADE.format('', 'text', 'text'),
     'id is double precision': MADE.format('', 'float8', 'text'),
     'id is numeric': MADE.format('', 'numeric', 'text'),
-    'id may be NULL': KEPT.replace('PRIMARY KEY', 'UNIQUE'),
+    'id is not UNIQUE and NOT NULL': KEPT.replace('PRIMARY KEY', 'UNIQUE'),
     'name is short, not text': DOMAINS + MADE.format('', 'bigint', 'shorter'),
     'name is character,': DOMAINS + MADE.format('', 'bigint', 'short'),
     'name is name': MADE.format('', 'bigint', 'name'),
-    'id has no unique index': KEPT.replace(' PRIMARY KEY', ''),
+    'id is not UNIQUE': KEPT.replace(' PRIMARY KEY', ''),
     'plants is no table': KEPT.replace('plants', 'it')
     + '; CREATE VIEW plants AS TABLE it',
     'plants is no table,': FOREIGN,
