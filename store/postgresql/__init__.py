@@ -36,7 +36,7 @@ PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 class PostgreSQLStore(CommittedStore):
     """Keep plants in the table ``plants``; as durable as a commit of the database.
 
-    The arguments are those of ``open_store``. A ``ValueError`` does not repeat the URL.
+    The arguments are those of ``open_store``.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class PostgreSQLStore(CommittedStore):
             try:
                 yield from table.read()
             except Unavailable as ex:
-                is_new = ex.code == 'missing' and self._target.create
-                if not is_new:  # an add will make it
+                if ex.code != 'missing' or not self._target.create:  # an add makes it
                     raise
 
     def _open_backend(self) -> 'Plants':
@@ -145,6 +144,5 @@ class Plants:
             stored |= self._table.lock(left)
         for entry in batch:
             if (it := stored[entry.item.id]) != entry.item:
-                is_altered = entry is first[it.id] and entry.new
-                altered = Unavailable('altered', self._shown)
-                entry.error = altered if is_altered else IdTaken.between(it, entry.item)
+                altered = Unavailable('altered', self._shown) if entry.new else None
+                entry.error = altered or IdTaken.between(it, entry.item)

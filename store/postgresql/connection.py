@@ -81,8 +81,8 @@ class Connection:
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
         if off and not to_read:
-            lost = 'a crash of its machine may lose acknowledged plants'
-            log.warning('%s: %s = off: %s', self._target.shown, ', '.join(off), lost)
+            unsafe = f'{", ".join(off)} = off: a crash of its machine may lose plants'
+            log.warning('%s: %s', self._target.shown, unsafe)
 
     def execute(self, statements: str, *values: str, begin: str = '') -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""
@@ -97,7 +97,7 @@ class Connection:
             for result in cursor.results():
                 rows += result.fetchall() if result.description else ()
         except psycopg.Error as ex:
-            if self._session.info.transaction_status == TransactionStatus.INERROR:
+            if self._session.pgconn.transaction_status == TransactionStatus.INERROR:
                 with suppress(psycopg.Error):
                     self._session.rollback()  # of an explicit BEGIN
             if self._is_late and not ex.sqlstate:
@@ -113,7 +113,7 @@ class Connection:
 
     def is_usable(self) -> bool:
         """Return whether the server has neither ended it nor changed a setting."""
-        status = self._session.info.transaction_status
+        status = self._session.pgconn.transaction_status
         if self._is_late or status != TransactionStatus.IDLE:
             return False
         idle = select.poll()

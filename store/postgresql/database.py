@@ -16,9 +16,9 @@ from store.masking import clean, masked
 from store.scheduler import Scheduler
 
 PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
-DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
 # An idle connection whose server is gone is noticed within 9 s.
-DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count': 2}
+DEFAULTS: dict[str, Any] = {'keepalives_idle': 5, 'keepalives_interval': 2}
+DEFAULTS |= {'keepalives_count': 2, 'fallback_application_name': 'plants'}
 if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 1701)
     DEFAULTS['gssencmode'] = 'disable'
 # In seconds for each address, the least that psycopg takes.
@@ -100,10 +100,7 @@ class Target:
         return self._parameters.get(name, os.environ.get(f'PG{name.upper()}'))
 
     def connect(self, *, to_read: bool) -> psycopg.Connection[Any]:
-        """Connect to the first host that takes plants.
-
-        A standby may lack the latest plants, so readers ask one only if they must.
-        """
+        """Connect to the first host that takes plants; a reader to any if none does."""
         for kind in ('read-write', 'any') if to_read else ('read-write',):
             given = self._parameters | {'target_session_attrs': kind}
             try:
@@ -127,9 +124,8 @@ class Target:
     def _check_files(self) -> None:
         """Raise an error for a file that cannot be read, if TLS was asked for."""
         given = {name: self.get(name) for name in FILES}
-        if self.get('sslmode') in (None, 'disable') and not any(given.values()):
-            return
-        for name, path in given.items():
+        is_asked = self.get('sslmode') not in (None, 'disable') or any(given.values())
+        for name, path in given.items() if is_asked else ():
             with suppress(*() if path else (FileNotFoundError, NotADirectoryError)):
                 path = path or os.path.expanduser(f'~/.postgresql/{FILES[name]}')
                 if path != 'system' and ':' not in path:  # no file has such a name

@@ -145,8 +145,8 @@ class Table:
 
     def read(self) -> Iterator[Plant]:
         """Yield all plants, in pages: a slow reader holds no transaction open."""
-        rows = self.transact(f'{READ} {PAGE}')
-        while rows:
+        page: tuple[str, ...] = (f'{READ} {PAGE}',)
+        while rows := self.transact(*page):
             for row in rows:
                 try:  # another program may have stored a row without a name
                     check_plant(plant := Plant(*row))
@@ -154,8 +154,7 @@ class Table:
                     detail = f'id {row[0]}: {ex}'
                     raise self._target.unavailable('table', detail) from None
                 yield plant
-            page = f'{READ} WHERE id > %s::bigint {PAGE}'
-            rows = self.transact(page, str(rows[-1][0]))
+            page = f'{READ} WHERE id > %s::bigint {PAGE}', str(rows[-1][0])
 
     def probe(self) -> None:
         """Do what an add does, with a row that is rolled back before the commit.
