@@ -266,17 +266,6 @@ def test_change_of_an_outage_is_logged_once(database, url, caplog):
         wait_until(lambda: len(caplog.records) == len(lines) + 1)
 
 
-def test_frozen_hosts_are_left_behind(database, url, proxy):
-    """A host that does not answer costs few seconds once, then others come first."""
-    proxy.stop()
-    hosts = f'@127.0.0.1:{proxy.port},localhost:{proxy.port},'
-    with open_store(url.replace('@', hosts)) as store:
-        wait_until(lambda: can_add(store), seconds=LONGEST)
-        database.terminate_sessions()
-        wait_until(lambda: not database.sessions())
-        assert store.add(FERN) is False
-
-
 @pytest.mark.parametrize('stored', [False, True], ids=['to insert', 'to compare'])
 def test_lost_answer_is_no_success(database, url, far, proxy, stored, monkeypatch):
     """If the connection is lost between sending and answer, the add is refused."""
