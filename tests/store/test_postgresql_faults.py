@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from exchange import assert_error, fern, table
-from postgresql import PostgreSQL, assert_refused, trigger
+from postgresql import PostgreSQL, assert_refused, trigger, works
 from proxy import Proxy
 from rawclient import request
 from server import Server, free_port
@@ -109,14 +109,6 @@ def wait_for_more(seen):
     """Wait until more adds have been answered than there are threads."""
     goal = len(seen.outcomes) + 8
     wait_until(lambda: len(seen.outcomes) > goal)
-
-
-def can_add(store):
-    """Return whether a store adds."""
-    with suppress(StoreUnavailable):
-        store.add(FERN)
-        return True
-    return False
 
 
 @contextmanager
@@ -262,7 +254,7 @@ def test_change_of_an_outage_is_logged_once(database, url, caplog):
         assert len({*lines}) == len(lines) <= 2  # the server may tell that it ends
         for host in '::1', 'localhost':
             assert f"host: '{host}'" in lines[-1]
-        wait_until(lambda: can_add(store))
+        wait_until(lambda: works(store.add, FERN))
         wait_until(lambda: len(caplog.records) == len(lines) + 1)
 
 
@@ -306,7 +298,7 @@ def test_locked_plant_delays_no_other_add(database, url, store, kind):
         assert min(took) < connection.LOCK_WITHIN  # a repeat is refused at once
         assert not seen.failures
         other.commit()
-    wait_until(lambda: can_add(store))
+    wait_until(lambda: works(store.add, FERN))
 
 
 PASSING = [  # a serialization failure; a row that is not visible yet; a demotion
@@ -358,7 +350,7 @@ def test_commit_that_is_cancelled_is_not_acknowledged(
 
     with waiting_for('nobody', database):
         # The checkpointer tells the sessions, some time after the reload.
-        is_away = partial(wait_until, lambda: not can_add(store))
+        is_away = partial(wait_until, lambda: not works(store.add, FERN))
         in_threads(is_away, partial(wait_until, cancel_commits))
         store.ping()  # anybody may ask, so of many pings few commit
         monkeypatch.setattr(postgresql, 'PROBE_EVERY', 0)

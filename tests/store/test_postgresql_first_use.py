@@ -6,7 +6,6 @@ import re
 import socket
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from urllib.parse import quote
@@ -14,10 +13,17 @@ from urllib.parse import quote
 import pytest
 from contract import at_once
 from exchange import table
-from postgresql import NOBODY, accepts_connections, assert_refused, trigger, witness
+from postgresql import (
+    NOBODY,
+    accepts_connections,
+    assert_refused,
+    trigger,
+    witness,
+    works,
+)
 from waiting import FORK, in_threads, wait_until
 
-from store import IdTaken, Plant, StoreUnavailable, open_store, postgresql
+from store import IdTaken, Plant, open_store, postgresql
 from store.postgresql import connection
 
 FERN = Plant(1, 'Fern')
@@ -82,14 +88,6 @@ def role(database):
 def uses(store):
     """Return the calls that a database may refuse."""
     return store.ping, partial(store.add, MOSS)
-
-
-def can_ping(store):
-    """Return whether a store is ready."""
-    with suppress(StoreUnavailable):
-        store.ping()
-        return True
-    return False
 
 
 def has_table(database, url):
@@ -284,11 +282,7 @@ UNFIT = {
     'moved': (ARCHIVE, DROP, ALTERED),
     'ignored': (trigger('RETURN NULL'), DROP, None),
     'rule': ('CREATE RULE no AS ON INSERT TO plants DO INSTEAD NOTHING', None, LACKS),
-    'not unique': (
-        ALTER('DROP CONSTRAINT plants_pkey'),
-        ALTER('ADD PRIMARY KEY (id)'),
-        LACKS,
-    ),
+    'no key': (ALTER('DROP CONSTRAINT plants_pkey'), ALTER('ADD UNIQUE (id)'), LACKS),
     'unlogged': (ALTER('SET UNLOGGED'), ALTER('SET LOGGED'), LACKS),
     'padded': (ALTER('ALTER name TYPE char(20)'), ALTER('ALTER name TYPE text'), None),
 }
@@ -304,13 +298,13 @@ def test_altered_table_acknowledges_no_changed_plant(
         store.add(FERN)
         store.ping()
         database.execute(change, url=made)
-        wait_until(lambda: not can_ping(store))  # it is asked once a second
+        wait_until(lambda: not works(store.ping))  # it is asked once a second
         add = partial(store.add, Plant(3, 'Fern '))
         # Who moves plants away has them.
         assert_refused(reason, store.ping, *[] if change == ARCHIVE else [add])
         if undo:
             database.execute(undo, url=made)
-            wait_until(lambda: can_ping(store))
+            wait_until(lambda: works(store.ping))
             assert store.add(MOSS) is True
 
 
@@ -327,6 +321,18 @@ def test_table_may_be_altered(database, made):
             database.execute(f'ALTER TABLE plants ALTER {change}', url=made)
         assert store.add(Plant(99, 'Fern')) is True
         assert sorted(store)[0] == Plant(0, 'Fern', 'wet')
+
+
+def test_unsafe_database_is_warned_of(database, url, caplog):
+    """The log says which setting may lose what was acknowledged."""
+    database.configure('full_page_writes = off\n')
+    try:
+        wait_until(lambda: database.execute('SHOW full_page_writes') == [('off',)])
+        with open_store(url) as store:
+            store.ping()
+    finally:
+        database.configure('full_page_writes = on\n')
+    assert 'full_page_writes = off' in caplog.text
 
 
 def test_database_must_be_utf8(database):
