@@ -152,13 +152,15 @@ def _copy(source: PlantStore, url: str) -> int:
 
 
 def _add(target: PlantStore, plants: Sequence[Plant]) -> Sequence[bool | Exception]:
-    """Add plants; return the outcome of each, also if some are refused by a rule."""
+    """Add plants; return the outcome of each, also if a rule refuses some of them."""
     try:
         return target.add_many(plants)
     except StoreUnavailable as ex:
-        if not ex.outcomes:  # it takes none of them
-            raise
-        return ex.outcomes
+        target.ping()  # raises if it takes no plants at all
+        if len(plants) == 1:
+            return [ex]
+    middle = len(plants) // 2
+    return [*_add(target, plants[:middle]), *_add(target, plants[middle:])]
 
 
 def _progress() -> Progress:

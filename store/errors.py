@@ -28,9 +28,6 @@ class IdTaken(StoreError):
 class StoreUnavailable(StoreError):
     """The store cannot take plants now: repeat the call (promise 3 of a store)."""
 
-    # Those of the whole batch, as of ``add_many``, if only some plants are refused.
-    outcomes: Sequence[bool | Exception] = ()
-
     def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
         message = f'{store}: {reason}' if store else reason
         super().__init__(f'{message} ({detail})' if detail else message)

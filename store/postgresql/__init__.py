@@ -22,12 +22,12 @@ from store.committer import CommittedStore
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
 from store.postgresql.database import Target, Unavailable
-from store.postgresql.table import Table
+from store.postgresql.table import CHECK, Table
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-OF_ONE = 'each', 'batch'  # what is tried again if one plant alone is refused
+OF_ONE = 'each', 'rule', 'batch'  # what is tried again if one plant alone is refused
 ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
@@ -36,7 +36,7 @@ PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 class PostgreSQLStore(CommittedStore):
     """Keep plants in the table ``plants``; as durable as a commit of the database.
 
-    The arguments are those of ``open_store``. A ``ValueError`` does not repeat the URL.
+    The arguments are those of ``open_store``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PostgreSQLStore(CommittedStore):
             try:
                 yield from table.read()
             except Unavailable as ex:
-                if not (ex.code == '42P01' and self._target.create):  # an add makes it
+                if ex.code != 'missing' or not self._target.create:  # an add makes it
                     raise
 
     def _open_backend(self) -> 'Plants':
@@ -66,8 +66,7 @@ class Plants:
 
     def __init__(self, target: Target) -> None:
         self._shown, self._table = target.shown, Table(target)
-        self._probed = -math.inf  # when the last probe of a whole add began
-        self._refusal: Unavailable | None = None  # what it found
+        self._probed = -math.inf  # when a probe of a whole add last succeeded
         # Until when repeats of a locked plant are refused at once, and delay no batch.
         self._locked: dict[int, float] = {}
         self._problem = ''  # that the log tells
@@ -85,7 +84,7 @@ class Plants:
         except Unavailable as ex:
             problem = self._problem
             if ex.retry not in OF_ONE:  # these are of one plant
-                problem, ex.args = ex.full, (f'{ex.store}: {ex.reason}',)
+                problem, ex.args = str(ex), (f'{ex.store}: {ex.reason}',)
             raise
         finally:
             if problem != self._problem:
@@ -93,17 +92,12 @@ class Plants:
             self._problem = problem
 
     def _ping(self) -> None:
-        self._table.check()
-        # Anybody may ask, so one ping a second does all that an add does.
-        if (now := time.monotonic()) >= self._probed + PROBE_EVERY:
-            refusal = None
-            try:
-                self._table.probe()
-            except Unavailable as ex:
-                refusal = ex
-            self._probed, self._refusal = now, refusal
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
+        # Anybody may ask, so one ping a second does all that an add does, and writes.
+        if time.monotonic() < self._probed + PROBE_EVERY:
+            self._table.transact(CHECK)
+        else:
+            self._table.probe()
+            self._probed = time.monotonic()
 
     def _add(self, batch: Sequence[Entry]) -> None:
         now = time.monotonic()
@@ -113,11 +107,6 @@ class Plants:
                 entry.error = Unavailable('55P03', self._shown)
         if free := [entry for entry in batch if entry.error is None]:
             self._store(free, now + ANSWER_WITHIN)
-        outcomes = [entry.error or entry.new for entry in batch]
-        refused = [it for it in outcomes if isinstance(it, Unavailable)]
-        if all(error.retry in OF_ONE for error in refused):  # all others are known
-            for error in refused:
-                error.outcomes = outcomes
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
         """Store plants as one batch, or in halves; set ``new`` or ``error``."""
@@ -129,20 +118,19 @@ class Plants:
                 if ex.retry not in OF_ONE:
                     raise
                 error = ex
-            if error.retry == 'each':
+            if error.retry != 'batch':
                 break
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
         if len(batch) == 1:
             batch[0].error = error
             if error.code == '55P03':
                 self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR
-            return
-        for half in batch[: len(batch) // 2], batch[len(batch) // 2 :]:
-            if time.monotonic() < deadline:
-                self._store(half, deadline)
-            else:  # nothing is known of these
-                for entry in half:
-                    entry.error = Unavailable('57014', self._shown)
+        elif time.monotonic() < deadline:
+            self._store(batch[: len(batch) // 2], deadline)
+            self._store(batch[len(batch) // 2 :], deadline)
+        else:
+            for entry in batch:  # nothing is known of each
+                entry.error = Unavailable('57014', self._shown)
 
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""
@@ -156,6 +144,5 @@ class Plants:
             stored |= self._table.lock(left)
         for entry in batch:
             if (it := stored[entry.item.id]) != entry.item:
-                is_altered = entry is first[it.id] and entry.new
-                altered = Unavailable('altered', self._shown)
-                entry.error = altered if is_altered else IdTaken.between(it, entry.item)
+                altered = Unavailable('altered', self._shown) if entry.new else None
+                entry.error = altered or IdTaken.between(it, entry.item)

@@ -3,59 +3,58 @@
 import os
 import re
 import sys
+import time
+from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from store import forks
 from store.errors import StoreUnavailable
 from store.masking import clean, masked
 from store.scheduler import Scheduler
 
-KNOWN = {option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults()}
-DEFAULTS: dict[str, Any] = {'fallback_application_name': 'plants'}
+PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
 # An idle connection whose server is gone is noticed within 9 s.
-DEFAULTS |= {'keepalives_idle': 5, 'keepalives_interval': 2, 'keepalives_count': 2}
-DEFAULTS |= {'tcp_user_timeout': 5000}  # milliseconds
+DEFAULTS: dict[str, Any] = {'keepalives_idle': 5, 'keepalives_interval': 2}
+DEFAULTS |= {'keepalives_count': 2, 'fallback_application_name': 'plants'}
 if sys.platform == 'darwin':  # GSSAPI ends a forked process (gunicorn issue 1701)
     DEFAULTS['gssencmode'] = 'disable'
-OURS: dict[str, Any] = {'client_encoding': 'utf8', 'target_session_attrs': 'any'}
-OURS['connect_timeout'] = 2  # seconds for each address, the least that psycopg takes
-LISTS = 'host', 'hostaddr', 'port'  # an item for each host
+# In seconds for each address, the least that psycopg takes.
+OURS: dict[str, Any] = {'client_encoding': 'utf8', 'connect_timeout': 2}
 # If one cannot be read libpq goes on without a word, and perhaps without TLS.
 FILES = {'sslcert': 'postgresql.crt', 'sslkey': 'postgresql.key'}
 FILES |= {'sslrootcert': 'root.crt', 'sslcrl': 'root.crl'}
 
-# How libpq shows what a server says, in any language: "FATAL:", and two blanks. What it
-# says of TLS itself means that there is a server, too.
-SAID = re.compile(':  |SSL')
+# What libpq tells of a connection has no SQLSTATE, but these are words of its own: of a
+# host that takes no plants, of TLS and passwords, and before what a server says, in any
+# language: "FATAL:" and two blanks.
+SAID = {'25006': 'session is read-only', 'refused': ':  |SSL|password'}
 
 # SQLSTATE or its class (the longer one counts) or our word; what is tried again (each
-# plant alone, the batch, the statement over a new connection); the reason.
+# plant alone, also after a rule; the batch; the statement over a new connection); the
+# reason.
 TABLE = """
 08              -       there is no connection to the database
 0A              connect the table plants is not as the store needs it
-22,23,44,54,P0  each    a rule of the table plants does not permit it
+22,23,44,54,P0  rule    a rule of the table plants does not permit it
 25006           connect the database is read-only
 26,42P05        connect a connection pooler mixes up sessions
-28,3D,refused   -       the database refuses the connection
+28,refused      -       the database refuses the connection
 40              batch   the database is busy with other changes of the same plants
 42,55           each    the table plants is not as the store needs it
 42501           each    the database does not permit it
-42P01           -       there is no table plants
 53              -       the database is out of room
-53300           -       the database allows no more connections
 55P03           each    another session has locked the plant
 57              -       the database is shutting down or starting up
 57014           -       the database did not answer in time
 other           each    the database refuses it ({})
 altered         each    the table plants changes what is added
 files           -       a certificate or key for the database cannot be read
-hosts           -       no host takes plants
 locked          -       another session has locked the table plants
+missing         -       there is no table plants
 sync            -       a synchronous standby of the database does not confirm commits
-unfit           -       the database is not as the store needs it
 path            -       the search_path does not lead to one table plants
 table           -       the table plants is not as the store needs it
 """
@@ -70,7 +69,6 @@ class Unavailable(StoreUnavailable):
         row = MEANINGS.get(code) or MEANINGS.get(code[:2], MEANINGS['other'])
         self.code, (self.retry, reason) = code, row
         super().__init__(reason.format(code), store=store, detail=detail)
-        self.full = str(self)  # for the log, which then tells the detail once
 
 
 class Target:
@@ -87,64 +85,62 @@ class Target:
             raise ValueError(
                 'percent-encode in the password: % as %25, @ %40, / %2F, ? %3F, # %23'
             )
-        for pair in filter(None, rest.partition('?')[2].split('&')):
-            name = unquote(pair.partition('=')[0])
-            if name not in {*KNOWN, 'ssl'} or pair.count('=') != 1:
-                # It may also be the rest of a password, after an & in it.
-                is_name = re.fullmatch(r'[a-z]\w*', name) and 'password=' not in rest
-                shown = name if is_name or name in KNOWN else 'after &'
-                raise ValueError(f'remove the parameter {shown}: libpq refuses it')
         try:
-            given: dict[str, Any] = conninfo_to_dict(url)
-        except psycopg.Error:
-            raise ValueError('it is not a URL that libpq accepts') from None
+            given = conninfo_to_dict(url)
+        except psycopg.Error as ex:  # what it names may be the rest of a password
+            words = 'a parameter' if 'password=' in rest else clean(str(ex), url)
+            raise ValueError(f'correct or remove what libpq refuses: {words}') from None
         if not re.fullmatch('[0-9,]*', str(given.get('port', ''))):
             raise ValueError('the port is not a number')
-        self.parameters = DEFAULTS | given | OURS
+        self._parameters = DEFAULTS | given | OURS
         self._secrets = f'{given.get("password")} {given.get("sslpassword")}'
-        lists = {it: given[it].split(',') for it in LISTS if it in given}
-        count = max(map(len, lists.values()), default=1)
-        if any(len(items) not in (1, count) for items in lists.values()):
-            raise ValueError('name a port for each host, or one for all')
-        each = [
-            {it: items[at % len(items)] for it, items in lists.items()}
-            for at in range(count)
-        ]
-        self.hosts = [self.parameters | own for own in each]
 
     def get(self, name: str) -> Any:
         """Return a parameter, of the environment if the URL has none."""
-        return self.parameters.get(name, os.environ.get(f'PG{name.upper()}'))
+        return self._parameters.get(name, os.environ.get(f'PG{name.upper()}'))
 
-    def check_files(self) -> None:
-        """Raise an error for a file that cannot be read, if TLS was asked for."""
-        mode, *files = map(self.get, ['sslmode', *FILES])
-        if mode == 'disable' or not any([mode, *files]):
-            return
-        for name, default in FILES.items():
-            path = self.get(name) or os.path.expanduser(f'~/.postgresql/{default}')
+    def connect(self, *, to_read: bool) -> psycopg.Connection[Any]:
+        """Connect to the first host that takes plants; a reader to any if none does."""
+        for kind in ('read-write', 'any') if to_read else ('read-write',):
+            given = self._parameters | {'target_session_attrs': kind}
             try:
+                self._check_files()
+                forks.fill_standard()
+                return psycopg.connect(autocommit=True, **given)
+            except psycopg.Error as ex:
+                error = self.explain(ex)
+            except (OSError, UnicodeError) as ex:  # no room, a wrong name
+                code = 'files' if isinstance(ex, OSError) and ex.filename else '08'
+                error = self.unavailable(code, str(ex))
+        time.sleep(PAUSE)
+        raise error
+
+    def put_last(self) -> None:
+        """Put the first host last, since it is late."""
+        for name in {'host', 'hostaddr', 'port'} & self._parameters.keys():
+            first, comma, others = self._parameters[name].partition(',')
+            self._parameters[name] = others + comma + first
+
+    def _check_files(self) -> None:
+        """Raise an error for a file that cannot be read, if TLS was asked for."""
+        given = {name: self.get(name) for name in FILES}
+        is_asked = self.get('sslmode') not in (None, 'disable') or any(given.values())
+        for name, path in given.items() if is_asked else ():
+            with suppress(*() if path else (FileNotFoundError, NotADirectoryError)):
+                path = path or os.path.expanduser(f'~/.postgresql/{FILES[name]}')
                 if path != 'system' and ':' not in path:  # no file has such a name
                     os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-            except OSError as ex:
-                is_missing = isinstance(ex, FileNotFoundError | NotADirectoryError)
-                if self.get(name) or not is_missing:
-                    raise self.unavailable('files', f'{path}: {ex.strerror}') from None
 
     def unavailable(self, code: str, detail: str = '') -> Unavailable:
         return Unavailable(code, self.shown, detail)
 
     def explain(self, error: psycopg.Error) -> Unavailable:
         """Return what an error means, without DETAIL and CONTEXT, which name plants."""
-        code, diag, words = error.sqlstate, error.diag, str(error).partition('\n')[0]
-        if not code:  # libpq does not tell that of a connection that cannot be made
-            lib = error.pgconn
-            answers = lib and (lib.needs_password or SAID.search(words))
-            code = 'refused' if answers else '08'
+        code, diag, words = error.sqlstate, error.diag, str(error)
+        if not code:
+            code = next((it for it in SAID if re.search(SAID[it], words)), '08')
         elif code == '55P03' and not diag.context:  # it would name a row
             code = 'locked'
-        elif code[:2] == '42' and diag.context:  # of a trigger
-            code = '42'
         if diag.message_primary:
             named = diag.table_name, diag.column_name, diag.constraint_name
             where = ', '.join([f'SQLSTATE {error.sqlstate}', *filter(None, named)])

@@ -118,9 +118,9 @@ def test_refused_plants_do_not_end_the_copy(make, database, run):
     source, target = make('jsonl', FERN, *MANY), make('postgresql')
     rule = "ALTER TABLE plants ADD CHECK (id % 1250 <> 0 AND name <> 'Moss')"
     database.execute(rule, url=target)
-    for copied in 4997, 0:
+    for known in 3996, 4997:  # of a batch with a refused plant the others are there
         code, output, _ = run('copy', source, target)
-        found = f'copied: {copied}, already there: {4997 - copied}, conflicting: 0'
+        found = f'copied: {4997 - known}, already there: {known}, conflicting: 0'
         assert (code, output.splitlines()[-1]) == (1, f'{found}, refused: 4'.encode())
         assert {*re.findall(rb'refused: {"id":(\d+),', output)} == {
             str(id).encode() for id in range(1250, 5001, 1250)
