@@ -250,9 +250,11 @@ class PlantFile:
         return end
 
     def _whole(self, size: int) -> int:
-        """Return up to where nobody takes lines back: a torn tail is cut off."""
-        is_torn = os.pread(self._fd, 1, max(0, size - 1)) != b'\n'
-        return size - UNSYNCED * is_torn
+        """Return up to where nobody takes lines back: to a torn tail, if any."""
+        if os.pread(self._fd, 1, max(0, size - 1)) == b'\n':
+            return size
+        tail = os.pread(self._fd, NEAR, max(0, size - NEAR))
+        return size - len(tail) + tail.rfind(b'\n') + 1
 
     def _catch_up(self, size: int, *, is_opening: bool) -> None:
         """Know all lines up to the end of the file, and mend that end."""
