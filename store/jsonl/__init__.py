@@ -13,7 +13,6 @@ from store.committer import CommittedStore
 from store.jsonl import disk, record, recovery
 from store.jsonl.file import PlantFile
 from store.jsonl.known import Known
-from store.jsonl.lock import LOCK_WITHIN
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class JSONLinesStore(CommittedStore):
         line = record.encode(plant)
         return (plant, line), len(line)
 
-    def _open_backend(self, within: float = LOCK_WITHIN) -> PlantFile:
+    def _open_backend(self, within: float | None = None) -> PlantFile:
         inherited = self._known.child() if self._known else None
         return PlantFile(self.path, self._length, inherited, within)
 
