@@ -53,7 +53,7 @@ class JSONLinesStore(CommittedStore):
         line = record.encode(plant)
         return (plant, line), len(line)
 
-    def _open_backend(self, within: float = lock.LOCK_WITHIN) -> PlantFile:
+    def _open_backend(self, within: float | None = None) -> PlantFile:
         inherited = self._known and self._known.child()
         return PlantFile(self.path, self._length, inherited, within)
 

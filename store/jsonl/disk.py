@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 
 from store.errors import StoreUnavailable
 from store.forks import fill_standard
-from store.jsonl.lock import LOCK_WITHIN, patiently
+from store.jsonl.lock import patiently
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ NOT_SUPPORTED = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
 
 
 def open_file(
-    path: Path, flags: int = os.O_RDWR, *, within: float = LOCK_WITHIN
+    path: Path, flags: int = os.O_RDWR, *, within: float | None = None
 ) -> int:
     """Open a plant file; raise ``StoreUnavailable`` if it is no regular file.
 

@@ -60,7 +60,7 @@ class PlantFile:
         path: Path,
         length: memoryview,
         inherited: Known | None = None,
-        within: float = lock.LOCK_WITHIN,
+        within: float | None = None,
     ) -> None:
         self._path, self._within = path, within
         self._failed_sync: StoreUnavailable | None = None

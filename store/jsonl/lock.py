@@ -28,9 +28,10 @@ Result = TypeVar('Result')
 
 
 def patiently(
-    call: Callable[[], Result], path: Path, reason: str, within: float
+    call: Callable[[], Result], path: Path, reason: str, within: float | None
 ) -> Result:
     """Call until it would not block, for some seconds at most; return its result."""
+    within = LOCK_WITHIN if within is None else within
     began, said = time.monotonic(), False
     while True:
         try:
@@ -52,7 +53,6 @@ def take(
 
     NOTE: in a ``try`` of its own, which begins before: no error can then keep the lock.
     """
-    within = LOCK_WITHIN if within is None else within
     patiently(partial(fcntl.flock, fd, operation | fcntl.LOCK_NB), path, HELD, within)
 
 

@@ -268,13 +268,15 @@ def test_lease_of_another_program_is_waited_for(path):
         signal.signal(signal.SIGIO, before)
 
 
-def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch):
+@pytest.mark.parametrize('torn', [b'', b'{"id":7,"na'])
+def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, torn):
     """Others go on beside a store that is far behind, or that opens."""
     monkeypatch.setattr(plant_file, 'NEAR', 1000)
     far = [Plant(id, 'Oak' * 99) for id in range(100, 120)]
     with JSONLinesStore(path) as store, JSONLinesStore(path) as other:
         store.add(FERN)
         other.add_many(far)
+        append(path, torn)
         gate = Gate()
 
         def before(name, *arguments):
