@@ -31,7 +31,7 @@ from store.base import Plant
 from store.errors import StoreUnavailable
 from store.jsonl import disk, record
 from store.jsonl.index import Index, Repeats
-from store.jsonl.lines import Damage, chunks, first_offset, line_at
+from store.jsonl.lines import FAR, Damage, chunks, first_offset, line_at
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Known:
         REQUIRES: the lock. It need not be held while these lines are read.
         """
         size = self.check(fd)
-        last = os.pread(fd, 2**20, max(0, size - 2**20))
+        last = os.pread(fd, FAR, max(0, size - FAR))
         return size - len(last) + last.rfind(b'\n') + 1
 
     def read_on(
