@@ -130,7 +130,12 @@ def cut(path: Path, fd: int, start: int, end: int) -> Path:
     REQUIRES: the lock. After an error the bytes are in the plant file or the side file.
     """
     side = copy_aside(path, fd, [(start, end)], 'torn')
-    os.ftruncate(fd, start)
+    try:
+        os.ftruncate(fd, start)
+    except OSError:
+        if os.fstat(fd).st_size == end:  # each attempt would leave another copy
+            os.unlink(side)
+        raise
     return side
 
 

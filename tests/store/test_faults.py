@@ -62,9 +62,9 @@ def test_ping_tells_what_an_add_would(path, disk, store):
     store.ping()  # as before the failure
 
 
-@pytest.mark.parametrize('call', ['fsync', 'pwrite'])
+@pytest.mark.parametrize('call', ['fsync', 'pwrite', 'ftruncate'])
 def test_torn_tail_on_a_full_disk(path, disk, store, caplog, call):
-    """Without room for a copy it stays; a copy is told though the next write fails."""
+    """It stays, and without a copy; a copy is told though the next write fails."""
     append(path, TORN)
     disk.before = Fault(call, 1, failing(errno.ENOSPC), lasting=True)
     assert_raise(StoreUnavailable, *[partial(store.add, MOSS)] * 3)
