@@ -6,7 +6,7 @@ from urllib.parse import unquote
 _HOST = r'(?:(?:[\w.-]|%2[Ff])+|\[[\da-fA-F:.]+\])?(?::\d+)?'
 _URL = rf'//(?:[^/?#@\s]*@)?({_HOST}(?:,{_HOST})*)(/[\w.~-]*)?(?:\?[^@#]*)?'
 # C0, DEL, C1, line separators, and marks that change the direction of text.
-_CONTROL = re.compile('[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]')
+_CONTROL = re.compile('[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
 
 
 def is_path(text: str) -> bool:

@@ -1,7 +1,8 @@
 """The body of a request: strict JSON text, valid by the JSON Schema files.
 
 The rules of the members are in ``schemas/`` (draft 2020-12) and nowhere else: edit a
-file, reload, and the rule has changed.
+file, reload, and the rule has changed. jsonschema checks the files, jsonschema-rs the
+bodies: in 1 us, not 50 to 80.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 import falcon
 import jsonschema_rs
+from jsonschema import Draft202012Validator, FormatChecker
 
 from store import Plant, check_plant
 from store.base import OPTIONAL, TEXTS
@@ -54,6 +56,8 @@ def load_schemas() -> dict[str, Any]:
     try:
         for path in sorted(DIRECTORY.glob('*.json')):
             files[path.name] = json.loads(path.read_bytes())
+            # Without its patterns, which the engine that runs them must know.
+            Draft202012Validator.check_schema(files[path.name], FormatChecker(()))
             # With $schema each reference to this file might choose another draft.
             files[path.name].pop('$schema', None)
         # Each is checked alone, and Plant.json before the file that includes it.
@@ -61,7 +65,9 @@ def load_schemas() -> dict[str, Any]:
             path = DIRECTORY / name
             PlantReader(files, 0, name)
     except Exception as ex:
-        reason = _describe(ex) if isinstance(ex, jsonschema_rs.ValidationError) else ex
+        reason = getattr(ex, 'message', ex)
+        if isinstance(ex, jsonschema_rs.ValidationError):
+            reason = _describe(ex)
         raise ValueError(f'{path}: {reason}') from ex
     return files
 
