@@ -165,10 +165,11 @@ class PlantFile:
                         self._check_sync()
                         size = self.known.check(self._fd)
                         self._check_damage(is_opening)
-                        end, whole = self.known.end, self._whole(size)
-                        if whole - end <= NEAR or end == stuck:
+                        end = self.known.end
+                        if size - end <= NEAR or end == stuck:
                             self._catch_up(size, is_opening=is_opening)
                             return use()
+                        whole = self._whole(size)
                     except Damage as ex:
                         state = self._state(ex.offset, is_opening)
                         raise
