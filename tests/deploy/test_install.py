@@ -60,7 +60,8 @@ def test_make_run_installs_what_is_pinned_and_serves(checkout):
     finished(command, cwd=checkout, env=os.environ | theirs, check=True, timeout=300)
     with Server(checkout, command=(*MAKE, 'run')) as server:
         assert server.ask(request(body={'id': 1, 'name': 'Fern'})).status == 200
-    done = finished([checkout / '.venv/bin/pip', 'list', '--format=freeze'], check=True)
+    listing = [checkout / '.venv/bin/pip', 'list', '--format=freeze']
+    done = finished(listing, check=True, env=os.environ | {'PYTHONWARNINGS': 'ignore'})
     pinned = re.sub(r'\[\w+\]', '', text('constraints.txt'))
     for package, version in re.findall('(.+)==(.+)', done.stdout):
         name = re.sub(r'[-_.]+', '-', package).lower()
