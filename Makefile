@@ -17,6 +17,11 @@ BROKEN = .venv does not work: its Python is gone or of another version, or packa
 # With PORT in its environment gunicorn would listen on all addresses.
 unexport PORT
 
+# gunicorn takes an empty value for a number of workers, and ends with a traceback.
+ifeq ($(strip $(WEB_CONCURRENCY)),)
+unexport WEB_CONCURRENCY
+endif
+
 all: test lint
 
 run: .venv/run .venv/works
