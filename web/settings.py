@@ -44,7 +44,7 @@ class Settings:
             faults.append('PLANTS_TOKENS and PLANTS_TOKENS_FILE are both set: use one')
         for name, text in sorted({'PLANTS_STORE': DEFAULT_URL, **environ}.items()):
             try:
-                fields |= _read(name, text if name == 'PLANTS_STORE' else text.strip())
+                fields |= _read(name, text.strip())
             except ValueError as ex:
                 faults.append(f'{name}: {ex}')
         if faults:
@@ -62,7 +62,7 @@ def _read(name: str, text: str) -> dict[str, Any]:
         case 'PLANTS_STORE':
             # Opens no file. The code is imported now: --user may be unable to read it.
             open_store(text, create=False)
-            return {'store': text.strip()}
+            return {'store': text}
         case 'PLANTS_TOKENS':
             return {'tokens': Tokens(filter(None, map(str.strip, text.split(','))))}
         case 'PLANTS_TOKENS_FILE':

@@ -73,7 +73,7 @@ class JSONLinesStore(CommittedStore):
         with recovery.opened(self.path) as fd, suppress(BlockingIOError):
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                size = self._known.check_whole(fd)
+                size = self._known.whole(fd, self._known.check(fd))
             finally:
                 lock.release(fd)
             self._known.read_on(fd, size, within=READ_WITHIN)

@@ -171,7 +171,7 @@ class PlantFile:
                         if size - end <= NEAR or end == stuck:
                             self._catch_up(size, is_opening=is_opening)
                             return use()
-                        whole = self.known.check_whole(self._fd)
+                        whole = self.known.whole(self._fd, size)
                     except Damage as ex:
                         state = self._state(ex.offset, is_opening)
                         raise

@@ -108,12 +108,11 @@ class Known:
             raise self._refusal(CHANGED)
         return status.st_size
 
-    def check_whole(self, fd: int) -> int:
-        """Check, and return up to where no line is taken back, as a torn tail is.
+    def whole(self, fd: int, size: int) -> int:
+        """Return up to where no line is taken back, as a torn tail is.
 
         REQUIRES: the lock. It need not be held while these lines are read.
         """
-        size = self.check(fd)
         last = os.pread(fd, FAR, max(0, size - FAR))
         return size - len(last) + last.rfind(b'\n') + 1
 
