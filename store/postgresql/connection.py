@@ -149,9 +149,9 @@ class Connection:
 
     def _shut_down(self) -> None:
         with socket.socket(fileno=os.dup(self._session.pgconn.socket)) as duplicate:
-            # If libpq has closed it, another file may have got its number: it raises.
-            assert self._session.pgconn.socket
-            duplicate.shutdown(socket.SHUT_RDWR)
+            # If libpq has closed it, another file may have got its number: this raises.
+            if self._session.pgconn.socket:
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
 _all: WeakSet[Connection] = WeakSet()
