@@ -94,6 +94,8 @@ def test_versions_are_the_same_everywhere():
     assert f'image.version="{__version__}"' in text('deploy/Containerfile')
     [newest, *_] = re.findall(r'^## (\S+)', text('CHANGELOG.md'), re.MULTILINE)
     assert newest == __version__
+    [pinned] = re.findall(r'GUNICORN = .(\d\S+)\'', text('serving/lifecycle.py'))
+    assert f'gunicorn[gevent]=={pinned}\n' in text('requirements.txt')
     *others, last = re.findall(r'Python :: (3\.\d+)', text('pyproject.toml'))
     assert f'with Python {", ".join(others)} and {last};' in text('README.md')
     assert f'python: {[*others, last]}' in text('.github/workflows/ci.yml')
