@@ -268,26 +268,30 @@ def test_stalled_clients_make_room(tmp_path, subtests):
 
 def test_full_worker_closes_idle_connections_first(tmp_path):
     """Then requests of which nothing comes; one of which bytes come keeps its place."""
-    conf = [*time_limits(LINGER=1), 'keepalive = 3600', 'worker_connections = 8']
-    slow = request(body=b' ', content_length='60000')
+    conf = [*time_limits(LINGER=2), 'keepalive = 3600', 'worker_connections = 8']
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
-        silent, *sending = [opened.enter_context(server.connect()) for _ in range(6)]
-        for client in (silent, *sending):
-            client.send(slow)
+
+        def begin_a_request():
+            client = opened.enter_context(server.connect())
+            client.send(request(body=b' ', content_length='60000'))
+            return client
+
+        silent, *sending = [begin_a_request() for _ in range(6)]
         idle = [opened.enter_context(server.connect()) for _ in range(2)]
         assert all(client.ask(PROBE) for client in idle)
-        for client in (*idle, silent):
-            sending.append(opened.enter_context(server.connect()))
-            sending[-1].send(slow)  # it needs a place
 
-            def is_closed(client=client):
-                for each in sending:
-                    each.send(b' ')
-                return client.is_readable(0.01)
+        def are_closed(*clients):
+            for each in sending:
+                each.send(b' ')
+            return all(client.is_readable(0.01) for client in clients)
 
-            wait_until(is_closed, 'a place is made')
-            assert not any(each.is_readable() for each in sending)
-            assert client is silent or not silent.is_readable()
+        # It takes the place of one; the other is closed for who comes next.
+        sending.append(begin_a_request())
+        wait_until(lambda: are_closed(*idle), 'the idle ones are closed')
+        assert not silent.is_readable()
+        sending.append(begin_a_request())
+        wait_until(lambda: are_closed(silent), 'the silent one is closed')
+        assert not any(each.is_readable() for each in sending)
 
 
 # ---- memory
