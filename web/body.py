@@ -63,7 +63,7 @@ def load_schemas() -> dict[str, Any]:
         # Each is checked alone, and Plant.json before the file that includes it.
         for name in sorted({*files, 'NewPlant.json'}, reverse=True):
             path = DIRECTORY / name
-            PlantReader(files, 0, name)
+            _validator(files, name)
     except Exception as ex:
         reason = getattr(ex, 'message', ex)
         if isinstance(ex, jsonschema_rs.ValidationError):
@@ -72,20 +72,21 @@ def load_schemas() -> dict[str, Any]:
     return files
 
 
+def _validator(files: dict[str, Any], name: str) -> jsonschema_rs.Draft202012Validator:
+    return jsonschema_rs.Draft202012Validator(
+        files[name],
+        registry=jsonschema_rs.Registry(list(files.items())),
+        offline=True,
+        mask=_MASK,
+        pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=STEPS),
+    )
+
+
 class PlantReader:
     """Reads the plant in a body of at most ``limit`` bytes by the schema files."""
 
-    def __init__(
-        self, files: dict[str, Any], limit: int, name: str = 'NewPlant.json'
-    ) -> None:
-        self._limit = limit
-        self._schema = jsonschema_rs.Draft202012Validator(
-            files[name],
-            registry=jsonschema_rs.Registry(list(files.items())),
-            offline=True,
-            mask=_MASK,
-            pattern_options=jsonschema_rs.FancyRegexOptions(backtrack_limit=STEPS),
-        )
+    def __init__(self, files: dict[str, Any], limit: int) -> None:
+        self._limit, self._schema = limit, _validator(files, 'NewPlant.json')
 
     def read(self, req: falcon.Request) -> Plant:
         """Return the plant of a request, or raise ``Fault``."""
