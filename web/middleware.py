@@ -128,7 +128,7 @@ class Gate:
             if is_start and 'text/html' in req.accept:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
-                raise falcon.HTTPSeeOther(f'{mount}/docs')
+                raise falcon.HTTPSeeOther(f'{quote(mount)}/docs')
             # Nothing that may be a token is shown.
             is_named = text and re.fullmatch('[A-Za-z][A-Za-z0-9-]{0,15}', scheme)
             instead = f' instead of {scheme}' if is_named else ''
