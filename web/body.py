@@ -54,14 +54,14 @@ def load_schemas() -> dict[str, Any]:
     """Return the schemas by the names of their files, which a ``ValueError`` names."""
     files: dict[str, Any] = {}
     try:
-        for path in sorted(DIRECTORY.glob('*.json')):
-            files[path.name] = json.loads(path.read_bytes())
+        for path in sorted({DIRECTORY / 'NewPlant.json', *DIRECTORY.glob('*.json')}):
+            files[path.name] = schema = {**json.loads(path.read_bytes())}
             # Without its patterns, which the engine that runs them must know.
-            Draft202012Validator.check_schema(files[path.name], FormatChecker(()))
+            Draft202012Validator.check_schema(schema, FormatChecker(()))
             # With $schema each reference to this file might choose another draft.
-            files[path.name].pop('$schema', None)
+            schema.pop('$schema', None)
         # Each is checked alone, and Plant.json before the file that includes it.
-        for name in sorted({*files, 'NewPlant.json'}, reverse=True):
+        for name in sorted(files, reverse=True):
             path = DIRECTORY / name
             _validator(files, name)
     except Exception as ex:
