@@ -54,12 +54,12 @@ def test_observation_that_ends_anywhere_hides_no_other(serve, store):
         client, lines = serve(store, metrics_token='for-metrics'), itertools.count()
 
         def fail(frame, event, argument, point=point, lines=lines):
-            code, number = frame.f_code.co_filename, frame.f_lineno
-            is_ours = code == module.__file__ and event == 'line'
+            name = frame.f_code.co_filename
+            is_ours = name == module.__file__ and event == 'line'
             # The lock of a process ends with it.
-            if is_ours and 'with ' not in linecache.getline(code, number):
-                if next(lines) == point:
-                    raise MemoryError
+            is_lock = 'with ' in linecache.getline(name, frame.f_lineno)
+            if is_ours and not is_lock and next(lines) == point:
+                raise MemoryError
             return fail
 
         sys.settrace(fail)
