@@ -106,17 +106,14 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 class Gate:
     """Middleware: without a bearer token (RFC 6750) only ``public`` paths are open.
 
-    It asks for it before the router, so it does not tell which other paths exist.
+    It asks for it before the router, so it does not tell which other paths exist. Paths
+    may have ``own`` tokens, for which the others are not accepted.
     """
 
     def __init__(
-        self, tokens: Tokens, public: Iterable[str], metrics_token: str | None
+        self, tokens: Tokens, public: Iterable[str], own: dict[str, Tokens]
     ) -> None:
-        self._tokens = self._for_metrics = tokens
-        self._public = frozenset(public)
-        if metrics_token:
-            tokens.refuse(metrics_token)
-            self._for_metrics = Tokens({'metrics': metrics_token})
+        self._tokens, self._public, self._own = tokens, frozenset(public), own
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         if req.path in self._public:
@@ -134,8 +131,8 @@ class Gate:
             instead = f' instead of {scheme}' if is_named else ''
             message = f"send 'Authorization: Bearer TOKEN'{instead}; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
-        tokens = self._for_metrics if req.path == '/metrics' else self._tokens
-        if (name := tokens.find(text)) is None:
+        name = self._own.get(req.path, self._tokens).find(text)
+        if name is None:
             message = 'the token is not valid'
             challenge = 'Bearer error="invalid_token"'
             raise Fault(ErrorValue.INVALID_TOKEN, message, www_authenticate=challenge)
