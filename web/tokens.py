@@ -131,7 +131,7 @@ class TokensFile(Tokens):
     def _look(self, known: _Known) -> _Known:
         """Return what is known after a look at the file."""
         names, version, _ = known
-        seen, fault = version, ''
+        seen, fault, newest = version, '', self._newest[0]
         try:
             status = self._path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
@@ -144,7 +144,8 @@ class TokensFile(Tokens):
                 if seen == after and not 0 <= age < 2 * self.CHECK_EVERY:
                     names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
                     version = seen
-            if version == seen:  # if not, it is perhaps being written
+            # If not, it is perhaps being written, or another process was quicker.
+            if version == seen and self._newest[0] == newest:
                 self._newest[0] = hash(version)
         except Exception as ex:
             fault = getattr(ex, 'strerror', '') or str(ex) or type(ex).__name__

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -254,21 +255,27 @@ def test_file_that_cannot_be_read_may_revoke_all(path, always_checked, monkeypat
     assert value_of(client, f'Bearer {TOKEN}') == 40101
 
 
-def test_look_that_was_overtaken_changes_nothing(path, always_checked, monkeypatch):
-    """Who is slow in an older file does not put its tokens back."""
-    tokens, parse = TokensFile(path), module._parse
+@pytest.mark.parametrize(('owner', 'call'), [(Path, 'stat'), (os, 'fstat')])
+def test_look_that_was_overtaken_changes_nothing(
+    owner, call, path, always_checked, monkeypatch
+):
+    """Who is slow in an older file, new or known, makes it the newest for nobody."""
+    tokens, really, calls = TokensFile(path), getattr(owner, call), itertools.count()
+    if owner is os:
+        replace(path, TOKEN[::-1])
 
-    def parse_slowly(text):
-        if TOKEN[::-1] in text:
+    def call_slowly(file):
+        status = really(file)
+        if next(calls) == 0:
             replace(path, OTHER)
             assert tokens.find(OTHER)  # as another thread would
-        return parse(text)
+        return status
 
-    monkeypatch.setattr(module, '_parse', parse_slowly)
-    replace(path, TOKEN[::-1])
+    monkeypatch.setattr(owner, call, call_slowly)
     tokens.refresh()
-    monkeypatch.setattr(tokens, 'refresh', int)  # no other look
-    assert [tokens.find(one) for one in (OTHER, TOKEN[::-1])] == ['new', None]
+    path.unlink()  # so the tokens stay
+    found = [tokens.find(one) for one in (OTHER, TOKEN, TOKEN[::-1])]
+    assert found == ['new', None, None]
 
 
 def test_file_that_changes_during_a_look_is_left_alone(
