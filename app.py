@@ -94,11 +94,13 @@ def create_app(
     routes: dict[str, object] = {**public, '/plants': PlantsResource(store, reader)}
     # Requests pass through these in this order, responses in reverse order.
     cors = [middleware.CrossOrigin(cors_origins)] if cors_origins else []
-    gate = middleware.Gate(tokens, public, metrics_token)
+    own = {'/metrics': Tokens({'metrics': metrics_token})} if metrics_token else {}
+    gate = middleware.Gate(tokens, public, own)
     layers: list[Any] = [middleware.RequestLog(), *cors, gate]
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
 
+        tokens.refuse(metrics_token)
         routes['/metrics'] = metrics = Metrics(store, tokens)
         layers.insert(0, metrics)
     app = PlantsApp(layers)

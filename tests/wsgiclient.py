@@ -27,8 +27,8 @@ class Client(TestApp):
     def send(self, body, path='/plants', method='POST', **headers):
         """Send bytes; write header names with underscores; None leaves a header out."""
         headers = {'content_type': 'application/json', **headers}
-        sent = {name.replace('_', '-'): headers[name] for name in headers}
-        sent = {name: text for name, text in sent.items() if text is not None}
+        given = {name: text for name, text in headers.items() if text is not None}
+        sent = {name.replace('_', '-'): text for name, text in given.items()}
         return self.request(path, method=method, body=body, headers=sent)
 
     def add(self, plant, **options):

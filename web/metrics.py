@@ -92,7 +92,7 @@ class Metrics(ReadOnlyResource):
         """Yield the sums over all processes, and what is looked up now."""
         sums: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0] * 18)
         for table in self._tables:
-            for row in takewhile(lambda row: any(row.numbers), table):
+            for row in takewhile(lambda row: row.key, table):
                 key = tuple(row.key.decode().split('\n'))
                 sums[key] = [a + b for a, b in zip(sums[key], row.numbers, strict=True)]
         for name, (help, bounds, labels) in _HISTOGRAMS.items():

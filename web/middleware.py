@@ -5,7 +5,6 @@ import random
 import re
 import time
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
@@ -20,19 +19,17 @@ log = logging.getLogger('plants')
 # What a client may choose: nothing that could break a line or a header.
 _SANE_ID = re.compile(r'[A-Za-z0-9._~+/=:@-]{1,128}')
 
-# Percent-encoded text cannot break a line of the log.
-_quote = lru_cache(maxsize=32)(quote)  # small: a stranger may fill it
-
 
 class PlantsRequest(falcon.Request):
     """A request, with what the log says about it."""
 
-    id = '-'
     token_name = '-'  # of the accepted token
     error = 0  # the ErrorValue of the answer, or 0
 
     def __init__(self, env: dict[str, Any], *args: Any, **options: Any) -> None:
         self.began = time.perf_counter()
+        id = env.get('HTTP_X_REQUEST_ID', '')
+        self.id = id if _SANE_ID.fullmatch(id) else f'{random.getrandbits(64):016x}'
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, *args, **options)
         # Falcon answers 400 to this method before any middleware runs, so without a
@@ -41,11 +38,9 @@ class PlantsRequest(falcon.Request):
 
 
 class RequestLog:
-    """Middleware: give each request an id, and the log a line about it."""
+    """Middleware: give each answer the id of its request, and the log a line."""
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
-        id = req.env.get('HTTP_X_REQUEST_ID', '')
-        req.id = id if _SANE_ID.fullmatch(id) else f'{random.getrandbits(64):016x}'
         resp.set_header('X-Request-Id', req.id)
         resp.set_header('Cache-Control', 'no-store')  # documents have their own
         if FAULT in req.env:
@@ -55,13 +50,15 @@ class RequestLog:
         is_probe = req.path in ('/livez', '/readyz') and not req.error
         if is_probe or not log.isEnabledFor(logging.INFO):
             return
+        # Percent-encoded text of a stranger cannot break a line of the log.
+        shown = quote if req.error or not req.uri_template else str
         members = {  # a mapping, for a log in JSON
             'message': 'request',
             'request_id': req.id,
             'token': req.token_name,
-            'method': _quote(req.method),
+            'method': shown(req.method),
             # NOTE: without the query string: a token may be in it.
-            'path': _quote(req.path),
+            'path': shown(req.path),
             'status': resp.status_code,
             'error': req.error,
             'duration_ms': round(1000 * (time.perf_counter() - req.began), 3),
@@ -109,17 +106,14 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 class Gate:
     """Middleware: without a bearer token (RFC 6750) only ``public`` paths are open.
 
-    It asks for it before the router, so it does not tell which other paths exist.
+    It asks for it before the router, so it does not tell which other paths exist. Paths
+    may have ``own`` tokens, for which the others are not accepted.
     """
 
     def __init__(
-        self, tokens: Tokens, public: Iterable[str], metrics_token: str | None
+        self, tokens: Tokens, public: Iterable[str], own: dict[str, Tokens]
     ) -> None:
-        self._tokens = self._for_metrics = tokens
-        self._public = frozenset(public)
-        if metrics_token:
-            tokens.refuse(metrics_token)
-            self._for_metrics = Tokens({'metrics': metrics_token})
+        self._tokens, self._public, self._own = tokens, frozenset(public), own
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
         if req.path in self._public:
@@ -131,14 +125,14 @@ class Gate:
             if is_start and 'text/html' in req.accept:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
-                raise falcon.HTTPSeeOther(f'{mount}/docs')
+                raise falcon.HTTPSeeOther(f'{quote(mount)}/docs')
             # Nothing that may be a token is shown.
             is_named = text and re.fullmatch('[A-Za-z][A-Za-z0-9-]{0,15}', scheme)
             instead = f' instead of {scheme}' if is_named else ''
             message = f"send 'Authorization: Bearer TOKEN'{instead}; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
-        tokens = self._for_metrics if req.path == '/metrics' else self._tokens
-        if (name := tokens.find(text)) is None:
+        name = self._own.get(req.path, self._tokens).find(text)
+        if name is None:
             message = 'the token is not valid'
             challenge = 'Bearer error="invalid_token"'
             raise Fault(ErrorValue.INVALID_TOKEN, message, www_authenticate=challenge)

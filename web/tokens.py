@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from web.errors import ErrorValue, Fault
 
@@ -19,7 +20,14 @@ log = logging.getLogger('plants')
 
 LONGEST = 2**20  # bytes of a tokens file
 EXAMPLE = '{"id": 1, "name": "Fern", "tag": "shade"}'  # as on every page
+_CHANGES = 'it changes all the time'
 _version = attrgetter('st_dev', 'st_ino', 'st_size', 'st_mtime_ns', 'st_ctime_ns')
+
+
+class _Known(NamedTuple):  # replaced as a whole
+    names: dict[bytes, str]  # by the digests of tokens; without any nobody is accepted
+    version: tuple[int, ...] = ()  # of the file that has them
+    fault: str = ''  # of the file at the last look
 
 
 class Tokens:
@@ -31,10 +39,6 @@ class Tokens:
     # Called when a changed file cannot be used; metrics count it.
     on_failed_reload: Callable[[], None] = staticmethod(lambda: None)
     _refused: frozenset[bytes] = frozenset()  # digests of tokens for something else
-    # Names by digests, and the version of their file: replaced together. No names stand
-    # for a newer file that was never read: no token is accepted.
-    _known: tuple[dict[bytes, str], tuple[int, ...]]
-    _fault = ''  # what was wrong with the file at the last look
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
@@ -42,19 +46,20 @@ class Tokens:
         if not isinstance(tokens, Mapping):  # None if a variable is not set
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
-        self._known = _checked(names, self._refused), ()
+        self._known = _Known(_checked(names, self._refused))
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
         refused = self._refused | {_digest(token, 'the token for metrics')}
-        _checked(self._known[0], refused)
+        _checked(self._known.names, refused)
         self._refused = refused
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
         self.refresh()
-        if not (names := self._known[0]):
-            message = f'no token can be checked now: {self._fault}'
+        names, _, fault = self._known
+        if not names:
+            message = f'no token can be checked now: {fault}'
             raise Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
         # Nobody can choose a digest, so the duration of the look-up tells nothing.
         return names.get(hashlib.sha256(text.encode('latin-1')).digest())
@@ -95,38 +100,38 @@ class TokensFile(Tokens):
     _next_look = 0.0
 
     def __init__(self, path: Path) -> None:
-        self._path, self._known = path, ({}, ())
+        self._path = path
         # Which file was read last by any process; those that are forked share it. The
         # others may have older tokens when that file is gone or damaged: a worker that
         # was idle, or a new one of a master that forked none since its start.
         self._newest = memoryview(mmap.mmap(-1, 8)).cast('q')
+        self._known = _Known({})
         for _ in range(100):
-            if (fault := self._look()) or self._known[0]:
+            self._known = self._look(self._known)
+            if self._known.fault != _CHANGES:
                 break
             time.sleep(self.CHECK_EVERY / 20)
-        if not self._known[0]:
-            raise ValueError(f'{path}: {fault or "it changes all the time"}')
+        if self._known.fault:
+            raise ValueError(f'{path}: {self._known.fault}')
 
     def refresh(self) -> None:
-        known, before, now = self._known, self._fault, time.monotonic()
-        if now < self._next_look:
+        if (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + self.CHECK_EVERY
-        fault = self._look()
-        names, _ = self._known
-        self._fault = fault or ('' if names else 'a newer file was not read yet')
-        if (self._known, self._fault) != (known, before):
-            level, what = logging.INFO, self._fault or 'read'
-            if self._fault:
-                level = logging.ERROR
-                self.on_failed_reload()
-            log.log(level, '%s: %s; tokens now: %d', self._path, what, len(names))
+        before = self._known
+        known = self._look(before)
+        if known == before or self._known is not before:  # another thread was quicker
+            return
+        self._known = known
+        if known.fault:
+            self.on_failed_reload()
+        what, write = known.fault or 'read', log.error if known.fault else log.info
+        write('%s: %s; tokens now: %d', self._path, what, len(known.names))
 
-    def _look(self) -> str:
-        """Take up a change, in one step after all else; return what is wrong."""
-        known, fault = self._known, ''
-        names, version = known
-        seen = version
+    def _look(self, known: _Known) -> _Known:
+        """Return what is known after a look at the file."""
+        names, version, _ = known
+        seen, fault, newest = version, '', self._newest[0]
         try:
             status = self._path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > LONGEST:
@@ -135,21 +140,20 @@ class TokensFile(Tokens):
                 # Without waiting: a FIFO may have taken its place.
                 with open(os.open(self._path, os.O_NONBLOCK), 'rb') as file:
                     text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
-                age = time.time() - max(status.st_mtime, status.st_ctime)
+                age = time.time() - status.st_ctime
                 if seen == after and not 0 <= age < 2 * self.CHECK_EVERY:
                     names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
                     version = seen
-            if version == seen:  # if not, it is perhaps being written
+            # If not, it is perhaps being written, or another process was quicker.
+            if version == seen and self._newest[0] == newest:
                 self._newest[0] = hash(version)
         except Exception as ex:
             fault = getattr(ex, 'strerror', '') or str(ex) or type(ex).__name__
             if version != seen and not isinstance(ex, ValueError):
-                names, version = {}, ()
-        if version and self._newest[0] != hash(version):
-            names, version = {}, ()
-        if self._known is known:  # no other thread was quicker
-            self._known = names, version
-        return fault
+                version = ()  # the file may revoke any token
+        if self._newest[0] != hash(version):
+            return _Known({}, (), fault or _CHANGES)
+        return _Known(names, version, fault)
 
 
 def _parse(text: str) -> dict[bytes, str]:
@@ -173,8 +177,7 @@ def make_token() -> str:
 def show_token(token: str, url: str) -> None:
     """Print a made token, once, to the standard error, with what uses it."""
     # Nobody else needs to see it: no proxy, and no server sees what follows the #.
-    is_local = re.search(r'//(127\.|localhost|\[::1?\])', url)
-    proxy = "--noproxy '*' " if is_local else ''
+    proxy = "--noproxy '*' " if re.search(r'//(127\.|localhost|\[::1?\])', url) else ''
     page = '' if url.startswith('-') else f'Or open {url}/docs#token={token}\n'
     print(
         f'No token is configured, so this start made one. Add a plant with it:\n\n'
@@ -182,5 +185,4 @@ def show_token(token: str, url: str) -> None:
         f"-H 'Content-Type: application/json' -d '{EXAMPLE}'\n\n"
         f'{page}The next start makes another one. To keep it: PLANTS_TOKENS={token}\n',
         file=sys.stderr,
-        flush=True,
     )
