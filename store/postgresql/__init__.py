@@ -9,7 +9,6 @@
 * Engines that scale out lack advisory locks, sequences and table locks: none is used.
 """
 
-import logging
 import math
 import random
 import time
@@ -22,14 +21,11 @@ from store.committer import CommittedStore
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
 from store.postgresql.database import Target, Unavailable
-from store.postgresql.table import CHECK, Table
+from store.postgresql.table import Table
 from store.scheduler import THREADS, Scheduler
-
-log = logging.getLogger(__name__)
 
 OF_ONE = 'each', 'rule', 'batch'  # what is tried again if one plant alone is refused
 ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
-LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
 
@@ -67,46 +63,18 @@ class Plants:
     def __init__(self, target: Target) -> None:
         self._shown, self._table = target.shown, Table(target)
         self._probed = -math.inf  # when a probe of a whole add last succeeded
-        # Until when repeats of a locked plant are refused at once, and delay no batch.
-        self._locked: dict[int, float] = {}
-        self._problem = ''  # that the log tells
         self.close = self._table.close
-        self.ping = partial(self._tell, self._ping)
 
-    def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
-        return partial(self._tell, self._add, batch)
-
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function; log what is wrong when that changes."""
-        problem = ''
-        try:
-            function(*arguments)
-        except Unavailable as ex:
-            problem = self._problem
-            if ex.retry not in OF_ONE:  # these are of one plant
-                problem, ex.args = str(ex), (f'{ex.store}: {ex.reason}',)
-            raise
-        finally:
-            if problem != self._problem:
-                log.warning('%s', problem or f'{self._shown}: it takes plants')
-            self._problem = problem
-
-    def _ping(self) -> None:
+    def ping(self) -> None:
         # Anybody may ask, so one ping a second does all that an add does, and writes.
         if time.monotonic() < self._probed + PROBE_EVERY:
-            self._table.transact(CHECK)
+            self._table.transact('SELECT')
         else:
             self._table.probe()
             self._probed = time.monotonic()
 
-    def _add(self, batch: Sequence[Entry]) -> None:
-        now = time.monotonic()
-        self._locked = {id: it for id, it in self._locked.items() if now < it}
-        for entry in batch:
-            if entry.item.id in self._locked:
-                entry.error = Unavailable('55P03', self._shown)
-        if free := [entry for entry in batch if entry.error is None]:
-            self._store(free, now + ANSWER_WITHIN)
+    def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
+        return partial(self._store, batch, time.monotonic() + ANSWER_WITHIN)
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
         """Store plants as one batch, or in halves; set ``new`` or ``error``."""
@@ -123,8 +91,6 @@ class Plants:
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
         if len(batch) == 1:
             batch[0].error = error
-            if error.code == '55P03':
-                self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR
         elif time.monotonic() < deadline:
             self._store(batch[: len(batch) // 2], deadline)
             self._store(batch[len(batch) // 2 :], deadline)

@@ -19,11 +19,11 @@ from store.postgresql.database import Target
 log = logging.getLogger(__name__)
 
 # In seconds. A caller waits for 5, whatever a batch waits for.
-STATEMENT_WITHIN = 3  # at the server, whose error says what happened
-ANSWER_WITHIN = 3.6  # for a server that hangs, before the statement is cancelled
-CANCEL_WITHIN = 0.8  # on top, until a cancelled statement ends
+STATEMENT_WITHIN = 2  # at the server, whose error says what happened
+ANSWER_WITHIN = 2.2  # for a server that hangs, before the statement is cancelled
+CANCEL_WITHIN = 0.4  # on top, until a cancelled statement ends; then 2 for the next host
 LOOK_EVERY = 0.1  # as psycopg does while it waits
-LOCK_WITHIN = 0.3  # while other plants of the batch wait
+LOCK_WITHIN = 0.2  # while other plants of the batch wait
 READ_WITHIN = 60  # for a page of plants
 
 # What must hold, whatever the defaults of the role and the database.
@@ -41,13 +41,13 @@ class Connection:
 
     A thread watches it. A statement that is late is cancelled, since its answer says
     what it waited for; if it goes on the socket is shut down. A cancellation might hit
-    the next statement, so the connection is spent then.
+    the next statement, so the connection is *spent* then: another one is opened.
     """
 
     ask_at = -inf  # when the table is to be asked
     _begin = ''  # of each transaction
-    _due = inf  # when the watchdog acts
-    _is_late = False
+    _due = inf  # when its statement is late
+    _is_spent = False
     _warning: str | None = None
 
     def __init__(self, target: Target, to_read: bool) -> None:
@@ -84,23 +84,23 @@ class Connection:
             unsafe = f'{", ".join(off)} = off: a crash of its machine may lose plants'
             log.warning('%s: %s', self._target.shown, unsafe)
 
-    def execute(self, statements: str, *values: str, begin: str = '') -> list[Any]:
+    def execute(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""
-        begin += self._begin
+        statements = self._begin + statements
         # NOTE: several statements are one message, in which nothing is prepared.
-        kind = psycopg.ClientCursor if begin or ';' in statements else psycopg.Cursor
+        kind = psycopg.ClientCursor if ';' in statements else psycopg.Cursor
         rows: list[Any] = []
         self._warning = None
         self._due = time.monotonic() + self._within
         try:
-            cursor = kind(self._session).execute(begin + statements, values)
+            cursor = kind(self._session).execute(statements, values)
             for result in cursor.results():
                 rows += result.fetchall() if result.description else ()
         except psycopg.Error as ex:
             if self._session.pgconn.transaction_status == TransactionStatus.INERROR:
                 with suppress(psycopg.Error):
                     self._session.rollback()  # of an explicit BEGIN
-            if self._is_late and not ex.sqlstate:
+            if self._is_spent and not ex.sqlstate:
                 raise self._target.unavailable('57014', 'no answer') from None
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
         finally:
@@ -114,15 +114,13 @@ class Connection:
     def is_usable(self) -> bool:
         """Return whether the server has neither ended it nor changed a setting."""
         status = self._session.pgconn.transaction_status
-        if self._is_late or status != TransactionStatus.IDLE:
+        if self._is_spent or status != TransactionStatus.IDLE:
             return False
         idle = select.poll()
         idle.register(self._session.pgconn.socket, select.POLLIN)
         return not idle.poll(0)
 
     def close(self) -> None:
-        if self._is_late:
-            self._target.put_last()
         self._closing.release()
         self._session.close()
 
@@ -131,16 +129,19 @@ class Connection:
             self._warning = diagnostic.message_primary
 
     def _watch(self) -> None:
-        while not self._closing.acquire(timeout=LOOK_EVERY):
-            with self._lock:
-                if (now := time.monotonic()) > self._due:
-                    # There may be no more threads, and no socket any more.
-                    with suppress(RuntimeError, OSError, psycopg.Error):
-                        if self._is_late:
-                            self._shut_down()
-                        else:
-                            self._target.scheduler.start_thread(self._cancel, ())
-                    self._is_late, self._due = True, now + CANCEL_WITHIN
+        try:
+            while not self._is_spent:
+                if self._closing.acquire(timeout=LOOK_EVERY):
+                    return
+                with self._lock:
+                    self._is_spent = time.monotonic() > self._due
+        finally:  # also for want of memory: what nobody watches is not used again
+            self._is_spent = True
+        with suppress(RuntimeError):  # there may be no more threads
+            self._target.scheduler.start_thread(self._cancel, ())
+        while not self._closing.acquire(timeout=CANCEL_WITHIN):
+            with suppress(OSError, psycopg.Error):  # no descriptor, or no socket
+                self._shut_down()
 
     def _cancel(self) -> None:
         # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.

@@ -115,12 +115,6 @@ class Target:
         time.sleep(PAUSE)
         raise error
 
-    def put_last(self) -> None:
-        """Put the first host last, since it is late."""
-        for name in {'host', 'hostaddr', 'port'} & self._parameters.keys():
-            first, comma, others = self._parameters[name].partition(',')
-            self._parameters[name] = others + comma + first
-
     def _check_files(self) -> None:
         """Raise an error for a file that cannot be read, if TLS was asked for."""
         given = {name: self.get(name) for name in FILES}

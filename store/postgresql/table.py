@@ -41,9 +41,6 @@ END FROM tree JOIN pg_class AS found ON found.oid = part)), NULL)
 FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace,
 concat(quote_ident(nspname), '.plants') AS name
 WHERE relname = 'plants' AND nspname !~ '^pg_'"""
-# Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
-CHECK = f"""INSERT INTO {{0}} ({COLUMNS})
-SELECT {COLUMNS} FROM {{0}} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
 # One for all sizes of a batch, so that few are prepared. An ALTER of a column ends
 # those, and so the connection: the table is asked again.
 VALUES = ', '.join(f'it->>{place}' for place in range(1, len(Plant._fields)))
@@ -52,7 +49,8 @@ SELECT (it->>0)::bigint, {VALUES} FROM json_array_elements(%s::json) AS it
 ON CONFLICT (id) DO NOTHING RETURNING {COLUMNS}"""
 READ = f'SELECT {COLUMNS} FROM {{0}}'
 ONE = f'{READ} WHERE id = %s::bigint'
-PROBE = f"""{CHECK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
+LOCK = f'{ONE} FOR KEY SHARE'
+PROBE = f"""BEGIN; {LOCK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
 {ONE}; ROLLBACK TO probe; COMMIT"""
 PAGE = 'ORDER BY id LIMIT 1000'  # plants
 ASK_EVERY = 1  # second, so it is noticed that the table was altered
@@ -69,7 +67,7 @@ class Table:
         self._target, self._to_read = target, to_read
         self._connection: Connection | None = None
 
-    def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
+    def transact(self, statements: str, *values: str) -> list[Any]:
         """Execute statements for ``{0}``, the table, as one transaction; return rows.
 
         If the server refuses, and a new connection may help, execute them once more.
@@ -84,12 +82,12 @@ class Table:
                 self._target.table = self._ask(connection)
                 connection.ask_at = time.monotonic() + ASK_EVERY
             name = self._target.table.replace('%', '%%')  # values are put in for %s
-            return connection.execute(statements.format(name), *values, begin=begin)
+            return connection.execute(statements.format(name), *values)
         except Unavailable as ex:
             if ex.retry != 'connect' or not was_open:
                 raise
         self.close()
-        return self.transact(statements, *values, begin=begin)
+        return self.transact(statements, *values)
 
     def close(self) -> None:
         """Close the connection; the next transaction opens another one."""
@@ -137,8 +135,8 @@ class Table:
         """Return the stored plants with these ids, once they are safe."""
         # What no standby has confirmed is visible; the commit of a lock waits for it.
         # One row each, since a distributed engine can lock no more with one statement.
-        lock = f'{ONE} FOR KEY SHARE; ' * len(plants)
-        rows = self.transact(lock, *[str(plant.id) for plant in plants])
+        ids = [str(plant.id) for plant in plants]
+        rows = self.transact('; '.join([LOCK] * len(plants)), *ids)
         if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
             raise self._target.unavailable('40', 'the conflicting row is not visible')
         return {row[0]: Plant(*row) for row in rows}
@@ -162,9 +160,9 @@ class Table:
         The commit is written, and waits for a standby. A dead row stays until a vacuum.
         """
         plant = Plant(random.randint(ID_MIN, ID_MAX), *('Fern' for _ in TEXTS))
-        values = _encode([plant]), str(plant.id)
+        id = str(plant.id)
         try:
-            rows = self.transact(PROBE, *values, begin='BEGIN; ')
+            rows = self.transact(PROBE, id, _encode([plant]), id)
         except Unavailable as ex:
             if ex.retry != 'rule':  # which clients may keep
                 raise
