@@ -24,8 +24,6 @@ from store.postgresql.database import Target, Unavailable
 from store.postgresql.table import Table
 from store.scheduler import THREADS, Scheduler
 
-OF_ONE = 'each', 'rule', 'batch'  # what is tried again if one plant alone is refused
-ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
 
@@ -67,9 +65,7 @@ class Plants:
 
     def ping(self) -> None:
         # Anybody may ask, so one ping a second does all that an add does, and writes.
-        if time.monotonic() < self._probed + PROBE_EVERY:
-            self._table.transact('SELECT')
-        else:
+        if time.monotonic() >= self._probed + PROBE_EVERY:
             self._table.probe()
             self._probed = time.monotonic()
 
@@ -78,12 +74,13 @@ class Plants:
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
         """Store plants as one batch, or in halves; set ``new`` or ``error``."""
-        for attempt in range(ATTEMPTS if len(batch) == 1 else 3):  # then in halves
+        # The pauses are half a second at most in all.
+        for attempt in range(9 if len(batch) == 1 else 3):
             try:
                 self._insert_or_compare(batch)
                 return
             except Unavailable as ex:
-                if ex.retry not in OF_ONE:
+                if ex.retry not in ('each', 'rule', 'batch'):
                     raise
                 error = ex
             if error.retry != 'batch':

@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from math import inf
 from typing import Any
-from weakref import WeakSet
 
 import psycopg
 from psycopg.errors import Diagnostic
@@ -18,11 +17,11 @@ from store.postgresql.database import Target
 
 log = logging.getLogger(__name__)
 
-# In seconds. A caller waits for 5, whatever a batch waits for.
+# In seconds. A caller waits for 5, in which a frozen host is left, too: a connection to
+# it takes 2.
 STATEMENT_WITHIN = 2  # at the server, whose error says what happened
 ANSWER_WITHIN = 2.2  # for a server that hangs, before the statement is cancelled
-CANCEL_WITHIN = 0.4  # on top, until a cancelled statement ends; then 2 for the next host
-LOOK_EVERY = 0.1  # as psycopg does while it waits
+CANCEL_WITHIN = 0.4  # on top, until a cancelled statement ends
 LOCK_WITHIN = 0.2  # while other plants of the batch wait
 READ_WITHIN = 60  # for a page of plants
 
@@ -31,8 +30,8 @@ SETTINGS = """SET {0} ISOLATION LEVEL READ COMMITTED;
 SET {1} client_min_messages TO warning; SET {1} synchronous_commit TO {2};
 SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4}s'; """
 # Whether a pooler shares the session, and whether commits are durable.
-STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
-current_setting('server_encoding'), array(SELECT name FROM pg_settings
+STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'), array(
+SELECT name FROM pg_settings
 WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')"""
 
 
@@ -58,7 +57,6 @@ class Connection:
         self._closing.acquire()  # until then
         self._session = target.connect(to_read=to_read)
         self._session.add_notice_handler(self._note)
-        _all.add(self)
         try:
             target.scheduler.start_thread(self._watch, ())
             self._configure(to_read)
@@ -68,9 +66,7 @@ class Connection:
 
     def _configure(self, to_read: bool) -> None:
         """Set what must hold: once, or in each transaction behind a pooler."""
-        ((pid, level, encoding, off),) = self.execute(STATE)
-        if encoding != 'UTF8':
-            raise self._target.unavailable('table', f'the encoding is {encoding}')
+        ((pid, level, off),) = self.execute(STATE)
         safe = level if level == 'remote_apply' else 'on'  # only that is safer
         limits = (READ_WITHIN, 3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN)
         # A policy that hides plants of a reader is then an error, and no short list.
@@ -100,8 +96,6 @@ class Connection:
             if self._session.pgconn.transaction_status == TransactionStatus.INERROR:
                 with suppress(psycopg.Error):
                     self._session.rollback()  # of an explicit BEGIN
-            if self._is_spent and not ex.sqlstate:
-                raise self._target.unavailable('57014', 'no answer') from None
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
         finally:
             with self._lock:  # after it this statement cannot be late
@@ -131,7 +125,7 @@ class Connection:
     def _watch(self) -> None:
         try:
             while not self._is_spent:
-                if self._closing.acquire(timeout=LOOK_EVERY):
+                if self._closing.acquire(timeout=0.1):
                     return
                 with self._lock:
                     self._is_spent = time.monotonic() > self._due
@@ -142,6 +136,7 @@ class Connection:
         while not self._closing.acquire(timeout=CANCEL_WITHIN):
             with suppress(OSError, psycopg.Error):  # no descriptor, or no socket
                 self._shut_down()
+                return
 
     def _cancel(self) -> None:
         # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
@@ -153,19 +148,3 @@ class Connection:
             # If libpq has closed it, another file may have got its number: this raises.
             if self._session.pgconn.socket:
                 duplicate.shutdown(socket.SHUT_RDWR)
-
-
-_all: WeakSet[Connection] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """Close the sockets of the parent: its sessions would stay while a child lives."""
-    # NOTE: their numbers stay taken, since libpq in the child still knows them.
-    null = os.open(os.devnull, os.O_RDWR)
-    for connection in list(_all):
-        with suppress(psycopg.Error):  # it is closed
-            os.dup2(null, connection._session.pgconn.socket, inheritable=False)
-    os.close(null)
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

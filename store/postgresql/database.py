@@ -15,7 +15,6 @@ from store.errors import StoreUnavailable
 from store.masking import clean, masked
 from store.scheduler import Scheduler
 
-PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
 # An idle connection whose server is gone is noticed within 9 s.
 DEFAULTS: dict[str, Any] = {'keepalives_idle': 5, 'keepalives_interval': 2}
 DEFAULTS |= {'keepalives_count': 2, 'fallback_application_name': 'plants'}
@@ -112,7 +111,7 @@ class Target:
             except (OSError, UnicodeError) as ex:  # no room, a wrong name
                 code = 'files' if isinstance(ex, OSError) and ex.filename else '08'
                 error = self.unavailable(code, str(ex))
-        time.sleep(PAUSE)
+        time.sleep(0.03)  # all that wait have shared this attempt
         raise error
 
     def _check_files(self) -> None:

@@ -13,34 +13,34 @@ from store.postgresql.database import Target, Unavailable
 COLUMNS = ', '.join(Plant._fields)
 TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
 CREATE = f'CREATE TABLE IF NOT EXISTS plants (id bigint PRIMARY KEY{"".join(TYPES)})'
+FIND = """SELECT concat(quote_ident(nspname), '.plants'),
+nspname = ANY(current_schemas(false)) AS is_on_path
+FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+WHERE relname = 'plants' AND nspname !~ '^pg_'"""
 # Other types, also under a domain, may change texts, round ids, or sort them as texts.
 MEMBERS = ["('id', 'bigint', '{int8,int4,int2}')"]
 MEMBERS += [f"('{it}', 'text', '{{text,varchar}}')" for it in TEXTS]
-# Each relation of this name, whether it is that of a name, or without one whether the
-# search_path leads there; and what is wrong. A reader would miss plants whose ids are
-# not unique, or NULL, and find some twice with what inherits.
-FIND = f"""SELECT name, coalesce(nullif(%s, '') = name,
-nspname = ANY(current_schemas(false))), array_remove(array(
+# What is wrong with a table of a name. A reader would miss plants whose ids are not
+# unique, or NULL, and find some twice with what inherits.
+FAULTS = f"""SELECT 'the encoding is ' || setting FROM pg_settings
+WHERE name = 'server_encoding' AND setting <> 'UTF8';
 SELECT CASE WHEN atttypid IS NULL THEN 'lacks ' || member
 WHEN type <> ALL(exact::regtype[])
 THEN concat(member, ' is ', format_type(type, NULL), ', not ', wanted)
 WHEN member = 'id' AND NOT (attnotnull AND EXISTS (SELECT FROM pg_index
-WHERE indrelid = it.oid AND indkey[0] = attnum AND indnkeyatts = 1 AND indisunique
+WHERE indrelid = attrelid AND indkey[0] = attnum AND indnkeyatts = 1 AND indisunique
 AND indisvalid AND indpred IS NULL)) THEN 'id is not UNIQUE and NOT NULL' END
 FROM (VALUES {', '.join(MEMBERS)}) AS needed (member, wanted, exact)
-LEFT JOIN pg_attribute ON attrelid = it.oid AND attname = member
+LEFT JOIN pg_attribute ON attrelid = %s::regclass AND attname = member
 LEFT JOIN pg_type ON pg_type.oid = atttypid,
-coalesce(nullif(typbasetype, 0), atttypid) AS type
-UNION ALL (WITH RECURSIVE tree AS (SELECT it.oid AS part
-UNION SELECT inhrelid FROM tree JOIN pg_inherits ON inhparent = part)
+coalesce(nullif(typbasetype, 0), atttypid) AS type;
+WITH RECURSIVE tree AS (SELECT %s::regclass::oid AS part, true AS is_root
+UNION SELECT inhrelid, false FROM tree JOIN pg_inherits ON inhparent = part)
 SELECT part::regclass || CASE WHEN relkind NOT IN ('r', 'p') THEN ' is no table'
 WHEN relkind = 'r' AND relpersistence <> 'p'
 THEN ' is UNLOGGED: ALTER TABLE ' || part::regclass || ' SET LOGGED'
-WHEN part <> it.oid AND NOT relispartition THEN ' inherits, and may have the same ids'
-END FROM tree JOIN pg_class AS found ON found.oid = part)), NULL)
-FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace,
-concat(quote_ident(nspname), '.plants') AS name
-WHERE relname = 'plants' AND nspname !~ '^pg_'"""
+WHEN NOT (is_root OR relispartition) THEN ' inherits, and may have the same ids' END
+FROM tree JOIN pg_class ON oid = part"""
 # One for all sizes of a batch, so that few are prepared. An ALTER of a column ends
 # those, and so the connection: the table is asked again.
 VALUES = ', '.join(f'it->>{place}' for place in range(1, len(Plant._fields)))
@@ -111,21 +111,21 @@ class Table:
             name = self._find(connection)
         if not name:
             raise error
+        if faults := [it for (it,) in connection.execute(FAULTS, name, name) if it]:
+            raise target.unavailable('table', f'{name}: {"; ".join(faults)}')
         return name
 
     def _find(self, connection: Connection) -> str:
         """Return the name of the table, or nothing if there is none."""
-        rows = connection.execute(FIND, self._target.table)
-        found = [row for row in rows if row[1]]
-        is_named = 'search_path' in str(self._target.get('options'))
+        target, rows = self._target, connection.execute(FIND)
+        found = [name for name, is_on_path in rows if is_on_path]
+        if target.table:
+            found = [name for name, _ in rows if name == target.table]
+        is_named = 'search_path' in str(target.get('options'))
         if len(found) > 1 or (rows and not found and not is_named):
-            names = ' and '.join([row[0] for row in found or rows])
-            raise self._target.unavailable('path', f'there is {names}')
-        for name, _, faults in found:
-            if faults:
-                raise self._target.unavailable('table', f'{name}: {"; ".join(faults)}')
-            return str(name)
-        return ''
+            there = ' and '.join(found or [name for name, _ in rows])
+            raise target.unavailable('path', f'there is {there}')
+        return ''.join(found)
 
     def insert(self, plants: Sequence[Plant]) -> dict[int, Plant]:
         """Insert plants whose id is free; return them as they are stored."""
