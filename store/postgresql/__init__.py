@@ -9,7 +9,6 @@
 * Engines that scale out lack advisory locks, sequences and table locks: none is used.
 """
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +59,7 @@ class Plants:
 
     def __init__(self, target: Target) -> None:
         self._shown, self._table = target.shown, Table(target)
-        self._probed = -math.inf  # when a probe of a whole add last succeeded
+        self._probed = 0.0  # when a probe of a whole add last succeeded
         self.close = self._table.close
 
     def ping(self) -> None:
@@ -86,14 +85,12 @@ class Plants:
             if error.retry != 'batch':
                 break
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
-        if len(batch) == 1:
-            batch[0].error = error
-        elif time.monotonic() < deadline:
+        if len(batch) > 1 and time.monotonic() < deadline:
             self._store(batch[: len(batch) // 2], deadline)
             self._store(batch[len(batch) // 2 :], deadline)
-        else:
-            for entry in batch:  # nothing is known of each
-                entry.error = Unavailable('57014', self._shown)
+        else:  # of several it may be the error of another one
+            for entry in batch:
+                entry.error = error
 
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""

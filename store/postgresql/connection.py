@@ -17,8 +17,7 @@ from store.postgresql.database import Target
 
 log = logging.getLogger(__name__)
 
-# In seconds. A caller waits for 5, in which a frozen host is left, too: a connection to
-# it takes 2.
+# In seconds. A caller waits for 5, of which a connection to a frozen host takes 2.
 STATEMENT_WITHIN = 2  # at the server, whose error says what happened
 ANSWER_WITHIN = 2.2  # for a server that hangs, before the statement is cancelled
 CANCEL_WITHIN = 0.4  # on top, until a cancelled statement ends
@@ -30,8 +29,8 @@ SETTINGS = """SET {0} ISOLATION LEVEL READ COMMITTED;
 SET {1} client_min_messages TO warning; SET {1} synchronous_commit TO {2};
 SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4}s'; """
 # Whether a pooler shares the session, and whether commits are durable.
-STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'), array(
-SELECT name FROM pg_settings
+STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
+(SELECT string_agg(name, ', ') FROM pg_settings
 WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')"""
 
 
@@ -43,7 +42,7 @@ class Connection:
     the next statement, so the connection is *spent* then: another one is opened.
     """
 
-    ask_at = -inf  # when the table is to be asked
+    ask_at = 0.0  # when the table is to be asked
     _begin = ''  # of each transaction
     _due = inf  # when its statement is late
     _is_spent = False
@@ -52,7 +51,6 @@ class Connection:
     def __init__(self, target: Target, to_read: bool) -> None:
         self._target = target
         self._within = READ_WITHIN if to_read else ANSWER_WITHIN
-        self._lock = target.scheduler.allocate_lock()
         self._closing = target.scheduler.allocate_lock()
         self._closing.acquire()  # until then
         self._session = target.connect(to_read=to_read)
@@ -77,29 +75,25 @@ class Connection:
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
         if off and not to_read:
-            unsafe = f'{", ".join(off)} = off: a crash of its machine may lose plants'
-            log.warning('%s: %s', self._target.shown, unsafe)
+            log.warning('%s: %s = off: unsafe in a crash', self._target.shown, off)
 
     def execute(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""
         statements = self._begin + statements
         # NOTE: several statements are one message, in which nothing is prepared.
         kind = psycopg.ClientCursor if ';' in statements else psycopg.Cursor
-        rows: list[Any] = []
         self._warning = None
         self._due = time.monotonic() + self._within
         try:
             cursor = kind(self._session).execute(statements, values)
-            for result in cursor.results():
-                rows += result.fetchall() if result.description else ()
+            rows = [row for it in cursor.results() if it.description for row in it]
         except psycopg.Error as ex:
             if self._session.pgconn.transaction_status == TransactionStatus.INERROR:
                 with suppress(psycopg.Error):
                     self._session.rollback()  # of an explicit BEGIN
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
         finally:
-            with self._lock:  # after it this statement cannot be late
-                self._due = inf
+            self._due = inf
         # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise self._target.unavailable('sync', self._warning)
@@ -124,11 +118,9 @@ class Connection:
 
     def _watch(self) -> None:
         try:
-            while not self._is_spent:
+            while time.monotonic() <= self._due:
                 if self._closing.acquire(timeout=0.1):
                     return
-                with self._lock:
-                    self._is_spent = time.monotonic() > self._due
         finally:  # also for want of memory: what nobody watches is not used again
             self._is_spent = True
         with suppress(RuntimeError):  # there may be no more threads

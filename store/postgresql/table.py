@@ -98,12 +98,12 @@ class Table:
     def _ask(self, connection: Connection) -> str:
         """Return the name of the table, if it keeps plants exactly, and safely.
 
-        If there is none it is made. A second one would not know the ids of the first,
-        so only if the URL names its schema: a role may have got another search_path.
+        If there is none it is made, unless there was one: a second one would not know
+        its ids.
         """
         target, error = self._target, self._target.unavailable('missing')
-        name = self._find(connection)
-        if not name and target.create and not (target.table or self._to_read):
+        name = target.table or self._find(connection)
+        if not name and target.create and not self._to_read:
             try:
                 connection.execute(CREATE)
             except Unavailable as ex:  # another process may be making it
@@ -116,15 +116,16 @@ class Table:
         return name
 
     def _find(self, connection: Connection) -> str:
-        """Return the name of the table, or nothing if there is none."""
-        target, rows = self._target, connection.execute(FIND)
+        """Return the name of the table, or nothing if there is none.
+
+        A table elsewhere may be ours, since a role may have got another search_path.
+        """
+        rows = connection.execute(FIND)
         found = [name for name, is_on_path in rows if is_on_path]
-        if target.table:
-            found = [name for name, _ in rows if name == target.table]
-        is_named = 'search_path' in str(target.get('options'))
+        is_named = 'search_path' in str(self._target.get('options'))
         if len(found) > 1 or (rows and not found and not is_named):
             there = ' and '.join(found or [name for name, _ in rows])
-            raise target.unavailable('path', f'there is {there}')
+            raise self._target.unavailable('path', f'there is {there}')
         return ''.join(found)
 
     def insert(self, plants: Sequence[Plant]) -> dict[int, Plant]:
