@@ -91,9 +91,10 @@ class Connection:
             if self._session.pgconn.transaction_status == TransactionStatus.INERROR:
                 with suppress(psycopg.Error):
                     self._session.rollback()  # of an explicit BEGIN
-            raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
-        finally:
             self._due = inf
+            raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
+        # Not in a finally: after any other exception psycopg may keep its lock.
+        self._due = inf
         # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise self._target.unavailable('sync', self._warning)
@@ -102,7 +103,7 @@ class Connection:
     def is_usable(self) -> bool:
         """Return whether the server has neither ended it nor changed a setting."""
         status = self._session.pgconn.transaction_status
-        if self._is_spent or status != TransactionStatus.IDLE:
+        if self._is_spent or self._due < inf or status != TransactionStatus.IDLE:
             return False
         idle = select.poll()
         idle.register(self._session.pgconn.socket, select.POLLIN)

@@ -361,6 +361,29 @@ def test_commit_that_is_cancelled_is_not_acknowledged(
     assert store.add_many([FERN, MOSS]) == [False, False]
 
 
+def test_want_of_memory_spends_the_connection(store, monkeypatch):
+    """If a statement is interrupted, also at its end, the next has another session."""
+
+    def execute(cursor, *_):
+        cursor.connection.lock.acquire()  # as if its release had been interrupted
+        raise MemoryError
+
+    with monkeypatch.context() as change:
+        change.setattr(psycopg.Cursor, 'execute', execute)
+        assert_refused('the write was interrupted', partial(store.add, FERN))
+    assert store.add(FERN) is True
+
+
+def test_list_of_a_table_that_is_dropped_is_an_error(database, url, store, monkeypatch):
+    """A list that cannot go on never ends as if it were whole."""
+    monkeypatch.setattr(postgresql.table, 'ASK_EVERY', 0)
+    store.add_many(MANY)
+    reader = iter(store)
+    next(reader)
+    database.execute('DROP TABLE plants', url=url)
+    assert_refused(None, partial(list, reader))
+
+
 def test_reader_that_stops_leaves_no_session(database, store):
     """A reader that stops half-way leaves no session behind."""
     store.add_many(MANY)
