@@ -69,12 +69,14 @@ class Plants:
             self._probed = time.monotonic()
 
     def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
-        return partial(self._store, batch, time.monotonic() + ANSWER_WITHIN)
+        # In one order everywhere, so that two batches never wait for each other.
+        ordered = sorted(batch, key=lambda entry: entry.item.id)
+        return partial(self._store, ordered, time.monotonic() + ANSWER_WITHIN)
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
-        """Store plants as one batch, or in halves; set ``new`` or ``error``."""
-        # The pauses are half a second at most in all.
-        for attempt in range(9 if len(batch) == 1 else 3):
+        """Store plants, sorted, as one batch or in halves; set ``new`` or ``error``."""
+        is_one = all(entry.item == batch[0].item for entry in batch)
+        for attempt in range(9 if is_one else 3):  # half a second at most in all
             try:
                 self._insert_or_compare(batch)
                 return
@@ -85,7 +87,7 @@ class Plants:
             if error.retry != 'batch':
                 break
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
-        if len(batch) > 1 and time.monotonic() < deadline:
+        if not is_one and time.monotonic() < deadline:
             self._store(batch[: len(batch) // 2], deadline)
             self._store(batch[len(batch) // 2 :], deadline)
         else:  # of several it may be the error of another one
@@ -95,8 +97,7 @@ class Plants:
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
-        # In one order everywhere, so that two batches never wait for each other.
-        plants = [first[id].item for id in sorted(first)]
+        plants = [entry.item for entry in reversed(first.values())]
         stored = self._table.insert(plants)
         for id in first.keys() & stored.keys():
             first[id].new = True

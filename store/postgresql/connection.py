@@ -93,8 +93,7 @@ class Connection:
                     self._session.rollback()  # of an explicit BEGIN
             self._due = inf
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
-        # Not in a finally: after any other exception psycopg may keep its lock.
-        self._due = inf
+        self._due = inf  # not in a finally: psycopg may still hold its lock then
         # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise self._target.unavailable('sync', self._warning)

@@ -98,8 +98,7 @@ class Table:
     def _ask(self, connection: Connection) -> str:
         """Return the name of the table, if it keeps plants exactly, and safely.
 
-        If there is none it is made, unless there was one: a second one would not know
-        its ids.
+        If there is none it is made, but no second one, which would not know the ids.
         """
         target, error = self._target, self._target.unavailable('missing')
         name = target.table or self._find(connection)
