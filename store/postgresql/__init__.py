@@ -9,8 +9,6 @@
 * Engines that scale out lack advisory locks, sequences and table locks: none is used.
 """
 
-import logging
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +20,9 @@ from store.committer import CommittedStore
 from store.errors import IdTaken
 from store.postgresql.connection import ANSWER_WITHIN
 from store.postgresql.database import Target, Unavailable
-from store.postgresql.table import CHECK, Table
+from store.postgresql.table import Table
 from store.scheduler import THREADS, Scheduler
 
-log = logging.getLogger(__name__)
-
-OF_ONE = 'each', 'rule', 'batch'  # what is tried again if one plant alone is refused
-ATTEMPTS = 9  # to serialize a batch; the pauses are half a second at most in all
-LOCKED_FOR = 0.5  # seconds for which a plant that was found locked is refused at once
 PROBE_EVERY = 1  # second: the least time between two probes of a whole add
 
 
@@ -66,77 +59,45 @@ class Plants:
 
     def __init__(self, target: Target) -> None:
         self._shown, self._table = target.shown, Table(target)
-        self._probed = -math.inf  # when a probe of a whole add last succeeded
-        # Until when repeats of a locked plant are refused at once, and delay no batch.
-        self._locked: dict[int, float] = {}
-        self._problem = ''  # that the log tells
+        self._probed = 0.0  # when a probe of a whole add last succeeded
         self.close = self._table.close
-        self.ping = partial(self._tell, self._ping)
 
-    def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
-        return partial(self._tell, self._add, batch)
-
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function; log what is wrong when that changes."""
-        problem = ''
-        try:
-            function(*arguments)
-        except Unavailable as ex:
-            problem = self._problem
-            if ex.retry not in OF_ONE:  # these are of one plant
-                problem, ex.args = str(ex), (f'{ex.store}: {ex.reason}',)
-            raise
-        finally:
-            if problem != self._problem:
-                log.warning('%s', problem or f'{self._shown}: it takes plants')
-            self._problem = problem
-
-    def _ping(self) -> None:
+    def ping(self) -> None:
         # Anybody may ask, so one ping a second does all that an add does, and writes.
-        if time.monotonic() < self._probed + PROBE_EVERY:
-            self._table.transact(CHECK)
-        else:
+        if time.monotonic() >= self._probed + PROBE_EVERY:
             self._table.probe()
             self._probed = time.monotonic()
 
-    def _add(self, batch: Sequence[Entry]) -> None:
-        now = time.monotonic()
-        self._locked = {id: it for id, it in self._locked.items() if now < it}
-        for entry in batch:
-            if entry.item.id in self._locked:
-                entry.error = Unavailable('55P03', self._shown)
-        if free := [entry for entry in batch if entry.error is None]:
-            self._store(free, now + ANSWER_WITHIN)
+    def append(self, batch: Sequence[Entry]) -> Callable[[], None]:
+        # In one order everywhere, so that two batches never wait for each other.
+        ordered = sorted(batch, key=lambda entry: entry.item.id)
+        return partial(self._store, ordered, time.monotonic() + ANSWER_WITHIN)
 
     def _store(self, batch: Sequence[Entry], deadline: float) -> None:
-        """Store plants as one batch, or in halves; set ``new`` or ``error``."""
-        for attempt in range(ATTEMPTS if len(batch) == 1 else 3):  # then in halves
+        """Store plants, sorted, as one batch or in halves; set ``new`` or ``error``."""
+        is_one = all(entry.item == batch[0].item for entry in batch)
+        for attempt in range(9 if is_one else 3):  # half a second at most in all
             try:
                 self._insert_or_compare(batch)
                 return
             except Unavailable as ex:
-                if ex.retry not in OF_ONE:
+                if ex.retry not in ('each', 'rule', 'batch'):
                     raise
                 error = ex
             if error.retry != 'batch':
                 break
             time.sleep(random.uniform(0, 0.002 * 2**attempt))
-        if len(batch) == 1:
-            batch[0].error = error
-            if error.code == '55P03':
-                self._locked[batch[0].item.id] = time.monotonic() + LOCKED_FOR
-        elif time.monotonic() < deadline:
+        if not is_one and time.monotonic() < deadline:
             self._store(batch[: len(batch) // 2], deadline)
             self._store(batch[len(batch) // 2 :], deadline)
-        else:
-            for entry in batch:  # nothing is known of each
-                entry.error = Unavailable('57014', self._shown)
+        else:  # of several it may be the error of another one
+            for entry in batch:
+                entry.error = error
 
     def _insert_or_compare(self, batch: Sequence[Entry]) -> None:
         """Insert the plants whose ids are free, and compare the others."""
         first = {entry.item.id: entry for entry in reversed(batch)}
-        # In one order everywhere, so that two batches never wait for each other.
-        plants = [first[id].item for id in sorted(first)]
+        plants = [entry.item for entry in reversed(first.values())]
         stored = self._table.insert(plants)
         for id in first.keys() & stored.keys():
             first[id].new = True

@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from math import inf
 from typing import Any
-from weakref import WeakSet
 
 import psycopg
 from psycopg.errors import Diagnostic
@@ -18,12 +17,11 @@ from store.postgresql.database import Target
 
 log = logging.getLogger(__name__)
 
-# In seconds. A caller waits for 5, whatever a batch waits for.
-STATEMENT_WITHIN = 3  # at the server, whose error says what happened
-ANSWER_WITHIN = 3.6  # for a server that hangs, before the statement is cancelled
-CANCEL_WITHIN = 0.8  # on top, until a cancelled statement ends
-LOOK_EVERY = 0.1  # as psycopg does while it waits
-LOCK_WITHIN = 0.3  # while other plants of the batch wait
+# In seconds. A caller waits for 5, of which a connection to a frozen host takes 2.
+STATEMENT_WITHIN = 2  # at the server, whose error says what happened
+ANSWER_WITHIN = 2.2  # for a server that hangs, before the statement is cancelled
+CANCEL_WITHIN = 0.4  # on top, until a cancelled statement ends
+LOCK_WITHIN = 0.2  # while other plants of the batch wait
 READ_WITHIN = 60  # for a page of plants
 
 # What must hold, whatever the defaults of the role and the database.
@@ -32,7 +30,7 @@ SET {1} client_min_messages TO warning; SET {1} synchronous_commit TO {2};
 SET {1} statement_timeout TO '{3}s'; SET {1} lock_timeout TO '{4}s'; """
 # Whether a pooler shares the session, and whether commits are durable.
 STATE = """SELECT pg_backend_pid(), current_setting('synchronous_commit'),
-current_setting('server_encoding'), array(SELECT name FROM pg_settings
+(SELECT string_agg(name, ', ') FROM pg_settings
 WHERE name IN ('fsync', 'full_page_writes') AND setting = 'off')"""
 
 
@@ -41,24 +39,22 @@ class Connection:
 
     A thread watches it. A statement that is late is cancelled, since its answer says
     what it waited for; if it goes on the socket is shut down. A cancellation might hit
-    the next statement, so the connection is spent then.
+    the next statement, so the connection is *spent* then: another one is opened.
     """
 
-    ask_at = -inf  # when the table is to be asked
+    ask_at = 0.0  # when the table is to be asked
     _begin = ''  # of each transaction
-    _due = inf  # when the watchdog acts
-    _is_late = False
+    _due = inf  # when its statement is late
+    _is_spent = False
     _warning: str | None = None
 
     def __init__(self, target: Target, to_read: bool) -> None:
         self._target = target
         self._within = READ_WITHIN if to_read else ANSWER_WITHIN
-        self._lock = target.scheduler.allocate_lock()
         self._closing = target.scheduler.allocate_lock()
         self._closing.acquire()  # until then
         self._session = target.connect(to_read=to_read)
         self._session.add_notice_handler(self._note)
-        _all.add(self)
         try:
             target.scheduler.start_thread(self._watch, ())
             self._configure(to_read)
@@ -68,9 +64,7 @@ class Connection:
 
     def _configure(self, to_read: bool) -> None:
         """Set what must hold: once, or in each transaction behind a pooler."""
-        ((pid, level, encoding, off),) = self.execute(STATE)
-        if encoding != 'UTF8':
-            raise self._target.unavailable('table', f'the encoding is {encoding}')
+        ((pid, level, off),) = self.execute(STATE)
         safe = level if level == 'remote_apply' else 'on'  # only that is safer
         limits = (READ_WITHIN, 3) if to_read else (STATEMENT_WITHIN, LOCK_WITHIN)
         # A policy that hides plants of a reader is then an error, and no short list.
@@ -81,31 +75,25 @@ class Connection:
         else:
             self._begin = settings.format('TRANSACTION', 'LOCAL', safe, *limits)
         if off and not to_read:
-            unsafe = f'{", ".join(off)} = off: a crash of its machine may lose plants'
-            log.warning('%s: %s', self._target.shown, unsafe)
+            log.warning('%s: %s = off: unsafe in a crash', self._target.shown, off)
 
-    def execute(self, statements: str, *values: str, begin: str = '') -> list[Any]:
+    def execute(self, statements: str, *values: str) -> list[Any]:
         """Execute statements as one transaction; return the rows of all of them."""
-        begin += self._begin
+        statements = self._begin + statements
         # NOTE: several statements are one message, in which nothing is prepared.
-        kind = psycopg.ClientCursor if begin or ';' in statements else psycopg.Cursor
-        rows: list[Any] = []
+        kind = psycopg.ClientCursor if ';' in statements else psycopg.Cursor
         self._warning = None
         self._due = time.monotonic() + self._within
         try:
-            cursor = kind(self._session).execute(begin + statements, values)
-            for result in cursor.results():
-                rows += result.fetchall() if result.description else ()
+            cursor = kind(self._session).execute(statements, values)
+            rows = [row for it in cursor.results() if it.description for row in it]
         except psycopg.Error as ex:
             if self._session.pgconn.transaction_status == TransactionStatus.INERROR:
                 with suppress(psycopg.Error):
                     self._session.rollback()  # of an explicit BEGIN
-            if self._is_late and not ex.sqlstate:
-                raise self._target.unavailable('57014', 'no answer') from None
+            self._due = inf
             raise self._target.explain(ex) from None  # NOTE: psycopg's has DETAIL
-        finally:
-            with self._lock:  # after it this statement cannot be late
-                self._due = inf
+        self._due = inf  # not in a finally: psycopg may still hold its lock then
         # If its wait for a standby is cancelled, a commit succeeds, with a warning.
         if self._warning:
             raise self._target.unavailable('sync', self._warning)
@@ -114,15 +102,13 @@ class Connection:
     def is_usable(self) -> bool:
         """Return whether the server has neither ended it nor changed a setting."""
         status = self._session.pgconn.transaction_status
-        if self._is_late or status != TransactionStatus.IDLE:
+        if self._is_spent or self._due < inf or status != TransactionStatus.IDLE:
             return False
         idle = select.poll()
         idle.register(self._session.pgconn.socket, select.POLLIN)
         return not idle.poll(0)
 
     def close(self) -> None:
-        if self._is_late:
-            self._target.put_last()
         self._closing.release()
         self._session.close()
 
@@ -131,16 +117,18 @@ class Connection:
             self._warning = diagnostic.message_primary
 
     def _watch(self) -> None:
-        while not self._closing.acquire(timeout=LOOK_EVERY):
-            with self._lock:
-                if (now := time.monotonic()) > self._due:
-                    # There may be no more threads, and no socket any more.
-                    with suppress(RuntimeError, OSError, psycopg.Error):
-                        if self._is_late:
-                            self._shut_down()
-                        else:
-                            self._target.scheduler.start_thread(self._cancel, ())
-                    self._is_late, self._due = True, now + CANCEL_WITHIN
+        try:
+            while time.monotonic() <= self._due:
+                if self._closing.acquire(timeout=0.1):
+                    return
+        finally:  # also for want of memory: what nobody watches is not used again
+            self._is_spent = True
+        with suppress(RuntimeError):  # there may be no more threads
+            self._target.scheduler.start_thread(self._cancel, ())
+        while not self._closing.acquire(timeout=CANCEL_WITHIN):
+            with suppress(OSError, psycopg.Error):  # no descriptor, or no socket
+                self._shut_down()
+                return
 
     def _cancel(self) -> None:
         # PgBouncer 1.18 crashes if a client leaves while its cancel is under way.
@@ -152,19 +140,3 @@ class Connection:
             # If libpq has closed it, another file may have got its number: this raises.
             if self._session.pgconn.socket:
                 duplicate.shutdown(socket.SHUT_RDWR)
-
-
-_all: WeakSet[Connection] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """Close the sockets of the parent: its sessions would stay while a child lives."""
-    # NOTE: their numbers stay taken, since libpq in the child still knows them.
-    null = os.open(os.devnull, os.O_RDWR)
-    for connection in list(_all):
-        with suppress(psycopg.Error):  # it is closed
-            os.dup2(null, connection._session.pgconn.socket, inheritable=False)
-    os.close(null)
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -15,7 +15,6 @@ from store.errors import StoreUnavailable
 from store.masking import clean, masked
 from store.scheduler import Scheduler
 
-PAUSE = 0.03  # seconds after an attempt to connect, which all that wait have shared
 # An idle connection whose server is gone is noticed within 9 s.
 DEFAULTS: dict[str, Any] = {'keepalives_idle': 5, 'keepalives_interval': 2}
 DEFAULTS |= {'keepalives_count': 2, 'fallback_application_name': 'plants'}
@@ -36,18 +35,16 @@ SAID = {'25006': 'session is read-only', 'refused': ':  |SSL|password'}
 # plant alone, also after a rule; the batch; the statement over a new connection); the
 # reason.
 TABLE = """
-08              -       there is no connection to the database
+08,57           -       there is no connection to the database
 0A              connect the table plants is not as the store needs it
 22,23,44,54,P0  rule    a rule of the table plants does not permit it
 25006           connect the database is read-only
-26,42P05        connect a connection pooler mixes up sessions
 28,refused      -       the database refuses the connection
 40              batch   the database is busy with other changes of the same plants
 42,55           each    the table plants is not as the store needs it
 42501           each    the database does not permit it
 53              -       the database is out of room
 55P03           each    another session has locked the plant
-57              -       the database is shutting down or starting up
 57014           -       the database did not answer in time
 other           each    the database refuses it ({})
 altered         each    the table plants changes what is added
@@ -112,14 +109,8 @@ class Target:
             except (OSError, UnicodeError) as ex:  # no room, a wrong name
                 code = 'files' if isinstance(ex, OSError) and ex.filename else '08'
                 error = self.unavailable(code, str(ex))
-        time.sleep(PAUSE)
+        time.sleep(0.03)  # all that wait have shared this attempt
         raise error
-
-    def put_last(self) -> None:
-        """Put the first host last, since it is late."""
-        for name in {'host', 'hostaddr', 'port'} & self._parameters.keys():
-            first, comma, others = self._parameters[name].partition(',')
-            self._parameters[name] = others + comma + first
 
     def _check_files(self) -> None:
         """Raise an error for a file that cannot be read, if TLS was asked for."""
@@ -142,8 +133,6 @@ class Target:
         elif code == '55P03' and not diag.context:  # it would name a row
             code = 'locked'
         if diag.message_primary:
-            named = diag.table_name, diag.column_name, diag.constraint_name
-            where = ', '.join([f'SQLSTATE {error.sqlstate}', *filter(None, named)])
-            words = f'{diag.message_primary} ({where})'
+            words = f'{diag.message_primary} (SQLSTATE {error.sqlstate})'
         # NOTE: without a scheme, so that all of it is hidden.
         return self.unavailable(code, clean(words, f'@ {self._secrets}'))

@@ -13,37 +13,34 @@ from store.postgresql.database import Target, Unavailable
 COLUMNS = ', '.join(Plant._fields)
 TYPES = [f', {it} text{"" if it in OPTIONAL else " NOT NULL"}' for it in TEXTS]
 CREATE = f'CREATE TABLE IF NOT EXISTS plants (id bigint PRIMARY KEY{"".join(TYPES)})'
+FIND = """SELECT concat(quote_ident(nspname), '.plants'),
+nspname = ANY(current_schemas(false)) AS is_on_path
+FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+WHERE relname = 'plants' AND nspname !~ '^pg_'"""
 # Other types, also under a domain, may change texts, round ids, or sort them as texts.
 MEMBERS = ["('id', 'bigint', '{int8,int4,int2}')"]
 MEMBERS += [f"('{it}', 'text', '{{text,varchar}}')" for it in TEXTS]
-# Each relation of this name, whether it is that of a name, or without one whether the
-# search_path leads there; and what is wrong. A reader would miss plants whose ids are
-# not unique, or NULL, and find some twice with what inherits.
-FIND = f"""SELECT name, coalesce(nullif(%s, '') = name,
-nspname = ANY(current_schemas(false))), array_remove(array(
+# What is wrong with a table of a name. A reader would miss plants whose ids are not
+# unique, or NULL, and find some twice with what inherits.
+FAULTS = f"""SELECT 'the encoding is ' || setting FROM pg_settings
+WHERE name = 'server_encoding' AND setting <> 'UTF8';
 SELECT CASE WHEN atttypid IS NULL THEN 'lacks ' || member
 WHEN type <> ALL(exact::regtype[])
 THEN concat(member, ' is ', format_type(type, NULL), ', not ', wanted)
 WHEN member = 'id' AND NOT (attnotnull AND EXISTS (SELECT FROM pg_index
-WHERE indrelid = it.oid AND indkey[0] = attnum AND indnkeyatts = 1 AND indisunique
+WHERE indrelid = attrelid AND indkey[0] = attnum AND indnkeyatts = 1 AND indisunique
 AND indisvalid AND indpred IS NULL)) THEN 'id is not UNIQUE and NOT NULL' END
 FROM (VALUES {', '.join(MEMBERS)}) AS needed (member, wanted, exact)
-LEFT JOIN pg_attribute ON attrelid = it.oid AND attname = member
+LEFT JOIN pg_attribute ON attrelid = %s::regclass AND attname = member
 LEFT JOIN pg_type ON pg_type.oid = atttypid,
-coalesce(nullif(typbasetype, 0), atttypid) AS type
-UNION ALL (WITH RECURSIVE tree AS (SELECT it.oid AS part
-UNION SELECT inhrelid FROM tree JOIN pg_inherits ON inhparent = part)
+coalesce(nullif(typbasetype, 0), atttypid) AS type;
+WITH RECURSIVE tree AS (SELECT %s::regclass::oid AS part, true AS is_root
+UNION SELECT inhrelid, false FROM tree JOIN pg_inherits ON inhparent = part)
 SELECT part::regclass || CASE WHEN relkind NOT IN ('r', 'p') THEN ' is no table'
 WHEN relkind = 'r' AND relpersistence <> 'p'
 THEN ' is UNLOGGED: ALTER TABLE ' || part::regclass || ' SET LOGGED'
-WHEN part <> it.oid AND NOT relispartition THEN ' inherits, and may have the same ids'
-END FROM tree JOIN pg_class AS found ON found.oid = part)), NULL)
-FROM pg_class AS it JOIN pg_namespace AS home ON home.oid = relnamespace,
-concat(quote_ident(nspname), '.plants') AS name
-WHERE relname = 'plants' AND nspname !~ '^pg_'"""
-# Changes nothing, and needs what an add needs: columns, a unique id, rights, writes.
-CHECK = f"""INSERT INTO {{0}} ({COLUMNS})
-SELECT {COLUMNS} FROM {{0}} WHERE false FOR UPDATE ON CONFLICT (id) DO NOTHING"""
+WHEN NOT (is_root OR relispartition) THEN ' inherits, and may have the same ids' END
+FROM tree JOIN pg_class ON oid = part"""
 # One for all sizes of a batch, so that few are prepared. An ALTER of a column ends
 # those, and so the connection: the table is asked again.
 VALUES = ', '.join(f'it->>{place}' for place in range(1, len(Plant._fields)))
@@ -52,7 +49,8 @@ SELECT (it->>0)::bigint, {VALUES} FROM json_array_elements(%s::json) AS it
 ON CONFLICT (id) DO NOTHING RETURNING {COLUMNS}"""
 READ = f'SELECT {COLUMNS} FROM {{0}}'
 ONE = f'{READ} WHERE id = %s::bigint'
-PROBE = f"""{CHECK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
+LOCK = f'{ONE} FOR KEY SHARE'
+PROBE = f"""BEGIN; {LOCK}; SAVEPOINT probe; {INSERT}; SET CONSTRAINTS ALL IMMEDIATE;
 {ONE}; ROLLBACK TO probe; COMMIT"""
 PAGE = 'ORDER BY id LIMIT 1000'  # plants
 ASK_EVERY = 1  # second, so it is noticed that the table was altered
@@ -69,7 +67,7 @@ class Table:
         self._target, self._to_read = target, to_read
         self._connection: Connection | None = None
 
-    def transact(self, statements: str, *values: str, begin: str = '') -> list[Any]:
+    def transact(self, statements: str, *values: str) -> list[Any]:
         """Execute statements for ``{0}``, the table, as one transaction; return rows.
 
         If the server refuses, and a new connection may help, execute them once more.
@@ -84,12 +82,12 @@ class Table:
                 self._target.table = self._ask(connection)
                 connection.ask_at = time.monotonic() + ASK_EVERY
             name = self._target.table.replace('%', '%%')  # values are put in for %s
-            return connection.execute(statements.format(name), *values, begin=begin)
+            return connection.execute(statements.format(name), *values)
         except Unavailable as ex:
             if ex.retry != 'connect' or not was_open:
                 raise
         self.close()
-        return self.transact(statements, *values, begin=begin)
+        return self.transact(statements, *values)
 
     def close(self) -> None:
         """Close the connection; the next transaction opens another one."""
@@ -100,12 +98,11 @@ class Table:
     def _ask(self, connection: Connection) -> str:
         """Return the name of the table, if it keeps plants exactly, and safely.
 
-        If there is none it is made. A second one would not know the ids of the first,
-        so only if the URL names its schema: a role may have got another search_path.
+        If there is none it is made, but no second one, which would not know the ids.
         """
         target, error = self._target, self._target.unavailable('missing')
-        name = self._find(connection)
-        if not name and target.create and not (target.table or self._to_read):
+        name = target.table or self._find(connection)
+        if not name and target.create and not self._to_read:
             try:
                 connection.execute(CREATE)
             except Unavailable as ex:  # another process may be making it
@@ -113,21 +110,22 @@ class Table:
             name = self._find(connection)
         if not name:
             raise error
+        if faults := [it for (it,) in connection.execute(FAULTS, name, name) if it]:
+            raise target.unavailable('table', f'{name}: {"; ".join(faults)}')
         return name
 
     def _find(self, connection: Connection) -> str:
-        """Return the name of the table, or nothing if there is none."""
-        rows = connection.execute(FIND, self._target.table)
-        found = [row for row in rows if row[1]]
+        """Return the name of the table, or nothing if there is none.
+
+        A table elsewhere may be ours, since a role may have got another search_path.
+        """
+        rows = connection.execute(FIND)
+        found = [name for name, is_on_path in rows if is_on_path]
         is_named = 'search_path' in str(self._target.get('options'))
         if len(found) > 1 or (rows and not found and not is_named):
-            names = ' and '.join([row[0] for row in found or rows])
-            raise self._target.unavailable('path', f'there is {names}')
-        for name, _, faults in found:
-            if faults:
-                raise self._target.unavailable('table', f'{name}: {"; ".join(faults)}')
-            return str(name)
-        return ''
+            there = ' and '.join(found or [name for name, _ in rows])
+            raise self._target.unavailable('path', f'there is {there}')
+        return ''.join(found)
 
     def insert(self, plants: Sequence[Plant]) -> dict[int, Plant]:
         """Insert plants whose id is free; return them as they are stored."""
@@ -137,8 +135,8 @@ class Table:
         """Return the stored plants with these ids, once they are safe."""
         # What no standby has confirmed is visible; the commit of a lock waits for it.
         # One row each, since a distributed engine can lock no more with one statement.
-        lock = f'{ONE} FOR KEY SHARE; ' * len(plants)
-        rows = self.transact(lock, *[str(plant.id) for plant in plants])
+        ids = [str(plant.id) for plant in plants]
+        rows = self.transact('; '.join([LOCK] * len(plants)), *ids)
         if len(rows) < len(plants):  # one of them was deleted, or is not visible yet
             raise self._target.unavailable('40', 'the conflicting row is not visible')
         return {row[0]: Plant(*row) for row in rows}
@@ -162,9 +160,9 @@ class Table:
         The commit is written, and waits for a standby. A dead row stays until a vacuum.
         """
         plant = Plant(random.randint(ID_MIN, ID_MAX), *('Fern' for _ in TEXTS))
-        values = _encode([plant]), str(plant.id)
+        id = str(plant.id)
         try:
-            rows = self.transact(PROBE, *values, begin='BEGIN; ')
+            rows = self.transact(PROBE, id, _encode([plant]), id)
         except Unavailable as ex:
             if ex.retry != 'rule':  # which clients may keep
                 raise

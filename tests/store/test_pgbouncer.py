@@ -16,6 +16,7 @@ from test_postgresql_faults import (  # noqa: F401
 from test_stores import TestPostgreSQLStore  # noqa: F401
 
 from store import Plant, open_store
+from store.postgresql.connection import LOCK_WITHIN
 
 # Of the database. The store would lose plants with them, or wait for long.
 WRONG = {
@@ -47,7 +48,7 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
     assert store.add(Plant(1, 'Fern')) is True
     assert store.add(Plant(1, 'Fern')) is False
     seen = database.execute('SELECT DISTINCT seen FROM plants', url=url)
-    assert seen == [(['on', '300ms', 'read committed'],)]
+    assert seen == [(['on', f'{1000 * LOCK_WITHIN:.0f}ms', 'read committed'],)]
     with psycopg.connect(url, autocommit=True) as other:
         left = other.execute('SHOW lock_timeout').fetchone()
         assert left == (WRONG['lock_timeout'],)

@@ -144,11 +144,9 @@ OTHERS = {  # what is wrong with a table that another program has made
     'more inherits': f'{KEPT}; CREATE TABLE more () INHERITS (plants)',
     'id is text, not bigint': MADE.format('', 'text', 'text'),
     'id is double precision': MADE.format('', 'float8', 'text'),
-    'id is numeric': MADE.format('', 'numeric', 'text'),
     'id is not UNIQUE and NOT NULL': KEPT.replace('PRIMARY KEY', 'UNIQUE'),
     'name is short, not text': DOMAINS + MADE.format('', 'bigint', 'shorter'),
     'name is character,': DOMAINS + MADE.format('', 'bigint', 'short'),
-    'name is name': MADE.format('', 'bigint', 'name'),
     'id is not UNIQUE': KEPT.replace(' PRIMARY KEY', ''),
     'plants is no table': KEPT.replace('plants', 'it')
     + '; CREATE VIEW plants AS TABLE it',
@@ -231,7 +229,6 @@ POLICY = (
 RULES = {
     'check': (RULE, 'bad', "ALTER TABLE plants ADD CHECK (name <> 'bad')"),
     'unique': (RULE, 'Fern1', 'ALTER TABLE plants ADD UNIQUE (name)'),
-    'length': (RULE, 'Orchid', 'ALTER TABLE plants ALTER name TYPE varchar(5)'),
     'trigger': (RULE, 'bad', trigger(BAD.format(r"RAISE E'a\nb\x1b[2J S3cret'"))),
     # Refused only after many attempts.
     'busy': (BUSY, 'bad', trigger(BAD.format("RAISE 'no' USING ERRCODE = '40001'"))),
@@ -282,7 +279,6 @@ UNFIT = {
     'moved': (ARCHIVE, DROP, ALTERED),
     'ignored': (trigger('RETURN NULL'), DROP, None),
     'rule': ('CREATE RULE no AS ON INSERT TO plants DO INSTEAD NOTHING', None, LACKS),
-    'no key': (ALTER('DROP CONSTRAINT plants_pkey'), ALTER('ADD UNIQUE (id)'), LACKS),
     'unlogged': (ALTER('SET UNLOGGED'), ALTER('SET LOGGED'), LACKS),
     'padded': (ALTER('ALTER name TYPE char(20)'), ALTER('ALTER name TYPE text'), None),
 }
@@ -341,7 +337,6 @@ def test_database_must_be_utf8(database):
     url = database.url().replace('/postgres', '/bytes')
     with open_store(url) as store:
         assert_refused(LACKS, store.ping, partial(list, store))
-    assert not has_table(database, url)
 
 
 SETTINGS = {  # which are given to a role, and which are used
@@ -377,11 +372,11 @@ def test_forms_of_a_url(database, url, sealed):
             store.ping()
 
 
-# What is replaced in a URL, by what; the reason, and a part of the detail.
+# What is replaced in a URL, by what; the reason, and what the detail has, of each host.
 WRONG_URLS = {
     'password': ('sealed:', 'sealed:not-', LOGIN, 'authentication'),
     'database': ('/postgres[?]', '/nowhere?', LOGIN, '"nowhere" does not exist'),
-    'kinds': ('@(.*)/postgres', r'@x.invalid,\1/nowhere', LOGIN, 'nowhere'),
+    'kinds': ('@(.*)/postgres', r'@[::1]:1,\1/nowhere', LOGIN, '::1.*nowhere'),
 }
 
 
@@ -393,7 +388,7 @@ def test_connection_error_shows_no_password(sealed, old, new, reason, detail, ca
     url = sealed.replace('sealed', f'sealed:{escaped}') + '?application_name=it'
     with open_store(re.sub(old, new, url)) as store:
         [error] = assert_refused(reason, partial(store.add, FERN))
-        assert detail in error.detail
+        assert re.search(detail, error.detail)
     shown = ''.join(traceback.format_exception(error)) + repr(error) + caplog.text
     assert PASSWORD not in shown
     assert escaped not in shown
