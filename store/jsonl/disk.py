@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -55,16 +55,11 @@ def make_file(path: Path) -> None:
     sync_directory(path)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(directory: str) -> None:
     """Refuse a directory in which ``copy_aside`` and ``try_write`` would fail."""
-    if not os.access(_directory(path), os.W_OK | os.X_OK, effective_ids=True):
-        reason = 'its directory cannot be written to'
-        raise StoreUnavailable(reason, store=str(path), detail=_owner(path.parent))
-
-
-@cache  # it is asked for each batch
-def _directory(path: Path) -> str:
-    return str(path.parent)
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        reason = 'the directory of the file cannot be written to'
+        raise StoreUnavailable(reason, store=directory, detail=_rights(directory))
 
 
 def check_name(path: Path) -> None:
@@ -173,13 +168,15 @@ def refusal(ex: OSError, path: Path) -> StoreUnavailable:
     """Return what an error of a plant file means."""
     if isinstance(ex, FileNotFoundError):
         return gone(path)
+    reason, detail = ex.strerror or str(ex), ''
     if ex.errno in NOT_SUPPORTED:
         reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
-        return StoreUnavailable(f'{reason}use a local one', store=str(path))
-    detail = _owner(path) if ex.errno == errno.EACCES else ''
-    if ex.errno == errno.EPERM:  # no rights: chattr(1)
+        reason += 'use a local one'
+    elif ex.errno == errno.EACCES:
+        detail = _rights(f'{path.parent} {path}')
+    elif ex.errno == errno.EPERM:  # no rights: chattr(1)
         detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
-    return StoreUnavailable(ex.strerror or str(ex), store=str(path), detail=detail)
+    return StoreUnavailable(reason, store=str(path), detail=detail)
 
 
 def gone(path: Path) -> StoreUnavailable:
@@ -199,10 +196,5 @@ def file_system(path: Path) -> str:
     return found[max(found, key=lambda point: (path.is_relative_to(point), len(point)))]
 
 
-def _owner(path: Path) -> str:
-    """Describe the owner of a file, or of its directory, and our own user."""
-    for place in filter(os.path.lexists, (path, path.parent)):
-        status = os.lstat(place)
-        rights = f'{place} has mode {status.st_mode & 0o777:o} and belongs to user'
-        return f'{rights} {status.st_uid}; this process is of user {os.geteuid()}'
-    return ''
+def _rights(paths: str) -> str:
+    return f'this process is of user {os.geteuid()}; see: ls -ldn {paths}'

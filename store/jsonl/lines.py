@@ -21,6 +21,7 @@ class Damage(Exception):
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(reason)
         self.offset, self.reason = offset, reason
+        self.state: object = None  # of the file, under the lock
 
 
 class Line(NamedTuple):

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,13 +38,12 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     spans: list[tuple[int, int]] = []
     faults, plants = 0, count()
     flags = os.O_RDWR if repair else os.O_RDONLY
-    with recovery.opened(path, flags) as fd, ExitStack() as stack:
+    with recovery.opened(path, flags) as fd:
         end = recovery.whole_size(path, fd)
         if first_offset(fd):
             log.warning('%s: it begins with a byte order mark, which is skipped', path)
         if repair:
-            stack.callback(lock.release, fd)
-            lock.take(path, fd)
+            lock.take(path, fd)  # until the file is closed
             end = Known(path, fd, memoryview(bytes(8)).cast('q')).check(fd)
         lines = progress(read_lines(fd, 0, end))
         for number, line in _find_damage(path, fd, lines, plants, locked=repair):
