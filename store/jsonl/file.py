@@ -223,32 +223,30 @@ class PlantFile:
 
     def _append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
         end = self.known.end
-        stored: dict[int, Plant] = {}
-        offsets: dict[int, int] = {}  # of new plants
-        buffer = bytearray()
+        places: dict[int, tuple[Plant, int]] = {}  # of ids: the plant, and its offset
         latest = -1  # the last offset of a line that an answer rests on
+        buffer = bytearray()
         for entry in batch:
             plant, line = entry.item
-            first = stored.get(plant.id)
-            if first is None and (found := self.known.find(self._fd, plant.id)):
-                first, offset = found
-                latest = max(latest, offset)
-            entry.new = first is None
-            if first is None:
-                first = plant
-                offsets[plant.id] = end + len(buffer)
+            found = places.get(plant.id) or self.known.find(self._fd, plant.id)
+            entry.new = found is None
+            if found is None:
+                found = plant, end + len(buffer)
                 buffer += line
-            stored[plant.id] = first
+            places[plant.id] = first, offset = found
+            if offset > latest:
+                latest = offset
             entry.error = None if first == plant else IdTaken.between(first, plant)
         # A repeat acknowledges the plant that was written first, perhaps by others,
-        # and so does a refusal. Both wait until it is synced.
-        if not buffer and latest < self.known.synced:
+        # and so does a refusal. Both wait until it is synced, as new plants do.
+        if latest < self.known.synced:
             return None
         if buffer:
             data = bytes(buffer)
             self._write(data, end)
             # Written: the next holder of the lock reads it, also if this one dies.
-            self.known.note(offsets, data)
+            new = {id: at for id, (_, at) in places.items() if at >= end}
+            self.known.note(new, data)
         return self.sync
 
     def _try_append(self) -> None:
