@@ -35,9 +35,12 @@ def open_file(
     # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
     attempt = partial(os.open, path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     fd = patiently(attempt, path, 'another program has a lease of the file', within)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StoreUnavailable('it is not a regular file', store=str(path))
+    except BaseException:
         os.close(fd)
-        raise StoreUnavailable('it is not a regular file', store=str(path))
+        raise
     return fd
 
 

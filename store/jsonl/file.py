@@ -206,7 +206,7 @@ class PlantFile:
     def _state(self, offset: int) -> object:
         """Return what is another one once damage at an offset was mended."""
         status, start = os.fstat(self._fd), os.pread(self._fd, TAIL, offset)
-        return self._is_open, status.st_ino, status.st_size, status.st_mtime_ns, start
+        return self._is_open, status.st_ino, status.st_size, status.st_ctime_ns, start
 
     def _catch_up_and(self, use: Callable[[], Result]) -> Result:
         """Know all lines up to the end of the file, mend that end, and call."""

@@ -304,12 +304,25 @@ def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
             store.ping()
         path.write_bytes(lines(*far, FERN._replace(id=100)) + b' \n' * 10**5)
         assert_raise(StoreCorrupt, store.ping)
-        disk.before = lambda name, *call: sizes.append(call[1] * (name == 'pread'))
+        disk.before = lambda name, *call: name == 'pread' and sizes.append(call[1])
         assert_raise(StoreCorrupt, store.ping, partial(store.add, MOSS))
         assert sum(sizes) < 3000
         disk.resume()
         verify(path, repair=True)
         assert_stored(store, far, free=[FERN.id])
+
+
+def test_mended_damage_is_judged_again(path):
+    """As rsync --inplace --times mends it: size, time and begin are as before."""
+    sound = lines(FERN, long := Plant(2, 'Moss' * 99))
+    path.write_bytes(sound.replace(b'"}\n', b'")\n').replace(b'")', b'"}', 1))
+    before = path.stat()
+    with JSONLinesStore(path) as store:
+        assert_raise(StoreCorrupt, store.ping, store.ping)
+        while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock ticks slowly
+            path.write_bytes(sound)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert_stored(store, [FERN, long])
 
 
 def test_load_waits_for_the_lock(path, monkeypatch):
