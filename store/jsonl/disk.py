@@ -141,9 +141,10 @@ def copy_aside(
     copy = os.open(side, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         like, size = os.fstat(fd), 0
-        with suppress(PermissionError):  # only root may give a file away
+        # FAT has no modes to change, and only root may give a file away.
+        with suppress(PermissionError):
+            os.fchmod(copy, like.st_mode & 0o666)
             os.fchown(copy, like.st_uid, like.st_gid)
-        os.fchmod(copy, like.st_mode & 0o666)
         for start, end in spans:
             for data in pieces(fd, start, end):
                 write(copy, data, size)

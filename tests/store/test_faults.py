@@ -9,7 +9,18 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from disk import Fault, Gate, append, assert_raise, failing, files, fill, full, lines
+from disk import (
+    Fault,
+    Gate,
+    append,
+    assert_raise,
+    failing,
+    files,
+    fill,
+    full,
+    lines,
+    take_side_files,
+)
 from waiting import PATIENCE
 
 from store import Plant, StoreUnavailable
@@ -140,6 +151,14 @@ def test_file_system_without_locks_or_syncs(path, disk, monkeypatch, call):
     monkeypatch.setattr(where, call, failing(errno.ENOLCK))
     load = JSONLinesStore(path).load
     assert_raise(StoreUnavailable, load, load, match=r'\(\w+\).*local')
+
+
+def test_file_system_without_modes(path, disk, store):
+    """As FAT, which refuses to change them: what a side file has is enough."""
+    disk.fchmod = failing(errno.EPERM)
+    append(path, TORN)
+    assert store.add(MOSS)
+    assert take_side_files(path) == [TORN]
 
 
 @pytest.mark.parametrize('error', [0, errno.ENOTSUP, errno.EINVAL, errno.EIO])
