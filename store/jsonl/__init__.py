@@ -18,7 +18,7 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-READ_AT_MOST = 16 * 1024 * 1024  # bytes, in half a second; a child reads what is left
+READ_AT_MOST = 4 * 1024 * 1024  # bytes before a fork, in half a second at most
 
 
 class JSONLinesStore(CommittedStore):
