@@ -159,7 +159,8 @@ class PlantFile:
         except OSError as ex:
             raise disk.refusal(ex, self._path) from ex
         except Damage as ex:
-            error = corrupt(self._path, self._fd, ex)
+            with disk.unavailable(self._path):
+                error = corrupt(self._path, self._fd, ex)
             _judged[self._path] = ex.state, error
             raise error from None
         finally:

@@ -1,5 +1,6 @@
 """The plant file itself: how it is made, and what happens to it under a store."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from contract import FORK, at_once
-from disk import Gate, append, assert_raise, assert_stored, files, fill, lines
+from disk import Gate, append, assert_raise, assert_stored, failing, files, fill, lines
 from machine import locked, open_files
 from server import REPOSITORY, finished
 from waiting import wait_until
@@ -303,6 +304,11 @@ def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
         if is_open:
             store.ping()
         path.write_bytes(lines(*far, FERN._replace(id=100)) + b' \n' * 10**5)
+        count = len(lines(*far)), 0  # what is read for the number of the line
+        disk.before = lambda name, *call: call[1:] == count and failing(errno.EIO)()
+        uses, told = (store.ping, store.load), f'{path}: {os.strerror(errno.EIO)}'
+        assert_raise(StoreUnavailable, *uses, match=told)
+        disk.resume()
         assert_raise(StoreCorrupt, store.ping)
         disk.before = lambda name, *call: name == 'pread' and sizes.append(call[1])
         assert_raise(StoreCorrupt, store.ping, partial(store.add, MOSS))
