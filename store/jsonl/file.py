@@ -64,8 +64,7 @@ class PlantFile:
     ) -> None:
         self._path, self._directory, self._within = path, str(path.parent), within
         self._is_open = False  # then only its end is mended
-        self._failed_sync: StoreUnavailable | None = None
-        self._sync_failed = StoreUnavailable(SYNC_FAILED, store=str(path))
+        self._failed_sync = ''  # the reason to refuse plants, once a sync has failed
         self._failed_write = 0  # the length of the latest write, if it failed
         self._to_say: list[tuple[int, str]] = []  # levels and lines of the log
         with disk.unavailable(path):
@@ -130,19 +129,19 @@ class PlantFile:
         try:
             disk.sync(self._fd)
         except OSError as ex:
-            # Made before: for want of memory, no failure must be forgotten.
-            self._failed_sync = self._sync_failed
+            # First, and without memory: for want of it no failure must be forgotten.
+            self._failed_sync = SYNC_FAILED
             if ex.errno in disk.NOT_SUPPORTED:
-                self._failed_sync = disk.refusal(ex, self._path)
+                self._failed_sync = disk.refusal(ex, self._path).reason
             what = f'a sync failed ({ex.strerror}): unsynced bytes may be lost, and no '
             what += 'plant is taken until the store is opened again (reload the server)'
             self._to_say.append((logging.CRITICAL, what))
-            raise self._failed_sync from ex
+            raise StoreUnavailable(self._failed_sync, store=str(self._path)) from ex
         self.known.synced = end
 
     def _check_sync(self) -> None:
-        if self._failed_sync is not None:
-            raise self._failed_sync.with_traceback(None)
+        if self._failed_sync:
+            raise StoreUnavailable(self._failed_sync, store=str(self._path))
 
     def _say(self) -> None:
         """Write what is to be said into the log, which may block: not in the lock."""
