@@ -223,29 +223,29 @@ class PlantFile:
 
     def _append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
         end = self.known.end
-        places: dict[int, tuple[Plant, int]] = {}  # of ids: the plant, and its offset
-        latest = -1  # the last offset of a line that an answer rests on
+        new: dict[int, tuple[Plant, int]] = {}  # by their ids, with their offsets
         buffer = bytearray()
+        latest = -1  # the last offset of a line that an answer rests on
         for entry in batch:
             plant, line = entry.item
-            found = places.get(plant.id) or self.known.find(self._fd, plant.id)
-            entry.new = found is None
+            found = new.get(plant.id) or self.known.find(self._fd, plant.id)
             if found is None:
-                found = plant, end + len(buffer)
+                entry.new = True
+                new[plant.id] = plant, end + len(buffer)
                 buffer += line
-            places[plant.id] = first, offset = found
-            if offset > latest:
-                latest = offset
-            entry.error = None if first == plant else IdTaken.between(first, plant)
+                continue
+            first, offset = found
+            latest = max(latest, offset)
+            if first != plant:
+                entry.error = IdTaken.between(first, plant)
         # A repeat acknowledges the plant that was written first, perhaps by others,
-        # and so does a refusal. Both wait until it is synced, as new plants do.
-        if latest < self.known.synced:
+        # and so does a refusal. Both wait until it is synced.
+        if not buffer and latest < self.known.synced:
             return None
         if buffer:
             data = bytes(buffer)
             self._write(data, end)
             # Written: the next holder of the lock reads it, also if this one dies.
-            new = {id: at for id, (_, at) in places.items() if at >= end}
             self.known.note(new, data)
         return self.sync
 

@@ -159,10 +159,13 @@ class Known:
                 raise Damage(other, REPEATED % id)
         self._read = read
 
-    def note(self, offsets: dict[int, int], lines: bytes) -> None:
-        """Note lines that this process has written at the end. REQUIRES: the lock."""
+    def note(self, new: dict[int, tuple[Plant, int]], lines: bytes) -> None:
+        """Note lines that this process has written at the end. REQUIRES: the lock.
+
+        The plants are given with their offsets, by their ids.
+        """
         index, end, tail = self._read
-        for id, offset in offsets.items():
+        for id, (_, offset) in new.items():
             index.add(id, offset)
         end += len(lines)
         self._length[0] = end
