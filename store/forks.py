@@ -5,6 +5,7 @@ neither, and stays held when the parent is killed. So a child closes such descri
 once, whether or not it ever uses the store.
 """
 
+import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def fill_standard() -> None:
     """
     for number in range(3):
         try:
-            os.fstat(number)
+            fcntl.fcntl(number, fcntl.F_GETFD)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
 

@@ -18,7 +18,7 @@ from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
 
-READ_WITHIN = 0.5  # seconds before a fork; what is left, the child reads
+READ_AT_MOST = 4 * 1024 * 1024  # bytes before a fork, in half a second at most
 
 
 class JSONLinesStore(CommittedStore):
@@ -71,9 +71,7 @@ class JSONLinesStore(CommittedStore):
         if self._known is None:
             return
         with recovery.opened(self.path) as fd, suppress(BlockingIOError):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                size = self._known.whole(fd, self._known.check(fd))
-            finally:
-                lock.release(fd)
-            self._known.read_on(fd, size, within=READ_WITHIN)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            size = self._known.whole(fd, self._known.check(fd))
+            lock.release(fd)
+            self._known.read_on(fd, min(size, self._known.end + READ_AT_MOST))

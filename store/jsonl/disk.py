@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -35,9 +35,12 @@ def open_file(
     # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
     attempt = partial(os.open, path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     fd = patiently(attempt, path, 'another program has a lease of the file', within)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StoreUnavailable('it is not a regular file', store=str(path))
+    except BaseException:
         os.close(fd)
-        raise StoreUnavailable('it is not a regular file', store=str(path))
+        raise
     return fd
 
 
@@ -55,16 +58,11 @@ def make_file(path: Path) -> None:
     sync_directory(path)
 
 
-def check_directory(path: Path) -> None:
+def check_directory(directory: str) -> None:
     """Refuse a directory in which ``copy_aside`` and ``try_write`` would fail."""
-    if not os.access(_directory(path), os.W_OK | os.X_OK, effective_ids=True):
-        reason = 'its directory cannot be written to'
-        raise StoreUnavailable(reason, store=str(path), detail=_owner(path.parent))
-
-
-@cache  # it is asked for each batch
-def _directory(path: Path) -> str:
-    return str(path.parent)
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        reason = 'the directory of the file cannot be written to'
+        raise StoreUnavailable(reason, store=directory, detail=_rights(directory))
 
 
 def check_name(path: Path) -> None:
@@ -143,9 +141,10 @@ def copy_aside(
     copy = os.open(side, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         like, size = os.fstat(fd), 0
-        with suppress(PermissionError):  # only root may give a file away
+        # FAT has no modes to change, and only root may give a file away.
+        with suppress(PermissionError):
+            os.fchmod(copy, like.st_mode & 0o666)
             os.fchown(copy, like.st_uid, like.st_gid)
-        os.fchmod(copy, like.st_mode & 0o666)
         for start, end in spans:
             for data in pieces(fd, start, end):
                 write(copy, data, size)
@@ -173,13 +172,15 @@ def refusal(ex: OSError, path: Path) -> StoreUnavailable:
     """Return what an error of a plant file means."""
     if isinstance(ex, FileNotFoundError):
         return gone(path)
+    reason, detail = ex.strerror or str(ex), ''
     if ex.errno in NOT_SUPPORTED:
         reason = f'its file system ({file_system(path)}) has no locks or no syncs: '
-        return StoreUnavailable(f'{reason}use a local one', store=str(path))
-    detail = _owner(path) if ex.errno == errno.EACCES else ''
-    if ex.errno == errno.EPERM:  # no rights: chattr(1)
+        reason += 'use a local one'
+    elif ex.errno == errno.EACCES:
+        detail = _rights(f'{path.parent} {path}')
+    elif ex.errno == errno.EPERM:  # no rights: chattr(1)
         detail = f'perhaps the attribute append-only or immutable: lsattr -d {path}'
-    return StoreUnavailable(ex.strerror or str(ex), store=str(path), detail=detail)
+    return StoreUnavailable(reason, store=str(path), detail=detail)
 
 
 def gone(path: Path) -> StoreUnavailable:
@@ -199,10 +200,5 @@ def file_system(path: Path) -> str:
     return found[max(found, key=lambda point: (path.is_relative_to(point), len(point)))]
 
 
-def _owner(path: Path) -> str:
-    """Describe the owner of a file, or of its directory, and our own user."""
-    for place in filter(os.path.lexists, (path, path.parent)):
-        status = os.lstat(place)
-        rights = f'{place} has mode {status.st_mode & 0o777:o} and belongs to user'
-        return f'{rights} {status.st_uid}; this process is of user {os.geteuid()}'
-    return ''
+def _rights(paths: str) -> str:
+    return f'this process is of user {os.geteuid()}; see: ls -ldn {paths}'

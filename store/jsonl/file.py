@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 NEAR = 1024 * 1024  # bytes of others that are read under the lock
 Result = TypeVar('Result')
 SYNC_FAILED = 'a sync failed: the server must be reloaded'
-# By path: the damage that was met last, and a state of the file. Each add meets it, and
-# to judge it anew may take long.
+# By path: the damage that was met last, and the state of the file then. Each add meets
+# it, and to judge it anew may take long.
 _judged: dict[Path, tuple[object, StoreCorrupt]] = {}
 
 
@@ -62,9 +62,9 @@ class PlantFile:
         inherited: Known | None = None,
         within: float | None = None,
     ) -> None:
-        self._path, self._within = path, within
-        self._failed_sync: StoreUnavailable | None = None
-        self._sync_failed = StoreUnavailable(SYNC_FAILED, store=str(path))
+        self._path, self._directory, self._within = path, str(path.parent), within
+        self._is_open = False  # then only its end is mended
+        self._failed_sync = ''  # the reason to refuse plants, once a sync has failed
         self._failed_write = 0  # the length of the latest write, if it failed
         self._to_say: list[tuple[int, str]] = []  # levels and lines of the log
         with disk.unavailable(path):
@@ -82,10 +82,11 @@ class PlantFile:
 
     def _open(self) -> None:
         synced = self.known.synced  # not by a sync of what is mended: too early
-        end = self._caught_up(partial(self._write_again, synced), is_opening=True)
+        end = self._caught_up(partial(self._write_again, synced))
         self.sync()
         if not end:
             disk.sync_directory(self._path)  # perhaps new
+        self._is_open = True
 
     def ping(self) -> None:
         """Try an append beside the plant file; after a failed write, in it, too."""
@@ -128,19 +129,19 @@ class PlantFile:
         try:
             disk.sync(self._fd)
         except OSError as ex:
-            # Made before: for want of memory, no failure must be forgotten.
-            self._failed_sync = self._sync_failed
+            # First, and without memory: for want of it no failure must be forgotten.
+            self._failed_sync = SYNC_FAILED
             if ex.errno in disk.NOT_SUPPORTED:
-                self._failed_sync = disk.refusal(ex, self._path)
+                self._failed_sync = disk.refusal(ex, self._path).reason
             what = f'a sync failed ({ex.strerror}): unsynced bytes may be lost, and no '
             what += 'plant is taken until the store is opened again (reload the server)'
             self._to_say.append((logging.CRITICAL, what))
-            raise self._failed_sync from ex
+            raise StoreUnavailable(self._failed_sync, store=str(self._path)) from ex
         self.known.synced = end
 
     def _check_sync(self) -> None:
-        if self._failed_sync is not None:
-            raise self._failed_sync.with_traceback(None)
+        if self._failed_sync:
+            raise StoreUnavailable(self._failed_sync, store=str(self._path))
 
     def _say(self) -> None:
         """Write what is to be said into the log, which may block: not in the lock."""
@@ -148,80 +149,95 @@ class PlantFile:
         for level, line in said:
             log.log(level, '%s: %s', self._path, line)
 
-    def _caught_up(
-        self, use: Callable[[], Result], *, is_opening: bool = False
-    ) -> Result:
-        """Take the lock, know all lines, also those of other processes, and call.
-
-        Many lines are read without the lock, for which others wait: up to an end that
-        nobody takes back. Then it is taken again.
-        """
-        stuck = -1  # where such a read got no further: at damage, or a torn tail
-        state: object = None
+    def _caught_up(self, use: Callable[[], Result]) -> Result:
+        """Take the lock, know all lines, also those of other processes, and call."""
         try:
-            with disk.unavailable(self._path):
-                disk.check_directory(self._path)
-                while True:
-                    try:
-                        lock.take(self._path, self._fd, within=self._within)
-                        self._check_sync()
-                        size = self.known.check(self._fd)
-                        self._check_damage(is_opening)
-                        end = self.known.end
-                        if size - end <= NEAR or end == stuck:
-                            self._catch_up(size, is_opening=is_opening)
-                            return use()
-                        whole = self.known.whole(self._fd, size)
-                    except Damage as ex:
-                        state = self._state(ex.offset, is_opening)
-                        raise
-                    finally:
-                        try:
-                            lock.release(self._fd)
-                        except BaseException:  # for want of memory, before the call
-                            lock.release(self._fd)  # or all others would wait
-                            raise
-                    stuck = end
-                    with suppress(Damage):  # it is judged under the lock
-                        self.known.read_on(self._fd, whole, says_progress=True)
+            disk.check_directory(self._directory)
+            self._come_near()
+            return self._locked(partial(self._catch_up_and, use))
+        except OSError as ex:
+            raise disk.refusal(ex, self._path) from ex
         except Damage as ex:
-            error = corrupt(self._path, self._fd, ex)
-            _judged[self._path] = state, error
+            with disk.unavailable(self._path):
+                error = corrupt(self._path, self._fd, ex)
+            _judged[self._path] = ex.state, error
             raise error from None
         finally:
             self._say()
 
+    def _come_near(self) -> None:
+        """Read many lines without the lock, for which others wait.
+
+        Only up to an end that nobody takes back, and not beyond damage or a torn tail.
+        """
+        before = -1
+        while before < self.known.end < os.lseek(self._fd, 0, os.SEEK_END) - NEAR:
+            before = self.known.end
+            whole = self._locked(self._whole)
+            with suppress(Damage):  # it is judged under the lock
+                self.known.read_on(self._fd, whole)
+
+    def _locked(self, use: Callable[[], Result]) -> Result:
+        """Take the lock, call, and release it: no error anywhere can keep it."""
+        try:
+            lock.take(self._path, self._fd, within=self._within)
+            return use()
+        finally:
+            try:
+                lock.release(self._fd)
+            except BaseException:  # for want of memory, before the call
+                lock.release(self._fd)  # or all others would wait
+                raise
+
     # What follows REQUIRES the lock.
 
-    def _state(self, offset: int, is_opening: bool) -> object:
+    def _look(self) -> int:
+        """Return the size of the file, or raise why it takes no plants."""
+        self._check_sync()
+        size = self.known.check(self._fd)
+        state, error = _judged.get(self._path, (None, None))
+        if error is not None and state == self._state(error.offset):
+            raise error.with_traceback(None)
+        return size
+
+    def _whole(self) -> int:
+        return self.known.whole(self._fd, self._look())
+
+    def _state(self, offset: int) -> object:
         """Return what is another one once damage at an offset was mended."""
         status, start = os.fstat(self._fd), os.pread(self._fd, TAIL, offset)
-        return is_opening, status.st_ino, status.st_size, status.st_mtime_ns, start
+        return self._is_open, status.st_ino, status.st_size, status.st_ctime_ns, start
 
-    def _check_damage(self, is_opening: bool) -> None:
-        state, error = _judged.get(self._path, (None, None))
-        if error is not None and state == self._state(error.offset, is_opening):
-            raise error.with_traceback(None)
+    def _catch_up_and(self, use: Callable[[], Result]) -> Result:
+        """Know all lines up to the end of the file, mend that end, and call."""
+        size = self._look()
+        try:
+            while self.known.end < size:
+                self.known.read_on(self._fd, size)
+                if self.known.end < size:
+                    size = self._mend(size)
+        except Damage as ex:
+            ex.state = self._state(ex.offset)
+            raise
+        return use()
 
     def _append(self, batch: Sequence[Entry]) -> Callable[[], None] | None:
         end = self.known.end
-        stored: dict[int, Plant] = {}
-        offsets: dict[int, int] = {}  # of new plants
+        new: dict[int, tuple[Plant, int]] = {}  # by their ids, with their offsets
         buffer = bytearray()
         latest = -1  # the last offset of a line that an answer rests on
         for entry in batch:
             plant, line = entry.item
-            first = stored.get(plant.id)
-            if first is None and (found := self.known.find(self._fd, plant.id)):
-                first, offset = found
-                latest = max(latest, offset)
-            entry.new = first is None
-            if first is None:
-                first = plant
-                offsets[plant.id] = end + len(buffer)
+            found = new.get(plant.id) or self.known.find(self._fd, plant.id)
+            if found is None:
+                entry.new = True
+                new[plant.id] = plant, end + len(buffer)
                 buffer += line
-            stored[plant.id] = first
-            entry.error = None if first == plant else IdTaken.between(first, plant)
+                continue
+            first, offset = found
+            latest = max(latest, offset)
+            if first != plant:
+                entry.error = IdTaken.between(first, plant)
         # A repeat acknowledges the plant that was written first, perhaps by others,
         # and so does a refusal. Both wait until it is synced.
         if not buffer and latest < self.known.synced:
@@ -230,7 +246,7 @@ class PlantFile:
             data = bytes(buffer)
             self._write(data, end)
             # Written: the next holder of the lock reads it, also if this one dies.
-            self.known.note(offsets, data)
+            self.known.note(new, data)
         return self.sync
 
     def _try_append(self) -> None:
@@ -252,17 +268,10 @@ class PlantFile:
             start += len(data)
         return end
 
-    def _catch_up(self, size: int, *, is_opening: bool) -> None:
-        """Know all lines up to the end of the file, and mend that end."""
-        while self.known.end < size:
-            self.known.read_on(self._fd, size)
-            if self.known.end < size:
-                size = self._mend(size, is_opening=is_opening)
-
-    def _mend(self, size: int, *, is_opening: bool) -> int:
+    def _mend(self, size: int) -> int:
         """Mend the line after the known ones; return the new size of the file."""
         path, fd, at = self._path, self._fd, self.known.end
-        line = recovery.judge(path, fd, at, size, is_opening=is_opening)
+        line = recovery.judge(path, fd, at, size, is_opening=not self._is_open)
         if line.reason == recovery.NO_LINE_FEED:
             found = line.plant and self.known.find(fd, line.plant.id)
             if found and found[0] != line.plant:  # that is damage, and is not touched

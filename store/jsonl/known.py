@@ -18,11 +18,11 @@ index may have lines behind ``end``, of a read that failed half way: they do not
 until ``end`` has passed them, and are entered again at the same offsets.
 """
 
+import copy
 import logging
 import os
 import time
 from collections.abc import Iterator
-from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -63,12 +63,10 @@ class Known:
     """
 
     def __init__(self, path: Path, fd: int, length: memoryview) -> None:
-        self._path, self._name = path, str(path)
+        self._path, self._length = path, length
         self._file = os.fstat(fd)
-        self._length = length
         self.synced = 0
-        start = first_offset(fd)
-        self._read = Read(Index(), start, os.pread(fd, start, 0))
+        self._read = Read(Index(), first_offset(fd), b'')
 
     @property
     def end(self) -> int:
@@ -82,9 +80,8 @@ class Known:
 
     def child(self) -> Self:
         """Return what a forked child starts with; this one must not change any more."""
-        child = object.__new__(type(self))
-        read = self._read._replace(plants=Index(self._read.plants))
-        vars(child).update(vars(self), _read=read)
+        child = copy.copy(self)
+        child._read = self._read._replace(plants=Index(self._read.plants))
         return child
 
     def check_same(self, status: os.stat_result) -> None:
@@ -98,7 +95,7 @@ class Known:
         If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
-        status, (_, end, tail) = os.stat(self._name), self._read
+        status, (_, end, tail) = os.stat(self._path), self._read
         self.check_same(status)
         if not status.st_nlink:
             raise disk.gone(self._path)
@@ -116,35 +113,28 @@ class Known:
         last = os.pread(fd, FAR, max(0, size - FAR))
         return size - len(last) + last.rfind(b'\n') + 1
 
-    def read_on(
-        self, fd: int, size: int, *, within: float = inf, says_progress: bool = False
-    ) -> None:
+    def read_on(self, fd: int, size: int) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
 
-        The end moves when a piece has been read, entered and compared. Many lines, of
-        which none is known, are one piece, and sorted at its end; not ``within`` a
-        number of seconds.
+        The end moves when a piece has been read, entered and compared. If no line is
+        known yet, all are one piece, and sorted at its end: that takes half the time.
 
         Raises:
             Damage: Two of them are different plants with one id.
         """
         read = self._read
-        late = time.monotonic() + within
-        is_many = within == inf and size - read.end > disk.CHUNK
-        is_load = is_many and read.end == first_offset(fd)
-        index = Index() if is_load else read.plants
-        for ids, offsets, read in self._scan(fd, size, index, says_progress):
-            if is_load:
+        is_first = not read.tail
+        index = Index() if is_first else read.plants
+        for ids, offsets, read in self._scan(fd, size, index):
+            if is_first:
                 index.load(ids, offsets)
             else:
                 self._move(fd, index.enter(ids, offsets), read)
-                if time.monotonic() > late:
-                    break
-        if is_load:
+        if is_first:
             self._move(fd, index.sort(), read)
 
     def _scan(
-        self, fd: int, size: int, index: Index, says_progress: bool
+        self, fd: int, size: int, index: Index
     ) -> Iterator[tuple[list[int], list[int], Read]]:
         """Yield the ids and offsets of records after the end, and what is read then."""
         _, start, tail = self._read
@@ -155,7 +145,7 @@ class Known:
             yield ids, offsets, Read(index, end, tail)
             if end < at + len(chunk):
                 break
-            if says_progress and (now := time.monotonic()) - reported > PROGRESS_EVERY:
+            if (now := time.monotonic()) - reported > PROGRESS_EVERY:
                 reported, percent = now, 100 * (end - start) // (size - start)
                 figures = percent, (size - start) >> 20, now - began
                 log.info('%s: %d %% of %d MiB read, %d s', self._path, *figures)
@@ -169,10 +159,13 @@ class Known:
                 raise Damage(other, REPEATED % id)
         self._read = read
 
-    def note(self, offsets: dict[int, int], lines: bytes) -> None:
-        """Note lines that this process has written at the end. REQUIRES: the lock."""
+    def note(self, new: dict[int, tuple[Plant, int]], lines: bytes) -> None:
+        """Note lines that this process has written at the end. REQUIRES: the lock.
+
+        The plants are given with their offsets, by their ids.
+        """
         index, end, tail = self._read
-        for id, offset in offsets.items():
+        for id, (_, offset) in new.items():
             index.add(id, offset)
         end += len(lines)
         self._length[0] = end

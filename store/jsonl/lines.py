@@ -21,6 +21,7 @@ class Damage(Exception):
     def __init__(self, offset: int, reason: str) -> None:
         super().__init__(reason)
         self.offset, self.reason = offset, reason
+        self.state: object = None  # of the file, under the lock
 
 
 class Line(NamedTuple):
@@ -86,18 +87,14 @@ def chunks(fd: int, start: int, end: int) -> Iterator[Chunk]:
             chunk = chunk[:cut]
             stop = start + cut
         else:
-            stop = _end_of_line(fd, start, end)
+            stop = start
+            for data in disk.pieces(fd, start, end):
+                stop += (feed := data.find(b'\n') + 1) or len(data)
+                if feed:
+                    break
             chunk = os.pread(fd, min(stop - start, record.LONGEST + 1), start)
         yield start, chunk, stop
         start = stop
-
-
-def _end_of_line(fd: int, start: int, end: int) -> int:
-    for data in disk.pieces(fd, start, end):
-        if feed := data.find(b'\n') + 1:
-            return start + feed
-        start += len(data)
-    return start
 
 
 def corrupt(path: Path, fd: int, damage: Damage) -> StoreCorrupt:

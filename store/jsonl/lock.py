@@ -49,9 +49,9 @@ def patiently(
 def take(
     path: Path, fd: int, operation: int = fcntl.LOCK_EX, within: float | None = None
 ) -> None:
-    """Take the lock, within ``LOCK_WITHIN`` or other seconds; ``release`` must follow.
+    """Take the lock, within ``LOCK_WITHIN`` or other seconds.
 
-    NOTE: in a ``try`` of its own, which begins before: no error can then keep the lock.
+    It must be released, also after an error here, or the file be closed.
     """
     patiently(partial(fcntl.flock, fd, operation | fcntl.LOCK_NB), path, HELD, within)
 

@@ -173,11 +173,10 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def whole_size(path: Path, fd: int) -> int:
     """Return the size of a plant file between two appends; takes the lock for that."""
-    try:
-        lock.take(path, fd, fcntl.LOCK_SH)
-        return os.fstat(fd).st_size
-    finally:
-        lock.release(fd)
+    lock.take(path, fd, fcntl.LOCK_SH)
+    size = os.fstat(fd).st_size
+    lock.release(fd)
+    return size
 
 
 def read_plants(path: Path, fd: int) -> Iterator[Plant]:

@@ -2,16 +2,15 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from itertools import count
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from store.jsonl import disk, lock, recovery
 from store.jsonl.index import Index
 from store.jsonl.known import REPEATED, Known
-from store.jsonl.lines import Line, first_offset, line_at, read_lines
+from store.jsonl.lines import first_offset, line_at, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -35,59 +34,45 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     With ``repair`` damaged lines are copied to a side file and blanked in place, under
     the lock, so servers wait. If that is interrupted, the same call mends the rest.
     """
+    index = Index()
     sentences: list[str] = []
     spans: list[tuple[int, int]] = []
-    faults, plants = 0, count()
-    flags = os.O_RDWR if repair else os.O_RDONLY
-    with recovery.opened(path, flags) as fd, ExitStack() as stack:
-        end = recovery.whole_size(path, fd)
+    plants = faults = 0
+    with recovery.opened(path, os.O_RDWR if repair else os.O_RDONLY) as fd:
         if first_offset(fd):
             log.warning('%s: it begins with a byte order mark, which is skipped', path)
+        end = recovery.whole_size(path, fd)
         if repair:
-            stack.callback(lock.release, fd)
-            lock.take(path, fd)
+            lock.take(path, fd)  # until the file is closed
             end = Known(path, fd, memoryview(bytes(8)).cast('q')).check(fd)
-        lines = progress(read_lines(fd, 0, end))
-        for number, line in _find_damage(path, fd, lines, plants, locked=repair):
+        for number, line in enumerate(progress(read_lines(fd, 0, end)), 1):
+            reason = line.reason
+            if line.plant:
+                for id, first, _ in index.enter([line.plant.id], [line.offset]):
+                    if line_at(fd, first).plant != line.plant:
+                        reason = REPEATED % id
+            if not reason:
+                plants += line.plant is not None  # or it is blank
+                continue
+            if not repair:
+                # Another process may cut off a torn tail, and append. So damage counts
+                # only if it is still there after that; what follows is new.
+                recovery.whole_size(path, fd)  # waits for a cut that has begun
+                if line_at(fd, line.offset).text != line.text:
+                    break
             if not faults and not recovery.is_torn(line, end):
                 recovery.check_ours(path, fd, line)
             faults += 1
             if faults <= NAMED:
                 place = f'line {number} (byte {line.offset})'
-                sentences.append(f'{path}: {place}: {line.reason}')
+                sentences.append(f'{path}: {place}: {reason}')
             # Neighbours are one span: there may be millions of them.
             is_next = spans and spans[-1][1] == line.offset
             start, _ = spans.pop() if is_next else (line.offset, line.end)
             spans.append((start, line.end))
-        found = Verified(next(plants), tuple(sentences), faults - len(sentences))
+        found = Verified(plants, tuple(sentences), faults - len(sentences))
         if not (repair and spans):
             return found
-        side = recovery.blank(path, fd, spans, 'damaged', lambda: disk.sync(fd))
+        side = recovery.blank(path, fd, spans, 'damaged', partial(disk.sync, fd))
     done = f'repaired: {faults}; damaged lines were moved to {side}; reload a server'
     return found._replace(repaired=done)
-
-
-def _find_damage(
-    path: Path, fd: int, lines: Iterable[Line], plants: Iterator[int], *, locked: bool
-) -> Iterator[tuple[int, Line]]:
-    """Yield the damaged lines with their numbers; count the sound ones.
-
-    Without the lock another process may cut off a torn tail, and append. So damage
-    counts only if it is still there after that; what follows is new, and skipped.
-    """
-    index = Index()
-    for number, line in enumerate(lines, 1):
-        if line.is_blank:
-            continue
-        if line.plant:
-            for id, first, _ in index.enter([line.plant.id], [line.offset]):
-                if line_at(fd, first).plant != line.plant:
-                    line = line._replace(plant=None, reason=REPEATED % id)
-        if line.plant:
-            next(plants)
-            continue
-        if not locked:
-            recovery.whole_size(path, fd)  # waits for a cut that has begun
-            if line_at(fd, line.offset).text != line.text:
-                return
-        yield number, line

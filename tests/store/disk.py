@@ -104,9 +104,12 @@ class Disk:
     def __getattr__(self, name):
         return getattr(os, name)
 
-    def pread(self, *arguments):
-        self.before('pread', *arguments)
-        return os.pread(*arguments)
+    def _look(self, name, *arguments):
+        self.before(name, *arguments)
+        return getattr(os, name)(*arguments)
+
+    pread = partialmethod(_look, 'pread')
+    fstat = partialmethod(_look, 'fstat')
 
     def open(self, path, flags, mode=0o777):
         self.before('open', path, flags)

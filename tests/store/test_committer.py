@@ -314,14 +314,6 @@ def test_close_keeps_no_thread_from_beginning():
     assert not any(held)
 
 
-def test_error_between_two_batches_ends_no_thread():
-    """Want of memory reaches the callers of one batch; the next one is committed."""
-    with Commits(above=None) as store:
-        assert_raise(StoreUnavailable, partial(store.put, 0, 1))
-        store.gather_above = LONG
-        assert store.put(2) is True
-
-
 def test_close_after_the_thread_has_ended(monkeypatch):
     """Nothing stays open, also if nobody has started another thread."""
     with Commits() as store:

@@ -256,7 +256,8 @@ def lost_beginning(run):
     run.append(bytes(lost) + lines(*LONG)[lost:], *LONG)
 
 
-CALLS = ['open', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate', 'unlink']
+CALLS = ['open', 'fstat', 'pread', 'pwrite', 'fdatasync', 'fsync', 'ftruncate']
+CALLS += ['unlink']
 # The store tells only ENOENT and what a file system lacks from the rest.
 EFFECTS = {call: (call, failing(errno.EIO)) for call in CALLS}
 EFFECTS['pwrite-short'] = 'pwrite', lambda fd, data, offset: max(1, len(data) // 2)
@@ -269,6 +270,7 @@ EFFECTS['any'] = '', failing(errno.EIO)  # lasting, it is a process that is kill
 @pytest.mark.parametrize('prepare', [nothing, torn_tail, lost_beginning])
 def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
     """Whichever call fails: as if the process is killed then, or the power is cut."""
+    opened = len(open_files())
     # Each fifth of many calls.
     for nth in itertools.count(1, 5 if call in ('pread', '') else 1):
         with Run(directory()) as run:
@@ -280,6 +282,7 @@ def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
                     for plant in plants:
                         with suppress(StoreUnavailable):
                             run.add(store, plant)
+        assert len(open_files()) == opened
         now = run.disk.now
         check(run, now)
         place(run.path, crash(run.disk, now, 512, lambda kinds: kinds[-1]))
@@ -287,4 +290,3 @@ def test_failing_call_loses_nothing(directory, prepare, call, effect, lasting):
         if not fault.reached:
             break
     assert {*run.acknowledged} == {FERN, MOSS, IVY}
-    assert str(run.path) not in open_files().values()

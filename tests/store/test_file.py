@@ -1,5 +1,6 @@
 """The plant file itself: how it is made, and what happens to it under a store."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from contract import FORK, at_once
-from disk import Gate, append, assert_raise, assert_stored, files, fill, lines
+from disk import Gate, append, assert_raise, assert_stored, failing, files, fill, lines
 from machine import locked, open_files
 from server import REPOSITORY, finished
 from waiting import wait_until
@@ -93,11 +94,11 @@ def test_missing_right_is_told():
                 os.seteuid(65534)
             ping = JSONLinesStore(fixed, create=False).ping
             make = partial(JSONLinesStore, directory / 'new')
-            told = f'{directory} has mode 555 and belongs to user '
+            told = f'of user .* ls -ldn {directory}'
             assert_raise(StoreUnavailable, ping, make, match=told)
             assert verify(fixed) == Verified(1)
             repair = partial(verify, secret, repair=True)
-            assert_raise(StoreUnavailable, repair, match=f'{secret} has mode 0')
+            assert_raise(StoreUnavailable, repair, match=f'ls -ldn .* {secret}')
 
         at_once(FORK.Process, use)
         directory.chmod(0o755)
@@ -303,13 +304,31 @@ def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
         if is_open:
             store.ping()
         path.write_bytes(lines(*far, FERN._replace(id=100)) + b' \n' * 10**5)
+        count = len(lines(*far)), 0  # what is read for the number of the line
+        disk.before = lambda name, *call: call[1:] == count and failing(errno.EIO)()
+        uses, told = (store.ping, store.load), f'{path}: {os.strerror(errno.EIO)}'
+        assert_raise(StoreUnavailable, *uses, match=told)
+        disk.resume()
         assert_raise(StoreCorrupt, store.ping)
-        disk.before = lambda name, *call: sizes.append(call[1] * (name == 'pread'))
+        disk.before = lambda name, *call: name == 'pread' and sizes.append(call[1])
         assert_raise(StoreCorrupt, store.ping, partial(store.add, MOSS))
         assert sum(sizes) < 3000
         disk.resume()
         verify(path, repair=True)
         assert_stored(store, far, free=[FERN.id])
+
+
+def test_mended_damage_is_judged_again(path):
+    """As rsync --inplace --times mends it: size, time and begin are as before."""
+    sound = lines(FERN, long := Plant(2, 'Moss' * 99))
+    path.write_bytes(sound.replace(b'"}\n', b'")\n').replace(b'")', b'"}', 1))
+    before = path.stat()
+    with JSONLinesStore(path) as store:
+        assert_raise(StoreCorrupt, store.ping, store.ping)
+        while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock ticks slowly
+            path.write_bytes(sound)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert_stored(store, [FERN, long])
 
 
 def test_load_waits_for_the_lock(path, monkeypatch):
