@@ -167,12 +167,12 @@ def on_starting(server: Any) -> None:
     # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
     atexit.register(PlantsLogger.buffer.flush)
     atexit.register(lambda: server.app.callable.store.close())
-    Master(server, make)
+    server.__class__ = Master
+    server.begin(make)
     if server.app.callable.settings.store == 'memory:':
         server.handle_ttin = server.handle_usr2 = partial(log.error, ONE_WORKER)
-    # An upgrade (SIGUSR2) after ``python -m gunicorn``: not in the path of its package.
-    if server.START_CTX['args'][1].endswith('__main__.py'):
-        server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
+    # For an upgrade (SIGUSR2): gunicorn knows neither ``-m`` nor options of Python.
+    server.START_CTX['args'] = sys.orig_argv
 
 
 def when_ready(server: Any) -> None:
