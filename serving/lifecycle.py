@@ -20,7 +20,7 @@ from typing import Any
 from gunicorn import __version__
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
-from gunicorn.sock import _sock_type, ssl_context
+from gunicorn.sock import ssl_context
 
 from app import PlantsApp, create_app
 from serving.log import PlantsLogger
@@ -68,29 +68,17 @@ def build() -> PlantsApp:
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
     settings = Settings.from_environ(environ)
-    opens = not (cfg.check_config or cfg.print_config)
-    is_ours = issubclass(cfg.worker_class, PlantsWorker)
-    faults = [*_faults(cfg, environ, settings, served)]
-    idle = NO_EFFECT if is_ours else ('reload', 'statsd_')
-    for name, setting in cfg.settings.items():
-        if name.startswith(idle) and setting.get() != type(setting)().get():
-            faults.append(f'{name}: it has no effect here; SIGHUP is for new settings')
-    is_bound = environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
-    if opens and not (served or is_bound):
-        faults += _taken_addresses(cfg)
-    if faults:
+    if faults := [*_faults(cfg, environ, settings, served)]:
         raise ValueError('\n'.join(faults))
-    scheduler = GeventScheduler() if is_ours else THREADS
+    scheduler = GeventScheduler() if _is_ours(cfg) else THREADS
     store = open_store(settings.store, create=False, scheduler=scheduler)
+    tokens = settings.tokens or MADE_TOKEN
+    app = create_app(store, tokens=tokens, **settings.app_options())
+    app.settings, app.store = settings, store
+    if app.metrics:
+        app.metrics.share(served and served.metrics)
     try:
         tempfile.TemporaryFile(dir=cfg.worker_tmp_dir).close()  # as for each worker
-        tokens = settings.tokens or MADE_TOKEN
-        app = create_app(store, tokens=tokens, **settings.app_options())
-        app.settings, app.store = settings, store
-        if app.metrics:
-            app.metrics.share(served and served.metrics)
-            if 'PROMETHEUS_MULTIPROC_DIR' in environ:
-                log.warning('PROMETHEUS_MULTIPROC_DIR: it has no effect here')
         with ExitStack() as stack:  # as the user that serves
             uid, gid = os.geteuid(), os.getegid()
             if (uid, gid) != (cfg.uid, cfg.gid):  # a hardened unit forbids these calls
@@ -99,11 +87,15 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
                 os.setegid(cfg.gid)
                 os.seteuid(cfg.uid)
             app.tls = ssl_context(cfg) if cfg.is_ssl else None
-            if opens:
+            if not (cfg.check_config or cfg.print_config):
                 _load(app, makes=not served)
     except OSError as ex:
         raise ValueError(f'user/group, certfile, keyfile, worker_tmp_dir: {ex}') from ex
     return app
+
+
+def _is_ours(cfg: Config) -> bool:
+    return issubclass(cfg.worker_class, PlantsWorker)
 
 
 def _faults(
@@ -113,6 +105,8 @@ def _faults(
     for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
         if not environ.get(name, '0').isdecimal():
             yield f'{name}: it is not a number: unset it'
+    if any(each[1] >= 2**16 for each in cfg.address if isinstance(each, tuple)):
+        yield 'bind: a port is 65535 at most'
     if min(cfg.workers, cfg.worker_connections) < 1:
         yield 'workers, worker_connections: 1 at least'
     if settings.store == 'memory:' and cfg.workers > 1:
@@ -121,25 +115,18 @@ def _faults(
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
+    idle = NO_EFFECT if _is_ours(cfg) else ('reload', 'statsd_')
+    for name, setting in cfg.settings.items():
+        if name.startswith(idle) and setting.get() != type(setting)().get():
+            yield f'{name}: it has no effect here; SIGHUP is for new settings'
 
 
-def _taken_addresses(cfg: Config) -> Iterator[str]:
-    """Try each, as gunicorn does: it would take five seconds, and twelve lines."""
-    for each in cfg.address:
-        try:
-            if isinstance(each, tuple):
-                _sock_type(each)(each, cfg, log).close()
-        except (OSError, OverflowError) as ex:
-            yield f'bind: choose another address with -b: {each}: {ex}'
-
-
-def addresses(port: str) -> list[str]:
-    """Return the addresses that stand for all of this machine, with or without IPv6."""
+def address(port: str) -> str:
+    """Return the address that stands for all of this machine, with or without IPv6."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind(('::', 0))
-        leaves_ipv4 = probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-        return [f'[::]:{port}', f'0.0.0.0:{port}'][: 1 + leaves_ipv4]
-    return [f'0.0.0.0:{port}']
+        if not probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
+            return f'[::]:{port}'
+    return f'0.0.0.0:{port}'
 
 
 def _load(app: PlantsApp, makes: bool) -> None:
