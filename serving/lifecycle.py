@@ -55,9 +55,9 @@ def build() -> PlantsApp:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         cfg = WSGIApplication().cfg  # as a reload reads it; gunicorn passes none
-        # Without HOME libpq looks for certificates in that of the user that serves.
-        starter = os.path.expanduser('~root')
-        if cfg.uid != os.geteuid() and os.environ.get('HOME') == starter:
+        # libpq would look for certificates in the directory of the user that starts.
+        is_other = cfg.uid != os.geteuid()
+        if is_other and os.environ.get('HOME') == os.path.expanduser('~root'):
             del os.environ['HOME']
         return make(cfg, os.environ | cfg.env)
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
@@ -68,7 +68,7 @@ def build() -> PlantsApp:
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
     settings = Settings.from_environ(environ)
-    if faults := [*_faults(cfg, environ, settings, served)]:
+    if faults := [*_faults(cfg, settings, served)]:
         raise ValueError('\n'.join(faults))
     scheduler = GeventScheduler() if _is_ours(cfg) else THREADS
     store = open_store(settings.store, create=False, scheduler=scheduler)
@@ -98,13 +98,8 @@ def _is_ours(cfg: Config) -> bool:
     return issubclass(cfg.worker_class, PlantsWorker)
 
 
-def _faults(
-    cfg: Config, environ: Mapping[str, str], settings: Settings, served: Any
-) -> Iterator[str]:
+def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
-    for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
-        if not environ.get(name, '0').isdecimal():
-            yield f'{name}: it is not a number: unset it'
     if any(each[1] >= 2**16 for each in cfg.address if isinstance(each, tuple)):
         yield 'bind: a port is 65535 at most'
     if min(cfg.workers, cfg.worker_connections) < 1:

@@ -53,7 +53,6 @@ def test_made_token_works_and_stays(tmp_path):
 OPTIONS = 'GUNICORN_CMD_ARGS'
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
 WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
-SOCKETS = ['LISTEN_FDS', 'LISTEN_PID']
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --threads=2'
 NAMES = [f'{word.replace("-", "_")}: ' for word in re.findall(r'--([a-z-]+)', IDLE)]
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
@@ -67,7 +66,6 @@ REFUSED = {
     'no effect': ({OPTIONS: IDLE}, NAMES, 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
-    'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
 }
 
 
