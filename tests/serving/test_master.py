@@ -102,10 +102,10 @@ def test_stop_is_heard_while_old_workers_end(tmp_path):
 
 def test_pause_of_all_ends_no_worker(tmp_path):
     """The master waits a tick, as after the sleep of a laptop; then it looks again."""
-    with Server(tmp_path, '--timeout=1', workers=2) as server:
+    with Server(tmp_path, '--timeout=2', workers=2) as server:
         for _ in range(2):
             os.killpg(server.pid, signal.SIGSTOP)
-            time.sleep(2.2)
+            time.sleep(3)
             os.killpg(server.pid, signal.SIGCONT)
             time.sleep(1)
         assert 'TIMEOUT' not in server.log
