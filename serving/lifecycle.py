@@ -188,7 +188,8 @@ def pre_fork(server: Any, worker: Any) -> None:
 
 
 def post_worker_init(worker: Any) -> None:
-    """Ignore SIGHUP, which also the workers get when a terminal is closed."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Ignore what is for the master: a closed terminal, or pkill, signals all."""
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if metrics := worker.app.callable.metrics:
         metrics.number = worker.number

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
+from functools import partial
 from typing import Any
 
 from gunicorn.app.wsgiapp import WSGIApplication
@@ -74,12 +75,12 @@ class Master(Arbiter):  # type: ignore[misc]
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
         if self.newest_old and not old:
             self.newest_old = 0
-            self.cfg.when_ready(self)
+            self._succeeds(partial(self.cfg.when_ready, self), 'when_ready')
         missing = self.num_workers + len(old) - len(workers)
         if missing > 0 and now >= self.next_start:
             self.next_start = now + PAUSE
             what = 'a worker cannot start, which is tried again'
-            while missing and self._starts(self.spawn_worker, what):
+            while missing and self._succeeds(self.spawn_worker, what):
                 missing -= 1
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
@@ -91,15 +92,19 @@ class Master(Arbiter):  # type: ignore[misc]
 
     def reexec(self) -> None:
         """Start an upgrade (SIGUSR2)."""
-        self._starts(super().reexec, 'SIGUSR2: no new server')
+        self._succeeds(super().reexec, 'SIGUSR2: no new server')
 
-    def _starts(self, start: Callable[[], object], what: str) -> bool:
-        """Return whether a process could be started; if not, nothing ends."""
+    def reap_workers(self) -> None:
+        """Forget the workers that have ended; the operator's hook may fail."""
+        self._succeeds(super().reap_workers, 'child_exit')
+
+    def _succeeds(self, call: Callable[[], object], what: str) -> bool:
+        """Return whether a call has succeeded; if not, no process ends."""
         try:
-            start()
+            call()
         except Exception as ex:
             log.error('%s: %s', what, ex)
-            if os.getpid() != self.pid:  # it would be a second master
+            if os.getpid() != self.pid:  # a fork: it would be a second master
                 os._exit(1)
             return False
         return True

@@ -58,6 +58,20 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
         assert server.ask(request(body=fern())).status == 200
 
 
+def test_hook_that_fails_ends_no_worker(tmp_path):
+    """A hook of the operator, at the end of a worker and after a reload."""
+    hooks = ['child_exit = lambda server, worker: 1 / 0']
+    hooks += ['when_ready = lambda server: server.WORKERS and 1 / 0']
+    with Server(tmp_path, conf=hooks, workers=2) as server:
+        before = server.worker_pids()
+        os.kill(min(before), signal.SIGKILL)
+        wait_until(lambda: len(server.worker_pids() - before) == 1)
+        server.reload()
+        wait_until(lambda: 'when_ready: division' in server.log)
+        assert 'child_exit: division' in server.log
+        assert server.ask(request(body=fern())).status == 200
+
+
 # A reload that takes for ever, as one of a large file may seem to.
 SLOW = ['import time', 'while Path("slow").exists():']
 SLOW += ['    Path("reading").touch()', '    time.sleep(0.01)']

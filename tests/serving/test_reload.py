@@ -141,8 +141,9 @@ def test_five_reloads_fail_no_request(tmp_path):
                 load.wait_for_all()
                 server.reload()
             workers = server.worker_pids()
-            for worker in workers:  # it ignores what who closes a window sends
+            for worker in workers:  # as who closes a window does, or ``pkill``
                 os.kill(worker, signal.SIGHUP)
+                os.kill(worker, signal.SIGUSR2)
             load.wait_for_all()
             assert server.worker_pids() == workers
         assert not load.failed
