@@ -160,7 +160,8 @@ def on_starting(server: Any) -> None:
 def when_ready(server: Any) -> None:
     """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
-    url = str((server.LISTENERS or server.cfg.bind)[0])
+    listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
+    url = str(listening[0])
     url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6

@@ -1,5 +1,6 @@
 """The master: gunicorn's, with the methods that must differ; each has the reason."""
 
+import gc
 import io
 import logging
 import os
@@ -65,6 +66,7 @@ class Master(Arbiter):  # type: ignore[misc]
         if self.is_asked:
             self.is_asked = False
             self.reload()
+            gc.collect()  # what it replaced is in cycles, and may be a gigabyte
         self.reap_workers()
         now = time.monotonic()
         workers = [each for each in self.WORKERS.values() if each.alive]
