@@ -102,6 +102,8 @@ def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
     if any(each[1] >= 2**16 for each in cfg.address if isinstance(each, tuple)):
         yield 'bind: a port is 65535 at most'
+    if cfg.loglevel.lower() not in PlantsLogger.LOG_LEVELS:  # gunicorn would take info
+        yield f'loglevel: one of {", ".join(PlantsLogger.LOG_LEVELS)}'
     if min(cfg.workers, cfg.worker_connections) < 1:
         yield 'workers, worker_connections: 1 at least'
     if settings.store == 'memory:' and cfg.workers > 1:

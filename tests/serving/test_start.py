@@ -58,7 +58,7 @@ NAMES = [f'{word.replace("-", "_")}: ' for word in re.findall(r'--([a-z-]+)', ID
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, [*WRONG], 1),
-    'of gunicorn': ({OPTIONS: '-w 0'}, ['workers'], 1),
+    'of gunicorn': ({OPTIONS: '-w 0 --log-level warn'}, ['loglevel', 'workers'], 1),
     'no port': ({OPTIONS: '-b 127.0.0.1:65536'}, ['bind'], 1),
     'no connections': ({OPTIONS: '--worker-connections 0'}, ['worker_conn'], 1),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
