@@ -113,7 +113,8 @@ class Master(Arbiter):  # type: ignore[misc]
 
     def murder_workers(self) -> None:
         """After a pause of this process wait: its workers were paused as well."""
-        if time.monotonic() > self.looked + LATE:
+        while time.monotonic() > self.looked + LATE:  # perhaps it is paused again
+            self.looked = time.monotonic()
             time.sleep(1)
         self.looked = time.monotonic()
         super().murder_workers()
