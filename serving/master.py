@@ -35,11 +35,11 @@ class Master(Arbiter):  # type: ignore[misc]
     is_asked = is_making = False  # whether a reload is asked for, or goes on
     newest_old = 0  # age of the last worker that a reload replaces
     next_start = 0.0
-    looked = float('inf')
+    looked: float  # when it has last looked for workers that hang
 
     def begin(self, make: Callable[..., Any]) -> None:
         """Note how the server was started."""
-        self.make = make
+        self.make, self.looked = make, time.monotonic()
         hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
         self.terminals = [number for number in range(3) if hears and os.isatty(number)]
 
@@ -115,7 +115,7 @@ class Master(Arbiter):  # type: ignore[misc]
         """After a pause of this process wait: its workers were paused as well."""
         while time.monotonic() > self.looked + LATE:  # perhaps it is paused again
             self.looked = time.monotonic()
-            time.sleep(1)
+            time.sleep(1.5)
         self.looked = time.monotonic()
         super().murder_workers()
 
