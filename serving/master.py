@@ -101,7 +101,7 @@ class Master(Arbiter):  # type: ignore[misc]
         self._succeeds(super().reap_workers, 'child_exit')
 
     def _succeeds(self, call: Callable[[], object], what: str) -> bool:
-        """Return whether a call has succeeded; if not, no process ends."""
+        """Return whether a fork or a hook of the operator has succeeded."""
         try:
             call()
         except Exception as ex:
@@ -153,5 +153,5 @@ class Master(Arbiter):  # type: ignore[misc]
         finally:
             self.is_making = False
         self.app.cfg, self.app.callable = cfg, app
-        self.setup(self.app)
+        self._succeeds(partial(self.setup, self.app), 'nworkers_changed')
         self.newest_old = self.worker_age
