@@ -273,7 +273,7 @@ def test_stalled_clients_make_room(tmp_path, subtests):
 
 def test_full_worker_closes_idle_connections_first(tmp_path):
     """Then requests of which nothing comes; one of which bytes come keeps its place."""
-    conf = [*time_limits(LINGER=2), 'keepalive = 3600', 'worker_connections = 8']
+    conf = [*time_limits(LINGER=4), 'keepalive = 3600', 'worker_connections = 8']
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
 
         def begin_a_request():
