@@ -20,7 +20,7 @@ from typing import Any
 from gunicorn import __version__
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.config import Config
-from gunicorn.sock import _sock_type, ssl_context
+from gunicorn.sock import ssl_context
 
 from app import PlantsApp, create_app
 from serving.log import PlantsLogger
@@ -55,9 +55,9 @@ def build() -> PlantsApp:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         cfg = WSGIApplication().cfg  # as a reload reads it; gunicorn passes none
-        # Without HOME libpq looks for certificates in that of the user that serves.
-        starter = os.path.expanduser('~root')
-        if cfg.uid != os.geteuid() and os.environ.get('HOME') == starter:
+        # libpq would look for certificates in the directory of the user that starts.
+        is_other = cfg.uid != os.geteuid()
+        if is_other and os.environ.get('HOME') == os.path.expanduser('~root'):
             del os.environ['HOME']
         return make(cfg, os.environ | cfg.env)
     except (ValueError, OSError, RuntimeError, StoreError) as ex:
@@ -68,29 +68,17 @@ def build() -> PlantsApp:
 def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsApp:
     """Make what is configured, beside what is served; a check opens no store."""
     settings = Settings.from_environ(environ)
-    opens = not (cfg.check_config or cfg.print_config)
-    is_ours = issubclass(cfg.worker_class, PlantsWorker)
-    faults = [*_faults(cfg, environ, settings, served)]
-    idle = NO_EFFECT if is_ours else ('reload', 'statsd_')
-    for name, setting in cfg.settings.items():
-        if name.startswith(idle) and setting.get() != type(setting)().get():
-            faults.append(f'{name}: it has no effect here; SIGHUP is for new settings')
-    is_bound = environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
-    if opens and not (served or is_bound):
-        faults += _taken_addresses(cfg)
-    if faults:
+    if faults := [*_faults(cfg, settings, served)]:
         raise ValueError('\n'.join(faults))
-    scheduler = GeventScheduler() if is_ours else THREADS
+    scheduler = GeventScheduler() if _is_ours(cfg) else THREADS
     store = open_store(settings.store, create=False, scheduler=scheduler)
+    tokens = settings.tokens or MADE_TOKEN
+    app = create_app(store, tokens=tokens, **settings.app_options())
+    app.settings, app.store = settings, store
+    if app.metrics:
+        app.metrics.share(served and served.metrics)
     try:
         tempfile.TemporaryFile(dir=cfg.worker_tmp_dir).close()  # as for each worker
-        tokens = settings.tokens or MADE_TOKEN
-        app = create_app(store, tokens=tokens, **settings.app_options())
-        app.settings, app.store = settings, store
-        if app.metrics:
-            app.metrics.share(served and served.metrics)
-            if 'PROMETHEUS_MULTIPROC_DIR' in environ:
-                log.warning('PROMETHEUS_MULTIPROC_DIR: it has no effect here')
         with ExitStack() as stack:  # as the user that serves
             uid, gid = os.geteuid(), os.getegid()
             if (uid, gid) != (cfg.uid, cfg.gid):  # a hardened unit forbids these calls
@@ -99,20 +87,23 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
                 os.setegid(cfg.gid)
                 os.seteuid(cfg.uid)
             app.tls = ssl_context(cfg) if cfg.is_ssl else None
-            if opens:
+            if not (cfg.check_config or cfg.print_config):
                 _load(app, makes=not served)
     except OSError as ex:
         raise ValueError(f'user/group, certfile, keyfile, worker_tmp_dir: {ex}') from ex
     return app
 
 
-def _faults(
-    cfg: Config, environ: Mapping[str, str], settings: Settings, served: Any
-) -> Iterator[str]:
+def _is_ours(cfg: Config) -> bool:
+    return issubclass(cfg.worker_class, PlantsWorker)
+
+
+def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
-    for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
-        if not environ.get(name, '0').isdecimal():
-            yield f'{name}: it is not a number: unset it'
+    if any(each[1] >= 2**16 for each in cfg.address if isinstance(each, tuple)):
+        yield 'bind: a port is 65535 at most'
+    if cfg.loglevel.lower() not in PlantsLogger.LOG_LEVELS:  # gunicorn would take info
+        yield f'loglevel: one of {", ".join(PlantsLogger.LOG_LEVELS)}'
     if min(cfg.workers, cfg.worker_connections) < 1:
         yield 'workers, worker_connections: 1 at least'
     if settings.store == 'memory:' and cfg.workers > 1:
@@ -121,25 +112,18 @@ def _faults(
         yield 'PLANTS_STORE: memory: needs a restart'
     if not settings.tokens and (served.settings.tokens if served else cfg.daemon):
         yield 'PLANTS_TOKENS: nobody would see a made token: set it'
+    idle = NO_EFFECT if _is_ours(cfg) else ('reload', 'statsd_')
+    for name, setting in cfg.settings.items():
+        if name.startswith(idle) and setting.get() != type(setting)().get():
+            yield f'{name}: it has no effect here; SIGHUP is for new settings'
 
 
-def _taken_addresses(cfg: Config) -> Iterator[str]:
-    """Try each, as gunicorn does: it would take five seconds, and twelve lines."""
-    for each in cfg.address:
-        try:
-            if isinstance(each, tuple):
-                _sock_type(each)(each, cfg, log).close()
-        except (OSError, OverflowError) as ex:
-            yield f'bind: choose another address with -b: {each}: {ex}'
-
-
-def addresses(port: str) -> list[str]:
-    """Return the addresses that stand for all of this machine, with or without IPv6."""
+def address(port: str) -> str:
+    """Return the address that stands for all of this machine, with or without IPv6."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind(('::', 0))
-        leaves_ipv4 = probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-        return [f'[::]:{port}', f'0.0.0.0:{port}'][: 1 + leaves_ipv4]
-    return [f'0.0.0.0:{port}']
+        if not probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
+            return f'[::]:{port}'
+    return f'0.0.0.0:{port}'
 
 
 def _load(app: PlantsApp, makes: bool) -> None:
@@ -167,18 +151,19 @@ def on_starting(server: Any) -> None:
     # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
     atexit.register(PlantsLogger.buffer.flush)
     atexit.register(lambda: server.app.callable.store.close())
-    Master(server, make)
+    server.__class__ = Master
+    server.begin(make)
     if server.app.callable.settings.store == 'memory:':
         server.handle_ttin = server.handle_usr2 = partial(log.error, ONE_WORKER)
-    # An upgrade (SIGUSR2) after ``python -m gunicorn``: not in the path of its package.
-    if server.START_CTX['args'][1].endswith('__main__.py'):
-        server.START_CTX['args'][1:2] = ['-m', 'gunicorn']
+    # For an upgrade (SIGUSR2): gunicorn knows neither ``-m`` nor options of Python.
+    server.START_CTX['args'] = sys.orig_argv
 
 
 def when_ready(server: Any) -> None:
     """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
-    url = str((server.LISTENERS or server.cfg.bind)[0])
+    listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
+    url = str(listening[0])
     url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6
@@ -206,7 +191,8 @@ def pre_fork(server: Any, worker: Any) -> None:
 
 
 def post_worker_init(worker: Any) -> None:
-    """Ignore SIGHUP, which also the workers get when a terminal is closed."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Ignore what is for the master: a closed terminal, or pkill, signals all."""
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if metrics := worker.app.callable.metrics:
         metrics.number = worker.number

@@ -3,13 +3,15 @@
 import json
 import logging
 import os
+import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from logging import LogRecord
 from logging.handlers import MemoryHandler
 from typing import Any
 
 from gunicorn.config import Config
-from gunicorn.glogging import Logger
+from gunicorn.glogging import Logger, loggers
 from gunicorn.util import check_is_writable
 
 from store.masking import escaped
@@ -67,6 +69,27 @@ class Buffer(MemoryHandler):
                         target.handle(record)
 
 
+def report_errors(handler: logging.Handler) -> None:
+    """Have a handler report each error in a line, and raise none.
+
+    Python raises what a file cannot be opened with, and shows of a line that is lost
+    all arguments: those of the access log have the headers of a request, and its token.
+    """
+    emit = handler.emit
+
+    def emit_or_report(record: LogRecord) -> None:
+        try:
+            emit(record)
+        except Exception:
+            report(record)
+
+    def report(record: LogRecord) -> None:
+        with suppress(OSError):
+            print('A line of the log is lost:', sys.exc_info()[1], file=sys.stderr)
+
+    vars(handler).update(emit=emit_or_report, handleError=report)
+
+
 class PlantsLogger(Logger):  # type: ignore[misc]
     """gunicorn's log, also as JSON, with the service's own lines in it."""
 
@@ -84,6 +107,7 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         how = {'errors': 'backslashreplace'}
         how |= {} if configured else {'encoding': 'utf-8'}
         for handler in self.error_log.handlers + self.access_log.handlers:
+            report_errors(handler)
             vars(handler).update(how)  # for a file that is opened again
             stream: Any = getattr(handler, 'stream', None)
             if hasattr(stream, 'reconfigure'):
@@ -103,8 +127,9 @@ class PlantsLogger(Logger):  # type: ignore[misc]
     def reopen_files(self) -> None:
         """Open the log files again; a failure must not end the server or a worker."""
         try:
-            for path in {self.cfg.errorlog, self.cfg.accesslog} - {'-', None}:
-                check_is_writable(path)  # before one is closed
+            for handler in [each for log in loggers() for each in log.handlers]:
+                if isinstance(handler, logging.FileHandler):
+                    check_is_writable(handler.baseFilename)  # before one is closed
             super().reopen_files()
         except (OSError, RuntimeError) as ex:
             self.error('the log files were not opened again: %s', ex)

@@ -119,9 +119,10 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         """Accept the connections of a listening socket; a greenlet."""
         name = listener.getsockname()
         host, port = name[:2] if isinstance(name, tuple) else ('localhost', '')
+        mount = os.environ.get('SCRIPT_NAME', '').strip('/')
         environ: dict[str, Any] = base_environ(self.cfg) | {
             **dict.fromkeys(UNREADABLE, '-'),
-            'SCRIPT_NAME': os.environ.get('SCRIPT_NAME', ''),
+            'SCRIPT_NAME': mount and f'/{mount}',
             'SERVER_NAME': host,
             'SERVER_PORT': str(port),
             'wsgi.multithread': True,

@@ -105,31 +105,37 @@ def test_waiting_for_the_store_delays_only_requests_to_it(impatient):
         assert [client.receive().status for client in clients] == [200] * len(sent)
 
 
-def test_slow_reader_gets_everything(impatient):
+# A client may pause for shorter than this, and be served for longer.
+PAUSE = 2.5  # seconds
+
+
+def test_slow_reader_gets_everything(tmp_path):
     """A client that reads a piece at a time gets it all, also after the time limit."""
-    whole, received = impatient.ask(LARGE).body, b''
-    with impatient.connect() as client:
+    limits = time_limits(REQUEST_TIMEOUT=PAUSE)
+    with Server(tmp_path, conf=limits) as server, server.connect() as client:
+        whole, received = server.ask(LARGE).body, b''
         client._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
         client.send(LARGE)
+        began = time.monotonic()
         while not received.endswith(whole):
             received += (piece := client._socket.recv(2**16))
             assert piece, 'closed'  # or it would be asked forever
-            time.sleep(0.05)
+            time.sleep(0.12)
+        assert time.monotonic() - began > PAUSE
 
 
 def test_refused_body_is_read_away_while_it_comes(tmp_path):
     """A client that goes on to send is not cut off; when it pauses, it is."""
-    limits = time_limits(REQUEST_TIMEOUT=3600, LINGER=1)
-    with Server(tmp_path, conf=limits) as server:
-        before = count_sockets(server)
-        with server.connect() as client:
-            refused = request(content_length=10**12, authorization=None)
-            assert client.ask(refused).announces_close
-            for _ in range(15):
-                client._socket.sendall(bytes(2**17))
-                time.sleep(0.1)
-            assert count_sockets(server) > before
-            wait_until(lambda: count_sockets(server) <= before, 'it is closed')
+    limits = time_limits(REQUEST_TIMEOUT=3600, LINGER=PAUSE)
+    with Server(tmp_path, conf=limits) as server, server.connect() as client:
+        refused = request(content_length=10**12, authorization=None)
+        assert client.ask(refused).announces_close
+        until = time.monotonic() + PAUSE + 0.5
+        while time.monotonic() < until:
+            client._socket.sendall(bytes(2**17))
+            time.sleep(0.1)
+        open_sockets = count_sockets(server)
+        wait_until(lambda: count_sockets(server) < open_sockets, 'it is closed')
 
 
 ENDLESS = {
@@ -168,22 +174,28 @@ def test_pipelining_clients_delay_nobody(measured):
         for client in clients:
             client.send(request('GET', '/x', authorization=None) * 500)
         assert all(client.is_readable(PATIENCE) for client in clients)
-        before = measured.log.count(' /x ')
+        log, waits = measured.directory / 'server.log', []
         for _ in range(20):
+            before = log.stat().st_size
             assert_quick(healthy)
-        assert 0 < measured.log.count(' /x ') - before < 20 * len(clients)
+            waits.append(log.stat().st_size - before)
+    line = re.search('.* /x .*', measured.log)[0]
+    assert sum(waits) > 0
+    assert sorted(waits)[10] < (len(line) + 1) * len(clients)
 
 
 def test_bodies_are_read_in_turns(measured):
     """Those that came first, of many chunks, delay no request on a new connection."""
-    body = CHUNKED + b'1\r\n \r\n' * 65_000 + b'0\r\n\r\n'
+    how = {'x_request_id': 'long', 'content_type': 'application/json'}
+    body = chunked(end=b'1\r\n \r\n' * 65_000 + b'0\r\n\r\n', **how)
+    quick = request('GET', '/x', authorization=None, x_request_id='quick')
     with ExitStack() as opened:
         with paused(only_worker(measured)):
-            clients = [opened.enter_context(measured.connect()) for _ in range(70)]
-            for client, data in zip(clients, [body] * 10 + [PROBE] * 60, strict=True):
-                client.send(data)
-        assert all(client.receive().status == 200 for client in clients[10:])
-        assert not any(client.is_readable() for client in clients[:10])
+            for data in [body] * 10 + [quick] * 60:
+                opened.enter_context(measured.connect()).send(data)
+        wait_until(lambda: measured.log.count(' long ') == 10, 'all are answered')
+    assert measured.log.count(' quick ') == 60
+    assert measured.log.rindex(' quick ') < measured.log.index(' long ')
 
 
 def test_callers_that_never_pause_delay_no_batch():
@@ -223,7 +235,7 @@ def test_abandoned_connection_is_closed(impatient):
         for data in ABANDONED * 5:
             client = opened.enter_context(impatient.connect())
             client.send(data)
-            assert client.receive()
+            assert client.is_readable(PATIENCE)
         wait_until(lambda: count_sockets(impatient) <= before, 'they are closed')
     for word in ('ERROR', 'Traceback'):
         assert word not in impatient.log
@@ -248,27 +260,20 @@ def test_stalled_clients_make_room(tmp_path, subtests):
     """Clients that stall hold no place of a full worker; the others are served."""
     limits = time_limits(FIRST_REQUEST=3600, REQUEST_TIMEOUT=3600, LINGER=0.2)
     conf = [*limits, 'keepalive = 3600', 'worker_connections = 20']
-    with Server(tmp_path, conf=conf) as server, server.connect() as healthy:
+    with Server(tmp_path, conf=conf) as server:
         for data in STALLED:
             with subtests.test(data[:30]), ExitStack() as opened:
                 for _ in range(30):
                     opened.enter_context(server.connect()).send(data)
-                    assert_quick(healthy)
                 assert count_sockets(server) < 30  # the others wait
-                late = opened.enter_context(server.connect())
-                late.send(request(body=fern()))
-
-                def answered(late=late):
-                    assert_quick(healthy)
-                    return late.is_readable(0.05)
-
-                wait_until(answered, 'a place is made')
-                assert late.receive().status == 200
+                for _ in range(10):
+                    with server.connect() as healthy:
+                        assert_quick(healthy)
 
 
 def test_full_worker_closes_idle_connections_first(tmp_path):
     """Then requests of which nothing comes; one of which bytes come keeps its place."""
-    conf = [*time_limits(LINGER=2), 'keepalive = 3600', 'worker_connections = 8']
+    conf = [*time_limits(LINGER=4), 'keepalive = 3600', 'worker_connections = 8']
     with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
 
         def begin_a_request():

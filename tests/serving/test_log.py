@@ -115,30 +115,43 @@ def test_log_file_is_rotated(tmp_path, log):
         assert 'the-last' in path.read_text()
 
 
-def test_log_configuration_keeps_its_rules(tmp_path):
-    """Its handlers rotate their files, and have lines of their level."""
-    kinds = {'console': 'StreamHandler', 'errors': 'FileHandler'}
-    kinds['all'] = 'handlers.RotatingFileHandler'
+def configured(**kinds):
+    """Return lines of configuration: handlers of these kinds, with files in logs/."""
     handlers = {name: {'class': f'logging.{kind}'} for name, kind in kinds.items()}
-    handlers['errors'] |= {'filename': 'errors', 'level': 'ERROR'}
-    handlers['all'] |= {'filename': 'all', 'maxBytes': 1_000, 'backupCount': 1}
+    for name in handlers.keys() - {'console'}:
+        handlers[name]['filename'] = f'logs/{name}'
     loggers = {'gunicorn.error': {'level': 'INFO', 'handlers': list(handlers)}}
     config = {'version': 1, 'handlers': handlers, 'loggers': loggers}
-    with Server(tmp_path, conf=[f'logconfig_dict = {config}']) as server:
+    return [f'logconfig_dict = {config}']
+
+
+def test_log_configuration_keeps_its_rules(tmp_path):
+    """Its handlers rotate their files, and have lines of their level."""
+    (tmp_path / 'logs').mkdir()
+    kinds = {'console': 'StreamHandler', 'errors': 'FileHandler'}
+    conf = configured(**kinds, all='handlers.RotatingFileHandler')
+    conf += ['rules = logconfig_dict["handlers"]', 'rules["errors"]["level"] = "ERROR"']
+    conf += ['rules["all"] |= {"maxBytes": 1_000, "backupCount": 1}']
+    with Server(tmp_path, conf=conf) as server:
         for _ in range(40):
             assert server.ask(request(body=FERN)).status == 200
-        wait_until((tmp_path / 'all.1').exists, 'it is rotated')
-        assert (tmp_path / 'errors').read_text() == ''
+        wait_until((tmp_path / 'logs/all.1').exists, 'it is rotated')
+        assert (tmp_path / 'logs/errors').read_text() == ''
 
 
-@pytest.mark.parametrize('place', ['/dev/full', 'logs/log'])
+GONE = {'file': 'FileHandler', 'watched': 'handlers.WatchedFileHandler'}
+
+
+@pytest.mark.parametrize('place', ['/dev/full', 'logs/log', None])
 def test_log_that_cannot_be_written_costs_only_lines(tmp_path, place):
     """With a full disk, or no directory for the log any more, the server goes on."""
     (tmp_path / 'logs').mkdir()
     begin = 'Listening at: {server.LISTENERS[0]}\nBooting worker with pid: {worker.pid}'
     conf = [f'post_fork = lambda server, worker: print(f{begin!r}, flush=True)']
-    conf += ['import logging', 'logging.raiseExceptions = False']  # it would print, too
-    with Server(tmp_path, '--error-logfile', place, conf=conf) as server:
+    if place is None:
+        conf += configured(console='StreamHandler', **GONE)
+    files = '--error-logfile', place or '-', '--access-logfile', place or '-'
+    with Server(tmp_path, *files, conf=conf) as server:
         shutil.rmtree(tmp_path / 'logs')
         # Python handles them in this order: the second one comes after the first.
         for number in (signal.SIGUSR1, signal.SIGTTIN):
@@ -146,3 +159,7 @@ def test_log_that_cannot_be_written_costs_only_lines(tmp_path, place):
         wait_until(lambda: len(server.worker_pids()) > 1, 'it hears both')
         server.reload()
         assert server.ask(request(body=FERN)).status == 200
+        wait_until(
+            lambda: 'line of the log is lost' in server.log or place == 'logs/log'
+        )
+    assert TOKEN not in server.log

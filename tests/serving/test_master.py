@@ -1,6 +1,7 @@
 """The master: what fails beside it, or interrupts it, ends no worker that is well."""
 
 import os
+import re
 import signal
 import time
 from contextlib import ExitStack
@@ -58,6 +59,21 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
         assert server.ask(request(body=fern())).status == 200
 
 
+def test_hook_that_fails_ends_no_worker(tmp_path):
+    """A hook of the operator, at the end of a worker and after a reload."""
+    hooks = ['child_exit = lambda server, worker: 1 / 0']
+    hooks += ['when_ready = lambda server: server.WORKERS and 1 / 0']
+    hooks += ['nworkers_changed = lambda server, new, old: old and 1 / 0']
+    with Server(tmp_path, conf=hooks, workers=2) as server:
+        before = server.worker_pids()
+        os.kill(min(before), signal.SIGKILL)
+        wait_until(lambda: len(server.worker_pids() - before) == 1)
+        server.reload()
+        wait_until(lambda: 'when_ready: division' in server.log)
+        assert {'child_exit', 'nworkers_changed'} <= set(re.findall(r'\w+', server.log))
+        assert server.ask(request(body=fern())).status == 200
+
+
 # A reload that takes for ever, as one of a large file may seem to.
 SLOW = ['import time', 'while Path("slow").exists():']
 SLOW += ['    Path("reading").touch()', '    time.sleep(0.01)']
@@ -102,12 +118,12 @@ def test_stop_is_heard_while_old_workers_end(tmp_path):
 
 def test_pause_of_all_ends_no_worker(tmp_path):
     """The master waits a tick, as after the sleep of a laptop; then it looks again."""
-    with Server(tmp_path, '--timeout=1', workers=2) as server:
-        for _ in range(2):
+    with Server(tmp_path, '--timeout=2', workers=2) as server:
+        for seconds in (1, 2):  # it waits still, or has looked again
             os.killpg(server.pid, signal.SIGSTOP)
-            time.sleep(2.2)
+            time.sleep(2.5)
             os.killpg(server.pid, signal.SIGCONT)
-            time.sleep(1)
+            time.sleep(seconds)
         assert 'TIMEOUT' not in server.log
         [worker, _] = server.worker_pids()
         os.kill(worker, signal.SIGSTOP)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from exchange import Load, assert_error, fern
-from machine import edit, locked
+from machine import edit, kib, locked
 from rawclient import TOKEN
 from server import GUNICORN, Server, is_alive, request, wait_until
 
@@ -54,7 +54,7 @@ REFUSED = {
     **{name: (f'{name} = {value!r}', name) for name, value in FIXED.items()},
     'syntax': ('keepalive =', 'gunicorn.conf.py'),
     'value': ("keepalive = 'long'", 'keepalive'),
-    'heartbeats': ("worker_tmp_dir = '/proc'", 'worker_tmp_dir'),
+    'heartbeats': ("worker_tmp_dir = os.environ['SCRIPT_NAME'] = '/proc'", '/proc'),
     'setting of ours': ("chdir = '/'\nraw_env += ['PLANTS_LOG=x']", 'PLANTS_LOG'),
     'store in memory': ("raw_env += ['PLANTS_STORE=memory:']", 'memory:'),
     'store': ("raw_env += ['PLANTS_STORE=jsonl:no/plants']", 'no/plants'),
@@ -141,14 +141,30 @@ def test_five_reloads_fail_no_request(tmp_path):
                 load.wait_for_all()
                 server.reload()
             workers = server.worker_pids()
-            for worker in workers:  # it ignores what who closes a window sends
+            for worker in workers:  # as who closes a window does, or ``pkill``
                 os.kill(worker, signal.SIGHUP)
+                os.kill(worker, signal.SIGUSR2)
             load.wait_for_all()
             assert server.worker_pids() == workers
         assert not load.failed
         assert is_alive(server.pid)
         assert len(server.plants()) == len(load.added)
         assert not re.search('Traceback|ERROR| 503 |was sent', server.log)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='it reads /proc')
+def test_reloads_free_what_they_replace(tmp_path):
+    """A reload of a large file leaves no index behind; it has 24 bytes for a plant."""
+    lines = [b'{"id":%d,"name":"Fern"}\n' % id for id in range(200_000)]
+    (tmp_path / 'plants.jsonl').write_bytes(b''.join(lines))
+    with Server(tmp_path) as server:
+        used = []
+        for count in range(1, 7):
+            server.signal(signal.SIGHUP)
+            wait_until(lambda n=count: server.log.count('reloaded') == n)
+            used.append(kib('Anonymous', server.pid))
+        index = 24 * len(lines) / 1024
+        assert used[-1] - used[0] < 2 * index, used
 
 
 @pytest.mark.parametrize('is_ignored', [False, True])
