@@ -24,7 +24,7 @@ wsgi_app = 'serving.lifecycle:build()'
 preload_app = True
 # For platforms that set PORT: gunicorn would listen on IPv4 alone.
 if 'PORT' in os.environ:
-    bind = lifecycle.address(os.environ['PORT'])
+    bind = lifecycle.addresses(os.environ['PORT'])
 
 # ---- processes
 

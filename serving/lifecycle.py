@@ -77,6 +77,8 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
     app.settings, app.store = settings, store
     if app.metrics:
         app.metrics.share(served and served.metrics)
+        if 'PROMETHEUS_MULTIPROC_DIR' in environ:
+            log.warning('PROMETHEUS_MULTIPROC_DIR: it has no effect here')
     try:
         tempfile.TemporaryFile(dir=cfg.worker_tmp_dir).close()  # as for each worker
         with ExitStack() as stack:  # as the user that serves
@@ -100,8 +102,9 @@ def _is_ours(cfg: Config) -> bool:
 
 def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
     """Yield a sentence for each setting that cannot be served."""
-    if any(each[1] >= 2**16 for each in cfg.address if isinstance(each, tuple)):
-        yield 'bind: a port is 65535 at most'
+    for name in ('LISTEN_FDS', 'LISTEN_PID', 'GUNICORN_PID'):
+        if not os.environ.get(name, '0').isdecimal():
+            yield f'{name}: it is not a number: unset it'
     if cfg.loglevel.lower() not in PlantsLogger.LOG_LEVELS:  # gunicorn would take info
         yield f'loglevel: one of {", ".join(PlantsLogger.LOG_LEVELS)}'
     if min(cfg.workers, cfg.worker_connections) < 1:
@@ -116,14 +119,30 @@ def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
     for name, setting in cfg.settings.items():
         if name.startswith(idle) and setting.get() != type(setting)().get():
             yield f'{name}: it has no effect here; SIGHUP is for new settings'
+    is_bound = served or os.environ.keys() & {'LISTEN_FDS', 'GUNICORN_FD'}
+    if not (is_bound or cfg.reuse_port or cfg.check_config or cfg.print_config):
+        yield from _taken_addresses(cfg)
 
 
-def address(port: str) -> str:
-    """Return the address that stands for all of this machine, with or without IPv6."""
+def _taken_addresses(cfg: Config) -> Iterator[str]:
+    """Try each: gunicorn takes five seconds, and twelve lines, for one in use."""
+    for each in [each for each in cfg.address if isinstance(each, tuple)]:
+        family = socket.AF_INET6 if ':' in each[0] else socket.AF_INET
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(each)
+        except (OSError, OverflowError) as ex:
+            yield f'bind: choose another address with -b: {each}: {ex}'
+
+
+def addresses(port: str) -> list[str]:
+    """Return the addresses that stand for all of this machine, with or without IPv6."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        if not probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
-            return f'[::]:{port}'
-    return f'0.0.0.0:{port}'
+        probe.bind(('::', 0))
+        leaves_ipv4 = probe.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        return [f'[::]:{port}', f'0.0.0.0:{port}'][: 1 + leaves_ipv4]
+    return [f'0.0.0.0:{port}']
 
 
 def _load(app: PlantsApp, makes: bool) -> None:

@@ -54,6 +54,7 @@ def test_each_worker_reports_what_all_have_counted(tmp_path):
         server.reload()
         add_plants(server, 5)
         assert read(server, ADDS, route='/plants', status='200') == 40
+        assert 'PROMETHEUS_MULTIPROC_DIR' in server.log
         assert [*place.iterdir(), *tmp_path.rglob('*.db')] == []
 
 

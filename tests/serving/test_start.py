@@ -52,29 +52,34 @@ def test_made_token_works_and_stays(tmp_path):
 
 OPTIONS = 'GUNICORN_CMD_ARGS'
 DAMAGED = b'{"id":1,"name":"Fern"}\n{"id":2,"na\n{"id":3,"name":"Moss"}\n'
+TAKEN = {OPTIONS: '--bind=127.0.0.1:{} --worker-tmp-dir=.'}
 WRONG = {'PLANTS_LOG': 'x', 'PLANTS_MAX_BODY': '0', 'PLANTS_STORE': f'sql:{SECRET}'}
+SOCKETS = ['LISTEN_FDS', 'LISTEN_PID']
 IDLE = '--reload --proxy-protocol --limit-request-fields=9 --statsd-host=:1 --threads=2'
 NAMES = [f'{word.replace("-", "_")}: ' for word in re.findall(r'--([a-z-]+)', IDLE)]
 # Variables, a text for each fault, and the exit code of a check, which opens nothing.
 REFUSED = {
     'ours': (WRONG, [*WRONG], 1),
     'of gunicorn': ({OPTIONS: '-w 0 --log-level warn'}, ['loglevel', 'workers'], 1),
-    'no port': ({OPTIONS: '-b 127.0.0.1:65536'}, ['bind'], 1),
+    'no port': ({OPTIONS: '-b 127.0.0.1:65536'}, ['with -b'], 0),
     'no connections': ({OPTIONS: '--worker-connections 0'}, ['worker_conn'], 1),
     'certificate': ({OPTIONS: '--certfile no.pem'}, ['certfile'], 1),
     '--env': ({OPTIONS: '--env PLANTS_LOG=x'}, ['PLANTS_LOG'], 1),
     'no effect': ({OPTIONS: IDLE}, NAMES, 1),
     'workers': ({'WEB_CONCURRENCY': '2'}, ['memory:'], 1),
     'damaged file': ({'PLANTS_STORE': 'jsonl:damaged'}, ['line 2'], 0),
+    'taken address': (TAKEN, ['-b', 'in use'], 0),
+    'sockets of systemd': ({'LISTEN_FDS': '', 'LISTEN_PID': 'x'}, SOCKETS, 1),
 }
 
 
 @table('variables, words, code', REFUSED)
-def test_refused_start_leaves_nothing(tmp_path, variables, words, code):
+def test_refused_start_leaves_nothing(service, tmp_path, variables, words, code):
     """Each fault is a sentence; the exit code is 1, and no file is left or changed."""
     (tmp_path / 'damaged').write_bytes(DAMAGED)
     conf = ['import warnings', 'warnings.simplefilter("ignore")']  # unclosed sockets
-    how = {'conf': conf, 'PLANTS_STORE': 'memory:', **variables}
+    how = {'conf': conf, 'PLANTS_STORE': 'memory:'}
+    how |= {name: text.format(service.port) for name, text in variables.items()}
     checks = dict.fromkeys(['--check-config', '--print-config'], code)
     for argument, expected in (checks | {'-ppid': 1}).items():
         server = Server(tmp_path, argument, **how)
