@@ -169,18 +169,19 @@ def test_endless_body_is_refused_and_cut_off(request, kind):
 
 def test_pipelining_clients_delay_nobody(measured):
     """Of 150,000 requests of 300 clients an add waits for fewer than one of each."""
-    with ExitStack() as opened, measured.connect() as healthy:
-        clients = [opened.enter_context(measured.connect()) for _ in range(300)]
-        for client in clients:
-            client.send(request('GET', '/x', authorization=None) * 500)
-        assert all(client.is_readable(PATIENCE) for client in clients)
-        log, waits = measured.directory / 'server.log', []
-        for _ in range(20):
-            before = log.stat().st_size
-            assert_quick(healthy)
-            waits.append(log.stat().st_size - before)
+    log, waits = measured.directory / 'server.log', [0]
+    while not any(waits):  # or this process was paused until no client took answers
+        waits.clear()
+        with ExitStack() as opened, measured.connect() as healthy:
+            clients = [opened.enter_context(measured.connect()) for _ in range(300)]
+            for client in clients:
+                client.send(request('GET', '/x', authorization=None) * 500)
+            assert all(client.is_readable(PATIENCE) for client in clients)
+            for _ in range(20):
+                before = log.stat().st_size
+                assert_quick(healthy)
+                waits.append(log.stat().st_size - before)
     line = re.search('.* /x .*', measured.log)[0]
-    assert sum(waits) > 0
     assert sorted(waits)[10] < (len(line) + 1) * len(clients)
 
 
