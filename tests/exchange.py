@@ -181,18 +181,18 @@ def service(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def impatient(tmp_path_factory):
-    """A server with 1 s for a request and 60 s for an idle connection."""
+    """A server with 2 s for a request and 60 s for an idle connection."""
     directory = tmp_path_factory.mktemp('impatient')
-    limits = time_limits(REQUEST_TIMEOUT=1)
+    limits = time_limits(REQUEST_TIMEOUT=2)
     with Server(directory, '--keep-alive=60', conf=limits) as server:
         yield server
 
 
 @pytest.fixture(scope='session')
 def secure(tmp_path_factory):
-    """A server with TLS, and 1 s for a first byte and for a request."""
+    """A server with TLS, and 2 s for a first byte and for a request."""
     directory = tmp_path_factory.mktemp('secure')
-    limits = time_limits(FIRST_REQUEST=1, REQUEST_TIMEOUT=1)
+    limits = time_limits(FIRST_REQUEST=2, REQUEST_TIMEOUT=2)
     with Server(directory, is_tls=True, conf=limits) as server:
         yield server
         assert 'Traceback' not in server.log
