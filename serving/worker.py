@@ -32,7 +32,7 @@ UNREADABLE = 'REQUEST_METHOD', 'RAW_URI', 'PATH_INFO', 'SERVER_PROTOCOL'
 
 # Connections go in blocks to the first worker with the fewest whole blocks: few clients
 # share the batches of one worker, and so its syncs; many are spread.
-BLOCK = 10  # connections
+BLOCK = 8  # connections
 LEAVE = 0.005  # seconds to leave a connection to the worker that is next
 PLACES = 64  # of workers, by their age; two that share one only spread worse
 # In shared memory: how many active ones a worker has, and until when it accepts more.
