@@ -264,15 +264,16 @@ def test_look_that_was_overtaken_changes_nothing(
     if owner is os:
         replace(path, TOKEN[::-1])
 
-    def call_slowly(file):
-        status = really(file)
+    def call_slowly(file, **how):
+        status = really(file, **how)
         if next(calls) == 0:
             replace(path, OTHER)
             assert tokens.find(OTHER)  # as another thread would
         return status
 
-    monkeypatch.setattr(owner, call, call_slowly)
-    tokens.refresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, call_slowly)
+        tokens.refresh()
     path.unlink()  # so the tokens stay
     found = [tokens.find(one) for one in (OTHER, TOKEN, TOKEN[::-1])]
     assert found == ['new', None, None]
