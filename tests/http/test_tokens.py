@@ -328,17 +328,24 @@ def test_revoked_token_stays_revoked(path, tmp_path):
             bearer = f'Bearer {token}'
             return server.ask(request(body=FERN, authorization=bearer)).status
 
+        def replace_the_worker():
+            old = only_worker(server)
+            os.kill(old, signal.SIGKILL)
+            wait_until(lambda: server.worker_pids() - {old})
+
         replace(path, OTHER)
         wait_until(lambda: status(OTHER) == 200)
         for damage, _ in DAMAGE.values():
             damage(path)
-            old = only_worker(server)
-            os.kill(old, signal.SIGKILL)
-            wait_until(lambda old=old: server.worker_pids() - {old})
+            replace_the_worker()
             for _ in range(5):
                 assert status(TOKEN) in (401, 503)
             replace(path, OTHER)
             wait_until(lambda: status(OTHER) == 200)
+        replace_the_worker()  # before it is forked, the master reads the file
+        path.unlink()
+        replace_the_worker()
+        assert status(OTHER) == 200
         assert status(TOKEN) == 401
     assert_shows_no_token(server.log)
 

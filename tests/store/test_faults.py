@@ -12,9 +12,10 @@ import pytest
 from disk import Fault, Gate, append, assert_raise, failing, files, fill, full, lines
 from waiting import PATIENCE
 
-from store import Plant, StoreUnavailable
+from store import Plant, StoreCorrupt, StoreUnavailable
 from store.jsonl import JSONLinesStore
 from store.jsonl import disk as disk_calls
+from store.jsonl.lines import NEAR
 
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
 TORN = b'{"id":7,"na'
@@ -167,3 +168,14 @@ def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error
     with pytest.raises(StoreUnavailable) if error == errno.EIO else nullcontext():
         store.add(MOSS)
     assert disk.calls_since(begun) == ['pwrite', *syncs]
+
+
+def test_plant_that_could_not_be_compared_is_not_known(path, disk, store):
+    """Of another process, with a taken id: the next add reads it again, and sees it."""
+    append(path, lines(Plant(FERN.id, 'Rival'), MOSS))
+    disk.before = Fault(
+        'pread', 1, lambda fd, size, _: size == NEAR and failing(errno.EIO)(), True
+    )
+    assert_raise(StoreUnavailable, partial(store.add, IVY))
+    disk.resume()
+    assert_raise(StoreCorrupt, *2 * [partial(store.add, IVY)])
