@@ -179,3 +179,16 @@ def test_plant_that_could_not_be_compared_is_not_known(path, disk, store):
     assert_raise(StoreUnavailable, partial(store.add, IVY))
     disk.resume()
     assert_raise(StoreCorrupt, *2 * [partial(store.add, IVY)])
+
+
+def test_sync_that_was_interrupted_does_not_count(disk, store):
+    """Nobody knows what it did: a repeat of its plant is synced before it is 200."""
+
+    def interrupt(fd):
+        raise MemoryError
+
+    disk.before = Fault('fdatasync', 1, interrupt)
+    assert_raise(StoreUnavailable, partial(store.add, MOSS))
+    begun = disk.now
+    assert store.add(MOSS) is False
+    assert disk.calls_since(begun) == ['fdatasync']
