@@ -109,7 +109,9 @@ def test_memory_store_keeps_one_worker(tmp_path):
 SLOW = ['import time', 'from store.jsonl import JSONLinesStore']
 SLOW += ['def load(self, *, wait=True):', '    print("loading", flush=True)']
 SLOW += ['    while True: time.sleep(0.01)', 'JSONLinesStore.load = load']
-FORKED = ['import time', 'post_fork = lambda server, worker: time.sleep(3600)']
+# In short pieces: a signal just before a long call would be seen after it.
+FORKED = ['import time', 'def post_fork(server, worker):']
+FORKED += ['    while True: time.sleep(0.01)']
 UNSHARE = ['--pid', '--fork', '--kill-child', '--mount-proc']
 
 
