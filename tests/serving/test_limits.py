@@ -169,9 +169,9 @@ def test_endless_body_is_refused_and_cut_off(request, kind):
 
 def test_pipelining_clients_delay_nobody(measured):
     """Of 150,000 requests of 300 clients an add waits for fewer than one of each."""
-    log, waits = measured.directory / 'server.log', [0]
-    while not any(waits):  # or this process was paused until no client took answers
-        waits.clear()
+    log = measured.directory / 'server.log'
+    for _ in range(3):  # this process may be paused until no client takes answers
+        waits = []
         with ExitStack() as opened, measured.connect() as healthy:
             clients = [opened.enter_context(measured.connect()) for _ in range(300)]
             for client in clients:
@@ -181,7 +181,10 @@ def test_pipelining_clients_delay_nobody(measured):
                 before = log.stat().st_size
                 assert_quick(healthy)
                 waits.append(log.stat().st_size - before)
+        if (found := sum(waits[10:])) > 0:  # the load lasts
+            break
     line = re.search('.* /x .*', measured.log)[0]
+    assert found > 0
     assert sorted(waits)[10] < (len(line) + 1) * len(clients)
 
 
