@@ -200,13 +200,8 @@ def pre_fork(server: Any, worker: Any) -> None:
     """
     taken = {0, *(each.number for each in server.WORKERS.values())}
     worker.number = min({*range(len(taken) + 1)} - taken)
-    app = server.app.callable
-    if app.settings.tokens:
-        app.settings.tokens.refresh()
-    try:
-        app.store.read_on()
-    except Exception as ex:  # the worker will see for itself
-        log.warning('nothing was read before a fork: %s', ex)
+    if tokens := server.app.callable.settings.tokens:
+        tokens.refresh()
 
 
 def post_worker_init(worker: Any) -> None:

@@ -145,12 +145,6 @@ class PlantStore(abc.ABC):
         """
         self.ping()
 
-    def read_on(self) -> None:  # noqa: B027
-        """Read what was added since ``load``, for children forked later; be quick.
-
-        A server calls it in its master before it forks, so it waits for nobody.
-        """
-
     @abc.abstractmethod
     def close(self) -> None:
         """Release what the store holds; it may be called twice."""

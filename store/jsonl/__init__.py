@@ -1,24 +1,21 @@
 """The embedded store: a file of JSON lines, shared by any number of processes."""
 
-import fcntl
 import logging
 import math
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from store.base import Plant
 from store.committer import CommittedStore
-from store.jsonl import disk, lock, record, recovery
+from store.jsonl import disk, record, recovery
 from store.jsonl.file import PlantFile
 from store.jsonl.known import Known
 from store.scheduler import THREADS, Scheduler
 
 log = logging.getLogger(__name__)
-
-READ_AT_MOST = 4 * 1024 * 1024  # bytes before a fork, in half a second at most
 
 
 class JSONLinesStore(CommittedStore):
@@ -66,12 +63,3 @@ class JSONLinesStore(CommittedStore):
             file.ping()
         self._known = file.known
         log.info('%s: it has %d plants', self.path, file.known.count)
-
-    def read_on(self) -> None:
-        if self._known is None:
-            return
-        with recovery.opened(self.path) as fd, suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size = self._known.whole(fd, self._known.check(fd))
-            lock.release(fd)
-            self._known.read_on(fd, min(size, self._known.end + READ_AT_MOST))

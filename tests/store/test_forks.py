@@ -19,7 +19,6 @@ from disk import (
     raw_plants,
     take_side_files,
 )
-from machine import locked
 from waiting import wait_until
 
 from store import IdTaken, Plant, StoreCorrupt, StoreUnavailable, forks, open_store
@@ -60,13 +59,7 @@ def test_child_goes_on_with_what_was_loaded(path, store):
         assert_stored(store, [*PLANTS, MANY[0], MANY[-1]])
 
     in_child(partial(look, 5_000))
-    fill(path, *(Plant(number, 'Oak' * 99) for number in range(10**6, 10**6 + 1000)))
-    with locked(path):
-        store.read_on()  # which waits for nobody
-    in_child(partial(look, 10**6))
-    store.read_on()  # as before a fork; and mends nothing
     append(path, b'{"id":')
-    store.read_on()
     # An opening also writes again what nobody has synced since the load.
     in_child(partial(look, 500_000))
     assert take_side_files(path) == [b'{"id":']
