@@ -24,10 +24,10 @@ from store import PlantStore, open_store
 from store.base import TEXTS
 from web import errors, middleware
 from web.body import PlantReader, encode, load_schemas
-from web.documents import ReadOnlyResource, document_resources
+from web.documents import ReadOnlyResource, documents
 from web.middleware import PlantsRequest
 from web.settings import Settings
-from web.tokens import Tokens, make_token, show_token
+from web.tokens import MADE_TOKEN, Tokens, show_token
 
 
 class PlantsApp(falcon.App):  # type: ignore[type-arg]  # agents replace the class
@@ -87,20 +87,20 @@ def create_app(
         store.ping()
         return b'{"status": "ready"}'
 
-    public = document_resources(files, max_body_bytes, metrics=bool(metrics_token))
+    public = documents(files, metrics=bool(metrics_token))
     public['/livez'] = ReadOnlyResource(lambda: b'{"status": "live"}')
     public['/readyz'] = ReadOnlyResource(ready)
     reader = PlantReader(files, max_body_bytes)
     routes: dict[str, object] = {**public, '/plants': PlantsResource(store, reader)}
     # Requests pass through these in this order, responses in reverse order.
     cors = [middleware.CrossOrigin(cors_origins)] if cors_origins else []
-    own = {'/metrics': Tokens({'metrics': metrics_token})} if metrics_token else {}
-    gate = middleware.Gate(tokens, public, own)
-    layers: list[Any] = [middleware.RequestLog(), *cors, gate]
+    own: dict[str, Tokens | None] = dict.fromkeys(public)
+    layers: list[Any] = [middleware.RequestLog(), *cors, middleware.Gate(tokens, own)]
     if metrics_token:
         from web.metrics import Metrics  # its package is optional
 
         tokens.refuse(metrics_token)
+        own['/metrics'] = Tokens({'metrics': metrics_token})
         routes['/metrics'] = metrics = Metrics(store, tokens)
         layers.insert(0, metrics)
     app = PlantsApp(layers)
@@ -116,10 +116,10 @@ def get_app(environ: Mapping[str, str] = os.environ) -> PlantsApp:
     settings = Settings.from_environ(environ)
     store = open_store(settings.store)
     atexit.register(store.close)
-    tokens = settings.tokens or make_token()
-    if isinstance(tokens, str):
-        show_token(tokens, 'http://HOST:PORT')
-    return create_app(store, tokens=tokens, **settings.app_options())
+    if not settings.tokens:
+        show_token('http://HOST:PORT')
+    ours = {'store': store, 'tokens': settings.tokens or MADE_TOKEN}
+    return create_app(**vars(settings) | ours)
 
 
 def __getattr__(name: str) -> PlantsApp:

@@ -30,12 +30,11 @@ from serving.worker import PlantsWorker
 from store import THREADS, StoreError, StoreUnavailable, masked, open_store
 from store.jsonl.disk import file_system
 from web.settings import Settings
-from web.tokens import make_token, show_token
+from web.tokens import MADE_TOKEN, show_token
 
 log = logging.getLogger('plants')
 
 GUNICORN = '27.0.1'  # as in requirements.txt
-MADE_TOKEN = make_token()  # for a start without a configured one; a reload keeps it
 SHORT_LIVED = 'tmpfs', 'ramfs', 'overlay'  # they end with a machine or a container
 ONE_WORKER = 'PLANTS_STORE: memory: needs one worker'
 # How the names of gunicorn's settings begin that have no effect on our worker.
@@ -72,8 +71,8 @@ def make(cfg: Config, environ: Mapping[str, str], served: Any = None) -> PlantsA
         raise ValueError('\n'.join(faults))
     scheduler = GeventScheduler() if _is_ours(cfg) else THREADS
     store = open_store(settings.store, create=False, scheduler=scheduler)
-    tokens = settings.tokens or MADE_TOKEN
-    app = create_app(store, tokens=tokens, **settings.app_options())
+    ours = {'store': store, 'tokens': settings.tokens or MADE_TOKEN}
+    app = create_app(**vars(settings) | ours)
     app.settings, app.store = settings, store
     if app.metrics:
         app.metrics.share(served and served.metrics)
@@ -188,7 +187,7 @@ def when_ready(server: Any) -> None:
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6
         url = url.replace('http:', 'https:')
     if settings.tokens is None and not server.WORKERS:
-        show_token(MADE_TOKEN, url)
+        show_token(url)
     what, store = 'reloaded' if server.WORKERS else 'started', masked(settings.store)
     log.info('%s: the store %s is ready; to try it: %s/docs', what, store, url)
 

@@ -14,10 +14,9 @@ from web.body import encode
 from web.errors import ErrorValue, Fault
 
 _HEADERS = {
-    # The page runs its own scripts and talks to this service; its style has its images.
-    'Content-Security-Policy': "default-src 'none'; script-src 'self'; style-src 'self'"
-    "; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
-    "; frame-ancestors 'none'",
+    # The page loads its own files and talks to this service; its style has its images.
+    'Content-Security-Policy': "default-src 'self'; img-src data:; base-uri 'none'"
+    "; form-action 'none'; frame-ancestors 'none'",
     'X-Content-Type-Options': 'nosniff',
 }
 
@@ -42,18 +41,12 @@ class ReadOnlyResource:
     on_head = on_get
 
 
-def document_resources(
-    files: dict[str, Any], max_body_bytes: int, *, metrics: bool
-) -> dict[str, ReadOnlyResource]:
+def documents(files: dict[str, Any], metrics: bool) -> dict[str, ReadOnlyResource]:
     """Return the resources for the description and the files of the page, by path."""
-    template = Path(__file__).with_name('openapi.json').read_text('utf-8')
-    template = template.replace('{max_body_bytes}', str(max_body_bytes))
-    description: dict[str, Any] = json.loads(template)
+    description = json.loads(Path(__file__).with_name('openapi.json').read_bytes())
     description['info']['version'] = __version__
-    description['components']['schemas'] = {
-        file.removesuffix('.json'): _merged(schema, files)
-        for file, schema in files.items()
-    }
+    schemas = {Path(file).stem: _merged(files[file], files) for file in files}
+    description['components']['schemas'] = schemas
     if not metrics:
         del description['paths']['/metrics']
     encoded = encode(description)
@@ -79,7 +72,7 @@ def _read_page(name: str) -> bytes:
 
 def _merged(schema: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with the members of its ``allOf``, which generators misread."""
-    merged = {key: rule for key, rule in schema.items() if key not in ('$id', 'allOf')}
+    merged = {k: schema[k] for k in schema if k not in ('$id', '$schema', 'allOf')}
     for part in [each for each in schema.get('allOf', []) if isinstance(each, dict)]:
         part = files.get(part.get('$ref', ''), part)
         merged['properties'] = merged.get('properties', {}) | part.get('properties', {})

@@ -7,7 +7,7 @@ from typing import Any
 
 import falcon
 
-from store import IdTaken, StoreError, StoreUnavailable
+from store import IdTaken, StoreError
 
 log = logging.getLogger('plants')
 
@@ -39,7 +39,7 @@ class Fault(Exception):
     def __init__(self, value: int, message: str, **headers: str) -> None:
         super().__init__(message)
         self.value = value
-        self.headers = headers  # of the response, with _ for - in their names
+        self.headers = {k.replace('_', '-'): text for k, text in headers.items()}
 
 
 def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> None:
@@ -55,19 +55,16 @@ def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> No
             fault = Fault(ErrorValue.ID_TAKEN, str(ex))
         case StoreError():
             log.error('%s: %s', req.id, ex)
-            reason, seconds = 'see the log of the server', '60'  # an operator must act
-            if isinstance(ex, StoreUnavailable):
-                reason, seconds = ex.reason, '1'
+            reason = getattr(ex, 'reason', 'see the log of the server')
             message = f'the store cannot take plants now: {reason}'
-            fault = Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after=seconds)
+            fault = Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
         case _:
             log.exception('%s: unexpected exception', req.id)
             fault = Fault(ErrorValue.INTERNAL, 'an unexpected fault of the service')
     req.error = int(fault.value)
     # A status line: agents that wrap Falcon expect one.
     resp.status = falcon.code_to_http_status(fault.value // 100)
-    for name, text in fault.headers.items():
-        resp.set_header(name.replace('_', '-'), text)
+    resp.set_headers(fault.headers)
     resp.content_type = falcon.MEDIA_JSON
     error = {'error': int(fault.value), 'message': str(fault)}
     resp.data = json.dumps(error, ensure_ascii=False).encode()

@@ -1,7 +1,4 @@
-"""Metrics for Prometheus at ``/metrics``: sums over the processes of a server.
-
-They are in memory that workers inherit: no file can fill a disk or be left behind.
-"""
+"""Metrics for Prometheus at ``/metrics``: sums over the processes of a server."""
 
 import mmap
 import time
@@ -10,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import Array, Structure, c_char, c_double, sizeof
-from functools import partial
 from itertools import accumulate, takewhile
 from threading import Lock
 
@@ -27,13 +23,11 @@ _METHODS = {'GET', 'HEAD', 'OPTIONS', 'POST'}
 _LABELS = 'method', 'status', 'error', 'route'
 # Upper bounds of buckets: a quick disk syncs in 0.1 ms, and a request may take 10 s.
 _SECONDS = [a * 10.0**b for b in range(-4, 1) for a in (1, 2.5, 5)] + [10.0]
-_PLANTS = [2.0**power for power in range(9)]
 _HISTOGRAMS: dict[str, tuple[str, list[float], tuple[str, ...]]] = {
     'plants_request_seconds': ('Seconds to answer a request.', _SECONDS, _LABELS),
     'plants_store_sync_seconds': ('Seconds of a sync.', _SECONDS, ()),
-    'plants_store_batch_plants': ('Plants that were synced together.', _PLANTS, ()),
+    'plants_store_batch_plants': ('Plants of a sync.', [2.0**n for n in range(9)], ()),
 }
-_FAILURES = 'plants_token_reload_failures'
 
 
 class _Row(Structure):  # name and labels; the sum, and how many are in each bucket
@@ -47,17 +41,17 @@ class Metrics(ReadOnlyResource):
     """Middleware and resource: measure requests and answer ``/metrics``."""
 
     def __init__(self, store: PlantStore, tokens: Tokens) -> None:
-        super().__init__(partial(generate_latest, self), CONTENT_TYPE_LATEST)
+        super().__init__(lambda: generate_latest(self), CONTENT_TYPE_LATEST)
         self._tables: Array[Array[_Row]] = (_Table * 1)()  # a child has a copy
-        self._store, self._lock = store, Lock()
+        self._store, self._tokens, self._lock = store, tokens, Lock()
         self._rows: dict[tuple[object, ...], _Row] = {}  # that this process has used
         self.number = 0  # of the table of this process; no other living one has it
-        # Other applications may count the same.
-        self._on_sync, self._on_failure = store.on_sync, tokens.on_failed_reload
-        store.on_sync, tokens.on_failed_reload = self._observe_sync, self._count_failure
+        self._on_sync = store.on_sync or (lambda *_: None)  # others may count, too
+        store.on_sync = self._observe_sync
 
     def share(self, served: 'Metrics | None') -> None:
         """Share memory with up to 255 children: that of ``served``, or new memory."""
+        # No file: it may be left behind, and ends a worker where there is no room.
         new = (_Table * 256).from_buffer(mmap.mmap(-1, 256 * sizeof(_Table)))
         self._tables = served._tables if served else new
 
@@ -67,17 +61,12 @@ class Metrics(ReadOnlyResource):
         self._add(time.perf_counter() - req.began, 'plants_request_seconds', *labels)
 
     def _observe_sync(self, plants: int, seconds: float) -> None:
-        if self._on_sync:
-            self._on_sync(plants, seconds)
+        self._on_sync(plants, seconds)
         self._add(plants, 'plants_store_batch_plants')
         self._add(seconds, 'plants_store_sync_seconds')
 
-    def _count_failure(self) -> None:
-        self._on_failure()
-        self._add(1, _FAILURES)
-
     def _add(self, amount: float, name: str, *labels: object) -> None:
-        _, bounds, _ = _HISTOGRAMS.get(name, ('', [], ()))
+        _, bounds, _ = _HISTOGRAMS[name]
         place = self.number, name, *labels
         with self._lock:
             if not (row := self._rows.get(place)):
@@ -103,8 +92,8 @@ class Metrics(ReadOnlyResource):
                 buckets = [*zip(limits, accumulate(counts), strict=False)]
                 family.add_metric(key[1:], buckets, total)
             yield family
-        help = 'Changes that broke a tokens file.'
-        yield core.CounterMetricFamily(_FAILURES, help, sums[_FAILURES,][0])
+        failures = 'plants_token_reload_failures', 'Changes that broke a tokens file.'
+        yield core.CounterMetricFamily(*failures, self._tokens.failures[0])
         help = 'Version of the plant store; the value is always 1.'
         yield core.InfoMetricFamily('plant_store_build', help, {'version': __version__})
         ready = False

@@ -4,7 +4,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -32,8 +32,7 @@ class PlantsRequest(falcon.Request):
         self.id = id if _SANE_ID.fullmatch(id) else f'{random.getrandbits(64):016x}'
         env.setdefault('PATH_INFO', '')  # PEP 3333: it may be absent when it is empty
         super().__init__(env, *args, **options)
-        # Falcon answers 400 to this method before any middleware runs, so without a
-        # request id and a check of the token. In lower case it is just unknown.
+        # To this method Falcon would answer 400 before any middleware asks for a token.
         self.method = self.method.replace('WEBSOCKET', 'websocket')
 
 
@@ -71,10 +70,8 @@ class RequestLog:
         )
 
 
-# As browsers write it: in lower case, no path, no default port (RFC 6454, section 6.2).
-_ORIGIN = re.compile(
-    r'(?!http:.*:80$|https:.*:443$)[a-z0-9+.-]+://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d+)?'
-)
+# As browsers write it: in lower case and without a path (RFC 6454, section 6.2).
+_ORIGIN = re.compile(r'[a-z0-9+.-]+://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d+)?')
 
 
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
@@ -104,25 +101,22 @@ class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
 
 
 class Gate:
-    """Middleware: without a bearer token (RFC 6750) only ``public`` paths are open.
+    """Middleware: ask for a bearer token (RFC 6750).
 
-    It asks for it before the router, so it does not tell which other paths exist. Paths
-    may have ``own`` tokens, for which the others are not accepted.
+    It asks before the router, so it does not tell which paths exist. Some have tokens
+    of their ``own``, for which the others are not accepted, or ``None``: they are open.
     """
 
-    def __init__(
-        self, tokens: Tokens, public: Iterable[str], own: dict[str, Tokens]
-    ) -> None:
-        self._tokens, self._public, self._own = tokens, frozenset(public), own
+    def __init__(self, tokens: Tokens, own: Mapping[str, Tokens | None]) -> None:
+        self._tokens, self._own = tokens, own
 
     def process_request(self, req: PlantsRequest, resp: Response) -> None:
-        if req.path in self._public:
+        if (tokens := self._own.get(req.path, self._tokens)) is None:
             return
         scheme, _, text = req.env.get('HTTP_AUTHORIZATION', '').partition(' ')
         text = text.strip(' \t')
         if scheme.lower() != 'bearer' or not text:
-            is_start = req.path == '/' and req.method in ('GET', 'HEAD')
-            if is_start and 'text/html' in req.accept:
+            if req.path == '/' and 'text/html' in req.accept:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{quote(mount)}/docs')
@@ -131,11 +125,9 @@ class Gate:
             instead = f' instead of {scheme}' if is_named else ''
             message = f"send 'Authorization: Bearer TOKEN'{instead}; see /docs"
             raise Fault(ErrorValue.NO_TOKEN, message, www_authenticate='Bearer')
-        name = self._own.get(req.path, self._tokens).find(text)
-        if name is None:
-            message = 'the token is not valid'
-            challenge = 'Bearer error="invalid_token"'
-            raise Fault(ErrorValue.INVALID_TOKEN, message, www_authenticate=challenge)
+        if (name := tokens.find(text)) is None:
+            why = {'www_authenticate': 'Bearer error="invalid_token"'}
+            raise Fault(ErrorValue.INVALID_TOKEN, 'the token is not valid', **why)
         req.token_name = name or '-'
 
     def process_resource(self, req: Any, resp: Any, resource: Any, *_: Any) -> None:

@@ -51,10 +51,6 @@ class Settings:
             raise ValueError('\n'.join(faults))
         return cls(**fields)
 
-    def app_options(self) -> dict[str, Any]:
-        """Return the arguments of ``create_app``, without store and tokens."""
-        return {k: v for k, v in vars(self).items() if k not in ('store', 'tokens')}
-
 
 def _read(name: str, text: str) -> dict[str, Any]:
     """Return the fields that a variable sets; a ``ValueError`` if it is wrong."""

@@ -9,7 +9,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from web.errors import ErrorValue, Fault
 log = logging.getLogger('plants')
 
 LONGEST = 2**20  # bytes of a tokens file
+# For a start without a token. In hexadecimal: commands take "-..." for an option.
+MADE_TOKEN = secrets.token_hex()
 EXAMPLE = '{"id": 1, "name": "Fern", "tag": "shade"}'  # as on every page
 _CHANGES = 'it changes all the time'
 _version = attrgetter('st_dev', 'st_ino', 'st_size', 'st_mtime_ns', 'st_ctime_ns')
@@ -36,9 +38,8 @@ class Tokens:
     A ``ValueError`` says which is not valid, or that there is none, and shows no token.
     """
 
-    # Called when a changed file cannot be used; metrics count it.
-    on_failed_reload: Callable[[], None] = staticmethod(lambda: None)
-    _refused: frozenset[bytes] = frozenset()  # digests of tokens for something else
+    failures = memoryview(bytes(8)).cast('q')  # how many changes could not be used
+    _refused = b''  # the digest of a token for something else
 
     def __init__(self, tokens: str | Iterable[str] | Mapping[str, str]) -> None:
         if isinstance(tokens, str):
@@ -46,13 +47,15 @@ class Tokens:
         if not isinstance(tokens, Mapping):  # None if a variable is not set
             tokens = {f'token-{n}': text for n, text in enumerate(tokens or (), 1)}
         names = {_digest(text, name): name for name, text in tokens.items()}
-        self._known = _Known(_checked(names, self._refused))
+        if not names:
+            raise ValueError('there is no token')
+        self._known = _Known(names)
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
-        refused = self._refused | {_digest(token, 'the token for metrics')}
-        _checked(self._known.names, refused)
-        self._refused = refused
+        self._refused = _digest(token, 'the token for metrics')
+        if name := self._known.names.get(self._refused):
+            raise ValueError(f'{name}: it is PLANTS_METRICS_TOKEN')
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
@@ -62,30 +65,21 @@ class Tokens:
             message = f'no token can be checked now: {fault}'
             raise Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
         # Nobody can choose a digest, so the duration of the look-up tells nothing.
-        return names.get(hashlib.sha256(text.encode('latin-1')).digest())
+        digest = hashlib.sha256(text.encode('latin-1')).digest()
+        return names.get(digest) if digest != self._refused else None
 
     def refresh(self) -> None:
         """Take up a change of the tokens; a master does it before it forks."""
 
 
-def _checked(names: dict[bytes, str], refused: frozenset[bytes]) -> dict[bytes, str]:
-    if not names:
-        raise ValueError('there is no token')
-    for digest in refused & names.keys():
-        raise ValueError(f'{names[digest]}: it is PLANTS_METRICS_TOKEN')
-    return names
-
-
 def _digest(token: str, where: str) -> bytes:
     """Return the SHA-256 digest of a token, or the digest that ``sha256:`` gives."""
-    scheme, colon, digits = token.partition(':')
-    if colon:
-        if scheme != 'sha256' or not re.fullmatch('[0-9a-fA-F]{64}', digits):
-            raise ValueError(f'{where}: a digest is sha256: and 64 hexadecimal digits')
-        return bytes.fromhex(digits)
-    if not re.fullmatch(r'[A-Za-z0-9._~+/-]+=*', token):  # RFC 6750, section 2.1
-        raise ValueError(f'{where}: a token has letters, digits, -._~+/, = at its end')
-    return hashlib.sha256(token.encode()).digest()
+    # RFC 6750, section 2.1
+    match = re.fullmatch('sha256:([0-9a-fA-F]{64})|[A-Za-z0-9._~+/-]+=*', token)
+    if not match:
+        what = 'letters, digits, -._~+/, = at its end; a digest sha256: and 64 digits'
+        raise ValueError(f'{where}: a token has {what}')
+    return bytes.fromhex(match[1] or hashlib.sha256(token.encode()).hexdigest())
 
 
 class TokensFile(Tokens):
@@ -101,10 +95,9 @@ class TokensFile(Tokens):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Which file was read last by any process; those that are forked share it. The
-        # others may have older tokens when that file is gone or damaged: a worker that
-        # was idle, or a new one of a master that forked none since its start.
-        self._newest = memoryview(mmap.mmap(-1, 8)).cast('q')
+        # Of all processes: the hash of the version that was read last, and failures.
+        shared = memoryview(mmap.mmap(-1, 16)).cast('q')
+        self._newest, self.failures = shared[:1], shared[1:]
         self._known = _Known({})
         for _ in range(100):
             self._known = self._look(self._known)
@@ -118,13 +111,11 @@ class TokensFile(Tokens):
         if (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + self.CHECK_EVERY
-        before = self._known
-        known = self._look(before)
+        known = self._look(before := self._known)
         if known == before or self._known is not before:  # another thread was quicker
             return
         self._known = known
-        if known.fault:
-            self.on_failed_reload()
+        self.failures[0] += bool(known.fault)
         what, write = known.fault or 'read', log.error if known.fault else log.info
         write('%s: %s; tokens now: %d', self._path, what, len(known.names))
 
@@ -142,8 +133,7 @@ class TokensFile(Tokens):
                     text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
                 age = time.time() - status.st_ctime
                 if seen == after and not 0 <= age < 2 * self.CHECK_EVERY:
-                    names = _checked(_parse(text.decode('utf-8-sig')), self._refused)
-                    version = seen
+                    names, version = _parse(text.decode('utf-8-sig')), seen
             # If not, it is perhaps being written, or another process was quicker.
             if version == seen and self._newest[0] == newest:
                 self._newest[0] = hash(version)
@@ -166,23 +156,19 @@ def _parse(text: str) -> dict[bytes, str]:
         if words:
             name = words[0] if len(words) == 2 else f'token-{number}'
             names[_digest(words[-1], f'line {number}')] = name
+    if not names:
+        raise ValueError('there is no token')
     return names
 
 
-def make_token() -> str:
-    """Make a token for a start without a configured one: no service runs open."""
-    return secrets.token_hex()  # no "-" at its start: commands take it for an option
-
-
-def show_token(token: str, url: str) -> None:
-    """Print a made token, once, to the standard error, with what uses it."""
+def show_token(url: str) -> None:
+    """Print the made token, once, to the standard error, with what uses it."""
     # Nobody else needs to see it: no proxy, and no server sees what follows the #.
-    proxy = "--noproxy '*' " if re.search(r'//(127\.|localhost|\[::1?\])', url) else ''
-    page = '' if url.startswith('-') else f'Or open {url}/docs#token={token}\n'
+    page = '' if url.startswith('-') else f'Or open {url}/docs#token={MADE_TOKEN}\n'
     print(
         f'No token is configured, so this start made one. Add a plant with it:\n\n'
-        f"    curl {proxy}{url}/plants -H 'Authorization: Bearer {token}' "
+        f"    curl --noproxy '*' {url}/plants -H 'Authorization: Bearer {MADE_TOKEN}' "
         f"-H 'Content-Type: application/json' -d '{EXAMPLE}'\n\n"
-        f'{page}The next start makes another one. To keep it: PLANTS_TOKENS={token}\n',
+        f'{page}The next start makes another. To keep it: PLANTS_TOKENS={MADE_TOKEN}\n',
         file=sys.stderr,
     )
