@@ -9,17 +9,14 @@ import sys
 import tempfile
 
 import pytest
-from server import TOKEN
-from wsgiclient import Client
 
-from app import create_app
 from store.__main__ import main
 from store.memory import MemoryStore
 from web import body
 
 pytest.register_assert_rewrite('contract', 'disk')
 
-pytest_plugins = ['exchange']  # fixtures with real servers
+pytest_plugins = ['exchange']  # fixtures of clients and servers
 
 # A shell ignores it in what a script starts in the background, and processes inherit
 # that: no test of an interrupt would pass.
@@ -48,29 +45,6 @@ def pytest_collection_finish():
 def store():
     """Return an empty store in memory."""
     return MemoryStore()
-
-
-@pytest.fixture
-def serve():
-    """Return a function that returns a client, with the token, of a store."""
-
-    def serve(store, **options):
-        options.setdefault('tokens', {'tester': TOKEN})
-        return Client(create_app(store, **options), TOKEN)
-
-    return serve
-
-
-@pytest.fixture
-def client(serve, store):
-    """Return a client of the store, with the token."""
-    return serve(store)
-
-
-@pytest.fixture
-def anonymous(client):
-    """Return a client of the same application, without a token."""
-    return Client(client.app)
 
 
 @pytest.fixture

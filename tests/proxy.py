@@ -8,8 +8,6 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Forwards connections to a server; a test can have it stall, or drop an answer."""
-
     def __init__(self, port):
         self._target = port
         self._listener = socket.create_server(('127.0.0.1', 0))
@@ -29,6 +27,7 @@ class Proxy:
     def __exit__(self, *exc_info):
         self._ended = True
         self.go_on()
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._threads.shutdown()
         self._listener.close()
 
@@ -41,10 +40,9 @@ class Proxy:
         self._answers_left = after
 
     def _accept(self):
-        while not self._ended:
-            if select.select([self._listener], [], [], 0.02)[0]:
-                client, _ = self._listener.accept()
-                self._threads.submit(self._serve, client)
+        with suppress(OSError):  # until it is shut down
+            while True:
+                self._threads.submit(self._serve, self._listener.accept()[0])
 
     def _serve(self, client):
         self._forwarding.wait()

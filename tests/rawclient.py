@@ -49,8 +49,6 @@ class Answer:
 
 
 class RawClient:
-    """One connection: send bytes, receive answers one after another."""
-
     def __init__(self, port=None, *, source=None, trust=None, over=None):
         if over is None:
             bound = source and (source, 0)

@@ -1,4 +1,4 @@
-"""Real servers on real sockets, in their own processes."""
+"""Real servers, each in a process group and with its files in a directory."""
 
 import json
 import os
@@ -26,6 +26,7 @@ GUNICORN = (
     *(sys.executable, '-m', 'gunicorn', '--pythonpath', str(REPOSITORY)),
     *('-c', str(REPOSITORY / 'gunicorn.conf.py')),
 )
+PIPES = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
 
 
 def installed(program, packages):
@@ -64,17 +65,14 @@ def time_limits(**seconds):
 
 def finished(command, **options):
     """Run a command that ends by itself; return its exit code, output and errors."""
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    options = {**pipes, 'text': True, 'timeout': PATIENCE, **options}
+    options = {**PIPES, 'text': True, 'timeout': PATIENCE, **options}
     return subprocess.run(command, **options)
 
 
 @contextmanager
 def command(*arguments, **options):
     """Run a command of the store in a child process; kill it at the end."""
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
-    environment = {k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'}
-    options = {'cwd': REPOSITORY, 'env': environment, **pipes, **options}
+    options = {'cwd': REPOSITORY, **PIPES, **options}
     words = [sys.executable, '-m', 'store', *map(str, arguments)]
     with subprocess.Popen(words, **options) as process:
         try:
@@ -104,8 +102,6 @@ def is_alive(pid):
 
 
 class Server:
-    """A server in a process group of its own, with its files in a directory."""
-
     def __init__(
         self,
         directory,
@@ -127,24 +123,18 @@ class Server:
             files = ('--certfile', 'plants.pem', '--keyfile', 'plants.key')
             arguments = *files, *arguments
         self._command = [str(word) for word in (*command, *arguments)]
-        # To measure the coverage of a process, Python must be started for it.
-        is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
-        self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not is_covered
-        # Counters and measurements are files, which a server that is killed leaves.
-        self._is_killed = not (is_covered or environment.get('PLANTS_METRICS_TOKEN'))
+        # To measure coverage, Python must be started for it, and end by itself.
+        self._is_covered = 'COVERAGE_PROCESS_CONFIG' in os.environ
+        self._is_warm = tuple(command[:3]) == GUNICORN[:3] and not self._is_covered
         self._workers = workers
         self._log_path = directory / 'server.log'
-        settings = {
-            'PLANTS_TOKENS': TOKEN,
-            # Not an argument, so that a test can run exactly what people type.
-            'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0',
-            'WEB_CONCURRENCY': workers and str(workers),
-            **environment,
-        }
+        # No arguments, so that a test can run exactly what people type.
+        settings = {'PLANTS_TOKENS': TOKEN, 'GUNICORN_CMD_ARGS': '--bind 127.0.0.1:0'}
+        settings |= {'WEB_CONCURRENCY': workers and str(workers), **environment}
         ours = ('PLANTS_', 'GUNICORN_', 'WEB_CONCURRENCY', 'PROMETHEUS_')
         others = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        variables = others | settings
-        self._environment = {k: v for k, v in variables.items() if v is not None}
+        both = (others | settings).items()
+        self._environment = {k: v for k, v in both if v is not None}
 
     def __enter__(self):
         self.start()
@@ -163,13 +153,13 @@ class Server:
         self._port = None
         start = WarmProcess if self._is_warm else cold_process
         self._log_path.write_bytes(b'')
-        arguments = self._command, self.directory, self._environment, self._log_path
-        self._process = start(*arguments)
+        where = self.directory, self._environment, self._log_path
+        self._process = start(self._command, *where)
 
     def stop(self):
-        """Kill the server; one that has files to remove may end by itself before."""
+        """Kill the server."""
         with suppress(ProcessLookupError):
-            if not self._is_killed:
+            if self._is_covered:
                 os.killpg(self.pid, signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     self.wait()
@@ -202,12 +192,7 @@ class Server:
         """Reload, and wait until every worker is a new one."""
         old = self.worker_pids()
         self.signal(signal.SIGHUP)
-
-        def all_are_new():
-            pids = self.worker_pids()
-            return pids and pids.isdisjoint(old)
-
-        wait_until(all_are_new, 'all workers are new')
+        wait_until(lambda: (new := self.worker_pids()) and old.isdisjoint(new))
 
     @property
     def pid(self):

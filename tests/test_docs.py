@@ -17,7 +17,8 @@ from exchange import fern
 from packaging.requirements import Requirement
 from postgresql import programs
 from proxy import Proxy
-from server import REPOSITORY, SCRIPTS, TOKEN, Server, finished, installed, request
+from rawclient import TOKEN, request
+from server import REPOSITORY, ROOMS, SCRIPTS, Server, finished, installed
 from waiting import wait_until
 
 from store import Plant, open_store
@@ -43,16 +44,6 @@ def blocks(language, *pages):
     ]
 
 
-def rows(page, heading):
-    """Return the rows of the first table under a heading, each as a list of cells."""
-    _, text = re.split(rf'^#+ {heading}$', PAGES[page], maxsplit=1, flags=re.M)
-    [table] = re.search(r'^\|.*\n\|[-|]+\n((?:\|.*\n?)*)', text, re.M).groups()
-    return [
-        [cell.strip() for cell in line.strip('|').split('|')]
-        for line in table.splitlines()
-    ]
-
-
 @pytest.mark.parametrize('page', PAGES)
 def test_links_have_targets(page):
     """Each link is to a file that exists, and to a heading in it if it names one."""
@@ -69,17 +60,10 @@ def test_links_have_targets(page):
 
 def test_settings_and_error_values_are_listed():
     """Each has a row, an error value with its status, and nothing else has one."""
-    listed = [cells[0].strip('`') for cells in rows('README.md', 'Settings')]
+    listed = re.findall(r'^\| `(PLANTS_\w+)` \|', PAGES['README.md'], re.M)
     assert sorted(listed) == sorted(VARIABLES)
     listed = re.findall(r'^\| (\d{5}) \| (\d{3}) \|', PAGES['README.md'], re.M)
     assert listed == [(str(value.value), str(value // 100)) for value in ErrorValue]
-
-
-def test_figures_of_the_readme_are_those_of_the_benchmarks():
-    """Each figure of the README's table of speed is in the page about it."""
-    page = {row[0]: row for row in rows('docs/benchmarks.md', 'Adds')}
-    for label, *figures in rows('README.md', 'Speed'):
-        assert {*figures} <= {*page[label]}
 
 
 # Appended to a program that serves: WebTest checks its answers as WSGI.
@@ -124,18 +108,16 @@ def test_listed_packages_suffice(tmp_path):
                 (tmp_path / top).symlink_to(distribution(name).locate_file(top))
     program += blocks('python', page)[0].values[0] + 'store.ping()'
     (tmp_path / 'plants.jsonl').touch()  # a new one is told
-    done = finished(
-        [sys.executable, '-ISc', program, tmp_path, REPOSITORY], cwd=tmp_path
-    )
+    command = [sys.executable, '-ISc', program, tmp_path, REPOSITORY]
+    done = finished(command, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, '')
 
 
 @pytest.fixture
 def shell(tmp_path):
     """A function that runs a script in a checkout; it returns exit code and output."""
-    for path in REPOSITORY.iterdir():
-        if path.name != '.venv' and not path.name.startswith('plants.jsonl'):
-            (tmp_path / path.name).symlink_to(path)
+    for name in (*ROOMS, 'deploy'):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / '.venv').symlink_to(SCRIPTS.parent)
     (tmp_path / 'plants.jsonl').write_bytes(encode(FERN) + encode(MOSS))
     ours = {'PATH': f'{SCRIPTS}:{programs()}:{os.environ["PATH"]}'}
@@ -165,8 +147,8 @@ def test_commands_print_what_is_shown(shell, tmp_path, shown):
 def test_first_request_is_answered_as_shown(tmp_path):
     """The command at the top of the README prints the answer below it."""
     curl = installed('curl', 'curl')
-    example = re.compile(r'^\$ curl (.*?\n)(\{.*\}\n)', re.M | re.S)
-    command, answer = example.search(PAGES['README.md']).groups()
+    example = r'(?ms)^\$ curl (.*?\n)(\{.*\}\n)'
+    command, answer = re.search(example, PAGES['README.md']).groups()
     with Server(tmp_path) as server:
         command = command.replace(':8000', f':{server.port}').replace('TOKEN', TOKEN)
         nowhere = {'http_proxy': 'http://127.0.0.1:9'}

@@ -1,9 +1,8 @@
 """Start gunicorn by a fork of a process that has imported its libraries.
 
-These imports take two thirds of the CPU of a start, and the tests start hundreds of
-servers: all tests take 259 s of CPU, and 383 without this module. The service is never
-imported before the fork, and gunicorn is imported again after it. The commands that
-people type are started as they are: see ``tests/serving/test_start.py``.
+They take much of the CPU of a start, and the tests start hundreds of servers. Only
+libraries are imported before the fork, and gunicorn again after it. What people type is
+started as it is: see ``tests/serving/test_start.py``.
 """
 
 import atexit
@@ -16,28 +15,18 @@ import sys
 
 FORKSERVER = multiprocessing.get_context('forkserver')
 # In the order in which gunicorn and our configuration import them.
-FORKSERVER.set_forkserver_preload(
-    [
-        *('gunicorn.app.wsgiapp', 'gunicorn.arbiter', 'gunicorn.workers.ggevent'),
-        *('falcon', 'jsonschema', 'jsonschema_rs'),
-        *('difflib', 'hmac', 'logging.config', 'secrets', 'uuid'),
-    ]
-)
+IMPORTED = ['gunicorn.app.wsgiapp', 'gunicorn.arbiter', 'gunicorn.workers.ggevent']
+IMPORTED += ['falcon', 'jsonschema', 'jsonschema_rs', 'hmac', 'logging.config']
+FORKSERVER.set_forkserver_preload(IMPORTED)
 
 
 def cold_process(command, directory, environment, log):
     """Start a program as the leader of a process group, with its output in a file."""
+    how = {'cwd': directory, 'env': environment, 'stdin': subprocess.DEVNULL}
+    # A test may have made a socket inheritable.
+    how |= {'start_new_session': True, 'close_fds': False, 'stderr': subprocess.STDOUT}
     with open(log, 'ab') as file:
-        return subprocess.Popen(
-            command,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            close_fds=False,  # a test may have made a socket inheritable
-        )
+        return subprocess.Popen(command, stdout=file, **how)
 
 
 class WarmProcess:

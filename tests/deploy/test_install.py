@@ -26,11 +26,8 @@ def checkout(checkout):
     return checkout
 
 
-WRONG = [
-    ((3, 10), 'linux', '3.11'),
-    ((3, 11), 'darwin', '3.12'),
-    ((3, 12), 'win32', 'Linux or macOS'),
-]
+WRONG = [((3, 10), 'linux', '3.11'), ((3, 11), 'darwin', '3.12')]
+WRONG += [((3, 12), 'win32', 'Linux or macOS')]
 
 
 @pytest.mark.parametrize(('version', 'platform', 'needed'), WRONG)
@@ -81,8 +78,7 @@ def test_make_run_serves_this_machine_alone(checkout):
     ours |= {'GUNICORN_CMD_ARGS': '--print-config'}
     command = [*MAKE, '--old-file=.venv/run', 'run']
     for port in '', '9123':
-        environment = os.environ | ours | {'PORT': port}
-        done = finished(command, cwd=checkout, env=environment)
+        done = finished(command, cwd=checkout, env=os.environ | ours | {'PORT': port})
         shown = dict(re.findall(r'(\w+) += (.+)', done.stdout))
         promised = PROMISED | {'bind': f"['127.0.0.1:{port or 8000}']"}
         assert shown.items() >= promised.items(), done.stderr

@@ -6,7 +6,7 @@ import shutil
 import socket
 
 import pytest
-from exchange import assert_error, chunked, fern, table
+from exchange import assert_error, chunked, fern
 from machine import edit
 from rawclient import TOKEN, RawClient, request
 from server import REPOSITORY, Server, free_port, installed, make_certificate
@@ -92,22 +92,17 @@ def test_answers_of_the_service_pass_unchanged(service, nginx):
         assert_error(client.ask(request(body=plant)), 40000)
 
 
-FAULTS = {
-    'too large': (40003, request(body=b' ' * 65_537)),
-    'not HTTP': (40000, b'{}\r\n\r\n'),
-    'target too long': (41400, request(target='/' + 'x' * 9_000)),
-    'header too long': (43100, request(x_long='x' * 9_000)),
-    'TRACE': (40500, request('TRACE')),
-    'unknown coding': (50100, request(body=fern(), transfer_encoding='gzip')),
-}
+FAULTS = {40003: request(body=b' ' * 65_537), 40000: b'{}\r\n\r\n'}
+FAULTS |= {41400: request(target='/' + 'x' * 9_000), 43100: request(x_long='x' * 9_000)}
+FAULTS |= {40500: request('TRACE'), 50100: request(body=fern(), transfer_encoding='x')}
 
 
-@table(('value', 'data'), FAULTS)
-def test_error_of_nginx_has_the_same_value(service, nginx, value, data):
+def test_error_of_nginx_has_the_same_value(service, nginx):
     """A request that nginx refuses gets the error value of the service."""
-    answer = nginx.ask(data)
-    assert_error(answer, value)
-    assert re.fullmatch('[0-9a-f]{32}', answer.headers['x-request-id'])
+    for value, data in FAULTS.items():
+        answer = nginx.ask(data)
+        assert_error(answer, value)
+        assert re.fullmatch('[0-9a-f]{32}', answer.headers['x-request-id'])
 
 
 def test_flood_of_one_address_is_limited(service, nginx):

@@ -1,4 +1,4 @@
-"""The contract: ``POST /plants``, error values, paths, methods, headers, the log."""
+"""The contract: ``POST /plants``, errors, paths, methods, headers, the log, CORS."""
 
 import io
 import json
@@ -6,9 +6,8 @@ import logging
 from unittest.mock import MagicMock, Mock
 
 import pytest
-from exchange import assert_error
+from exchange import Client, assert_error
 from rawclient import TOKEN
-from wsgiclient import Client
 
 from store import Plant, PlantStore, errors
 
@@ -26,24 +25,17 @@ def faulty_store(fault):
     return Mock(PlantStore, add=fail, ping=fail)
 
 
-def test_answer_is_the_plant_without_its_id(client, store):
-    """A plant is answered and stored without members that no schema names."""
-    body = {**FERN, 'colour': 'green', 'ID': 2, 'soil': {'id': 3}, '': None}
-    assert client.add(body).json == FERN_ANSWER
-    assert client.add({'id': 2, 'name': 'Moss'}).json == {'name': 'Moss'}
-    assert list(store) == [Plant(1, 'Fern', 'shade'), Plant(2, 'Moss', None)]
-
-
-def test_repeat_is_answered_as_the_first_and_another_plant_refused(client, store):
-    """A client may repeat a plant; a different one with its id is 40006."""
-    assert client.add(FERN).json == FERN_ANSWER
+def test_plant_is_answered_without_its_id_and_repeats_alike(client, store):
+    """Members that no schema names are dropped; another plant with an id is 40006."""
+    extra = {'colour': 'green', 'ID': 2, 'soil': {'id': 3}, '': None}
+    for same in FERN | extra, FERN, dict(reversed(FERN.items())):
+        assert client.add(same).json == FERN_ANSWER
     for other in {'name': 'Moss'}, {'name': 'Moss', 'tag': 'sun'}:
         message = assert_error(client.add(FERN | other), 40006)
         assert message.endswith(f': it differs in {", ".join(other)}')
     assert 'in tag' in assert_error(client.add({'id': 1, 'name': 'Fern'}), 40006)
-    for same in ({**FERN, 'colour': 'green'}, dict(reversed(FERN.items()))):
-        assert client.add(same).json == FERN_ANSWER
-    assert list(store) == [Plant(**FERN)]
+    assert client.add({'id': 2, 'name': 'Moss'}).json == {'name': 'Moss'}
+    assert list(store) == [Plant(**FERN), Plant(2, 'Moss')]
 
 
 def test_chunked_body_is_read_to_its_end(client):
@@ -162,13 +154,12 @@ def test_paths_are_those_below_the_prefix(client, prefix):
 def test_public_path_needs_no_token(anonymous):
     """With GET and with HEAD; what is true only now is not kept."""
     for path in PUBLIC:
-        response, head = anonymous.get(path), anonymous.head(path)
+        wrong = {'Authorization': 'Bearer wrong'}
+        response, head = anonymous.get(path, headers=wrong), anonymous.head(path)
         assert (response.status_int, head.status_int, head.body) == (200, 200, b'')
         assert head.headers['Content-Type'] == response.headers['Content-Type']
         cached = 'max-age=0' if path in ('/openapi.json', '/docs') else 'no-store'
         assert response.headers['Cache-Control'] == cached
-        wrong = {'Authorization': 'Bearer wrong'}
-        assert anonymous.get(path, headers=wrong).status_int == 200
 
 
 DAMAGE = errors.StoreCorrupt('/srv/green/plants.jsonl', 7, 300, 'not JSON')
@@ -224,17 +215,64 @@ def test_answer_is_json_and_logged_with_its_id(value, client, caplog):
     assert response.headers['X-Request-Id'] == request_id
     name = '-' if value in (40101, 40500) else 'tester'
     path = {40400: '/nowhere', 40500: '/livez'}.get(value, '/plants')
-    status, error = (200, 0) if value == 200 else (value // 100, value)
+    status = '200 0' if value == 200 else f'{value // 100} {value}'
     (line,) = caplog.messages
-    assert line.startswith(f'{request_id} {name} POST {path} {status} {error} ')
+    assert line.startswith(f'{request_id} {name} POST {path} {status} ')
     assert line.endswith(f' ms {len(response.body)} bytes')
 
 
 def test_unusual_request_id_is_replaced(anonymous):
     """An id that is empty, too long or could break a line is replaced by a new one."""
-    made = set()
-    for request_id in ('', 'a b', 'x' * 129, 'é', '"a"', 'a\n'):
-        anonymous.extra_environ['HTTP_X_REQUEST_ID'] = request_id
-        made.add(anonymous.get('/livez').headers['X-Request-Id'])
-        assert request_id not in made
-    assert len(made) == 6
+    ids = ['', 'a b', 'x' * 129, 'é', '"a"', 'a\n']
+    sent = [{'HTTP_X_REQUEST_ID': id} for id in ids]
+    answers = [anonymous.get('/livez', extra_environ=extra) for extra in sent]
+    assert len({answer.headers['X-Request-Id'] for answer in answers} - {*ids}) == 6
+
+
+# ---- CORS: what a page of another origin may do
+
+PAGE = 'https://a.example'
+SENT, EXPOSED = 'authorization,content-type', 'X-Request-Id, Retry-After'
+# The setting, and what ``Access-Control-Allow-Origin`` then is.
+ALLOWED = [('*', '*'), ([PAGE, 'http://localhost:3000'], PAGE)]
+
+
+def preflight(client, path='/plants', origin=PAGE):
+    """Send a preflight as a browser does, without a token."""
+    client.authorization = None
+    headers = {'Origin': origin, 'Access-Control-Request-Method': 'POST'}
+    headers['Access-Control-Request-Headers'] = SENT
+    return client.options(path, headers=headers)
+
+
+@pytest.mark.parametrize(('origins', 'allowed'), ALLOWED)
+def test_page_can_read_every_answer(serve, store, origins, allowed):
+    """Answers of every kind can be read, errors and preflights included."""
+    client = serve(store, cors_origins=origins)
+    client.extra_environ['HTTP_ORIGIN'] = PAGE
+    answers = [request(client) for request in REQUESTS.values()]
+    store.close()
+    assert_error(client.options('/plants', headers={'Origin': PAGE}), 40500)
+    answers += [client.add(FERN), preflight(client), preflight(client, '/no')]
+    assert [answer.status_int for answer in answers[-3:]] == [503, 204, 204]
+    for answer in answers:
+        assert answer.headers['Access-Control-Allow-Origin'] == allowed
+        assert answer.headers['Access-Control-Expose-Headers'] == EXPOSED
+        assert 'Access-Control-Allow-Credentials' not in answer.headers
+        assert answer.headers['Vary'] == 'Origin'
+        assert 'X-Request-Id' in answer.headers
+    for answer in answers[-2:]:
+        assert answer.body == b''
+        assert answer.headers['Access-Control-Allow-Methods'] == 'GET, HEAD, POST'
+        assert answer.headers['Access-Control-Allow-Headers'] == SENT
+
+
+@pytest.mark.parametrize('origin', ['https://b.example', 'null', f'{PAGE}.evil'])
+@pytest.mark.parametrize('origins', [PAGE, ()])
+def test_page_of_an_unlisted_origin_reads_nothing(serve, store, origin, origins):
+    """A page of another origin may send nothing, and cannot read any answer."""
+    client = serve(store, cors_origins=origins)
+    for answer in client.add(FERN, origin=origin), preflight(client, origin=origin):
+        assert not [name for name in answer.headers if name.startswith('Access-')]
+        assert answer.headers.get('Vary') == ('Origin' if origins else None)
+    assert answer.status_int == (204 if origins else 401)

@@ -1,15 +1,10 @@
 """``/metrics``: what it reports of one process; several are in ``tests/serving``."""
 
-import itertools
-import linecache
-import sys
-
 from exchange import parse_samples
 from test_contract import FERN, faulty_store
 
 from store import __version__
 from store.jsonl import JSONLinesStore
-from web import metrics as module
 
 # How often each combination of labels was counted.
 COUNTS = {
@@ -46,31 +41,6 @@ def test_requests_are_counted_by_method_route_status_and_error(serve, store):
         assert f'plants_request_seconds_count{{{labels}}} {count}.0\n' in text
     assert text.count('plants_request_seconds_count{') == len(COUNTS)
     assert 'le="10.0"' in text
-
-
-def test_observation_that_ends_anywhere_hides_no_other(serve, store):
-    """As by ``kill -9``: what others count after it in the same memory is shown."""
-    for point in itertools.count():
-        client, lines = serve(store, metrics_token='for-metrics'), itertools.count()
-
-        def fail(frame, event, argument, point=point, lines=lines):
-            name = frame.f_code.co_filename
-            is_ours = name == module.__file__ and event == 'line'
-            # The lock of a process ends with it.
-            is_lock = 'with ' in linecache.getline(name, frame.f_lineno)
-            if is_ours and not is_lock and next(lines) == point:
-                raise MemoryError
-            return fail
-
-        sys.settrace(fail)
-        client.add(FERN)
-        sys.settrace(None)
-        client.get('/nowhere')
-        labels = 'error="40400",method="GET",route="",status="404"'
-        assert f'seconds_count{{{labels}}} 1.0\n' in read_metrics(client)
-        if next(lines) <= point:
-            break
-    assert point > 5
 
 
 def test_readiness_of_the_store_and_version_are_reported(serve, store):

@@ -64,13 +64,13 @@ def test_each_worker_has_the_table_of_a_dead_one(monkeypatch):
     served = Metrics(MemoryStore(), Tokens('first'))
     served.share(None)
     for _ in range(300):
-        tokens = Tokens('next')
-        worker = Mock(**{'app.callable.metrics': Metrics(MemoryStore(), tokens)})
+        store = MemoryStore()
+        worker = Mock(**{'app.callable.metrics': Metrics(store, Tokens('next'))})
         server = Mock(app=worker.app, WORKERS={7: Mock(number=1), 8: Mock(number=3)})
         lifecycle.pre_fork(server, worker)
         lifecycle.post_worker_init(worker)
         metrics = worker.app.callable.metrics
         assert metrics.number == 2
         metrics.share(served)
-        tokens.on_failed_reload()
-    assert b'plants_token_reload_failures_total 300.0\n' in served.read()
+        store.on_sync(1, 0.1)
+    assert b'plants_store_sync_seconds_count 300.0\n' in served.read()
