@@ -43,6 +43,10 @@ def main(stamp: str, *files: str) -> None:
         if not os.access('.', os.W_OK):
             sys.exit(f'{os.getcwd()} is read-only, so no .venv can be made in it')
         place, name = os.path.split(stamp)
+        # What follows empties the directory: perhaps the argument is a wrong one.
+        is_ours = os.path.exists(f'{place or "."}/pyvenv.cfg')
+        if not (is_ours or place and not os.path.exists(place)):
+            sys.exit(f'{place or "."} is no environment: nothing is installed into it')
         print(f'Installing packages into {place}, once. It may take a minute or two.')
         # This removes the packages of earlier versions and of other Pythons.
         venv = [sys.executable, '-I', '-m', 'venv', '--clear', place]

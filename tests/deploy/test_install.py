@@ -65,6 +65,16 @@ def test_make_run_installs_what_is_pinned_and_serves(checkout):
         assert name in ('pip', 'setuptools') or f'\n{name}=={version}' in pinned
 
 
+@pytest.mark.parametrize('stamp', ['--help', 'deploy/run'])
+def test_nothing_is_installed_into_what_is_no_environment(checkout, stamp):
+    """A wrong argument names a directory with files, which would be emptied."""
+    (checkout / 'deploy').mkdir()
+    before = sorted(checkout.rglob('*'))
+    command = [sys.executable, '.ci/install.py', stamp, 'requirements.txt']
+    assert finished(command, cwd=checkout).returncode == 1
+    assert sorted(checkout.rglob('*')) == before
+
+
 # Settings of gunicorn that our pages promise.
 PROMISED = {'keepalive': '15', 'graceful_timeout': '30', 'worker_connections': '1000'}
 PROMISED |= {'control_socket_disable': 'True'}
