@@ -1,9 +1,9 @@
 """The command line. It reads ``PLANTS_STORE``, since ``store/`` imports no ``web/``."""
 
-import argparse
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from io import TextIOWrapper
@@ -17,21 +17,18 @@ from store.jsonl.repair import Progress, Verified, verify
 from store.masking import escaped, is_path
 from store.url import DEFAULT_URL, open_store
 
-USAGE = """python -m store list [URL]            print plants as JSON lines
+HELP = f"""\
+plant store {__version__}
+usage: python -m store list [URL]            print plants as JSON lines
        python -m store check [URL]           verify every plant
        python -m store check --repair [URL]  move damaged lines to a side file
-       python -m store copy SRC DST          add plants to DST; may be repeated"""
+       python -m store copy SRC DST          add plants to DST; may be repeated
 
-DESCRIPTION = """\
 A URL names a store, by default that of PLANTS_STORE, or jsonl:plants.jsonl:
   plants.jsonl                     a file of JSON lines (or jsonl:PATH)
   postgresql://USER@HOST/DATABASE  a table in PostgreSQL (or postgres://...)
   memory:                          an empty store in memory, for trials
-  SCHEME:...                       a store that an installed package offers
-
-exit codes: 0 done, 1 a store is missing, damaged or unavailable, or plants conflict,
-            2 the command or a URL is wrong, 130 Ctrl-C, 141 nobody reads the output
-"""
+  SCHEME:...                       a store that an installed package offers"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,24 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in 'stdout', 'stderr':
         if getattr(sys, name) is None:  # closed: print() would write to stdout
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), 'w'))
-    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no UTF-8
-        sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding='utf-8')
     logging.basicConfig(format='%(message)s')
-    # Which table of a database is used, and how far a long opening is. That a target
-    # of a copy is new is no news.
-    for name, level in (
-        ('postgresql', 'INFO'),
-        ('jsonl.known', 'INFO'),
-        ('jsonl.disk', 'ERROR'),
-    ):
-        logging.getLogger(f'store.{name}').setLevel(level)
+    logging.getLogger('store.jsonl.known').setLevel('INFO')  # how far an opening is
+    code = 1
     try:
         try:
-            return _run(arguments)
+            return _run(*sys.argv[1:] if arguments is None else arguments)
         except KeyboardInterrupt:
             return 130  # as a shell reports a process that SIGINT has ended
         finally:
             sys.stdout.flush()
+    except ValueError as ex:  # of a URL, or of a command; it shows no password
+        code, reason = 2, f'{ex} (see python -m store --help)'
     except StoreError as ex:
         reason = escaped(str(ex))
     except OSError as ex:  # of the output: a store raises no such error
@@ -66,48 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 141  # as for SIGPIPE; the reader has read enough, as head has
         reason = f'the output: {ex.strerror}'
     print(f'Error: {reason}', file=sys.stderr)
-    return 1
+    return code
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser('python -m store', USAGE, DESCRIPTION)
-    parser.exit_on_error = False
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = partial(parser.add_argument, help=argparse.SUPPRESS)
-    add('--version', action='version', version=f'plant store {__version__}')
-    add('--repair', action='store_true')
-    add('words', nargs='*')
-    # No error repeats an argument: it may be a URL with a password.
-    try:
-        options, unknown = parser.parse_known_intermixed_args(arguments)
-    except argparse.ArgumentError:
-        parser.error('an option takes no value')
-    command, *urls = options.words or ['']
+def _run(command: str = '', *arguments: str) -> int:
+    if {'-h', '--help', '--version'} & {command, *arguments}:
+        print(HELP)
+        return 0
+    repair = '--repair' in arguments
+    urls = [it for it in arguments if it != '--repair']
     urls = urls or [os.environ.get('PLANTS_STORE', DEFAULT_URL)]
-    if unknown or {'list': 1, 'check': 1, 'copy': 2}.get(command) != len(urls):
-        parser.error('it has to be one of these commands')
-    try:
-        # Both, so that a wrong target is found before anything is read or made.
-        store, *_ = [open_store(url, create=False) for url in map(_url, urls)]
-    except ValueError as ex:  # its message shows no password
-        parser.error(str(ex))
-    can_repair = command == 'check' and isinstance(store, JSONLinesStore)
-    if options.repair and not can_repair:
-        parser.error('--repair is for a check of a file of JSON lines')
+    is_option = any(url.startswith('-') for url in urls)
+    if is_option or {'list': 1, 'check': 1, 'copy': 2}.get(command) != len(urls):
+        raise ValueError('use list [URL], check [--repair] [URL], or copy SRC DST')
+    urls = [f'jsonl:{url}' if is_path(url) else url for url in urls]
+    # Both, so that a wrong target is found before anything is read or made.
+    store, *_ = [open_store(url, create=False) for url in urls]
+    if repair and not (command == 'check' and isinstance(store, JSONLinesStore)):
+        raise ValueError('--repair is for a check of a file of JSON lines')
     with store:
         if command == 'check':
-            return _check(store, options.repair)
+            return _check(store, repair)
         if command == 'copy':
-            return _copy(store, _url(urls[1]))
+            return _copy(store, urls[1])
         for plant in store:
             print(_line(plant))
     return 0
-
-
-def _url(text: str) -> str:
-    """Return the URL that an argument means, which may also be a plain path."""
-    # A dash was the standard output in version 1, and must not become a file.
-    return f'jsonl:{text}' if is_path(text) and text != '-' else text
 
 
 def _check(store: PlantStore, repair: bool) -> int:
@@ -128,7 +105,7 @@ def _check(store: PlantStore, repair: bool) -> int:
 def _copy(source: PlantStore, url: str) -> int:
     bar = _progress()(source)
     write = getattr(bar, 'write', print)  # not in the middle of the bar
-    counts = dict.fromkeys(('copied', 'already there', 'conflicting'), 0)
+    counts = Counter({'copied': 0, 'already there': 0, 'conflicting': 0})
     parts = batches(bar, characters)
     first = next(parts, [])  # a source that cannot be read makes no target
     with open_store(url) as target:
@@ -136,19 +113,18 @@ def _copy(source: PlantStore, url: str) -> int:
             target.load()
             for batch in chain([first], parts):
                 for plant, outcome in zip(batch, _add(target, batch), strict=True):
-                    if isinstance(outcome, Exception):
+                    kind = 'copied' if outcome else 'already there'
+                    if isinstance(outcome, StoreError):
                         kind, why = 'conflicting', ''
                         if isinstance(outcome, StoreUnavailable):
                             kind, why = 'refused', f' {outcome.reason}'
-                        counts[kind] = counts.get(kind, 0) + 1
                         write(f'{kind}: {_line(plant)}{why}')
-                    else:
-                        counts['copied' if outcome else 'already there'] += 1
+                    counts[kind] += 1
         finally:
             parts.close()
             # Printed after an error, too: the copied plants stay, and a repeat goes on.
             print(', '.join(f'{name}: {count}' for name, count in counts.items()))
-    return int(counts['conflicting'] > 0 or 'refused' in counts)
+    return int(counts['conflicting'] + counts['refused'] > 0)
 
 
 def _add(target: PlantStore, plants: Sequence[Plant]) -> Sequence[bool | Exception]:

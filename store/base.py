@@ -4,8 +4,9 @@ import abc
 import re
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from store.errors import IdTaken
 
@@ -78,7 +79,7 @@ def batches(
         yield batch
 
 
-class PlantStore(abc.ABC):
+class PlantStore(AbstractContextManager['PlantStore', None]):
     """A store of plants: ``add``, ``__iter__``, ``ping``, ``load`` and ``close``.
 
     Every store keeps these promises; ``tests/store/contract.py`` quotes them:
@@ -148,9 +149,6 @@ class PlantStore(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release what the store holds; it may be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -1,35 +1,35 @@
 """Group commit: plants that wait together are stored and made durable together.
 
-A caller puts a call into a queue and waits. The *committer*, one thread of the store in
-each process, takes the calls that wait as one *batch*, appends their plants, makes them
+A caller leaves a call and waits. The *committer*, one thread of the store in each
+process, takes the calls that wait as one *batch*, appends their plants, makes them
 durable with one sync, and wakes the callers; then it takes the next. All that is
 critical happens in this thread: it also opens the store, answers pings, and closes.
-A caller does none of it, since it may be interrupted between any two instructions: its
-call then leaves the queue, unless a batch has it. (In a load nobody waits.)
+A caller does none of it, since it may be interrupted between any two instructions: it
+takes its call away, and nothing else. (In a load nobody waits.)
 
 **The committer outlives every exception.** What is raised while a batch is served is
 the outcome of its calls. Whatever else is raised, for want of memory, ends the thread;
-the next caller, or one that looks after its call, starts another one, which refuses the
-calls that the last one had, and goes on with the queue.
+the next caller, or one that looks after its call, starts another one. A call stays in
+its place until it has an outcome, so the new thread serves what the last one had: to
+store a plant again changes nothing.
 
-**Where syncs are slow the committer gathers.** The callers that it wakes come back a
-moment later. A batch that began without them would split the crowd into groups that
-wait for each other's syncs. So it waits until as many call as it has woken and as
-waited already, but at most for as long as that sync, or 20 ms. Where syncs are quick
-(below 1.5 ms) the thread switches are the cost.
+**Where a sync takes more than 1.5 ms the committer gathers.** The callers that it wakes
+come back a moment later. A batch that began without them would split the crowd into
+groups that wait for each other's syncs. So it waits until as many call as it has woken
+and as waited already, but at most for as long as that sync, or 20 ms.
 """
 
 import abc
 import logging
-from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter
 from time import perf_counter, sleep
 from typing import Any
 
-from store import base, forks
+from store import forks
 from store.base import Backend, Entry, Plant, PlantStore, batches, check_plant
 from store.errors import IdTaken, StoreClosed, StoreError, StoreUnavailable
 from store.scheduler import THREADS, Scheduler, Wake
@@ -39,8 +39,9 @@ log = logging.getLogger(__name__)
 # Seconds. A lock or a database gives up earlier, so that the callers hear its reason.
 WAIT_WITHIN = 5.0
 LOOK_EVERY = 1.0  # a caller that waits looks what has become of its call
+OUTAGE = 1.0  # a batch that fails after so long fails all who wait behind it
 CLOSE_WITHIN = 5.0  # a write that hangs keeps its files open until it ends
-INTERRUPTED = 'the write was interrupted'
+SIZE = attrgetter('size')
 
 
 class CommittedStore(PlantStore):
@@ -70,7 +71,7 @@ class CommittedStore(PlantStore):
     def add(self, plant: Plant) -> bool:
         check_plant(plant)
         entry = Entry(*self._record(plant))
-        self._committer().submit((entry,))
+        self._committer().submit((entry,), WAIT_WITHIN)
         if entry.error is not None:
             raise entry.error
         return entry.new
@@ -79,10 +80,8 @@ class CommittedStore(PlantStore):
         for plant in plants:
             check_plant(plant)
         outcomes: list[bool | IdTaken] = []
-        committer = self._committer()
-        each = (Entry(*self._record(plant)) for plant in plants)
-        for entries in batches(each, lambda entry: entry.size):
-            committer.submit(entries, within=inf)
+        for entries in batches((Entry(*self._record(it)) for it in plants), SIZE):
+            self._committer().submit(entries, inf)
             for entry in entries:
                 if entry.error is not None and not isinstance(entry.error, IdTaken):
                     raise entry.error
@@ -90,7 +89,7 @@ class CommittedStore(PlantStore):
         return outcomes
 
     def ping(self) -> None:
-        self._committer().submit(())  # all callers that wait share one
+        self._committer().submit((), WAIT_WITHIN)  # all callers that wait share one
 
     def load(self) -> None:
         self._check_open()
@@ -119,23 +118,20 @@ class _Call:
     entries: Sequence[Entry]  # its plants; without any it is a ping
     size: int
     wake: Wake
-    error: Exception | None = None
-    has_ended: bool = False  # set last, before the wake, which an interrupt may cost
+    # ``True`` or an error. It is set before the wake, which an interrupt may cost.
+    outcome: bool | StoreError | None = None
 
 
 class _Committer:
-    """The queue of a store in one process, and the thread that serves it."""
+    """The calls of a store in one process, and the thread that serves them."""
 
     def __init__(self, store: CommittedStore) -> None:
         self._store = store
         self._backend: Backend | None = None
-        self._queue: deque[_Call] = deque()
-        self._batch: list[_Call] = []  # taken from the queue, and without an outcome
-        # When a batch last failed, and why; until one succeeds.
-        self._failure: tuple[float, StoreError | None] = 0.0, None
-        self._crowd = 0  # how many calls the next batch waits for, and until when
-        self._gather_until = 0.0
-        self._bell = store._scheduler.allocate_lock()  # released when calls wait
+        # Those without an outcome, in their order; each may leave at any moment.
+        self._calls: dict[_Call, None] = {}
+        self._crowd = 0  # how many calls it takes to wake the thread
+        self._bell = store._scheduler.allocate_lock()  # released to wake it
         self._bell.acquire()
         self._running = store._scheduler.allocate_lock()  # held by the thread
         # One wake for all: then they come back together, and share the next batch.
@@ -143,38 +139,24 @@ class _Committer:
         self._ring_soon, self._wake = store._scheduler.connect(self._ring, wake)
 
     # Methods of the callers, which may be interrupted anywhere.
-    def submit(self, entries: Sequence[Entry], *, within: float | None = None) -> None:
+    def submit(self, entries: Sequence[Entry], within: float) -> None:
         """Return within some seconds, when each entry is durable or has an error."""
         wait, wake = self._store._scheduler.waiter()
         call = _Call(entries, sum([entry.size for entry in entries]), wake)
-        began = perf_counter()
-        deadline = began + (WAIT_WITHIN if within is None else within)
+        deadline = perf_counter() + within
         try:
-            self._queue.append(call)
+            self._calls[call] = None
             self._start_thread()
             self._ring_soon()
-            if self._store._closed:  # perhaps since then: no batch takes it
-                raise StoreClosed
-            while not (wait(min(deadline - began, LOOK_EVERY)) or call.has_ended):
-                self._look_after(began, deadline)
-            if call.error is not None:  # without a traceback that grows with each raise
-                raise call.error.with_traceback(None)
-        except BaseException:
-            with suppress(ValueError):  # a batch has it
-                self._queue.remove(call)
-            raise
-
-    def _look_after(self, began: float, deadline: float) -> None:
-        """Have a call served that waits for long, or raise why it has to end."""
-        self._start_thread()  # the last one may have ended with an exception
-        self._ring()  # what should have rung may have been interrupted
-        failed_at, failure = self._failure
-        # An older one says nothing about this call; a bulk add waits for its own.
-        if failure is not None and began < failed_at and deadline < inf:
-            raise failure.with_traceback(None)
-        if perf_counter() >= deadline:
-            state = 'did not answer in time' if self._backend else 'is being opened'
-            raise StoreUnavailable(f'the store {state}', store=self._store._shown)
+            while not (wait(min(within, LOOK_EVERY)) or call.outcome):
+                self._start_thread()  # the last one may have ended with an exception
+                self._ring()  # what should have rung may have been interrupted
+                if perf_counter() >= deadline:
+                    raise StoreUnavailable('the store did not answer in time')
+        finally:
+            self._calls.pop(call, None)
+        if isinstance(call.outcome, StoreError):  # its traceback grows with each raise
+            raise call.outcome.with_traceback(None)
 
     def _start_thread(self) -> None:
         if not self._running.locked():
@@ -183,116 +165,85 @@ class _Committer:
             except RuntimeError as ex:
                 raise StoreUnavailable(f'no thread can be started: {ex}') from ex
 
-    def close(self) -> None:
-        """End the thread of a closed store, and wait for that."""
-        self._ring()
-        until = perf_counter() + CLOSE_WITHIN
-        while self._running.locked() and perf_counter() < until:
-            sleep(0.001)  # not acquire(): who is interrupted could keep the lock
-        if not self._running.locked():  # perhaps an exception had ended it
-            self._close_backend()
-
-    def _close_backend(self) -> None:
-        with suppress(Exception):
-            if self._backend is not None:
-                self._backend.close()
-
     def _ring(self) -> None:
-        if len(self._queue) >= self._crowd or self._store._closed:
+        if len(self._calls) >= self._crowd:
             with suppress(RuntimeError):  # it rings already
                 self._bell.release()
 
+    def close(self) -> None:
+        """Have the thread of a closed store close its files, and wait for that."""
+        until = perf_counter() + CLOSE_WITHIN
+        while self._backend or self._running.locked():
+            self._start_thread()
+            self._ring()
+            if perf_counter() >= until:
+                break
+            sleep(0.001)  # not acquire(): who is interrupted could keep the lock
+
     # What follows is of the thread, which no caller interrupts.
     def _run(self) -> None:
-        try:
+        with suppress(BaseException):  # of want of memory: see ``submit``
             if not self._running.locked():  # no other caller was faster
                 with self._running:
                     self._serve()
-        except BaseException:  # for want of memory, between two batches
-            pass  # another thread goes on: see ``_look_after``
 
     def _serve(self) -> None:
         """Serve batches until the store is closed."""
-        self._end_batch(StoreUnavailable(INTERRUPTED))  # of a thread that has ended
-        while not self._store._closed or self._queue:
-            self._gather()
-            self._take_batch()
+        took = 0.0  # by the last sync
+        while not self._store._closed or self._calls:
+            self._gather(took)
+            batch = next(batches([*self._calls], SIZE), [])
+            began, took = perf_counter(), 0.0
             try:
                 self._store._check_open()  # or refuse all who still wait
-                self._commit()
+                took = self._commit(batch)
             except BaseException as ex:
-                self._fail(self._batch, ex)
-            self._end_batch()
-        self._close_backend()
+                if perf_counter() > began + OUTAGE:
+                    batch = [*self._calls]
+                self._fail(batch, ex)
+            if took > self._store.gather_above:  # counted before the first comes back
+                self._crowd = len(self._calls)
+            for call in batch:
+                call.outcome = call.outcome or True
+                self._calls.pop(call, None)
+            self._wake(batch)
+        if self._backend is not None:
+            with suppress(Exception):
+                self._backend.close()
+            self._backend = None
 
-    def _gather(self) -> None:
+    def _gather(self, took: float) -> None:
         """Wait for calls: after a slow sync for a crowd, for some milliseconds."""
-        while len(self._queue) < self._crowd:
-            left = self._gather_until - perf_counter()
-            if left <= 0 or not self._bell.acquire(timeout=left):
+        until = perf_counter() + min(took, self._store.gather_within)
+        while len(self._calls) < self._crowd:
+            if not self._bell.acquire(timeout=max(0, until - perf_counter())):
                 break
-        self._crowd = 0  # before a look at the queue: from here on each call rings
-        while not (self._queue or self._store._closed):
+        self._crowd = 0  # before a look at the calls: from here on each one rings
+        while not (self._calls or self._store._closed):
             self._bell.acquire()
 
-    def _take_batch(self) -> None:
-        """Move calls from the queue into the batch, as many as one write may have."""
-        total = 0
-        with suppress(IndexError, ValueError):  # no call is left, or one has just left
-            while not self._batch or total + self._queue[0].size <= base.BATCH_SIZE:
-                call = self._queue[0]
-                total += call.size
-                self._batch.append(call)  # first: whatever happens, it has a place
-                self._queue.remove(call)
-
-    def _commit(self) -> None:
-        """Serve the calls of the batch: the adds, then the pings."""
-        took, adds = 0.0, [call for call in self._batch if call.entries]
-        pings = [call for call in self._batch if not call.entries]
-        for calls in filter(None, (adds, pings)):
-            try:
-                if self._backend is None:
-                    self._backend = self._store._open_backend()
-                if calls is adds:
-                    took = self._append(self._backend, calls)
-                else:
-                    self._backend.ping()
-                self._failure = 0.0, None
-            except BaseException as ex:
-                self._fail(calls, ex)
-        self._gather_until = perf_counter() + min(took, self._store.gather_within)
-        if took > self._store.gather_above:  # counted before the first comes back
-            self._crowd = len(self._batch) + len(self._queue)
-
-    def _append(self, backend: Backend, calls: Sequence[_Call]) -> float:
-        """Store the plants of some calls; return how long the sync took."""
-        entries = [entry for call in calls for entry in call.entries]
-        if (sync := backend.append(entries)) is None:
-            return 0.0
-        began = perf_counter()
-        sync()
-        took = perf_counter() - began
-        if self._store.on_sync is not None:
-            with suppress(Exception):  # it should raise none
-                self._store.on_sync(len(entries), took)
+    def _commit(self, batch: Sequence[_Call]) -> float:
+        """Serve the adds of a batch, then its pings; return how long the sync took."""
+        took, entries = 0.0, [entry for call in batch for entry in call.entries]
+        if self._backend is None:
+            self._backend = self._store._open_backend()
+        if entries and (sync := self._backend.append(entries)) is not None:
+            began = perf_counter()
+            sync()
+            took = perf_counter() - began
+            if self._store.on_sync is not None:
+                with suppress(Exception):  # it should raise none
+                    self._store.on_sync(len(entries), took)
+        if not all(call.entries for call in batch):
+            for call in batch:  # an add is no failure if a ping is one
+                call.outcome = bool(call.entries) or None
+            self._backend.ping()
         return took
 
     def _fail(self, calls: Sequence[_Call], error: BaseException) -> None:
-        """Give calls an error as their outcome."""
+        """Give those calls an error that have no outcome."""
         if not isinstance(error, StoreError):  # want of memory, or a fault of ours
-            log.error('%s: %s', self._store._shown, INTERRUPTED, exc_info=error)
-            shown = {'store': self._store._shown, 'detail': repr(error)}
-            error = StoreUnavailable(INTERRUPTED, **shown)
-        self._failure = perf_counter(), error
+            log.error('%s: the write failed', self._store._shown, exc_info=error)
+            error = StoreUnavailable('the write was interrupted')
         for call in calls:  # also if an entry has one, which may rest on another entry
-            call.error = error
-
-    def _end_batch(self, error: Exception | None = None) -> None:
-        """Wake the callers of the batch; with ``error`` if they have no outcome."""
-        for call in self._batch:
-            if not call.has_ended:
-                call.error = call.error or error
-                call.has_ended = True
-        batch, self._batch = self._batch, []
-        if batch:
-            self._wake(batch)
+            call.outcome = call.outcome or error

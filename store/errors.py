@@ -1,7 +1,6 @@
 """The exceptions that a plant store raises."""
 
 import shlex
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 
@@ -12,17 +11,16 @@ class StoreError(Exception):
 class IdTaken(StoreError):
     """A different plant holds the ``id``; the store is unchanged."""
 
-    def __init__(self, id: int, members: Sequence[str] = ()) -> None:
-        differs = f': it differs in {", ".join(members)}' if members else ''
+    def __init__(self, id: int, differs: str = '') -> None:
         super().__init__(f'id: {id} is taken by a different plant{differs}')
         self.id = id
-        self.members = members  # those that differ, if the store knows them
 
     @classmethod
     def between(cls, stored: NamedTuple, offered: NamedTuple) -> Self:
         """Return the error for two plants with one id; it has none of their values."""
         both = zip(stored._fields, stored, offered, strict=True)
-        return cls(stored[0], [name for name, one, other in both if one != other])
+        names = ', '.join(name for name, one, other in both if one != other)
+        return cls(stored[0], f': it differs in {names}')
 
 
 class StoreUnavailable(StoreError):
@@ -31,9 +29,7 @@ class StoreUnavailable(StoreError):
     def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
         message = f'{store}: {reason}' if store else reason
         super().__init__(f'{message} ({detail})' if detail else message)
-        self.reason = reason  # what is wrong, without a path: a client may see it
-        self.store = store  # its name, for example a path
-        self.detail = detail  # more for the operator
+        self.reason = reason  # without a path: a client may see it
 
 
 class StoreCorrupt(StoreError):

@@ -5,7 +5,6 @@ neither, and stays held when the parent is killed. So a child closes such descri
 once, whether or not it ever uses the store.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -14,22 +13,20 @@ from io import FileIO
 from weakref import WeakSet
 
 generation = 0  # forks between the first process and this one: no two of them have one
+_began = _ended = 0  # forks of this process, of several threads
 _owned: WeakSet[FileIO] = WeakSet()
-_going: list[None] = []  # forks that are going on: of several threads
-_last = object()  # stands for the last one that has ended
 
 
 def opened(open_one: Callable[[], int]) -> FileIO:
-    """Return the file of a descriptor, opened so that each child closes it at once.
+    """Return the file of a descriptor, which each child closes at once.
 
-    A child that was forked between the opening and the entry would keep it. So then
-    this process opens another one, before it takes any lock.
+    A child that was forked before it was noted may have it: then another one is opened.
     """
     while True:
-        last = _last
+        ended = _ended
         file = FileIO(open_one(), 'r')
         _owned.add(file)
-        if not _going and last is _last:
+        if _began == ended:
             return file
         file.close()
         time.sleep(0.001)
@@ -38,31 +35,30 @@ def opened(open_one: Callable[[], int]) -> FileIO:
 def fill_standard() -> None:
     """Open the null device where a standard stream is closed.
 
-    The next file that is opened would be one, and have the messages of C libraries in
-    it. REQUIRES: called before each opening of a file or socket of a store.
+    The next file would be one, and get the messages of C libraries. REQUIRES: called
+    before each opening of a file or socket of a store.
     """
     for number in range(3):
         try:
-            fcntl.fcntl(number, fcntl.F_GETFD)
+            os.get_inheritable(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
 
 
 def _begin() -> None:
-    _going.append(None)
+    global _began
+    _began += 1
 
 
 def _end() -> None:
-    global _last
-    _last = object()
-    del _going[-1:]  # there is none where C has forked
+    global _ended
+    _ended += 1
 
 
 def _in_child() -> None:
-    global generation
+    global generation, _began
     generation += 1
-    _going.clear()
-    _end()
+    _began = _ended
     for file in list(_owned):
         with suppress(OSError):
             file.close()

@@ -1,8 +1,4 @@
-"""How the callers of a store wait.
-
-By default they are threads. A server that serves many requests in one thread passes a
-scheduler of its own to ``open_store``, and serves others meanwhile.
-"""
+"""How the callers of a store wait: a server with greenlets has a way of its own."""
 
 import _thread
 from collections.abc import Callable
@@ -19,10 +15,9 @@ class Scheduler:
     allocate_lock = staticmethod(_thread.allocate_lock)
 
     def waiter(self) -> tuple[Wait, Wake]:
-        """Return two functions, ``wait`` and ``wake``.
+        """Return ``wait``, and ``wake``, which is called once, also before or after it.
 
-        ``wait`` returns whether ``wake`` was called within some seconds. It is called
-        once, by what ``connect`` returns, even before or after the wait.
+        ``wait`` returns whether that was within some seconds.
         """
         # A bare lock parks a thread at the least cost: an Event costs four times that.
         lock = _thread.allocate_lock()
@@ -32,8 +27,8 @@ class Scheduler:
     def connect(self, ring: Wake, wake: Wake) -> tuple[Wake, Wake]:
         """Return ``ring`` for the callers, and ``wake`` for the committer.
 
-        A scheduler may delay a ring, so that all callers that are ready go first, and
-        share a batch. And it may have ``wake`` called in the thread of the callers.
+        A ring may be delayed, so that all callers that are ready share a batch, and
+        ``wake`` be called in their thread.
         """
         return ring, wake
 

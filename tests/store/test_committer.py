@@ -1,6 +1,5 @@
 """The committer: plants that wait together share one append and one sync."""
 
-import sys
 import threading
 import time
 from functools import partial
@@ -10,31 +9,40 @@ import pytest
 from disk import Gate, assert_raise
 from waiting import PATIENCE, in_threads, wait_until
 
-from store import (
-    THREADS,
-    IdTaken,
-    Plant,
-    StoreClosed,
-    StoreCorrupt,
-    StoreUnavailable,
-    committer,
-)
-from store.committer import CommittedStore
+from store import IdTaken, Plant, Scheduler, StoreClosed, StoreUnavailable, committer
 
 LONG = 10**6  # seconds
 FULL = StoreUnavailable('full')
 
 
-class Commits(CommittedStore):
-    """A store whose calls take as long as a test wants, or fail."""
+class Commits(committer.CommittedStore, Scheduler):
+    """A store whose calls take as long as a test wants, or fail; its own scheduler."""
 
     def __init__(self, above=LONG, within=LONG):
-        super().__init__('commits')
-        self.gather_above, self.gather_within = above, within
         self.before = {}  # from the name of a call to what may block or raise
         self.errors = {}  # from an id to what is wrong with it
         self.batches = []  # the ids of each append
         self.calls = []  # that have ended
+        self.rings = 0  # the calls of callers
+        self.threads = 0  # that have not ended
+        super().__init__('commits', scheduler=self)
+        self.gather_above, self.gather_within = above, within
+
+    def connect(self, ring, wake):
+        def ask():
+            self.rings += 1
+            self._do('ring')
+            ring()
+
+        return ask, lambda calls: (wake(calls), self._do('wake'))
+
+    def start_thread(self, run, arguments):
+        def count():
+            run()
+            self.threads -= 1
+
+        self.threads += 1
+        super().start_thread(count, arguments)
 
     def _open_backend(self):
         self._do('open')
@@ -63,18 +71,14 @@ class Commits(CommittedStore):
         plants = [Plant(id, str(size)) for id in ids]
         return self.add(*plants) if len(plants) == 1 else self.add_many(plants)
 
-    def waiting(self):
-        """Return how many callers wait."""
-        return sum(len(each._queue) for each in self._committers.values())
-
     def put_behind(self, gate, *jobs):
         """Run a job that blocks at a gate, and others that queue behind it."""
 
         def follow(place, job):
-            wait_until(lambda: gate.held and self.waiting() == place)
+            wait_until(lambda: gate.held and self.rings == place)
             job()
 
-        followers = enumerate([*jobs[1:], gate.set])
+        followers = enumerate([*jobs[1:], gate.set], self.rings + 1)
         in_threads(jobs[0], *(partial(follow, *follower) for follower in followers))
 
 
@@ -98,7 +102,7 @@ def failing(error):
 )
 def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
     """Plants that wait are one batch, in their order; it has at most BATCH_SIZE."""
-    monkeypatch.setattr(committer.base, 'BATCH_SIZE', 100)
+    monkeypatch.setattr('store.base.BATCH_SIZE', 100)
     with Commits() as store:
         seen, gate = [], Gate()
         store.on_sync = lambda *sync: seen.append((sync[0], sync[1] >= 0))
@@ -113,27 +117,33 @@ def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
 
 @pytest.mark.parametrize('where', ['append', 'sync'])
 @pytest.mark.parametrize('error', [FULL, SystemExit(), MemoryError()], ids=repr)
-def test_failure_reaches_all_callers_of_the_batch(where, error):
-    """An append or a sync that raises fails all callers of its batch and no others."""
+@pytest.mark.parametrize('outage', [LONG, 0])
+def test_failure_reaches_all_callers_of_the_batch(monkeypatch, where, error, outage):
+    """An append or a sync that raises fails all callers of its batch.
+
+    If it took long, those who wait behind them hear the same reason.
+    """
+    monkeypatch.setattr(committer, 'OUTAGE', outage)
     with Commits() as store:
         gate, raised = Gate(), {}
 
-        def fail_second():
+        def fail_first():
             gate()
-            if len(store.batches) == 2:
+            if len(store.batches) == 1:
                 raise error
 
-        def put(id):
+        def put(*ids):
             try:
-                store.put(id)
+                store.put(*ids)
             except Exception as ex:  # a SystemExit would end the thread of each caller
-                raised[id] = ex
+                raised[ids] = ex.reason
 
-        store.before[where] = fail_second
-        store.put_behind(gate, *(partial(put, id) for id in range(4)))
-        assert store.batches == [[0], [1, 2, 3]]
-        assert raised.keys() == {1, 2, 3}
-        store.before.clear()
+        store.before[where] = fail_first
+        puts = [(0, 1), (2,), (3, 4)]
+        store.put_behind(gate, *(partial(put, *ids) for ids in puts))
+        assert store.batches == ([[0, 1], [2, 3, 4]] if outage else [[0, 1]])
+        assert raised.keys() == ({(0, 1)} if outage else {*puts})
+        assert len({*raised.values()}) == 1
         assert store.put(4) is True
 
 
@@ -149,11 +159,13 @@ def test_entry_fails_alone():
 def test_ring_and_wake_that_interrupts_have_cost(monkeypatch):
     """Others go on a second later, and hear how their batch has ended."""
     monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
+    monkeypatch.setattr(Commits, 'connect', lambda *_: (list, list))
     with Commits() as store:
-        monkeypatch.setattr(store._scheduler, 'connect', lambda *_: (list, list))
         assert all(map(store.put, range(9)))
         store.before['append'] = failing(ZeroDivisionError())
-        assert_raise(StoreUnavailable, partial(store.put, 10, 11), match='Zero')
+        assert_raise(StoreUnavailable, partial(store.put, 10, 11), match='interrupted')
+        store.before['append'] = partial(time.sleep, 0.1)
+        assert store.put(12)
 
 
 @pytest.fixture
@@ -196,49 +208,19 @@ def test_gather_ends_without_the_crowd(limits, slow):
 
 
 def test_caller_leaves_in_time(monkeypatch):
-    """Who waits too long hears why, and is not stored."""
+    """Who waits too long hears why, and is not stored; a bulk add waits."""
     monkeypatch.setattr(committer, 'WAIT_WITHIN', 0.05)
     with Commits() as store:
-        store.before['append'] = gate = Gate()
-        first = threading.Thread(target=partial(store.put, 1, 2), daemon=True)
-        first.start()  # a bulk add, which waits as long as it takes
-        gate.wait_for()
-        assert_raise(StoreUnavailable, partial(store.put, 3), match='in time')
-        gate.set()
-        first.join(PATIENCE)
+        gate = store.before['append'] = Gate()
+
+        def leave():
+            gate.wait_for()
+            assert_raise(StoreUnavailable, partial(store.put, 3), match='in time')
+            gate.set()
+
+        in_threads(partial(store.put, 1, 2), leave)
         store.put(4)
-        assert store.batches[-2:] == [[1, 2], [4]]
-
-
-@pytest.mark.parametrize('error', [FULL, StoreCorrupt('full', 1, 0, '')], ids=type)
-def test_callers_who_wait_hear_of_an_outage(monkeypatch, error):
-    """A second after a batch has failed at most, also while the next one hangs."""
-    monkeypatch.setattr(committer, 'WAIT_WITHIN', LONG)
-    with Commits() as store:
-        first, second = Gate(), Gate()
-
-        def append():
-            if len(store.batches) > 1:
-                second()
-            first()
-            raise error
-
-        store.before['append'] = append
-        refused = partial(assert_raise, type(error), match='full')
-        puts = (partial(refused, partial(store.put, id)) for id in range(3))
-        store.put_behind(first, *puts)
-        assert second.held
-        second.set()
-        store.before.clear()
-        store.put(9)  # it is over
-        monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
-        store.before['append'] = partial(time.sleep, 0.1)
-        store.put(10)
-        # An outage that was over before a call is no reason for its wait.
-        store.before['append'] = failing(error)
-        refused(partial(store.put, 11))
-        store.before['append'] = partial(time.sleep, 0.1)
-        store.put(12)
+        assert store.batches == [[1, 2], [4]]
 
 
 def test_pings_that_wait_share_one():
@@ -263,23 +245,22 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
     store, gate, closed = Commits(), Gate(), threading.Event()
     store.before[where] = gate
 
-    def wait():
+    def refused():
         gate.wait_for()
         assert_raise(StoreClosed, partial(store.put, 1))
 
     def close():
-        gate.wait_for()
-        wait_until(store.waiting)
+        wait_until(lambda: store.rings == 2)
         store.close()
         closed.set()
 
     def release():
-        gate.wait_for()
+        wait_until(lambda: store._closed)
         # A close that did not wait would end long before the short timeout.
         assert closed.wait(PATIENCE if stuck else 0.2) == stuck
         gate.set()
 
-    in_threads(partial(store.put, 0), wait, close, release)
+    in_threads(partial(store.put, 0), refused, close, release)
     wait_until(lambda: store.calls[-1] == 'close', 'the backend is closed')
     assert_raise(StoreClosed, partial(store.put, 2), store.ping, store.load)
     store.close()
@@ -289,37 +270,20 @@ def test_thread_that_cannot_be_started(monkeypatch):
     """It is told, and tried again by the next caller."""
     with Commits() as store, monkeypatch.context() as patch:
         refuse = failing(RuntimeError('no more'))
-        patch.setattr(THREADS, 'start_thread', refuse)
+        patch.setattr(Commits, 'start_thread', refuse)
         assert_raise(StoreUnavailable, partial(store.put, 0), match='no more')
         patch.undo()
         assert store.put(1) is True
     assert store.batches == [[1]]
 
 
-def test_add_at_the_moment_of_a_close(monkeypatch):
-    """It is refused, also if the thread has ended before the plant is in the queue."""
-    store = Commits()
-    patch = partial(monkeypatch.setattr, THREADS, 'start_thread')
-    patch(lambda run, arguments: (store.close(), run()))
-    assert_raise(StoreClosed, partial(store.put, 0))
-
-
-def test_close_keeps_no_thread_from_beginning():
-    """It holds no lock that a thread needs which has just been started."""
-    store, held = Commits(), []
-    running = store._committer()._running
-    sys.setprofile(lambda *_: held.append(running.locked()))
-    store.close()
-    sys.setprofile(None)
-    assert not any(held)
-
-
-def test_close_after_the_thread_has_ended(monkeypatch):
-    """Nothing stays open, also if nobody has started another thread."""
+def test_thread_that_ends_is_followed_by_another(monkeypatch):
+    """Who waits is served; a close leaves nothing open if there is no other."""
+    monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
     with Commits() as store:
-        store.put(0)
-        died = failing(MemoryError())
-        monkeypatch.setattr(committer._Committer, '_gather', died)
-        store.put(1)
-        wait_until(lambda: not store._committer()._running.locked())
+        store.before['sync'] = gate = Gate()
+        store.before['wake'] = failing(MemoryError())
+        store.put_behind(gate, partial(store.put, 0), partial(store.put, 1))
+        assert store.batches == [[0], [1]]
+        wait_until(lambda: store.threads == 0)
     assert store.calls[-1] == 'close'

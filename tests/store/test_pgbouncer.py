@@ -2,18 +2,14 @@
 
 import psycopg
 import pytest
-from postgresql import PgBouncer, witness
+from contract import FORK
+from postgresql import pgbouncer, witness
 from test_postgresql_faults import (  # noqa: F401
-    far,
-    proxy,
-    short_limits,
     store,
     test_commit_that_is_cancelled_is_not_acknowledged,
-    test_locked_plant_delays_no_other_add,
-    test_outage_loses_no_acknowledged_plant,
     test_sessions_that_end_lose_no_acknowledged_plant,
 )
-from test_stores import TestPostgreSQLStore  # noqa: F401
+from test_stores import TestPostgreSQLStore as Contract
 
 from store import Plant, open_store
 from store.postgresql.connection import LOCK_WITHIN
@@ -30,14 +26,22 @@ WRONG = {
 @pytest.fixture(scope='module')
 def pooler(database):
     """A pooler in transaction mode, whose clients share two sessions."""
-    with PgBouncer(database, 'transaction', **WRONG) as pooler:
-        yield pooler
+    with pgbouncer(database, 'transaction', **WRONG) as url:
+        yield url
 
 
 @pytest.fixture
-def url(pooler):
+def url(database, pooler):
     """The URL of an empty store."""
-    return pooler.new_url()
+    database.execute('DROP SCHEMA public CASCADE; CREATE SCHEMA public', url=pooler)
+    return pooler
+
+
+def test_adds_at_once(database, url, store):  # noqa: F811
+    """Many processes share two sessions, and one table."""
+    contract = Contract()
+    contract.database, contract.store_url = database, url
+    contract.test_adds_at_once(store, FORK.Process)
 
 
 def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
@@ -57,9 +61,9 @@ def test_settings_belong_to_the_transaction(database, url, store):  # noqa: F811
 def test_few_sessions_are_enough(database):
     """In session mode a store keeps one session, and one more while it reads."""
     with (
-        PgBouncer(database, 'session') as pooler,
-        open_store(pooler.new_url()) as first,
-        open_store(pooler.url, create=False) as other,
+        pgbouncer(database, 'session') as url,
+        open_store(url) as first,
+        open_store(url, create=False) as other,
     ):
         assert first.add(Plant(1, 'Fern')) is True
         assert list(first) == [Plant(1, 'Fern')]

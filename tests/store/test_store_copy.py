@@ -15,10 +15,9 @@ from waiting import PATIENCE, wait_until
 
 from store import Plant, open_store
 
-KINDS = ['jsonl', 'postgresql']
 FERN, MOSS, IVY = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Efeu ☘', '')
 REED = Plant(1, 'Reed')
-MANY = [Plant(id, 'Fern', 'shade') for id in range(2, 5002)]
+MANY = [Plant(id, 'Fern', 'shade') for id in range(2, 3002)]
 
 
 @pytest.fixture
@@ -49,8 +48,9 @@ def counts(output):
     return tuple(map(int, re.search(pattern, output.decode()).groups()))
 
 
-@pytest.mark.parametrize('target', KINDS)
-@pytest.mark.parametrize('source', KINDS)
+@pytest.mark.parametrize(
+    ('source', 'target'), [('jsonl', 'postgresql'), ('postgresql', 'jsonl')]
+)
 def test_copy_counts_plants(make, run, monkeypatch, source, target):
     """The target gets the plants that it lacks, and keeps its own in conflicts."""
     monkeypatch.setitem(sys.modules, 'tqdm', None)  # it may be missing
@@ -118,13 +118,11 @@ def test_refused_plants_do_not_end_the_copy(make, database, run):
     source, target = make('jsonl', FERN, *MANY), make('postgresql')
     rule = "ALTER TABLE plants ADD CHECK (id % 1250 <> 0 AND name <> 'Moss')"
     database.execute(rule, url=target)
-    for known in 3996, 4997:  # of a batch with a refused plant the others are there
+    for known in 1998, 2999:  # of a batch with a refused plant the others are there
         code, output, _ = run('copy', source, target)
-        found = f'copied: {4997 - known}, already there: {known}, conflicting: 0'
-        assert (code, output.splitlines()[-1]) == (1, f'{found}, refused: 4'.encode())
-        assert {*re.findall(rb'refused: {"id":(\d+),', output)} == {
-            str(id).encode() for id in range(1250, 5001, 1250)
-        }
+        found = f'copied: {2999 - known}, already there: {known}, conflicting: 0'
+        assert (code, output.splitlines()[-1]) == (1, f'{found}, refused: 2'.encode())
+        assert re.findall(rb'refused: {"id":(\d+),', output) == [b'1250', b'2500']
     database.execute('ALTER TABLE plants RENAME name TO away', url=target)
     code, output, _ = run('copy', source, target)
     assert (code, b'refused' in output) == (1, False)
@@ -132,7 +130,7 @@ def test_refused_plants_do_not_end_the_copy(make, database, run):
 
 def test_progress_bar_on_a_terminal(make):
     """It does not mix with the other output."""
-    source, target = make('jsonl', REED, *MANY[:3000]), make('jsonl', FERN)
+    source, target = make('jsonl', REED, *MANY), make('jsonl', FERN)
     master, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     shown = b''

@@ -1,16 +1,14 @@
 """Store URLs: errors say what is wrong, and never show a secret."""
 
+import itertools
+import random
 import traceback
 from urllib.parse import quote
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from store import Plant, masked, open_store
+from store import masked, open_store
 from store.masking import clean
-
-FERN, MOSS = Plant(1, 'Fern'), Plant(2, 'Moss')
 
 SHOWN = {
     'memory:': 'memory:',
@@ -47,31 +45,21 @@ SCHEMES = ['', *(f'{it}:' for it in ('postgres', 'POSTGRESQL', 'mysql', 'jsonl')
 SCHEMES += ['postgresql', 'postgresql:', ' postgresql:', '"postgresql:']
 
 
-@given(
-    st.sampled_from(SCHEMES),
-    st.sampled_from(PLACES),
-    st.from_regex(r'[A-Z0-9][!-~ ]{4,20}[A-Za-z0-9]', fullmatch=True),
-    st.booleans(),
-)
-@example('postgresql:', '//me:%/db', '2024!PW', False)
-@example('postgresql:', '//me:%/db', '1 PW12', True)
-def test_no_message_shows_a_password(scheme, place, password, is_quoted):
+PASSWORDS = ['2024!PW', '1 PW12', 'A\'b"c', '7@h:1/x?y=Z', 'Pa#ss%w0', "Q'=\\ 'z9"]
+
+
+def test_no_message_shows_a_password():
     """No message shows a password, wherever it stands in a URL, sound or broken."""
-    written = quote(password, safe='') if is_quoted else password
-    url = scheme + place.replace('%', written)
-    shown = [masked(url), clean(f'"{password}", {written}: not {password!r}', url)]
-    try:
-        open_store(url, create=False).close()
-    except ValueError as ex:
-        shown += traceback.format_exception(ex)
-    for text in password, written:
-        assert text not in ''.join(shown)
-
-
-def test_white_space_is_removed(path, monkeypatch):
-    """As a .env file of Windows, an editor, a template, or a shell leaves it."""
-    monkeypatch.chdir(path.parent)
-    with open_store(f'jsonl:{path.name}') as store:
-        store.add(Plant(1, 'Fern'))
-    with open_store(f' jsonl: {path.name}\t\r\n', create=False) as store:
-        assert [*store] == [Plant(1, 'Fern')]
+    chance = random.Random(1)
+    for scheme, place, password in itertools.product(SCHEMES, PLACES, PASSWORDS):
+        encoded = ''.join(f'%{ord(character):02X}' for character in password)
+        written = chance.choice([password, quote(password, safe=''), encoded])
+        url = scheme + place.replace('%', written)
+        shown = [masked(url), clean(f'"{password}", {written}: not {password!r}', url)]
+        if chance.random() < 0.05:  # it looks for packages
+            try:
+                open_store(url, create=False).close()
+            except ValueError as ex:
+                shown += traceback.format_exception(ex)
+        for text in password, written:
+            assert text not in ''.join(shown), url
