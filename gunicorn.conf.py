@@ -5,6 +5,7 @@ promise the value. The command line and GUNICORN_CMD_ARGS override these setting
 """
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -12,9 +13,7 @@ from pathlib import Path
 if (directory := str(Path(__file__).absolute().parent)) not in sys.path:
     sys.path.insert(0, directory)
 
-from serving import lifecycle
-from serving.log import PlantsLogger
-from serving.worker import PlantsWorker
+from serving import master
 from web.settings import is_set
 
 # ---- what to run
@@ -23,12 +22,12 @@ wsgi_app = 'serving.lifecycle:build()'
 # In the master: all workers have the same settings, schemas, tokens and plants.
 preload_app = True
 # For platforms that set PORT: gunicorn would listen on IPv4 alone.
-if 'PORT' in os.environ:
-    bind = lifecycle.addresses(os.environ['PORT'])
+if 'PORT' in os.environ and socket.has_dualstack_ipv6():
+    bind = f'[::]:{os.environ["PORT"]}'
 
 # ---- processes
 
-worker_class = PlantsWorker
+worker_class = 'serving.worker.PlantsWorker'
 if 'WEB_CONCURRENCY' not in os.environ:
     workers = os.cpu_count() or 1
     if hasattr(os, 'sched_getaffinity'):  # macOS has none
@@ -53,8 +52,8 @@ graceful_timeout = 30
 
 # ---- the log, and the hooks
 
-logger_class = PlantsLogger
-on_starting = lifecycle.on_starting
-when_ready = lifecycle.when_ready
-pre_fork = lifecycle.pre_fork
-post_worker_init = lifecycle.post_worker_init
+logger_class = 'serving.log.PlantsLogger'
+on_starting = master.on_starting
+when_ready = master.when_ready
+pre_fork = master.pre_fork
+post_worker_init = master.post_worker_init

@@ -45,7 +45,7 @@ def main(stamp: str, *files: str) -> None:
         place, name = os.path.split(stamp)
         # What follows empties the directory: perhaps the argument is a wrong one.
         is_ours = os.path.exists(f'{place or "."}/pyvenv.cfg')
-        if not (is_ours or place and not os.path.exists(place)):
+        if not (is_ours or (place and not os.path.exists(place))):
             sys.exit(f'{place or "."} is no environment: nothing is installed into it')
         print(f'Installing packages into {place}, once. It may take a minute or two.')
         # This removes the packages of earlier versions and of other Pythons.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from http import HTTPStatus
 from io import BytesIO
+from ssl import SSLContext
 from typing import Any
 from wsgiref.types import WSGIApplication, WSGIEnvironment
 
@@ -19,8 +20,7 @@ import gevent
 from gevent.lock import Semaphore
 from gevent.ssl import SSLSocket
 
-from app import PlantsApp
-from serving.request import Refused, Request, read_head
+from serving.request import Request, read_head
 from serving.scheduler import poll
 from web.errors import FAULT, Fault
 
@@ -44,9 +44,6 @@ class Answer:
                 result.close()
         self.sent = len(self.body)
         self.fields = ''.join([f'\r\n{name}: {text}' for name, text in self.headers])
-        for end in '\r\n':
-            if self.fields.count(end) != len(self.headers):
-                raise ValueError('a field of the answer has a line end in it')
 
     def _start(self, status: str, headers: list[tuple[str, str]], _: Any = None) -> Any:
         self.status, self.headers = status, headers
@@ -56,8 +53,9 @@ class Answer:
 class Server:
     """What the connections of a process share."""
 
-    application: WSGIApplication
-    plants: PlantsApp  # answers what is refused, and what the other one failed to
+    application: WSGIApplication  # it also answers what the server refuses
+    max_body_bytes: int  # a longer body is not read
+    tls: SSLContext | None
     log_error: Callable[..., None]  # as ``logging.Logger.error``
     log_access: Callable[..., None] | None  # of an answer, fields, environment, time
     max_connections: int
@@ -65,7 +63,7 @@ class Server:
     keepalive: float  # seconds for the next request of a connection; 0: there is none
     date: str = ''  # of answers: not formatted for each
     connections: set['Connection'] = field(default_factory=set)
-    pipelining: Semaphore = field(default_factory=Semaphore)  # see Connection._run
+    pipelining: Semaphore = field(default_factory=Semaphore)
 
     def is_full(self) -> bool:
         return len(self.connections) >= self.max_connections
@@ -102,7 +100,7 @@ class Connection:
         """Answer requests until the connection ends; the greenlet."""
         server = self._server
         try:
-            if tls := server.plants.tls:  # the first read makes the handshake
+            if tls := server.tls:  # the first read makes the handshake
                 how = {'server_side': True, 'do_handshake_on_connect': False}
                 self.sock = SSLSocket(self.sock, _context=tls, **how)
             while (request := self._read()) and self._answer(request):
@@ -110,7 +108,7 @@ class Connection:
                 self.limit(server.keepalive or LINGER)
                 self.is_idle = not self._received
                 gevent.sleep(0)  # others go first
-                if self._received:  # until their requests are read
+                if self._received:  # and one pipeline at a time
                     self.heard = self.deadline = NEVER
                     with server.pipelining:
                         poll()
@@ -133,15 +131,14 @@ class Connection:
 
     def _linger(self) -> None:
         """Let the client take its answer, which unread bytes would reset."""
-        # RFC 9112, section 9.6. With TLS, what follows is not decrypted.
-        self.sock.shutdown(socket.SHUT_WR)
+        self.sock.shutdown(socket.SHUT_WR)  # RFC 9112, section 9.6; also ends TLS
         last = time.monotonic() + REQUEST_TIMEOUT
         self.limit(LINGER)
         while self.sock.recv(RECEIVE) and self.heard < last:
             poll()  # others go first: it may never pause
             self.limit(LINGER)
 
-    def _read(self) -> Request | Refused | None:
+    def _read(self) -> Request | None:
         """Read a request; return None at the end: the client sends no whole head."""
         received, request = self._received, None
         if not received:
@@ -150,10 +147,8 @@ class Connection:
         self.limit(REQUEST_TIMEOUT)
         while True:
             request = request or read_head(received, self._environ)
-            if isinstance(request, Refused):
-                return request
             if request is not None:
-                if whole := request.take(received, self._server.plants.max_body_bytes):
+                if whole := request.take(received, self._server.max_body_bytes):
                     return whole
                 if request.expects:
                     request.expects = False
@@ -167,21 +162,15 @@ class Connection:
             self.heard = time.monotonic()
             received += data
 
-    def _answer(self, request: Request | Refused) -> bool:
+    def _answer(self, request: Request) -> bool:
         """Have a request answered; return whether others may follow."""
-        server, began, keeps = self._server, time.monotonic(), False
+        server, began, keeps = self._server, time.monotonic(), request.keeps
         self.heard = self.deadline = NEVER  # the wait is not for the client
         try:
-            if isinstance(request, Refused):
-                answer = self._refuse(*request)
-            else:
-                request.environ['wsgi.input'] = BytesIO(request.body)
-                answer = Answer(server.application, request.environ)
-                keeps = request.keeps
+            answer = self._call(request.environ, request.body, request.refusal)
         except Exception as ex:
-            answer = self._refuse(request.environ, 500)
-            id = dict(answer.headers)['x-request-id']
-            server.log_error('%s: request failed', id, exc_info=ex)
+            answer, keeps = self._call(request.environ, bytearray(), 500), False
+            server.log_error('the request failed', exc_info=ex)
         server.requests_left -= 1
         keeps = keeps and server.keepalive > 0
         head = (
@@ -198,8 +187,10 @@ class Connection:
             server.log_access(answer, fields, all, took)
         return keeps
 
-    def _refuse(self, environ: WSGIEnvironment, status: int) -> Answer:
-        """Have a request answered that the server refuses, or failed to serve."""
-        text = f'{HTTPStatus(status).phrase}: the HTTP server cannot serve this request'
-        environ |= {FAULT: Fault(100 * status, text), 'wsgi.input': BytesIO()}
-        return Answer(self._server.plants, environ)
+    def _call(self, environ: WSGIEnvironment, body: bytearray, refusal: int) -> Answer:
+        """Call the application, also for what is refused with a status."""
+        environ['wsgi.input'] = BytesIO(body)
+        if refusal:
+            text = f'{HTTPStatus(refusal).phrase}: the server cannot serve this request'
+            environ[FAULT] = Fault(100 * refusal, text)
+        return Answer(self._server.application, environ)

@@ -62,60 +62,45 @@ class Buffer(MemoryHandler):
                     lines = [f'{target.format(record)}\n' for record in records]
                     target.stream.write(''.join(lines))
                     target.flush()
-                except OSError:  # a full disk must not turn a 200 into a 500
-                    target.handleError(records[0])  # once, not for each line
-                except Exception:  # of a broken one; nothing was written
-                    for record in records:
-                        target.handle(record)
-
-
-def report_errors(handler: logging.Handler) -> None:
-    """Have a handler report each error in a line, and raise none.
-
-    Python raises what a file cannot be opened with, and shows of a line that is lost
-    all arguments: those of the access log have the headers of a request, and its token.
-    """
-    emit = handler.emit
-
-    def emit_or_report(record: LogRecord) -> None:
-        try:
-            emit(record)
-        except Exception:
-            report(record)
-
-    def report(record: LogRecord) -> None:
-        with suppress(OSError):
-            print('A line of the log is lost:', sys.exc_info()[1], file=sys.stderr)
-
-    vars(handler).update(emit=emit_or_report, handleError=report)
+                except Exception as ex:  # a full disk must not turn a 200 into a 500
+                    with suppress(OSError):
+                        print('Lines of the log are lost:', ex, file=sys.stderr)
 
 
 class PlantsLogger(Logger):  # type: ignore[misc]
-    """gunicorn's log, also as JSON, with the service's own lines in it."""
+    """gunicorn's log, in our formats, with the lines of the service in it."""
 
     buffer = Buffer(1)
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
+        # Of a line that is lost Python would show all arguments, and so a token: those
+        # of the access log have the headers of the request.
+        logging.raiseExceptions = False
         # Switches to save time: our lines show no thread, process name or source file.
         logging.logThreads = logging.logMultiprocessing = False
         logging._srcfile = None
-        environ = os.environ | cfg.env  # gunicorn sets raw_env later
-        is_json = is_set(environ, 'PLANTS_LOG', 'json')
+        # gunicorn sets the variables of ``raw_env`` later.
+        is_json = is_set(os.environ | cfg.env, 'PLANTS_LOG', 'json')
         configured = cfg.logconfig or cfg.logconfig_dict or cfg.logconfig_json
-        # Any text can be written, under any locale; what is configured keeps its own.
-        how = {'errors': 'backslashreplace'}
-        how |= {} if configured else {'encoding': 'utf-8'}
+        handler: Any
         for handler in self.error_log.handlers + self.access_log.handlers:
-            report_errors(handler)
+
+            def emit(record: LogRecord, emit: Any = handler.emit) -> None:
+                with suppress(Exception):  # Python raises why a file cannot be opened
+                    emit(record)
+
+            handler.emit = emit
+            how = {'errors': 'backslashreplace'}  # any text can be written
+            if not configured:  # or it keeps its encoding and its format
+                how['encoding'] = 'utf-8'
+                form = handler.formatter
+                text = TextFormatter(form._fmt, form.datefmt)
+                handler.setFormatter(JSONFormatter() if is_json else text)
             vars(handler).update(how)  # for a file that is opened again
             stream: Any = getattr(handler, 'stream', None)
             if hasattr(stream, 'reconfigure'):
                 stream.reconfigure(**how)
-            if not configured:
-                form: Any = handler.formatter
-                text = TextFormatter(form._fmt, form.datefmt)
-                handler.setFormatter(JSONFormatter() if is_json else text)
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)
             logger.handlers = [self.buffer]

@@ -1,11 +1,13 @@
-"""The master: gunicorn's, with the methods that must differ; each has the reason."""
+"""The master: gunicorn's, with the methods that must differ, and hooks of gunicorn."""
 
+import atexit
 import gc
 import io
 import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
@@ -15,33 +17,25 @@ from typing import Any
 from gunicorn.app.wsgiapp import WSGIApplication
 from gunicorn.arbiter import Arbiter
 
+from serving.lifecycle import ENDING, ONE_WORKER, make
+from serving.log import PlantsLogger
+from store import masked
+from web.tokens import show_token
+
 log = logging.getLogger('plants')
 
-ENDING = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'  # in reloads
-PAUSE = 0.5  # seconds between two attempts to start workers
+PAUSE = 0.2  # seconds between two looks while workers start or end
 LATE = 2.0  # seconds between two looks at the workers, if this process was paused
 
 
 class Master(Arbiter):  # type: ignore[misc]
-    """gunicorn's master, which the hook ``on_starting`` makes one of this class.
+    """gunicorn's master, which the hook ``on_starting`` makes one of this class."""
 
-    ``make`` returns the application of a configuration and of an environment, beside
-    the one that is served.
-    """
-
-    make: Callable[..., Any]
-    terminals: list[int]  # descriptors of the one in which the server was started
+    had_terminal = False  # whether the server was started in one
     is_asked = is_making = False  # whether a reload is asked for, or goes on
     newest_old = 0  # age of the last worker that a reload replaces
-    next_start = 0.0
     looked: float  # when it has last looked for workers that hang
-
-    def begin(self, make: Callable[..., Any]) -> None:
-        """Note how the server was started."""
-        self.make, self.looked = make, time.monotonic()
-        hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not after ``nohup``
-        self.terminals = [number for number in range(3) if hears and os.isatty(number)]
 
     def signal(self, sig: int, frame: object) -> None:
         """Queue a signal; one to stop also interrupts a reload, which may take long."""
@@ -53,7 +47,7 @@ class Master(Arbiter):  # type: ignore[misc]
 
     def handle_hup(self) -> None:
         """Have a reload made after the other signals: several are one, a stop none."""
-        if self.terminals and not any(map(os.isatty, self.terminals)):
+        if self.had_terminal and not any(map(os.isatty, range(3))):
             self.handle_term()  # it was closed
         self.is_asked = True
 
@@ -67,33 +61,28 @@ class Master(Arbiter):  # type: ignore[misc]
             self.is_asked = False
             self.reload()
             gc.collect()  # what it replaced is in cycles, and may be a gigabyte
-        self.reap_workers()
-        now = time.monotonic()
         workers = [each for each in self.WORKERS.values() if each.alive]
         old = [each for each in workers if each.age <= self.newest_old]
         # Before the first heartbeat it is the time of day, which is far greater.
-        up = [each for each in workers if each.tmp.last_update() <= now]
+        up = [each for each in workers if each.tmp.last_update() <= time.monotonic()]
         if up:  # only a start may fail; the system keeps one byte of an exit code
             self.WORKER_BOOT_ERROR, self.APP_LOAD_ERROR = 256 + 3, 256 + 4
         if self.newest_old and not old:
             self.newest_old = 0
             self._succeeds(partial(self.cfg.when_ready, self), 'when_ready')
         missing = self.num_workers + len(old) - len(workers)
-        if missing > 0 and now >= self.next_start:
-            self.next_start = now + PAUSE
-            what = 'a worker cannot start, which is tried again'
-            while missing and self._succeeds(self.spawn_worker, what):
-                missing -= 1
+        what = 'a worker cannot start, which is tried again'
+        while missing > 0 and self._succeeds(self.spawn_worker, what):
+            missing -= 1
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
                 self.kill_worker(each.pid, signal.SIGTERM)
-        if missing or old or up != workers:  # look again soon
-            time.sleep(0.05)
+        if missing or old or up != workers:
+            time.sleep(PAUSE)
             self.wakeup()
 
     def reexec(self) -> None:
-        """Start an upgrade (SIGUSR2)."""
         self._succeeds(super().reexec, 'SIGUSR2: no new server')
 
     def reap_workers(self) -> None:
@@ -128,7 +117,7 @@ class Master(Arbiter):  # type: ignore[misc]
         old, environ, printed = self.cfg, os.environ.copy(), io.StringIO()
         try:
             self.is_making = True
-            for name in old.env:
+            for name in old.env:  # which gunicorn has set
                 os.environ.pop(name, None)
             os.environ |= {k: v for k, v in old.env_orig.items() if k in old.env}
             with redirect_stderr(printed):
@@ -136,7 +125,7 @@ class Master(Arbiter):  # type: ignore[misc]
             for name in FIXED:
                 if getattr(cfg, name) != getattr(old, name):
                     raise ValueError(f'{name}: another one needs a restart')
-            app = self.make(cfg, os.environ | cfg.env, self.app.callable)
+            app = make(cfg, os.environ | cfg.env, self.app.callable)
             if (pid := os.fork()) == 0:  # a trial: there may be no process left
                 os._exit(0)
             os.waitpid(pid, 0)
@@ -155,3 +144,52 @@ class Master(Arbiter):  # type: ignore[misc]
         self.app.cfg, self.app.callable = cfg, app
         self._succeeds(partial(self.setup, self.app), 'nworkers_changed')
         self.newest_old = self.worker_age
+
+
+def on_starting(server: Any) -> None:
+    """Prepare for the signals that come, and for a start that fails."""
+    if not hasattr(server.app.callable, 'store'):
+        log.critical('leave wsgi_app and preload_app as gunicorn.conf.py has them')
+        sys.exit(1)
+    # In a worker, too; the last first. ``logging`` closes files before it flushes ours.
+    atexit.register(PlantsLogger.buffer.flush)
+    atexit.register(lambda: server.app.callable.store.close())
+    server.__class__, server.looked = Master, time.monotonic()
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not after ``nohup``
+        server.had_terminal = any(map(os.isatty, range(3)))
+    if server.app.callable.settings.store == 'memory:':
+        server.handle_ttin = server.handle_usr2 = partial(log.error, ONE_WORKER)
+    # For an upgrade (SIGUSR2): gunicorn knows neither ``-m`` nor options of Python.
+    server.START_CTX['args'] = sys.orig_argv
+
+
+def when_ready(server: Any) -> None:
+    """Log what is served after a start or reload, and where, as curl takes it."""
+    settings = server.app.callable.settings
+    listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
+    url = str(listening[0])
+    url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
+    url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
+    if server.cfg.is_ssl:  # gunicorn writes http for IPv6
+        url = url.replace('http:', 'https:')
+    if settings.tokens is None and not server.WORKERS:
+        show_token(url)
+    what, store = 'reloaded' if server.WORKERS else 'started', masked(settings.store)
+    log.info('%s: the store %s is ready; to try it: %s/docs', what, store, url)
+
+
+def pre_fork(server: Any, worker: Any) -> None:
+    """Have the worker inherit the tokens that are valid now, and none from before."""
+    # The lowest number that no living worker has; its metrics go by it.
+    taken = {0, *(each.number for each in server.WORKERS.values())}
+    worker.number = min({*range(len(taken) + 1)} - taken)
+    if tokens := server.app.callable.settings.tokens:
+        tokens.refresh()
+
+
+def post_worker_init(worker: Any) -> None:
+    """Ignore what is for the master: a closed terminal, or pkill, signals all."""
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if metrics := worker.app.callable.metrics:
+        metrics.number = worker.number

@@ -10,7 +10,7 @@ others are refused. llhttp loses the body of Java's requests with ``Upgrade: h2c
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from urllib.parse import unquote
 from wsgiref.types import WSGIEnvironment
 
@@ -57,21 +57,11 @@ _SINGLE = frozenset(['HTTP_HOST', 'CONTENT_TYPE', 'CONTENT_LENGTH'])
 
 @lru_cache(maxsize=256)
 def _key(name: str) -> str:
-    """Return the key of a field, or nothing for a name with ``_``.
-
-    It would have the key of a name with a hyphen, which a proxy may have checked.
-    """
-    if '_' in name or not name:
+    """Return the key of a field, or nothing for a name with ``_``."""
+    if '_' in name or not name:  # a proxy may have checked the name with a hyphen
         return ''
     key = name.upper().replace('-', '_')
     return key if key in ('CONTENT_TYPE', 'CONTENT_LENGTH') else f'HTTP_{key}'
-
-
-class Refused(NamedTuple):
-    """A request that the server refuses: what was read of it, and the status."""
-
-    environ: WSGIEnvironment
-    status: int
 
 
 @dataclass(slots=True, eq=False)
@@ -79,12 +69,13 @@ class Request:
     """A request whose head was read; ``take`` reads the body."""
 
     environ: WSGIEnvironment  # of WSGI, without ``wsgi.input``
-    length: int  # of the body, in bytes; -1 if it comes in chunks
-    keeps: bool  # whether another request may follow on the connection
-    expects: bool  # whether the client waits for 100 (RFC 9110, section 10.1.1)
+    length: int = 0  # of the body, in bytes; -1 if it comes in chunks
+    keeps: bool = False  # whether another request may follow on the connection
+    expects: bool = False  # whether the client waits for 100 (RFC 9110, 10.1.1)
+    refusal: int = 0  # the status with which the server refuses it
     body: bytearray = field(default_factory=bytearray)
 
-    def take(self, received: bytearray, limit: int) -> Self | Refused | None:
+    def take(self, received: bytearray, limit: int) -> Self | None:
         """Take the body from the beginning of the bytes; None if more must come."""
         length = self.length
         if length < 0:
@@ -98,7 +89,7 @@ class Request:
         del received[:length]
         return self
 
-    def _take_chunks(self, received: bytearray, limit: int) -> Self | Refused | None:
+    def _take_chunks(self, received: bytearray, limit: int) -> Self | None:
         while match := _CHUNK.match(received, 0, MAX_LINE):
             start, size = match.end(), int(match[1], 16)
             end = start + size + 2
@@ -122,7 +113,8 @@ class Request:
         else:
             if len(received) <= MAX_LINE and b'\n' not in received:
                 return None
-        return Refused(self.environ, 400)
+        self.refusal, self.keeps = 400, False
+        return self
 
     def end(self, missing: int = 1) -> Self:
         """Read no further: the application refuses a body with missing bytes."""
@@ -131,7 +123,7 @@ class Request:
         return self
 
 
-def _parse(head: bytes, common: WSGIEnvironment) -> Request | Refused:
+def _parse(head: bytes, common: WSGIEnvironment) -> Request:
     """Return the request that a head begins, which may be wrong or too long."""
     environ = common.copy()  # what all requests of a connection have
     match = _HEAD.fullmatch(head.decode('latin-1'))
@@ -139,7 +131,7 @@ def _parse(head: bytes, common: WSGIEnvironment) -> Request | Refused:
     if match is None or len(head) > MAX_HEAD or len(line) > MAX_LINE:
         is_long = len(head) > MAX_HEAD or head.count(b'\r\n') > MAX_FIELDS + 2
         status = 414 if len(line) > MAX_LINE else 431 if is_long else 400
-        return Refused(environ, status)
+        return Request(environ, refusal=status)
     method, target, path, query, minor, fields = match.groups()
     is_new = minor == '1'
     is_sound: Any = True
@@ -176,27 +168,24 @@ def _parse(head: bytes, common: WSGIEnvironment) -> Request | Refused:
     expected = environ.get('HTTP_EXPECT', '100-continue').lower()
     fault = 417 if expected != '100-continue' else 404 if is_outside else 0
     if fault or not is_sound:
-        return Refused(environ, fault if is_sound else 400)
+        return Request(environ, refusal=fault if is_sound else 400)
     options = environ.get('HTTP_CONNECTION', '').lower().replace(' ', '').split(',')
     # Section 9.3.
     keeps = 'close' not in options if is_new else 'keep-alive' in options
     return Request(environ, length, keeps, is_new and 'HTTP_EXPECT' in environ)
 
 
-def read_head(received: bytearray, common: WSGIEnvironment) -> Request | Refused | None:
+def read_head(received: bytearray, common: WSGIEnvironment) -> Request | None:
     """Take a head from the beginning of the bytes; return None if more must come."""
     # Section 2.2: an empty line before a request is ignored.
     start = 2 if received.startswith(b'\r\n') else 0
     end = received.find(b'\r\n\r\n', start) + 4
     if end < 4:
         size = len(received) - start
-        is_wrong = (
-            size > MAX_HEAD
-            or (size and received[start] <= 32 and received != b'\r')  # as TLS begins
-            # A line feed alone ends no line here, so such a head would never end.
-            or received.count(b'\n') > received.count(b'\r\n')
-        )
-        if not is_wrong:
+        is_wrong = size and received[start] <= 32 and received != b'\r'  # as TLS begins
+        # A line feed alone ends no line here, so such a head would never end.
+        is_endless = received.count(b'\n') > received.count(b'\r\n')
+        if size <= MAX_HEAD and not (is_wrong or is_endless):
             return None
         end = len(received)
     head = bytes(received[start:end])

@@ -21,11 +21,9 @@ def poll() -> None:
 
 
 class GeventScheduler(Scheduler):
-    """Callers of a store are greenlets of one thread; its own threads are not.
+    """Callers of a store are greenlets of one thread; its own threads are not."""
 
-    Also in a program that gevent has patched, where ``_thread`` makes greenlets.
-    """
-
+    # Not those of ``_thread``: they are greenlets in a program that gevent has patched.
     start_thread = staticmethod(get_original('_thread', 'start_new_thread'))
     allocate_lock = staticmethod(get_original('_thread', 'allocate_lock'))
 

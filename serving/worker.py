@@ -26,7 +26,7 @@ from serving.scheduler import poll
 FILES = 32  # that a worker may have open, besides one for each connection
 TICK = 0.2  # seconds between two looks for late clients, and for a signal to stop
 LINES = 100  # of the log that may wait so long, to be written together
-SEND_BUFFER = 48 * 1024  # bytes in the kernel, which would let it grow to 4 MiB
+SEND_BUFFER = 48 * 1024  # bytes for each client in the kernel, or it takes 4 MiB
 # What is not known of a request whose first line cannot be read.
 UNREADABLE = 'REQUEST_METHOD', 'RAW_URI', 'PATH_INFO', 'SERVER_PROTOCOL'
 
@@ -49,19 +49,22 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
     def patch(self) -> None:
         for at, each in enumerate(self.sockets):
             listener = socket.socket(each.FAMILY, fileno=each.sock.detach())
-            # The sockets of clients inherit it.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             listener.setblocking(False)
             self.sockets[at] = listener
 
     def run(self) -> None:
         self._prepare()
-        self.accepting = [gevent.spawn(self._accept, each) for each in self.sockets]
+        accepting = [gevent.spawn(self._accept, each) for each in self.sockets]
         self.tmp.notify()  # the master looks for it
         try:
-            while self.alive and all(self.accepting):  # none has failed
-                self._tick()
-            self._close()
+            try:
+                while self.alive and all(accepting):  # none has failed
+                    self._tick()
+            finally:
+                gevent.killall(accepting)  # nobody may wait for a closed socket
+                for each in self.sockets:
+                    each.close()
             self.server.keepalive = 0
             for each in self.server.connections:
                 if each.is_idle:  # it may send one more request, but soon
@@ -71,31 +74,25 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
                 self._tick()
         finally:
             # Also at SystemExit: no request may meet a closed store, which comes next.
-            self._close()
             for each in self.server.connections:
                 with suppress(OSError):  # the client is gone; without a word of TLS
                     socket.socket.shutdown(each.sock, socket.SHUT_RDWR)
             gevent.sleep(0)  # which closes the sockets that a greenlet still waits for
-
-    def _close(self) -> None:
-        """Accept no more connections."""
-        gevent.killall(self.accepting)  # nobody may wait for a socket that is closed
-        for each in self.sockets:
-            each.close()
 
     def _prepare(self) -> None:
         """Set up the process, and what all connections share."""
         gc.freeze()  # or collections would copy 10 MiB of the objects of the master
         # A full worker makes room; one that cannot open another file could not.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        room = min(self.worker_connections, files - FILES - len(self.sockets))
         PlantsLogger.buffer.capacity = LINES  # ``self.log`` may be of another class
+        plants = self.app.wsgi()  # ``self.wsgi`` may be wrapped
         self.server = Server(
-            application=self.wsgi,  # it may be wrapped, and then fail
-            plants=self.app.wsgi(),
+            application=self.wsgi,
+            max_body_bytes=plants.max_body_bytes,
+            tls=plants.tls,
             log_error=self.log.error,
             log_access=self.log.access if self.log.access_log_enabled else None,
-            max_connections=max(1, room),
+            max_connections=max(1, min(self.worker_connections, files - FILES)),
             requests_left=self.max_requests,
             keepalive=self.cfg.keepalive,
         )
@@ -106,12 +103,9 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         self._is_next()
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
-        if self.ppid != os.getppid() and self.alive:
-            self.log.info('the master is gone: the worker stops')
-            self.alive = False
+        self.notify()  # which exits if the master is gone
         self.alive = self.alive and self.server.requests_left > 0
         for _ in range(4):  # after a pause of this process: first see who has sent
-            self.tmp.notify()
             poll()  # one reports 64 sockets at most, the next twice as many
         gevent.get_hub().loop.run_callback(self.server.end_waits)
 
@@ -125,7 +119,6 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             'SCRIPT_NAME': mount and f'/{mount}',
             'SERVER_NAME': host,
             'SERVER_PORT': str(port),
-            'wsgi.multithread': True,
             'wsgi.url_scheme': 'https' if self.cfg.is_ssl else 'http',
         }
         while True:
@@ -141,9 +134,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
             except OSError:  # no descriptor is left
                 gevent.sleep(TICK)
                 continue
-            host, port, *_ = at if isinstance(at, tuple) else (at or '', '')
-            client = {'REMOTE_ADDR': host, 'REMOTE_PORT': str(port)}
-            Connection(self.server, sock, environ | client)
+            host = at[0] if isinstance(at, tuple) else ''
+            Connection(self.server, sock, environ | {'REMOTE_ADDR': host})
 
     def _is_next(self) -> bool:
         """Tell the other workers of this one; return whether it accepts the next."""

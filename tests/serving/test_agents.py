@@ -47,15 +47,7 @@ def agents():
     return directory / 'bin'
 
 
-# What only an agent prints that has found Falcon.
-AGENTS = {
-    'opentelemetry-instrument': '"http.target": "/plants"',
-    'ddtrace-run': 'wrapped by BoundFunctionWrapper',
-}
-
-
-@pytest.mark.parametrize('agent', AGENTS)
-def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
+def test_each_status_is_the_same_under_agents(tmp_path, agents):
     """Answers have the status, the body and the headers that they have without."""
     settings = {
         'PYTHONPATH': sysconfig.get_path('purelib'),
@@ -66,7 +58,8 @@ def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
         'DD_INSTRUMENTATION_TELEMETRY_ENABLED': 'false',
         'DD_REMOTE_CONFIGURATION_ENABLED': 'false',
     }
-    command = [agents / agent, agents / 'python', *GUNICORN[1:]]
+    command = [agents / 'opentelemetry-instrument', agents / 'ddtrace-run']
+    command += [agents / 'python', *GUNICORN[1:]]
     plant = fern()
     preflight = {'origin': ORIGIN, 'access_control_request_method': 'POST'}
     faults = [*FAULTS.values(), (40006, request(body=plant | {'name': 'Moss'}))]
@@ -82,4 +75,6 @@ def test_each_status_is_the_same_under_an_agent(tmp_path, agents, agent):
         (tmp_path / 'plants.jsonl').unlink()
         assert_error(server.ask(request(body=fern())), 50300)
         assert_error(server.ask(request('GET', '/readyz')), 50300)
-        wait_until(lambda: AGENTS[agent] in server.log, 'the agent has seen requests')
+        # What only an agent prints that has found Falcon.
+        for word in ('"http.target": "/plants"', 'wrapped by BoundFunctionWrapper'):
+            wait_until(lambda word=word: word in server.log, 'it has seen requests')

@@ -13,7 +13,7 @@ from exchange import chunked, raw_head
 from server import request
 from test_requests import BAD_LINES, BAD_METHODS, BAD_PROTOCOLS, BAD_TARGETS, TARGETS
 
-from serving.request import Refused, Request, read_head
+from serving.request import read_head
 
 LIMIT = 65_536
 COMMON = {'SCRIPT_NAME': ''}
@@ -83,13 +83,12 @@ def read_by_us(*pieces):
     for piece in pieces:
         received += piece
         while True:
-            current = whole = current or read_head(received, COMMON)
-            if isinstance(current, Request):
-                whole = current.take(received, LIMIT)
-            if isinstance(whole, Refused):
-                return found, whole.status
-            if whole is None:
+            current = current or read_head(received, COMMON)
+            whole = current and current.take(received, LIMIT)
+            if not whole:
                 break
+            if whole.refusal:
+                return found, whole.refusal
             found.append(as_tuple(whole.environ, whole.body))
             if not whole.keeps:
                 return found, None

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import time
-from contextlib import ExitStack
 
 import pytest
 from exchange import fern
@@ -43,8 +42,8 @@ def test_workers_go_on_where_none_can_start(tmp_path, name):
         server.signal(signal.SIGTTIN)
         wait_until(lambda: server.log.count('no room') > 4, 'it is tried again')
         if name == 'no fork':
-            tries = server.log.count('cannot start')  # twice a second
-            assert tries <= 2 * (time.monotonic() - began) + 3
+            tries = server.log.count('cannot start')  # five times a second
+            assert tries <= 5 * (time.monotonic() - began) + 5
             server.signal(signal.SIGUSR2)
             wait_until(lambda: 'SIGUSR2: no new' in server.log)
             assert 'no room' in refusal(server)
@@ -79,8 +78,7 @@ SLOW = ['import time', 'while Path("slow").exists():']
 SLOW += ['    Path("reading").touch()', '    time.sleep(0.01)']
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_stop_interrupts_a_reload(tmp_path, number):
+def test_stop_interrupts_a_reload(tmp_path):
     """Also while other signals wait."""
     with Server(tmp_path, conf=SLOW, workers=2) as server:
         (tmp_path / 'slow').touch()
@@ -88,7 +86,7 @@ def test_stop_interrupts_a_reload(tmp_path, number):
         wait_until((tmp_path / 'reading').exists)
         server.signal(signal.SIGHUP)
         server.signal(signal.SIGUSR1)
-        server.signal(number)
+        server.signal(signal.SIGTERM)
         assert server.wait(20) == 0
         assert 'Traceback' not in server.log
 
@@ -96,22 +94,22 @@ def test_stop_interrupts_a_reload(tmp_path, number):
 def test_stop_is_heard_while_old_workers_end(tmp_path):
     """Their silent clients go first; a request may delay them, and no other signal."""
     limits = time_limits(REQUEST_TIMEOUT=3600, LINGER=0.2)
-    conf = [*limits, 'keepalive = 3600', 'graceful_timeout = 6']
-    with Server(tmp_path, conf=conf) as server, ExitStack() as opened:
-        silent, whole, unfinished = [
-            opened.enter_context(server.connect()) for _ in range(3)
-        ]
-        for client in (silent, whole, unfinished):
+    conf = [*limits, 'keepalive = 3600']
+    with (
+        Server(tmp_path, conf=conf) as server,
+        server.connect() as silent,
+        server.connect() as unfinished,
+    ):
+        for client in (silent, unfinished):
             assert client.ask(request('GET', '/livez')).status == 200
-        whole.send(request(body=fern())[:-1])
         unfinished.send(request(body=fern())[:-1])
         for _ in range(10):
             server.signal(signal.SIGHUP)
         wait_until(lambda: 'reloaded' in server.log)
         assert silent.receive() is None
         stop(server)
-        whole.send(b'}')
-        assert whole.receive().status == 200
+        unfinished.send(b'}')
+        assert unfinished.receive().status == 200
         assert server.wait(20) == 0
         assert server.log.count('reloaded') < 5
 
@@ -119,11 +117,10 @@ def test_stop_is_heard_while_old_workers_end(tmp_path):
 def test_pause_of_all_ends_no_worker(tmp_path):
     """The master waits a tick, as after the sleep of a laptop; then it looks again."""
     with Server(tmp_path, '--timeout=2', workers=2) as server:
-        for seconds in (1, 2):  # it waits still, or has looked again
-            os.killpg(server.pid, signal.SIGSTOP)
-            time.sleep(2.5)
-            os.killpg(server.pid, signal.SIGCONT)
-            time.sleep(seconds)
+        os.killpg(server.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.killpg(server.pid, signal.SIGCONT)
+        time.sleep(2)  # it has looked again
         assert 'TIMEOUT' not in server.log
         [worker, _] = server.worker_pids()
         os.kill(worker, signal.SIGSTOP)

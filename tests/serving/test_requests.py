@@ -7,7 +7,6 @@ the connection. ``test_differential.py`` reads many more requests, without a soc
 import json
 import re
 
-import pytest
 from exchange import (
     ORIGIN,
     SECRET,
@@ -220,10 +219,9 @@ def test_client_that_waits_for_100_gets_it(connection):
     assert_error(receive_last(connection), 40003)
 
 
-@pytest.mark.parametrize('mount', ['/api', 'api/'])
-def test_path_outside_the_mount_is_unknown(tmp_path, mount):
+def test_path_outside_the_mount_is_unknown(tmp_path):
     """With SCRIPT_NAME the paths below it are served, and no others."""
-    with Server(tmp_path, SCRIPT_NAME=mount) as server:
+    with Server(tmp_path, SCRIPT_NAME='api/') as server:
         assert server.ask(request('GET', '/api/livez')).status == 200
         for target in ('/plants', '/apiplants/plants', '/', '//api'):
             assert_error(server.ask(request(target=target, body=fern())), 40400)

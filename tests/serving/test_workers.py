@@ -29,14 +29,12 @@ LARGE = request('GET', LARGE_FILE)
 
 
 def test_worker_class_of_gunicorn_serves_plants(tmp_path):
-    """Gunicorn's own workers serve the same application, alone and many at once."""
+    """Gunicorn's own workers serve the same application."""
     with Server(tmp_path, '-k', 'gthread', '--threads=4', workers=2) as server:
         with ThreadPoolExecutor(8) as pool:
             added = pool.map(server.ask, [request(body=fern()) for _ in range(40)])
             assert {answer.status for answer in added} == {200}
-        for _ in range(9):
-            assert server.ask(request(body=fern())).status == 200
-        assert len(server.plants()) == 49
+        assert len(server.plants()) == 40
 
 
 def test_tls_is_served(secure):
@@ -55,7 +53,7 @@ def test_tls_is_served(secure):
 
 def test_connection_without_a_handshake_is_closed(secure):
     """A client without TLS is disconnected; neither it nor a reset delays anybody."""
-    for _ in range(400):
+    for _ in range(100):
         RawClient(secure.port).reset()
     with ExitStack() as opened:
         clients = [opened.enter_context(RawClient(secure.port)) for _ in range(3)]
@@ -80,17 +78,17 @@ def test_several_sockets_are_served(tmp_path):
 
 def test_application_that_fails_ends_only_its_connection(tmp_path):
     """The answer is 500, and the connection ends; others go on."""
-    # With a header that has lines in it.
-    fail = 'lambda environ, start: start("200 OK", [("a", "\\r\\nb: c")]) and []'
-    conf = ['def post_worker_init(worker):', f'    worker.wsgi = {fail}']
+    # As of an agent that wraps it.
+    conf = ['from app import PlantsApp', 'call = PlantsApp.__call__']
+    conf += ['def fail(app, environ, start):', '    if environ.pop("HTTP_X_FAIL", 0):']
+    conf += ['        1 / 0', '    return call(app, environ, start)']
+    conf += ['PlantsApp.__call__ = fail']
     with Server(tmp_path, conf=conf, PLANTS_LOG='json\r') as server:
-        for _ in range(2):
-            with server.connect() as client:
-                client.send(2 * PROBE)
-                answer = receive_last(client)
-            assert_error(answer, 50000)
-            id = answer.headers['x-request-id']
-            assert re.search(f'{id}.*Traceback', server.log)
+        with server.connect() as client:
+            client.send(2 * request('GET', '/livez', x_fail='1'))
+            assert_error(receive_last(client), 50000)
+        wait_until(lambda: re.search('"exception": .*division', server.log))
+        assert server.ask(PROBE).status == 200
 
 
 def test_few_connections_belong_to_one_worker(service):
@@ -116,24 +114,6 @@ def most_held(server, number):
         wait_until(lambda: all(f'{id} ' in server.log for id in ids), 'it is logged')
     lines = re.findall(r'\[(\d+)\] \[INFO\] (\S+) ', server.log)
     return max(Counter(pid for pid, id in lines if id in ids).values())
-
-
-def assert_all_stored(server, load):
-    """Check that each plant answered with 200 is stored, once."""
-    stored = [plant['id'] for plant in server.plants()]
-    assert len(stored) == len(set(stored))
-    assert {plant['id'] for plant in load.added} <= set(stored)
-
-
-def test_no_request_fails_while_workers_are_replaced(tmp_path):
-    """While workers start and end, every request on every connection is answered."""
-    with Server(tmp_path, '--max-requests=50', workers=2) as server:
-        with Load(server) as load:
-            load.wait_for_all()
-            wait_until(lambda: server.log.count('Booting worker') > 6, 'it is done')
-        assert not load.failed
-        assert_all_stored(server, load)
-        assert 'ERROR' not in server.log
 
 
 # ---- stops
@@ -163,7 +143,9 @@ def test_server_that_stops_answers_or_closes(tmp_path, number):
         if number != 'SIGKILL':
             assert server.wait() == 0
             assert not (tmp_path / 'pid').exists()
-    assert_all_stored(server, load)
+    stored = [plant['id'] for plant in server.plants()]
+    assert len(stored) == len(set(stored))
+    assert {plant['id'] for plant in load.added} <= set(stored)
     assert 'Traceback' not in server.log
 
 
@@ -196,8 +178,7 @@ def test_quick_stop_closes_connections_before_the_store(tmp_path):
         assert len(server.plants()) == 1  # it has waited for the store
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
-def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path, number):
+def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path):
     """Idle, before an answer is read, in a pipeline, and while a body is read."""
     plants = [fern() for _ in range(4)]
     body = json.dumps(plants[1]).encode()
@@ -212,7 +193,7 @@ def test_each_client_has_one_more_answer_as_the_server_stops(tmp_path, number):
         assert waiting.receive().status == 100
         with locked(tmp_path / 'plants.jsonl'):
             pipelining.send(request(body=plants[0]) + request(body=fern()) * 2)
-            stop(server, number)
+            stop(server)
         assert not busy.receive().announces_close
         assert not idle.is_readable(0.5)
         waiting.send(b'%x\r\n%b\r\n0\r\n\r\n' % (len(body), body))
