@@ -24,12 +24,12 @@ class IdTaken(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot take plants now: repeat the call (promise 3 of a store)."""
+    """The store takes no plants now: repeat the call. Clients may see ``reason``."""
 
     def __init__(self, reason: str, *, store: str = '', detail: str = '') -> None:
         message = f'{store}: {reason}' if store else reason
         super().__init__(f'{message} ({detail})' if detail else message)
-        self.reason = reason  # without a path: a client may see it
+        self.reason, self.store, self.detail = reason, store, detail
 
 
 class StoreCorrupt(StoreError):

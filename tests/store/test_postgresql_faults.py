@@ -202,6 +202,18 @@ def test_failover_loses_no_acknowledged_plant(
         standby.execute('SELECT pg_promote()')  # returns when it is done
 
 
+def test_frozen_host_is_left_behind(database, url, proxy):
+    """If a host hangs, an add is taken by the next one within five seconds."""
+    hosts = proxy.url(url).replace('/postgres', f',127.0.0.1:{database.port}/postgres')
+    with open_store(hosts) as store:
+        store.add(FERN)
+        proxy.stop()
+        began = time.monotonic()
+        assert_refused(AWAY, partial(store.add, MOSS))
+        assert store.add(MOSS) is True
+        assert time.monotonic() - began < LONGEST
+
+
 def test_service_outlives_outages_of_its_database(tmp_path, database, url, proxy):
     """What needs no store is answered in an outage; then each worker adds again."""
     live, ready = request('GET', '/livez'), request('GET', '/readyz')
