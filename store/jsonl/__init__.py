@@ -2,7 +2,6 @@
 
 import logging
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -36,10 +35,7 @@ class JSONLinesStore(CommittedStore):
         if create:
             with disk.unavailable(self.path):
                 disk.make_file(self.path)
-        # For forked children: what ``load`` has read, and the end of the lines that any
-        # of them has written.
-        self._known: Known | None = None
-        self._length = memoryview(mmap.mmap(-1, 8)).cast('q')
+        self._known = Known(self.path)  # what each opening starts with
 
     def __iter__(self) -> Iterator[Plant]:
         self._check_open()
@@ -51,8 +47,7 @@ class JSONLinesStore(CommittedStore):
         return (plant, line), len(line)
 
     def _open_backend(self, within: float | None = None) -> PlantFile:
-        inherited = self._known and self._known.child()
-        return PlantFile(self.path, self._length, inherited, within)
+        return PlantFile(self.path, self._known.child(), within)
 
     def load(self) -> None:
         # NOTE: in the thread of the caller. The memory of another thread would be used
@@ -61,5 +56,5 @@ class JSONLinesStore(CommittedStore):
         self._check_open()
         with closing(self._open_backend(math.inf)) as file:
             file.ping()
-        self._known = file.known
-        log.info('%s: it has %d plants', self.path, file.known.count)
+        self._known = file.known  # for forked children
+        log.info('%s: it has %d plants', self.path, len(file.known.plants))

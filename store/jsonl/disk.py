@@ -1,31 +1,41 @@
-"""System calls on a plant file and the files beside it, and what their errors mean."""
+"""System calls on a plant file and the files beside it, and what their errors mean.
+
+The lock of a plant file, an ``flock``, excludes descriptors, not processes. A forked
+child closes that of its parent (``store/forks.py``), or it would keep the lock of one
+that was killed.
+"""
 
 import errno
 import fcntl
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TypeVar
 
 from store.errors import StoreUnavailable
 from store.forks import fill_standard
-from store.jsonl.lock import patiently
 
 log = logging.getLogger(__name__)
+lock_log = logging.getLogger('store.jsonl.lock')  # a copy silences the other one
 
 CHUNK = 2 * 1024 * 1024  # bytes read at a time
 NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on macOS
 # What a file system says that has no locks or no syncs, for example one of a network.
 NOT_SUPPORTED = errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL
+LOCK_WITHIN = 4.5  # seconds; an add, which also waits for a batch, has 5
+SAID_AFTER = 2.0  # seconds, until a wait is told in the log
+
+Spans = list[tuple[int, int]]  # where each begins and ends
+Result = TypeVar('Result')
 
 
-def open_file(
-    path: Path, flags: int = os.O_RDWR, *, within: float | None = None
-) -> int:
+def open_file(path: Path, flags: int = os.O_RDWR) -> int:
     """Open a plant file; raise ``StoreUnavailable`` if it is no regular file.
 
     Samba or a kernel's NFS server may have a lease of it, which ends some seconds after
@@ -34,7 +44,7 @@ def open_file(
     fill_standard()
     # NOTE: without O_NONBLOCK the open of a FIFO would wait for another process.
     attempt = partial(os.open, path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    fd = patiently(attempt, path, 'another program has a lease of the file', within)
+    fd = patiently(attempt, path, 'another program has a lease of the file')
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise StoreUnavailable('it is not a regular file', store=str(path))
@@ -45,17 +55,62 @@ def open_file(
 
 
 def make_file(path: Path) -> None:
-    """Make a plant file if it is missing, durably."""
-    with suppress(FileNotFoundError):
-        os.close(open_file(path))
-        return
+    """Make a plant file if it is missing; the first opening makes its name durable."""
+    is_new = not os.path.exists(path)
     try:
-        os.close(open_file(path, os.O_RDWR | os.O_CREAT))
+        os.close(open_file(path, os.O_RDWR | os.O_CREAT * is_new))
     except FileNotFoundError as ex:
         raise StoreUnavailable('its directory does not exist', store=str(path)) from ex
-    # Perhaps its disk is not mounted, or the name is wrong.
-    log.warning('%s: there was no such file: a new, empty one was made', path)
-    sync_directory(path)
+    if is_new:  # perhaps its disk is not mounted, or the name is wrong
+        log.warning('%s: there was no such file: a new, empty one was made', path)
+
+
+def patiently(
+    call: Callable[[], Result], path: Path, reason: str, within: float | None = None
+) -> Result:
+    """Call until it would not block, for some seconds at most; return its result."""
+    within = LOCK_WITHIN if within is None else within
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            return call()
+        except BlockingIOError as ex:
+            waited = time.monotonic() - began
+            if waited >= within:
+                raise StoreUnavailable(reason, store=str(path)) from ex
+        if waited > SAID_AFTER and not said:
+            said = True
+            lock_log.warning('%s: waiting: %s', path, reason)
+        # NOTE: flock() has no timeout. After a pause that is longer than a share of the
+        # time it has waited, it would find the lock taken again and again.
+        time.sleep(min(max(0.000_05, waited / 8), 0.01))
+
+
+def take_lock(
+    path: Path, fd: int, within: float | None = None, operation: int = fcntl.LOCK_EX
+) -> None:
+    """Take the lock within some seconds, by default ``LOCK_WITHIN``."""
+    reason = 'another process or thread holds the lock of the file'
+    patiently(partial(fcntl.flock, fd, operation | fcntl.LOCK_NB), path, reason, within)
+
+
+def locked(
+    path: Path,
+    fd: int,
+    use: Callable[[], Result],
+    within: float | None = None,
+    operation: int = fcntl.LOCK_EX,
+) -> Result:
+    """Take the lock, call, and release it: no error anywhere can keep it."""
+    try:
+        take_lock(path, fd, within, operation)
+        return use()
+    finally:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        except BaseException:  # for want of memory, before the call
+            fcntl.flock(fd, fcntl.LOCK_UN)  # or all others would wait
+            raise
 
 
 def check_directory(directory: str) -> None:
@@ -127,9 +182,7 @@ def pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
         start += len(data)
 
 
-def copy_aside(
-    path: Path, fd: int, spans: Iterable[tuple[int, int]], kind: str
-) -> Path:
+def copy_aside(path: Path, fd: int, spans: Spans, kind: str) -> Path:
     """Copy spans of a plant file to a new side file, durably; return its path.
 
     Its name ends in ``.KIND-1``, or ``-2`` if that exists. An error leaves no file.
@@ -137,8 +190,7 @@ def copy_aside(
     number = 1
     while os.path.lexists(side := path.with_name(f'{path.name}.{kind}-{number}')):
         number += 1
-    fill_standard()
-    copy = os.open(side, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    copy = open_file(side, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         like, size = os.fstat(fd), 0
         # FAT has no modes to change, and only root may give a file away.

@@ -20,18 +20,19 @@ until ``end`` has passed them, and are entered again at the same offsets.
 
 import copy
 import logging
+import mmap
 import os
 import time
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from store.base import Plant
 from store.errors import StoreUnavailable
-from store.jsonl import disk, record
-from store.jsonl.index import Index, Repeats
-from store.jsonl.lines import FAR, Damage, chunks, first_offset, line_at
+from store.jsonl import disk
+from store.jsonl.index import Index
+from store.jsonl.record import Damage, chunks, line_at, scan
 
 log = logging.getLogger(__name__)
 
@@ -44,119 +45,84 @@ REPEATED = 'an earlier line has a different plant with the id %d'
 CHANGED = 'the file was changed in place: reload the server'
 REPLACED = 'the file was replaced: put the old one back'
 SHORT = 'the file was cut short: %d bytes at its end are missing'
-# Of what a reload does about both.
-ACCEPTED = 'a reload takes the file that is there, and gives ids that it lacks again'
-
-
-class Read(NamedTuple):
-    """What was read of the file: lines up to an end."""
-
-    plants: Index
-    end: int
-    tail: bytes  # the last bytes before the end
 
 
 class Known:
-    """The plants of an open file, up to an end.
+    """The plants of a file, up to an end; at first none."""
 
-    ``length`` is one number in shared memory: the end in the table above.
-    """
-
-    def __init__(self, path: Path, fd: int, length: memoryview) -> None:
-        self._path, self._length = path, length
-        self._file = os.fstat(fd)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: os.stat_result | None = None  # the one that was opened
+        self.plants = Index()  # by their ids
         self.synced = 0
-        self._read = Read(Index(), first_offset(fd), b'')
+        self._read = 0, b''  # the end, and the last bytes before it
+        self._length = memoryview(mmap.mmap(-1, 8)).cast('q')
 
     @property
     def end(self) -> int:
         """The end of the lines that are known."""
-        return self._read.end
-
-    @property
-    def count(self) -> int:
-        """The number of ids."""
-        return len(self._read.plants)
+        return self._read[0]
 
     def child(self) -> Self:
-        """Return what a forked child starts with; this one must not change any more."""
+        """Return what an opening starts with; this one must not change any more."""
         child = copy.copy(self)
-        child._read = self._read._replace(plants=Index(self._read.plants))
+        child.plants = Index(self.plants)
         return child
 
     def check_same(self, status: os.stat_result) -> None:
-        """Refuse another file than that of which something is known."""
+        """Refuse another file than that of which something is known, if any."""
+        self._file = self._file or status
         if not os.path.samestat(status, self._file):
-            raise self._refusal(REPLACED, ACCEPTED)
+            raise self._refusal(REPLACED)
 
-    def check(self, fd: int) -> int:
-        """Return the size of the file, if what is known of it still holds.
+    def check(self, fd: int) -> os.stat_result:
+        """Return the status of the file, if what is known of it still holds.
 
         If not, ``StoreUnavailable`` says why. REQUIRES: the lock.
         """
         # The path may name a file that was deleted: a mount keeps it (``st_nlink``).
-        status, (_, end, tail) = os.stat(self._path), self._read
+        status, (end, tail) = os.stat(self._path), self._read
         self.check_same(status)
         if not status.st_nlink:
             raise disk.gone(self._path)
         if (missing := max(end, self._length[0]) - status.st_size) > 0:
-            raise self._refusal(SHORT % missing, f'put the whole one back; {ACCEPTED}')
+            raise self._refusal(SHORT % missing)
         if os.pread(fd, len(tail), end - len(tail)) != tail:
             raise self._refusal(CHANGED)
-        return status.st_size
-
-    def whole(self, fd: int, size: int) -> int:
-        """Return up to where no line is taken back, as a torn tail is.
-
-        REQUIRES: the lock. It need not be held while these lines are read.
-        """
-        last = os.pread(fd, FAR, max(0, size - FAR))
-        return size - len(last) + last.rfind(b'\n') + 1
+        return status
 
     def read_on(self, fd: int, size: int) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
 
-        The end moves when a piece has been read, entered and compared. If no line is
-        known yet, all are one piece, and sorted at its end: that takes half the time.
-
         Raises:
-            Damage: Two of them are different plants with one id.
+            Damage: Two of them are different plants with one id; none is known then.
         """
-        read = self._read
-        is_first = not read.tail
-        index = Index() if is_first else read.plants
-        for ids, offsets, read in self._scan(fd, size, index):
-            if is_first:
-                index.load(ids, offsets)
-            else:
-                self._move(fd, index.enter(ids, offsets), read)
-        if is_first:
-            self._move(fd, index.sort(), read)
+        start, tail = read = self._read
+        said = time.monotonic()
 
-    def _scan(
-        self, fd: int, size: int, index: Index
-    ) -> Iterator[tuple[list[int], list[int], Read]]:
-        """Yield the ids and offsets of records after the end, and what is read then."""
-        _, start, tail = self._read
-        began = reported = time.monotonic()
-        for at, chunk, _ in chunks(fd, start, size):
-            ids, offsets, end = record.scan(chunk, at)
-            tail = (tail + chunk[: end - at][-TAIL:])[-TAIL:]
-            yield ids, offsets, Read(index, end, tail)
-            if end < at + len(chunk):
-                break
-            if (now := time.monotonic()) - reported > PROGRESS_EVERY:
-                reported, percent = now, 100 * (end - start) // (size - start)
-                figures = percent, (size - start) >> 20, now - began
-                log.info('%s: %d %% of %d MiB read, %d s', self._path, *figures)
+        def lines() -> Iterator[tuple[int, int]]:
+            nonlocal read, said, tail
+            for at, chunk, _ in chunks(fd, start, size):
+                found, end = scan(chunk, at)
+                yield from found
+                tail = (tail + chunk[: end - at][-TAIL:])[-TAIL:]
+                read = end, tail
+                if end < at + len(chunk):
+                    break
+                if (now := time.monotonic()) - said > PROGRESS_EVERY:
+                    said, percent = now, 100 * (end - start) // (size - start)
+                    log.info('%s: %d %% read', self._path, percent)
 
-    def _move(self, fd: int, repeats: Repeats, read: Read) -> None:
-        """Know more lines, which were entered: up to the first that is damaged."""
+        if tail:
+            plants = self.plants
+            repeats = plants.enter(lines())
+        else:  # the first read, or the first that has not failed half way
+            plants = Index()
+            repeats = plants.load(lines())
         for id, first, other in sorted(repeats, key=itemgetter(2)):
             if self._plant_at(fd, first, id) != self._plant_at(fd, other, id):
-                tail = os.pread(fd, min(TAIL, other), max(0, other - TAIL))
-                self._read = Read(read.plants, other, tail)
-                raise Damage(other, REPEATED % id)
+                raise Damage(line_at(fd, other), REPEATED % id)
+        self.plants = plants
         self._read = read
 
     def note(self, new: dict[int, tuple[Plant, int]], lines: bytes) -> None:
@@ -164,17 +130,16 @@ class Known:
 
         The plants are given with their offsets, by their ids.
         """
-        index, end, tail = self._read
+        end, tail = self._read
         for id, (_, offset) in new.items():
-            index.add(id, offset)
+            self.plants.add(id, offset)
         end += len(lines)
         self._length[0] = end
-        self._read = Read(index, end, (tail + lines[-TAIL:])[-TAIL:])
+        self._read = end, (tail + lines[-TAIL:])[-TAIL:]
 
     def find(self, fd: int, id: int) -> tuple[Plant, int] | None:
         """Return the plant with an id, and the offset of its line."""
-        index, end, _ = self._read
-        if (offset := index.find(id)) is None or offset >= end:
+        if (offset := self.plants.find(id)) is None or offset >= self.end:
             return None
         return self._plant_at(fd, offset, id), offset
 
@@ -184,5 +149,5 @@ class Known:
             raise self._refusal(CHANGED)
         return plant
 
-    def _refusal(self, reason: str, detail: str = '') -> StoreUnavailable:
-        return StoreUnavailable(reason, store=str(self._path), detail=detail)
+    def _refusal(self, reason: str) -> StoreUnavailable:
+        return StoreUnavailable(reason, store=str(self._path))

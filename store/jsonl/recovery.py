@@ -34,8 +34,7 @@ import json
 import logging
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,10 +42,9 @@ from pathlib import Path
 from store import forks
 from store.base import Plant
 from store.errors import StoreUnavailable
-from store.jsonl import lock, record
-from store.jsonl.disk import CHUNK, copy_aside, open_file, unavailable, write
+from store.jsonl import disk
 from store.jsonl.known import UNSYNCED
-from store.jsonl.lines import Damage, Line, corrupt, first_offset, read_lines
+from store.jsonl.record import Damage, Line, line_at, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -55,37 +53,31 @@ BEGINNING = b'{"id":'  # of each line that we write
 CONTROL = re.compile(rb'[\x01-\x1f]')  # in no part of such a line
 NO_LINE_FEED, TORN_TAIL, LOST_BLOCK = 'no line feed', 'a torn tail', 'a lost block'
 
-Sync = Callable[[], object]
 
-
-def judge(path: Path, fd: int, start: int, end: int, *, is_opening: bool) -> Line:
+def judge(fd: int, start: int, end: int, *, is_opening: bool) -> Line:
     """Return the first line after ``start`` that is no whole record.
 
-    Its reason is one of the three above. Any other raises ``Damage``, and a file that
-    never was one of plants ``StoreUnavailable``.
+    Its reason is one of the three above. Any other raises ``Damage``.
     """
     lines = read_lines(fd, start, end)
     line = next(lines, Line(start, end, b'', None))
     if not line.reason:
         return line._replace(reason=NO_LINE_FEED)
-    are_whole = any(
-        _is_whole(each) for each in lines if each.text.strip(b'\0' + record.WHITE_SPACE)
-    )
+    are_whole = any(map(_is_whole, lines))
     if are_whole and is_opening and start >= end - UNSYNCED and _is_lost(line, end):
         return line._replace(reason=LOST_BLOCK)
-    if not are_whole and is_torn(line, end):
+    if not are_whole and _is_torn(line, end):
         return line._replace(reason=TORN_TAIL)
-    check_ours(path, fd, line)
-    raise Damage(line.offset, line.reason)
+    raise Damage(line, line.reason)
 
 
 def _is_whole(line: Line) -> bool:
-    """Whether a line has all its bytes, whoever wrote them."""
+    """Whether a line that is not blank has all its bytes, whoever wrote them."""
     ends = line.text.endswith(b'\n') and b'\0' not in line.text
-    return ends or line.plant is not None
+    return line.plant is not None or (line.reason != '' and ends)
 
 
-def is_torn(line: Line, end: int) -> bool:
+def _is_torn(line: Line, end: int) -> bool:
     """Whether a crash can have left a line, the last one, of a record of ours."""
     before, lost, _ = line.text.partition(b'\0')
     is_longer = line.end - line.offset > len(line.text)  # than any record: not ours
@@ -113,14 +105,6 @@ def _is_lost(line: Line, end: int) -> bool:
     return bool(ends) and all(at % BLOCK == 0 or at in edges for at in ends)
 
 
-def check_ours(path: Path, fd: int, line: Line) -> None:
-    """Refuse a file that never was one of plants in other words than damage."""
-    is_array = line.text.startswith(b'[') and line.offset == first_offset(fd)
-    if is_array or not any(each.plant for each in read_lines(fd, 0, sys.maxsize)):
-        reason = 'it is a JSON array' if is_array else f'no line is one: {line.reason}'
-        raise StoreUnavailable(f'it is not a file of plants: {reason}', store=str(path))
-
-
 def cut(path: Path, fd: int, start: int, end: int) -> Path:
     """Cut off a torn tail; return the side file with its bytes.
 
@@ -129,18 +113,17 @@ def cut(path: Path, fd: int, start: int, end: int) -> Path:
 
     REQUIRES: the lock. After an error the bytes are in the plant file or the side file.
     """
-    side = copy_aside(path, fd, [(start, end)], 'torn')
+    side = disk.copy_aside(path, fd, [(start, end)], 'torn')
     try:
         os.ftruncate(fd, start)
     except OSError:
-        if os.fstat(fd).st_size == end:  # each attempt would leave another copy
-            os.unlink(side)
+        os.unlink(side)  # or each attempt would leave another copy
         raise
     return side
 
 
 def blank(
-    path: Path, fd: int, spans: Sequence[tuple[int, int]], kind: str, sync: Sync
+    path: Path, fd: int, spans: disk.Spans, kind: str, sync: Callable[[], object]
 ) -> Path:
     """Blank lines in place; return the side file with their bytes.
 
@@ -149,13 +132,14 @@ def blank(
 
     REQUIRES: the lock.
     """
-    side = copy_aside(path, fd, spans, kind)
+    side = disk.copy_aside(path, fd, spans, kind)
+    size = min(disk.CHUNK, max(end - start for start, end in spans))
     # In several lines, or a reader would take it for one that is too long.
-    for fill in bytes(CHUNK), b' ' * (CHUNK - 1) + b'\n':
+    for fill in bytes(size), b' ' * (size - 1) + b'\n':
         for start, end in spans:
-            for at in range(start, end - 1, CHUNK):
-                write(fd, fill[: end - 1 - at], at)
-            write(fd, b'\n', end - 1)
+            for at in range(start, end - 1, size):
+                disk.write(fd, fill[: end - 1 - at], at)
+            disk.write(fd, b'\n', end - 1)
         sync()
     return side
 
@@ -163,7 +147,8 @@ def blank(
 @contextmanager
 def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a plant file to read it; only a torn tail may be cut off meanwhile."""
-    with unavailable(path), forks.opened(partial(open_file, path, flags)) as file:
+    opening = partial(disk.open_file, path, flags)
+    with disk.unavailable(path), forks.opened(opening) as file:
         fd, size = file.fileno(), os.fstat(file.fileno()).st_size
         is_whole = os.pread(fd, 1, max(0, size - 1)) == b'\n'
         yield fd
@@ -172,29 +157,32 @@ def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def whole_size(path: Path, fd: int) -> int:
-    """Return the size of a plant file between two appends; takes the lock for that."""
-    lock.take(path, fd, fcntl.LOCK_SH)
-    size = os.fstat(fd).st_size
-    lock.release(fd)
-    return size
+    """Return the size of a plant file between two appends."""
+    status = partial(os.fstat, fd)
+    return disk.locked(path, fd, status, operation=fcntl.LOCK_SH).st_size
+
+
+def settled_lines(path: Path, fd: int) -> Iterator[Line]:
+    """Yield the lines of a file that may be in use."""
+    lines = read_lines(fd, 0, whole_size(path, fd))
+    while line := next(lines, None):
+        if line.reason:  # another process may have mended it, and have appended
+            end = whole_size(path, fd)
+            if line_at(fd, line.offset).text != line.text:
+                lines = read_lines(fd, line.offset, end)
+                continue
+        yield line
 
 
 def read_plants(path: Path, fd: int) -> Iterator[Plant]:
     """Yield the plants of a file, which may be in use; nothing is changed."""
-    end = whole_size(path, fd)
-    lines = read_lines(fd, 0, end)
-    judged = -1  # the offset of the latest line that was not a record
-    while line := next(lines, None):
+    for line in settled_lines(path, fd):
         if line.plant is not None:
             yield line.plant
-        elif not line.is_blank and line.offset != judged:
-            # Read it again: another process may have mended it, and have appended.
-            judged, end = line.offset, whole_size(path, fd)
-            lines = read_lines(fd, judged, end)
-        elif not line.is_blank:
+        elif line.reason:
             try:
-                judge(path, fd, judged, end, is_opening=False)
+                judge(fd, line.offset, whole_size(path, fd), is_opening=False)
             except Damage as ex:
-                raise corrupt(path, fd, ex) from None
-            log.warning('%s: a torn tail at byte %d is left out', path, judged)
+                raise ex.corrupt(path, fd) from None
+            log.warning('%s: a torn tail at byte %d is left out', path, line.offset)
             return

@@ -1,18 +1,16 @@
 """Finding all damage of a plant file, and blanking its damaged lines."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store.jsonl import disk, lock, recovery
+from store.errors import StoreUnavailable
+from store.jsonl import disk, recovery
 from store.jsonl.index import Index
 from store.jsonl.known import REPEATED, Known
-from store.jsonl.lines import first_offset, line_at, read_lines
-
-log = logging.getLogger(__name__)
+from store.jsonl.record import first_offset, line_at, read_lines
 
 NAMED = 1_000  # faults that are named; the others are counted
 
@@ -39,37 +37,32 @@ def verify(path: Path, *, repair: bool = False, progress: Progress = iter) -> Ve
     spans: list[tuple[int, int]] = []
     plants = faults = 0
     with recovery.opened(path, os.O_RDWR if repair else os.O_RDONLY) as fd:
-        if first_offset(fd):
-            log.warning('%s: it begins with a byte order mark, which is skipped', path)
-        end = recovery.whole_size(path, fd)
+        lines = recovery.settled_lines(path, fd)
         if repair:
-            lock.take(path, fd)  # until the file is closed
-            end = Known(path, fd, memoryview(bytes(8)).cast('q')).check(fd)
-        for number, line in enumerate(progress(read_lines(fd, 0, end)), 1):
+            disk.take_lock(path, fd)  # until the file is closed
+            known = Known(path)
+            known.check_same(os.fstat(fd))
+            lines = read_lines(fd, 0, known.check(fd).st_size)
+        for number, line in enumerate(progress(lines), 1):
             reason = line.reason
             if line.plant:
-                for id, first, _ in index.enter([line.plant.id], [line.offset]):
+                for id, first, _ in index.enter([(line.plant.id, line.offset)]):
                     if line_at(fd, first).plant != line.plant:
                         reason = REPEATED % id
             if not reason:
                 plants += line.plant is not None  # or it is blank
                 continue
-            if not repair:
-                # Another process may cut off a torn tail, and append. So damage counts
-                # only if it is still there after that; what follows is new.
-                recovery.whole_size(path, fd)  # waits for a cut that has begun
-                if line_at(fd, line.offset).text != line.text:
-                    break
-            if not faults and not recovery.is_torn(line, end):
-                recovery.check_ours(path, fd, line)
             faults += 1
             if faults <= NAMED:
                 place = f'line {number} (byte {line.offset})'
                 sentences.append(f'{path}: {place}: {reason}')
             # Neighbours are one span: there may be millions of them.
             is_next = spans and spans[-1][1] == line.offset
-            start, _ = spans.pop() if is_next else (line.offset, line.end)
-            spans.append((start, line.end))
+            begin, _ = spans.pop() if is_next else (line.offset, line.end)
+            spans.append((begin, line.end))
+        is_array = os.pread(fd, 1, first_offset(fd)) == b'['
+        if faults and (is_array or not plants):
+            raise StoreUnavailable('it is not a file of plants', store=str(path))
         found = Verified(plants, tuple(sentences), faults - len(sentences))
         if not (repair and spans):
             return found

@@ -164,8 +164,8 @@ def stop(server, number=signal.SIGTERM):
 
 def test_quick_stop_closes_connections_before_the_store(tmp_path):
     """While an add still keeps the store open, no client hears that it is closed."""
-    conf = ['from store import committer', 'from store.jsonl import lock']
-    conf += ['committer.CLOSE_WITHIN = lock.LOCK_WITHIN = 3600']
+    conf = ['from store import committer', 'from store.jsonl import disk']
+    conf += ['committer.CLOSE_WITHIN = disk.LOCK_WITHIN = 3600']
     with Server(tmp_path, conf=conf) as server, server.connect() as idle:
         assert idle.ask(PROBE).status == 200
         with locked(tmp_path / 'plants.jsonl'), server.connect() as waiting:

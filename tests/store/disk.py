@@ -37,7 +37,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from machine import open_files
 from waiting import PATIENCE, wait_until
 
 from store import IdTaken, Plant
@@ -51,9 +50,7 @@ def installed(disk):
     with contextlib.ExitStack() as stack:
         for name in [*filter(re.compile(r'store(\.|$)').match, sys.modules)]:
             for known, value in [*vars(sys.modules[name]).items()]:
-                ours = (
-                    disk if value is os else getattr(disk, calls.get(id(value), ''), 0)
-                )
+                ours = getattr(disk, calls.get(id(value), ''), value is os and disk)
                 if ours:
                     stack.enter_context(mock.patch(f'{name}.{known}', ours))
         yield disk
@@ -62,7 +59,8 @@ def installed(disk):
 class File:
     """What a file holds after each change, as a disk has it that writes all of it."""
 
-    def __init__(self, moment, content):
+    def __init__(self, name, moment, content):
+        self.name = name
         self.versions = [(moment, content)]
         # For each sync the moment of its end, and the number of the version it covers.
         self.synced = [(moment, 0)]
@@ -119,7 +117,7 @@ class Disk:
             inode, (directory, name) = os.fstat(fd).st_ino, os.path.split(path)
             if inode not in self._files and directory == str(self.plants.parent):
                 if is_new:
-                    self._note('open', fd)
+                    self.calls.append(f'open {name}')
                 self._enter_file(name, inode, Path(path).read_bytes())
                 if not is_new:  # somebody else has made it
                     self.names_synced.append((self.now, len(self.names)))
@@ -132,7 +130,7 @@ class Disk:
         with self._lock:
             count = os.pwrite(fd, data, offset)
             if file := self._file(fd):
-                self._note('pwrite', fd)
+                self.calls.append(f'pwrite {file.name}')
                 file.change(self.now, offset, data)
             return count
 
@@ -140,22 +138,17 @@ class Disk:
         self.before('ftruncate', fd, size)
         with self._lock:
             os.ftruncate(fd, size)
-            self._note('ftruncate', fd)
-            if file := self._file(fd):
-                file.change(self.now, size)
+            file = self._file(fd)
+            self.calls.append(f'ftruncate {file.name}')
+            file.change(self.now, size)
 
     def unlink(self, path):
         self.before('unlink', path)
         with self._lock:
             self._files.pop(os.stat(path).st_ino, None)
             os.unlink(path)
-            self._note('unlink', path)
+            self.calls.append(f'unlink {path}')
             self.names.append((self.now, os.path.basename(path), None))
-
-    def append(self, data):
-        """Append to the plant file, as a process that is killed before its sync."""
-        with open(self.plants, 'rb+') as file:
-            self.pwrite(file.fileno(), data, self.plants.stat().st_size)
 
     @property
     def now(self):
@@ -170,19 +163,14 @@ class Disk:
     def calls_since(self, moment):
         """Return the changes and syncs of the plant file after a moment."""
         calls = self.calls[moment + 1 :]
-        return [call.split()[0] for call in calls if call.endswith(f' {self.plants}')]
+        return [it.split()[0] for it in calls if it.endswith(f' {self.plants.name}')]
 
     def resume(self):
         """Continue with the disk as it is, without further faults."""
         self.before = no_fault
 
-    def _note(self, name, target):
-        is_open = isinstance(target, int)
-        path = open_files().get(target, '') if is_open else target
-        self.calls.append(f'{name} {path}')
-
     def _enter_file(self, name, inode, content):
-        self._files[inode] = File(self.now, content)
+        self._files[inode] = File(name, self.now, content)
         self.names.append((self.now, name, self._files[inode]))
 
     def _file(self, target):
@@ -191,8 +179,8 @@ class Disk:
 
     def _sync(self, name, fd):
         with self._lock:
-            self._note(name, fd)
             file, names = self._file(fd), len(self.names)
+            self.calls.append(f'{name} {file.name if file else "the directory"}')
             version = len(file.versions) - 1 if file else 0
         try:
             self.before(name, fd)
@@ -260,10 +248,9 @@ class Fault:
         self.reached = False
 
     def __call__(self, name, *arguments):
-        if self._call in (name, ''):
-            due = next(self._due)
-            self.reached |= due >= 0
-            if due == 0 or (self._lasting and due > 0):
+        if self._call in (name, '') and (due := next(self._due)) >= 0:
+            self.reached = True
+            if due == 0 or self._lasting:
                 return self._effect(*arguments)
         return None
 

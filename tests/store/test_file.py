@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,15 +12,14 @@ from pathlib import Path
 
 import pytest
 from contract import FORK, at_once
-from disk import Gate, append, assert_raise, assert_stored, failing, files, fill, lines
+from disk import Fault, Gate, append, assert_raise, assert_stored, failing, fill, lines
 from machine import locked, open_files
-from server import REPOSITORY, finished
 from waiting import wait_until
 
 from store import Plant, StoreCorrupt, StoreUnavailable, open_store
 from store.jsonl import JSONLinesStore
+from store.jsonl import disk as plant_disk
 from store.jsonl import file as plant_file
-from store.jsonl import lock as plant_lock
 from store.jsonl.repair import Verified, verify
 
 FERN, MOSS, IVY = PLANTS = Plant(1, 'Fern'), Plant(2, 'Moss', 'shade'), Plant(3, 'Ivy')
@@ -50,15 +48,20 @@ def test_files_have_mode_and_owner_of_the_plant_file(path, mode):
         assert status.st_mode & 0o7777 == (mode or 0o600)
 
 
-def test_missing_file_is_made_where_a_link_leads(path, monkeypatch):
-    """At once, and all processes use one file."""
+def test_new_file_is_made_where_a_link_leads(path, monkeypatch, caplog):
+    """At once, and with a warning: its disk may not be mounted. All use one file."""
+    caplog.set_level('INFO')
     monkeypatch.chdir(path.parent)
     path.with_name('link').symlink_to(path.name)
     store = open_store('jsonl:link')
     monkeypatch.chdir('/')
     assert path.read_bytes() == b''
+    assert caplog.records[0].levelname == 'WARNING'
+    assert str(path) in caplog.text
     with store, open_store(f'jsonl:{path}') as other:
         assert (store.add(FERN), other.add(FERN)) == (True, False)
+    JSONLinesStore(path).load()
+    assert f'{path}: it has 1 plants' in caplog.text
 
 
 def test_what_is_no_file_is_refused(path):
@@ -80,22 +83,24 @@ def test_what_is_no_file_is_refused(path):
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_missing_right_is_told():
-    """Of the file and of its directory, at once; a check needs no right to write."""
+    """Of the file and of its directory, by each use; a check needs none to write."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
         secret, fixed = directory / 'secret', directory / 'fixed'
         for path, mode in (secret, 0), (fixed, 0o666):
             path.write_bytes(lines(FERN))
             path.chmod(mode)
-        directory.chmod(0o555)
 
         def use():
+            (opened := JSONLinesStore(fixed)).ping()
+            directory.chmod(0o555)
             if not os.getuid():
                 os.seteuid(65534)
             ping = JSONLinesStore(fixed, create=False).ping
+            uses = ping, opened.ping, partial(opened.add, FERN)
             make = partial(JSONLinesStore, directory / 'new')
             told = f'of user .* ls -ldn {directory}'
-            assert_raise(StoreUnavailable, ping, make, match=told)
+            assert_raise(StoreUnavailable, *uses, make, match=told)
             assert verify(fixed) == Verified(1)
             repair = partial(verify, secret, repair=True)
             assert_raise(StoreUnavailable, repair, match=f'ls -ldn .* {secret}')
@@ -108,8 +113,6 @@ def test_missing_right_is_told():
 CHANGES = {
     'gone': lambda path, away: None,
     'copy': lambda path, away: shutil.copy2(away, path),
-    'directory': lambda path, away: path.mkdir(),
-    'link': lambda path, away: path.symlink_to('nothing'),
     'shortened': lambda path, away: os.truncate(away.rename(path), len(lines(FERN))),
     'edited': lambda path, away: away.rename(path).write_bytes(lines(FERN, MOSS, OAK)),
 }
@@ -122,14 +125,11 @@ def test_changed_file_is_refused_until_it_is_back(path, change):
         store.add_many(PLANTS)
         away = path.rename(path.with_name('away'))
         change(path, away)
-        before = {it: it.is_file() and it.read_bytes() for it in path.parent.iterdir()}
+        before = {it: it.read_bytes() for it in path.parent.iterdir()}
         for plant in FERN, OAK, FERN._replace(name='Reed'):
             add = partial(store.add, plant)
             assert_raise(StoreUnavailable, add, store.ping, match='the file ')
-        for it, content in before.items():
-            assert (it.is_file() and it.read_bytes()) == content
-        if path.is_dir():
-            path.rmdir()
+        assert before == {it: it.read_bytes() for it in path.parent.iterdir()}
         if away.exists():
             away.rename(path)
         else:
@@ -137,9 +137,10 @@ def test_changed_file_is_refused_until_it_is_back(path, change):
         assert_stored(store, PLANTS, free=[100])
 
 
-def test_reader_of_a_file_that_is_shortened_meanwhile(path):
+def test_reader_of_a_file_that_is_shortened_meanwhile(path, monkeypatch):
     """It ends with an error, never with fewer plants."""
-    fill(path, *(Plant(id, 'Fern' * 9) for id in range(60_000)))
+    monkeypatch.setattr(plant_disk, 'CHUNK', 100)
+    fill(path, *(Plant(id, 'Fern' * 9) for id in range(9)))
     next(plants := iter(JSONLinesStore(path)))
     os.truncate(path, len(lines(FERN)))
     assert_raise(StoreUnavailable, partial(list, plants), match='cut short')
@@ -185,20 +186,29 @@ def test_file_replaced_meanwhile_is_left_alone(path, who):
             path.with_name('new').replace(path)
         # Opened while it was replaced, or found replaced.
         assert isinstance(used.exception(), (StoreUnavailable, StoreCorrupt))
-    assert files(path) == {path.name: others}
+    assert (path.read_bytes(), [*path.parent.iterdir()]) == (others, [path])
 
 
-def test_lock_held_by_another_process_or_thread(path, monkeypatch):
-    """While another process or thread has the lock, every use fails in time."""
-    assert plant_lock.LOCK_WITHIN < 5
-    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.05)
-    with JSONLinesStore(path) as store, JSONLinesStore(path) as not_open:
+def test_lock_held_by_another_process_or_thread(path, monkeypatch, caplog):
+    """While another process or thread has the lock, every use fails in time.
+
+    A load waits as long as it takes, and says so: a repair may hold it for minutes.
+    """
+    assert plant_disk.LOCK_WITHIN < 5
+    monkeypatch.setattr(plant_disk, 'LOCK_WITHIN', 0.05)
+    monkeypatch.setattr(plant_disk, 'SAID_AFTER', 0.2)
+    store, not_open = JSONLinesStore(path), JSONLinesStore(path)
+    with store, not_open, ThreadPoolExecutor(1) as pool:
         store.add(FERN)
         with locked(path):
+            loaded = pool.submit(JSONLinesStore(path).load)
             uses = partial(store.add, MOSS), store.ping, not_open.ping
             reads = partial(list, store), partial(verify, path, repair=True)
             words = f'^{path}: .* holds the lock'
             assert_raise(StoreUnavailable, *uses, *reads, match=words)
+            wait_until(lambda: f'{path}: waiting: ' in caplog.text)
+            assert not loaded.done()
+        assert loaded.result() is None
         assert not_open.add(MOSS)  # an error releases it
         store.ping()
     assert path.read_bytes() == lines(FERN, MOSS)
@@ -211,62 +221,35 @@ def test_name_leaves_room_for_side_files(path):
     assert_raise(StoreUnavailable, store.ping, match='too long')
 
 
-def test_directory_that_becomes_read_only(path, monkeypatch):
-    """An add and a ping say the same: no side file could be made."""
-    with JSONLinesStore(path) as store:
-        store.add(FERN)
-        monkeypatch.setattr(os, 'access', lambda *_, **how: False)
-        assert_raise(
-            StoreUnavailable, store.ping, partial(store.add, MOSS), match='dir'
-        )
-        monkeypatch.undo()
-        assert store.add(MOSS)
-
-
-def test_new_file_is_a_warning(path, caplog):
-    """Its disk may not be mounted; a load says how many plants there are."""
-    caplog.set_level('INFO')
-    JSONLinesStore(path)
-    assert caplog.records[0].levelname == 'WARNING'
-    assert str(path) in caplog.text
-    fill(path, *PLANTS)
-    caplog.clear()
-    JSONLinesStore(path).load()
-    assert f'{path}: it has 3 plants' in caplog.text
-
-
-CLOSED = """import os, sys
-for number in range(3):
-    os.close(number)
-from store import Plant, open_store
-with open_store('jsonl:' + sys.argv[1]) as store:
-    store.add(Plant(1, 'Fern'))
-    for number in range(3):
-        os.write(number, b'a message of a C library, in a place of its own')
-    store.add(Plant(2, 'Moss', 'shade'))
-"""
-
-
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_no_file_is_a_standard_stream(path):
     """What is written to a stream that was closed does not get into the plant file."""
-    done = finished([sys.executable, '-c', CLOSED, str(path)], cwd=REPOSITORY)
-    assert (done.returncode, path.read_bytes()) == (0, lines(FERN, MOSS))
+
+    def use():
+        os.closerange(0, 3)
+        with JSONLinesStore(path) as store:
+            store.add(FERN)
+            for number in range(3):
+                os.write(number, b'a message of a C library, in a place of its own')
+            store.add(MOSS)
+
+    at_once(FORK.Process, use)
+    assert path.read_bytes() == lines(FERN, MOSS)
 
 
 @pytest.mark.skipif(not hasattr(fcntl, 'F_SETLEASE'), reason='of Linux')
 def test_lease_of_another_program_is_waited_for(path):
     """As Samba has one: an open that would block is tried again for some seconds."""
     fill(path, FERN)
-    with path.open('rb+') as held, JSONLinesStore(path) as store:
-        before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    store, before = JSONLinesStore(path), signal.signal(signal.SIGIO, signal.SIG_IGN)
+    with path.open('rb+') as held, store, ThreadPoolExecutor(1) as pool:
         fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        with ThreadPoolExecutor(1) as pool:
-            added = pool.submit(store.add, MOSS)
-            with pytest.raises(TimeoutError):
-                added.result(0.1)
-            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-            assert added.result()
-        signal.signal(signal.SIGIO, before)
+        added = pool.submit(store.add, MOSS)
+        with pytest.raises(TimeoutError):
+            added.result(0.1)
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        assert added.result()
+    signal.signal(signal.SIGIO, before)
 
 
 @pytest.mark.parametrize('torn', [b'', b'{"id":7,"na'])
@@ -279,12 +262,8 @@ def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, torn):
         other.add_many(far)
         append(path, torn)
         gate = Gate()
-
-        def before(name, *arguments):
-            if name == 'pread' and 1000 < arguments[1] < 100_000:
-                gate()
-
-        disk.before = before
+        is_far = range(1000, 100_000).__contains__
+        disk.before = Fault('pread', 1, lambda fd, it, _: is_far(it) and gate(), True)
         with ThreadPoolExecutor(1) as pool:
             late = pool.submit(store.add, MOSS)
             gate.wait_for()
@@ -297,13 +276,15 @@ def test_many_lines_are_read_without_the_lock(path, disk, monkeypatch, torn):
 
 @pytest.mark.parametrize('is_open', [True, False], ids=['open', 'not-yet'])
 def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
-    """Each add meets it; the lines before and after it are read again if it changes."""
+    """Each add meets it; all is read again if it is mended, as rsync --inplace does."""
     monkeypatch.setattr(plant_file, 'NEAR', 1000)
     sizes, far = [], [Plant(id, 'Oak' * 99) for id in range(100, 120)]
     with JSONLinesStore(path) as store:
         if is_open:
             store.ping()
-        path.write_bytes(lines(*far, FERN._replace(id=100)) + b' \n' * 10**5)
+        damage = lines(rival := FERN._replace(id=100)) + b' \n' * 10**4
+        path.write_bytes(lines(*far) + damage)
+        before = path.stat()
         count = len(lines(*far)), 0  # what is read for the number of the line
         disk.before = lambda name, *call: call[1:] == count and failing(errno.EIO)()
         uses, told = (store.ping, store.load), f'{path}: {os.strerror(errno.EIO)}'
@@ -314,56 +295,20 @@ def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
         assert_raise(StoreCorrupt, store.ping, partial(store.add, MOSS))
         assert sum(sizes) < 3000
         disk.resume()
-        verify(path, repair=True)
-        assert_stored(store, far, free=[FERN.id])
-
-
-def test_mended_damage_is_judged_again(path):
-    """As rsync --inplace --times mends it: size, time and begin are as before."""
-    sound = lines(FERN, long := Plant(2, 'Moss' * 99))
-    path.write_bytes(sound.replace(b'"}\n', b'")\n').replace(b'")', b'"}', 1))
-    before = path.stat()
-    with JSONLinesStore(path) as store:
-        assert_raise(StoreCorrupt, store.ping, store.ping)
+        far[0] = far[0]._replace(id=200)
         while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock ticks slowly
-            path.write_bytes(sound)
+            path.write_bytes(lines(*far) + damage)
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert_stored(store, [FERN, long])
-
-
-def test_load_waits_for_the_lock(path, monkeypatch):
-    """As long as it takes: a repair may hold it for minutes."""
-    monkeypatch.setattr(plant_lock, 'LOCK_WITHIN', 0.01)
-    fill(path, FERN)
-    with ThreadPoolExecutor(1) as pool:
-        with locked(path):
-            loaded = pool.submit(JSONLinesStore(path).load)
-            with pytest.raises(TimeoutError):
-                loaded.result(0.1)
-        assert loaded.result() is None
+        assert_stored(store, [*far, rival], free=[FERN.id])
 
 
 def test_bulk_add_writes_little_at_once(path, disk):
     """A write has 1 MiB, in bytes, or one plant: so much may be unsynced at a crash."""
     sizes = []
-
-    def before(name, *arguments):
-        if name == 'pwrite':
-            sizes.append(len(arguments[1]))
-
-    disk.before = before
     with JSONLinesStore(path) as store:
+        disk.before = Fault(
+            'pwrite', 1, lambda fd, data, _: sizes.append(len(data)), True
+        )
         store.add_many([Plant(id, '\1' * 50_000) for id in range(20)])
     assert len(sizes) > 5
     assert max(sizes) <= 2**20
-
-
-def test_id_that_was_edited_in_place_is_known_after_a_reload(path):
-    """A reload reads the whole file, also if its size and its end are as before."""
-    fill(path, *PLANTS, Plant(10, 'Fern' * 99))
-    served = JSONLinesStore(path)
-    served.load()
-    path.write_bytes(path.read_bytes().replace(b'{"id":1,', b'{"id":7,'))
-    reloaded = JSONLinesStore(path, create=False)
-    reloaded.load()
-    assert_stored(reloaded, [FERN._replace(id=7), MOSS], free=[1])
