@@ -151,16 +151,16 @@ def test_no_request_fails_while_workers_are_replaced(tmp_path):
 @pytest.mark.skipif(sys.platform != 'linux', reason='it reads /proc')
 def test_reloads_free_what_they_replace(tmp_path):
     """A reload of a large file leaves no index behind; it has 24 bytes for a plant."""
-    lines = [b'{"id":%d,"name":"Fern"}\n' % id for id in range(100_000)]
+    lines = [b'{"id":%d,"name":"Fern"}\n' % id for id in range(200_000)]
     (tmp_path / 'plants.jsonl').write_bytes(b''.join(lines))
     with Server(tmp_path) as server:
         used = []
-        for count in range(1, 5):
+        for count in range(1, 6):
             server.signal(signal.SIGHUP)
             wait_until(lambda n=count: server.log.count('reloaded') == n)
             used.append(kib('Anonymous', server.pid))
         index = 24 * len(lines) / 1024
-        assert used[-1] - used[0] < 2 * index, used
+        assert used[-1] - used[1] < 2 * index, used  # of three reloads
 
 
 @pytest.mark.parametrize('is_ignored', [False, True])
