@@ -60,6 +60,7 @@ def load_schemas() -> dict[str, Any]:
             files[path.name] = schema = {**json.loads(path.read_bytes())}
             # Without its patterns, which the engine that runs them must know.
             Draft202012Validator.check_schema(schema, FormatChecker(()))
+            schema.pop('$schema', None)  # else a reference to it might follow another
         # Each is checked alone, and Plant.json before the file that includes it.
         for path in reversed(paths):
             _validator(files, path.name)
@@ -127,11 +128,10 @@ def _read_body(req: falcon.Request, limit: int) -> bytearray:
     length = 0 if chunked else req.content_length or 0
     if not (req.env.get('wsgi.input_terminated') if chunked else length):
         raise Fault(ErrorValue.BODY_MISSING, 'the body is empty, or has no length')
-    content_type, parameters = falcon.parse_header(req.content_type or '')
+    media, parameters = falcon.parse_header(req.content_type or '')
     charset = parameters.get('charset', 'utf8').lower().replace('utf-8', 'utf8')
     coding = req.env.get('HTTP_CONTENT_ENCODING', 'identity').lower()
-    kind = content_type.lower(), charset, coding
-    if kind != (falcon.MEDIA_JSON, 'utf8', 'identity'):
+    if (media.lower(), charset, coding) != (falcon.MEDIA_JSON, 'utf8', 'identity'):
         needed = 'the body must be application/json in UTF-8, without Content-Encoding'
         raise Fault(ErrorValue.WRONG_MEDIA_TYPE, needed)
     body = bytearray()

@@ -72,7 +72,7 @@ def _read_page(name: str) -> bytes:
 
 def _merged(schema: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
     """Return a schema with the members of its ``allOf``, which generators misread."""
-    merged = {k: schema[k] for k in schema if k not in ('$id', '$schema', 'allOf')}
+    merged = {k: schema[k] for k in schema if k not in ('$id', 'allOf')}
     for part in [each for each in schema.get('allOf', []) if isinstance(each, dict)]:
         part = files.get(part.get('$ref', ''), part)
         merged['properties'] = merged.get('properties', {}) | part.get('properties', {})

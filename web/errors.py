@@ -11,8 +11,7 @@ from store import IdTaken, StoreError
 
 log = logging.getLogger('plants')
 
-# In a WSGI environment: the fault with which the server refuses the request.
-FAULT = 'plants.fault'
+FAULT = 'plants.fault'  # in a WSGI environment: why the server refuses the request
 
 
 class ErrorValue(enum.IntEnum):
@@ -62,8 +61,7 @@ def answer(req: Any, resp: falcon.Response, ex: Exception, params: object) -> No
             log.exception('%s: unexpected exception', req.id)
             fault = Fault(ErrorValue.INTERNAL, 'an unexpected fault of the service')
     req.error = int(fault.value)
-    # A status line: agents that wrap Falcon expect one.
-    resp.status = falcon.code_to_http_status(fault.value // 100)
+    resp.status = falcon.code_to_http_status(req.error // 100)  # agents expect a line
     resp.set_headers(fault.headers)
     resp.content_type = falcon.MEDIA_JSON
     error = {'error': int(fault.value), 'message': str(fault)}
