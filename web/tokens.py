@@ -53,9 +53,10 @@ class Tokens:
 
     def refuse(self, token: str) -> None:
         """Never accept a token that is for metrics; a ``ValueError`` if it is here."""
-        self._refused = _digest(token, 'the token for metrics')
-        if name := self._known.names.get(self._refused):
+        refused = _digest(token, 'the token for metrics')
+        if name := self._known.names.get(refused):
             raise ValueError(f'{name}: it is PLANTS_METRICS_TOKEN')
+        self._refused = refused
 
     def find(self, text: str) -> str | None:
         """Return the name of a token, or ``None`` if it is not accepted."""
@@ -65,16 +66,14 @@ class Tokens:
             message = f'no token can be checked now: {fault}'
             raise Fault(ErrorValue.STORE_UNAVAILABLE, message, retry_after='1')
         # Nobody can choose a digest, so the duration of the look-up tells nothing.
-        digest = hashlib.sha256(text.encode('latin-1')).digest()
-        return names.get(digest) if digest != self._refused else None
+        return names.get(hashlib.sha256(text.encode('latin-1')).digest())
 
     def refresh(self) -> None:
         """Take up a change of the tokens; a master does it before it forks."""
 
 
 def _digest(token: str, where: str) -> bytes:
-    """Return the SHA-256 digest of a token, or the digest that ``sha256:`` gives."""
-    # RFC 6750, section 2.1
+    """Return the SHA-256 digest of a token (RFC 6750), or that which is given."""
     match = re.fullmatch('sha256:([0-9a-fA-F]{64})|[A-Za-z0-9._~+/-]+=*', token)
     if not match:
         what = 'letters, digits, -._~+/, = at its end; a digest sha256: and 64 digits'
@@ -133,7 +132,8 @@ class TokensFile(Tokens):
                     text, after = file.read(LONGEST), _version(os.fstat(file.fileno()))
                 age = time.time() - status.st_ctime
                 if seen == after and not 0 <= age < 2 * self.CHECK_EVERY:
-                    names, version = _parse(text.decode('utf-8-sig')), seen
+                    names = _parse(text.decode('utf-8-sig'), self._refused)
+                    version = seen
             # If not, it is perhaps being written, or another process was quicker.
             if version == seen and self._newest[0] == newest:
                 self._newest[0] = hash(version)
@@ -146,7 +146,7 @@ class TokensFile(Tokens):
         return _Known(names, version, fault)
 
 
-def _parse(text: str) -> dict[bytes, str]:
+def _parse(text: str, refused: bytes) -> dict[bytes, str]:
     """Return the names of the tokens of a file by their digests; # begins a comment."""
     names: dict[bytes, str] = {}
     for number, line in enumerate(re.split('\r\n?|\n', text), 1):
@@ -158,6 +158,8 @@ def _parse(text: str) -> dict[bytes, str]:
             names[_digest(words[-1], f'line {number}')] = name
     if not names:
         raise ValueError('there is no token')
+    if refused in names:
+        raise ValueError(f'{names[refused]}: it is PLANTS_METRICS_TOKEN')
     return names
 
 
