@@ -100,5 +100,4 @@ class Metrics(ReadOnlyResource):
         with suppress(Exception):  # /readyz reports the reason
             self._store.ping()
             ready = True
-        help = 'Whether the store can take plants now: 1 or 0.'
-        yield core.GaugeMetricFamily('plants_store_ready', help, ready)
+        yield core.GaugeMetricFamily('plants_store_ready', 'Whether adds work.', ready)

@@ -70,8 +70,10 @@ class RequestLog:
         )
 
 
-# As browsers write it: in lower case and without a path (RFC 6454, section 6.2).
-_ORIGIN = re.compile(r'[a-z0-9+.-]+://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d+)?')
+# As browsers write it: in lower case, no path, no default port (RFC 6454, section 6.2).
+_ORIGIN = re.compile(
+    r'(?!http:.*:80$|https:.*:443$)[a-z0-9+.-]+://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d+)?'
+)
 
 
 class CrossOrigin(falcon.CORSMiddleware):  # type: ignore[type-arg]
@@ -116,7 +118,8 @@ class Gate:
         scheme, _, text = req.env.get('HTTP_AUTHORIZATION', '').partition(' ')
         text = text.strip(' \t')
         if scheme.lower() != 'bearer' or not text:
-            if req.path == '/' and 'text/html' in req.accept:
+            is_visit = req.path == '/' and req.method in ('GET', 'HEAD')
+            if is_visit and 'text/html' in req.accept:
                 # Relative (./docs or garden/docs): right under any prefix.
                 mount = '.' if req.env['PATH_INFO'] else req.root_path.split('/')[-1]
                 raise falcon.HTTPSeeOther(f'{quote(mount)}/docs')

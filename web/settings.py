@@ -14,10 +14,8 @@ from store.jsonl.record import LONGEST
 from web.middleware import CrossOrigin
 from web.tokens import Tokens, TokensFile
 
-VARIABLES = (
-    *('PLANTS_STORE', 'PLANTS_TOKENS', 'PLANTS_TOKENS_FILE', 'PLANTS_MAX_BODY'),
-    *('PLANTS_LOG', 'PLANTS_METRICS_TOKEN', 'PLANTS_CORS_ORIGINS'),
-)
+_NAMES = 'STORE TOKENS TOKENS_FILE MAX_BODY LOG METRICS_TOKEN CORS_ORIGINS'
+VARIABLES = [f'PLANTS_{name}' for name in _NAMES.split()]
 
 
 def is_set(environ: Mapping[str, str], name: str, text: str) -> bool:

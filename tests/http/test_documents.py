@@ -126,6 +126,7 @@ def test_only_browsers_are_led_to_the_page(client, anonymous):
         response = anonymous.get('/', headers=html, extra_environ=environ)
         assert response.headers['Location'] == f'{shown}/docs'
     assert_error(anonymous.get('/', headers={'Accept': '*/*'}), 40100)
+    assert_error(anonymous.post('/', headers=html), 40100)  # as some clients accept
     assert_error(anonymous.get('/nowhere', headers=html), 40100)
     assert_error(client.get('/', headers=html), 40400)
 

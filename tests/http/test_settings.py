@@ -54,6 +54,7 @@ REFUSED = [
     ('PLANTS_CORS_ORIGINS', 'https://', ['', 'a.example', 'https://A.example', 'null']),
     ('PLANTS_CORS_ORIGINS', 'https://', ['*,https://a.example', 'https://*.example']),
     ('PLANTS_CORS_ORIGINS', 'https://', ['https://a.example/', 'https://a.example\nx']),
+    ('PLANTS_CORS_ORIGINS', 'https://', ['https://a.example:443', 'http://[::1]:80']),
     ('PLANTS_TOKENS', 'token', ['', ' , ', f'{TOKEN},garden {OTHER}', 'sha256:abc']),
     ('PLANTS_METRICS_TOKEN', 'token', ['', 'a b', 'é', f'sha256:{TOKEN}']),
     *[('PLANTS_TOKENS_FILE', path, [path]) for path in ('', '/', '/dev/null', 'a\0b')],
