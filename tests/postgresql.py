@@ -77,8 +77,8 @@ def assert_refused(reason, *uses):
 
 
 def works(use, *arguments):
-    """Return whether a store takes a call."""
-    with suppress(StoreUnavailable):
+    """Return whether a store, or a database, takes a call."""
+    with suppress(StoreUnavailable, psycopg.OperationalError):
         use(*arguments)
         return True
     return False
@@ -112,9 +112,7 @@ def programs():
 
 def accepts_connections(url):
     """Return whether a server or a pooler accepts connections."""
-    with suppress(psycopg.OperationalError), psycopg.connect(url):
-        return True
-    return False
+    return works(lambda: psycopg.connect(url).close())
 
 
 class PostgreSQL:
@@ -197,17 +195,14 @@ class PostgreSQL:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else None
 
-    def sessions(self):
+    def sessions(self, what='pid'):
         """Return the process ids of the sessions that stores have opened."""
         ours = "application_name = 'plants'"
-        return {*self.execute(f'SELECT pid FROM pg_stat_activity WHERE {ours}')}
+        return {*self.execute(f'SELECT {what} FROM pg_stat_activity WHERE {ours}')}
 
     def terminate_sessions(self):
         """Terminate the sessions that stores have opened."""
-        self.execute(
-            'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-            "WHERE application_name = 'plants'"
-        )
+        self.sessions('pg_terminate_backend(pid)')
 
 
 @contextmanager

@@ -134,10 +134,7 @@ EDITS = [
 
 @pytest.mark.parametrize(('file', 'member', 'rule', 'value', 'words'), EDITS)
 def test_edited_rule_holds(file, member, rule, value, words, edit_schema, serve, store):
-    """An edit of either file holds from the next start on, also in nested members.
-
-    A file that names a draft, as editors fill in, is still read as all others.
-    """
+    """An edit holds from the next start on, whatever draft a file names."""
     running, other = serve(store), {'$schema': 'http://json-schema.org/draft-07/schema'}
     edit_schema(file, lambda schema: schema['properties'].update({member: rule}))
     edit_schema('Plant', lambda schema: schema.update(other))

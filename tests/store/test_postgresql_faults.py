@@ -319,12 +319,9 @@ def test_commit_that_is_cancelled_is_not_acknowledged(
     store.ping()
     monkeypatch.setattr(postgresql, 'PROBE_EVERY', PATIENCE)
 
-    def cancel_commits():
-        return database.execute(
-            'SELECT pg_cancel_backend(pid) FROM pg_stat_activity '
-            "WHERE wait_event = 'SyncRep'"
-        )
-
+    waiting = "pg_stat_activity WHERE wait_event = 'SyncRep'"
+    statement = f'SELECT pg_cancel_backend(pid) FROM {waiting}'
+    cancel_commits = partial(database.execute, statement)
     with waiting_for('nobody', database):
         # The checkpointer tells the sessions, some time after the reload.
         is_away = partial(wait_until, lambda: not works(store.add, FERN))

@@ -14,7 +14,7 @@ import pytest
 from contract import at_once
 from exchange import table
 from postgresql import accepts_connections, assert_refused, trigger, witness, works
-from waiting import FORK, in_threads, wait_until
+from waiting import FORK, wait_until
 
 from store import IdTaken, Plant, open_store, postgresql
 from store.postgresql import connection
@@ -249,14 +249,6 @@ def test_plant_that_breaks_a_rule_is_refused_alone(
         assert not re.search('S3cret|[\n\x1b]', str(error))
         assert SENT not in ''.join(traceback.format_exception(error))
         assert store.add_many(good) == [False] * 8
-
-        # Adds that wait together form one batch, some with the bad plant in it.
-        def add_all(start):
-            for id in range(start, start + 3):
-                assert store.add(Plant(id, str(id))) is True
-
-        add_bad = partial(assert_refused, reason, partial(store.add, bad))
-        in_threads(add_bad, *(partial(add_all, 100 * at) for at in range(1, 6)))
         store.ping()
 
 
