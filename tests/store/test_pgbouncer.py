@@ -15,12 +15,8 @@ from store import Plant, open_store
 from store.postgresql.connection import LOCK_WITHIN
 
 # Of the database. The store would lose plants with them, or wait for long.
-WRONG = {
-    'default_transaction_isolation': 'serializable',
-    'lock_timeout': '0',
-    'statement_timeout': '0',
-    'synchronous_commit': 'off',
-}
+WRONG = {'default_transaction_isolation': 'serializable', 'synchronous_commit': 'off'}
+WRONG |= {'lock_timeout': '0', 'statement_timeout': '0'}
 
 
 @pytest.fixture(scope='module')

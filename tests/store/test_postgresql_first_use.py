@@ -416,12 +416,9 @@ def test_certificate_that_cannot_be_read_is_said(url, tmp_path, monkeypatch):
     at_once(FORK.Process, use_as_nobody)
 
 
-UNKNOWN = {
-    'pgbouncer': 'pgbouncer=true',
-    'supa': 'sslmode=prefer&supa=base-pooler.x',
-    'options': 'options=endpoint=ep-1',
-    'parameter': 'password=S3cret&Hidden=1',
-}
+UNKNOWN = {'pgbouncer': 'pgbouncer=true', 'options': 'options=endpoint=ep-1'}
+UNKNOWN |= {'supa': 'sslmode=prefer&supa=base-pooler.x'}
+UNKNOWN |= {'parameter': 'password=S3cret&Hidden=1'}
 
 
 @pytest.mark.parametrize('name', UNKNOWN)
