@@ -61,6 +61,7 @@ class Master(Arbiter):  # type: ignore[misc]
             self.is_asked = False
             self.reload()
             gc.collect()  # what it replaced is in cycles, and may be a gigabyte
+        self.reap_workers()  # a hook may have failed at one of several
         workers = [each for each in self.WORKERS.values() if each.alive]
         old = [each for each in workers if each.age <= self.newest_old]
         # Before the first heartbeat it is the time of day, which is far greater.
@@ -70,16 +71,16 @@ class Master(Arbiter):  # type: ignore[misc]
         if self.newest_old and not old:
             self.newest_old = 0
             self._succeeds(partial(self.cfg.when_ready, self), 'when_ready')
-        missing = self.num_workers + len(old) - len(workers)
+        starts = missing = self.num_workers + len(old) - len(workers)
         what = 'a worker cannot start, which is tried again'
-        while missing > 0 and self._succeeds(self.spawn_worker, what):
-            missing -= 1
+        while starts > 0 and self._succeeds(self.spawn_worker, what):
+            starts -= 1
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
                 self.kill_worker(each.pid, signal.SIGTERM)
         if missing or old or up != workers:
-            time.sleep(PAUSE)
+            time.sleep(0.5 if missing else PAUSE)  # a new one may end at once
             self.wakeup()
 
     def reexec(self) -> None:
