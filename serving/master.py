@@ -25,7 +25,6 @@ from web.tokens import show_token
 log = logging.getLogger('plants')
 
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'  # in reloads
-PAUSE = 0.2  # seconds between two looks while workers start or end
 LATE = 2.0  # seconds between two looks at the workers, if this process was paused
 
 
@@ -80,7 +79,7 @@ class Master(Arbiter):  # type: ignore[misc]
                 each.alive = False  # a second signal would end what it does at exit
                 self.kill_worker(each.pid, signal.SIGTERM)
         if missing or old or up != workers:
-            time.sleep(0.5 if missing else PAUSE)  # a new one may end at once
+            time.sleep(0.5 if missing else 0.2)  # a new one may end at once
             self.wakeup()
 
     def reexec(self) -> None:
@@ -168,8 +167,7 @@ def when_ready(server: Any) -> None:
     """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
     listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
-    url = str(listening[0])
-    url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
+    url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', str(listening[0]))
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6
         url = url.replace('http:', 'https:')
