@@ -103,8 +103,7 @@ class PlantsLogger(Logger):  # type: ignore[misc]
                 form = handler.formatter
                 text = TextFormatter(form._fmt, form.datefmt)
                 handler.setFormatter(JSONFormatter() if is_json else text)
-            # Also for a file that is opened again.
-            vars(handler).update(how, emit=emit, handleError=report)
+            vars(handler).update(how, emit=emit, handleError=report)  # if reopened, too
             with suppress(AttributeError):  # that of syslog has no stream
                 handler.stream.reconfigure(**how)
         for name in ('plants', 'store'):  # all loggers of the service

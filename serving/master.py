@@ -71,8 +71,7 @@ class Master(Arbiter):  # type: ignore[misc]
             self.newest_old = 0
             self._succeeds(partial(self.cfg.when_ready, self), 'when_ready')
         starts = missing = self.num_workers + len(old) - len(workers)
-        what = 'a worker cannot start, which is tried again'
-        while starts > 0 and self._succeeds(self.spawn_worker, what):
+        while starts > 0 and self._succeeds(self.spawn_worker, 'a worker cannot start'):
             starts -= 1
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
