@@ -178,8 +178,7 @@ class Connection:
             f'Date: {server.date}\r\n'
             f'Connection: {"keep-alive" if keeps else "close"}{answer.fields}\r\n\r\n'
         ).encode('latin-1')
-        body = answer.body
-        for data in [head + body] if len(body) < SEND else [head, body]:
+        for data in [head + answer.body] if answer.sent < SEND else [head, answer.body]:
             self._send(data)
         if server.log_access is not None:
             took, all = timedelta(seconds=time.monotonic() - began), request.environ

@@ -122,7 +122,7 @@ def _faults(cfg: Config, settings: Settings, served: Any) -> Iterator[str]:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(address)
             except (OSError, OverflowError) as ex:
-                yield f'bind: choose another address with -b: {ex}'
+                yield f'bind: choose another address with -b: {address}: {ex}'
 
 
 def _load(app: PlantsApp, makes: bool) -> None:

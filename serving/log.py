@@ -45,6 +45,12 @@ class JSONFormatter(logging.Formatter):
         return escaped(json.dumps(line, default=str))  # JSON leaves DEL as it is
 
 
+def report(_: object = None) -> None:
+    """Say why lines of the log are lost, without their arguments."""
+    with suppress(OSError):
+        print('Lines of the log are lost:', sys.exc_info()[1], file=sys.stderr)
+
+
 class Buffer(MemoryHandler):
     """Writes many lines of the service to gunicorn's handlers with one system call.
 
@@ -62,9 +68,8 @@ class Buffer(MemoryHandler):
                     lines = [f'{target.format(record)}\n' for record in records]
                     target.stream.write(''.join(lines))
                     target.flush()
-                except Exception as ex:  # a full disk must not turn a 200 into a 500
-                    with suppress(OSError):
-                        print('Lines of the log are lost:', ex, file=sys.stderr)
+                except Exception:  # a full disk must not turn a 200 into a 500
+                    report()
 
 
 class PlantsLogger(Logger):  # type: ignore[misc]
@@ -74,8 +79,8 @@ class PlantsLogger(Logger):  # type: ignore[misc]
 
     def setup(self, cfg: Config) -> None:
         super().setup(cfg)
-        # Of a line that is lost Python would show all arguments, and so a token: those
-        # of the access log have the headers of the request.
+        # Of a lost line Python would show all arguments: those of the access log have
+        # the headers of a request, and so its token.
         logging.raiseExceptions = False
         # Switches to save time: our lines show no thread, process name or source file.
         logging.logThreads = logging.logMultiprocessing = False
@@ -87,20 +92,20 @@ class PlantsLogger(Logger):  # type: ignore[misc]
         for handler in self.error_log.handlers + self.access_log.handlers:
 
             def emit(record: LogRecord, emit: Any = handler.emit) -> None:
-                with suppress(Exception):  # Python raises why a file cannot be opened
+                try:
                     emit(record)
+                except Exception:  # a file cannot be opened
+                    report()
 
-            handler.emit = emit
             how = {'errors': 'backslashreplace'}  # any text can be written
             if not configured:  # or it keeps its encoding and its format
                 how['encoding'] = 'utf-8'
                 form = handler.formatter
                 text = TextFormatter(form._fmt, form.datefmt)
                 handler.setFormatter(JSONFormatter() if is_json else text)
-            vars(handler).update(how)  # for a file that is opened again
-            stream: Any = getattr(handler, 'stream', None)
-            if hasattr(stream, 'reconfigure'):
-                stream.reconfigure(**how)
+            vars(handler).update(how, emit=emit, handleError=report)  # if reopened, too
+            with suppress(AttributeError):  # that of syslog has no stream
+                handler.stream.reconfigure(**how)
         for name in ('plants', 'store'):  # all loggers of the service
             logger = logging.getLogger(name)
             logger.handlers = [self.buffer]

@@ -25,7 +25,6 @@ from web.tokens import show_token
 log = logging.getLogger('plants')
 
 FIXED = 'bind', 'reuse_port', 'user', 'group', 'pidfile', 'worker_class'  # in reloads
-PAUSE = 0.2  # seconds between two looks while workers start or end
 LATE = 2.0  # seconds between two looks at the workers, if this process was paused
 
 
@@ -61,6 +60,7 @@ class Master(Arbiter):  # type: ignore[misc]
             self.is_asked = False
             self.reload()
             gc.collect()  # what it replaced is in cycles, and may be a gigabyte
+        self.reap_workers()  # a hook may have failed at one of several
         workers = [each for each in self.WORKERS.values() if each.alive]
         old = [each for each in workers if each.age <= self.newest_old]
         # Before the first heartbeat it is the time of day, which is far greater.
@@ -70,16 +70,15 @@ class Master(Arbiter):  # type: ignore[misc]
         if self.newest_old and not old:
             self.newest_old = 0
             self._succeeds(partial(self.cfg.when_ready, self), 'when_ready')
-        missing = self.num_workers + len(old) - len(workers)
-        what = 'a worker cannot start, which is tried again'
-        while missing > 0 and self._succeeds(self.spawn_worker, what):
-            missing -= 1
+        starts = missing = self.num_workers + len(old) - len(workers)
+        while starts > 0 and self._succeeds(self.spawn_worker, 'a worker cannot start'):
+            starts -= 1
         for each in workers:
             if sum(other.age > each.age for other in up) >= self.num_workers:
                 each.alive = False  # a second signal would end what it does at exit
                 self.kill_worker(each.pid, signal.SIGTERM)
         if missing or old or up != workers:
-            time.sleep(PAUSE)
+            time.sleep(0.5 if missing else 0.2)  # a new one may end at once
             self.wakeup()
 
     def reexec(self) -> None:
@@ -167,8 +166,7 @@ def when_ready(server: Any) -> None:
     """Log what is served after a start or reload, and where, as curl takes it."""
     settings = server.app.callable.settings
     listening = server.LISTENERS or [f'http://{server.cfg.bind[0]}']  # --reuse-port
-    url = str(listening[0])
-    url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', url)
+    url = re.sub('unix:(.*)', r'--unix-socket \1 http://localhost', str(listening[0]))
     url = re.sub(r'//(0\.0\.0\.0|\[::\]):', '//127.0.0.1:', url)
     if server.cfg.is_ssl:  # gunicorn writes http for IPv6
         url = url.replace('http:', 'https:')

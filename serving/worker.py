@@ -43,9 +43,6 @@ COUNTS, ACCEPTS_UNTIL = _shared[:PLACES], _shared[PLACES:]
 class PlantsWorker(GeventWorker):  # type: ignore[misc]
     """gunicorn's gevent worker, with our connections."""
 
-    alive: bool
-    sockets: list[Any]
-
     def patch(self) -> None:
         for at, each in enumerate(self.sockets):
             listener = socket.socket(each.FAMILY, fileno=each.sock.detach())
@@ -104,7 +101,8 @@ class PlantsWorker(GeventWorker):  # type: ignore[misc]
         gevent.sleep(TICK)
         PlantsLogger.buffer.flush()
         self.notify()  # which exits if the master is gone
-        self.alive = self.alive and self.server.requests_left > 0
+        if self.server.requests_left <= 0:
+            self.alive = False
         for _ in range(4):  # after a pause of this process: first see who has sent
             poll()  # one reports 64 sockets at most, the next twice as many
         gevent.get_hub().loop.run_callback(self.server.end_waits)

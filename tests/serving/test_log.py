@@ -135,17 +135,18 @@ def test_log_configuration_keeps_its_rules(tmp_path):
         wait_until((tmp_path / 'logs/all.1').exists, 'it is rotated')
         assert (tmp_path / 'logs/errors').read_text() == ''
         assert_goes_on(server)
+        wait_until(lambda: 'of the log are lost' in server.log, 'it is told')
     assert TOKEN not in server.log
 
 
 @pytest.mark.parametrize('path', ['/dev/full', 'logs/log'])
-def test_log_that_cannot_be_written_costs_only_lines(tmp_path, path):
+@pytest.mark.parametrize('kind', ['error', 'access'])
+def test_log_that_cannot_be_written_costs_only_lines(tmp_path, kind, path):
     """With a full disk, or no directory for the log any more, the server goes on."""
     (tmp_path / 'logs').mkdir()
     begin = 'Listening at: {server.LISTENERS[0]}\nBooting worker with pid: {worker.pid}'
     conf = [f'post_fork = lambda server, worker: print(f{begin!r}, flush=True)']
-    files = '--error-logfile', path, '--access-logfile', path
-    with Server(tmp_path, *files, conf=conf) as server:
+    with Server(tmp_path, f'--{kind}-logfile', path, conf=conf) as server:
         assert_goes_on(server)
         wait_until(lambda: 'of the log are lost' in server.log or path == 'logs/log')
     assert TOKEN not in server.log
