@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -64,6 +65,16 @@ def test_torn_tail_on_a_full_disk(path, disk, store, caplog, call):
     disk.before = Fault('pwrite', 2, failing(errno.ENOSPC))  # the first copies
     assert_raise(StoreUnavailable, partial(store.add, MOSS))
     assert 'moved to plants.jsonl.torn-1' in caplog.text
+
+
+def test_cut_that_fails_after_it_was_made(path, disk, store):
+    """As where a disk fails while its blocks are freed: the copy stays."""
+    append(path, TORN)
+    fail = failing(errno.EIO)
+    disk.before = Fault('ftruncate', 1, lambda *call: (os.ftruncate(*call), fail()))
+    assert_raise(StoreUnavailable, partial(store.add, MOSS))
+    assert files(path)['plants.jsonl.torn-1'] == TORN
+    assert store.add(MOSS)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +153,7 @@ def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error
 
     def full_sync(fd, command):
         disk.calls.append(f'F_FULLFSYNC {path.name}')
-        if error:
-            failing(error)()
+        error and failing(error)()
 
     monkeypatch.setattr(fcntl, 'F_FULLFSYNC', 51, raising=False)
     monkeypatch.setattr(fcntl, 'fcntl', full_sync)
