@@ -104,10 +104,7 @@ def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
 @pytest.mark.parametrize('error', [FULL, SystemExit(), MemoryError()], ids=repr)
 @pytest.mark.parametrize('outage', [LONG, 0])
 def test_failure_reaches_all_callers_of_the_batch(monkeypatch, where, error, outage):
-    """An append or a sync that raises fails all callers of its batch.
-
-    If it took long, those who wait behind them hear the same reason.
-    """
+    """If it took long, those who wait behind them hear the same reason."""
     monkeypatch.setattr(committer, 'OUTAGE', outage)
     with Commits() as store:
         gate, raised = Gate(), {}

@@ -216,11 +216,7 @@ def place(path, state):
 
 
 def test_acknowledged_plants_survive_a_crash(run):
-    """After a crash at any moment of a scenario no acknowledged plant is lost.
-
-    In most scenarios a store mends what an earlier crash has left, so this is also a
-    second crash, while it does that.
-    """
+    """At any moment; in most scenarios it is a second one, while a store mends."""
     for moment in left_by_crashes(run):
         try:
             check(run, moment)

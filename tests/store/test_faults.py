@@ -81,10 +81,7 @@ def test_cut_that_fails_after_it_was_made(path, disk, store):
     ('is_full', 'end'), [(False, b''), (True, b''), (False, TORN)], ids=str
 )
 def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
-    """Wherever a sync fails: the kernel reports it once, and drops the pages.
-
-    Each process that has the file open learns of it.
-    """
+    """Wherever: the kernel reports it once to each process, and drops the pages."""
     other = JSONLinesStore(path)
     other.ping()
     append(path, end)

@@ -28,10 +28,7 @@ OAK = Plant(4, 'Oak')
 
 @pytest.mark.parametrize('mode', [None, 0o640], ids=['new', 'there'])
 def test_files_have_mode_and_owner_of_the_plant_file(path, mode):
-    """A new file is private; a side file has the mode and owner of its file.
-
-    A link in the place of a side file is left, and not written through.
-    """
+    """A new file is private, a side file is like its file, and a link is left."""
     owner = os.geteuid(), os.getegid()
     if mode:
         path.touch()
@@ -65,10 +62,7 @@ def test_new_file_is_made_where_a_link_leads(path, monkeypatch, caplog):
 
 
 def test_what_is_no_file_is_refused(path):
-    """A directory, a FIFO, a device, a loop of links: at once, and untouched.
-
-    And a name that leaves no room for a side file, before a repair needs one.
-    """
+    """At once, and untouched; also a name that leaves no room for a side file."""
     path.mkdir()
     os.mkfifo(path / 'fifo')
     (path / 'loop').symlink_to('loop')

@@ -219,10 +219,7 @@ RIVAL = lines(PLANTS[0]._replace(name='Reed'))
 @RUNNING
 @pytest.mark.parametrize('damage', [RIVAL, (b'?' * 16_000 + b'\n') * 430], ids=len)
 def test_damage_is_refused_until_it_is_repaired(path, disk, running, damage):
-    """A second plant with an id, or more bytes than a record may have.
-
-    What follows it is kept and known, and blanked lines are blank for every reader.
-    """
+    """What follows it is kept and known; blanked lines are blank for every reader."""
     disk.stat = lambda path: os.stat_result(os.stat(path)[:10])  # without its ticks
     with opened(path, running) as store:
         append(path, lines(PLANTS[0]) + damage + lines(PLANTS[2]))
