@@ -173,11 +173,9 @@ class _Committer:
     def close(self) -> None:
         """Have the thread of a closed store close its files, and wait for that."""
         until = perf_counter() + CLOSE_WITHIN
-        while self._backend or self._running.locked():
+        while (self._backend or self._running.locked()) and perf_counter() < until:
             self._start_thread()
             self._ring()
-            if perf_counter() >= until:
-                break
             sleep(0.001)  # not acquire(): who is interrupted could keep the lock
 
     # What follows is of the thread, which no caller interrupts.

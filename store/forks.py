@@ -51,8 +51,9 @@ def _begin() -> None:
 
 
 def _end() -> None:
-    global _ended
+    global _began, _ended
     _ended += 1
+    _began = max(_began, _ended)  # an interrupt, or C that forks, skips a beginning
 
 
 def _in_child() -> None:

@@ -22,7 +22,6 @@ from store.errors import StoreUnavailable
 from store.forks import fill_standard
 
 log = logging.getLogger(__name__)
-lock_log = logging.getLogger('store.jsonl.lock')  # a copy silences the other one
 
 CHUNK = 2 * 1024 * 1024  # bytes read at a time
 NO_FULL_SYNC = errno.ENOTSUP, errno.EINVAL, errno.ENOTTY  # of file systems on macOS
@@ -80,7 +79,7 @@ def patiently(
                 raise StoreUnavailable(reason, store=str(path)) from ex
         if waited > SAID_AFTER and not said:
             said = True
-            lock_log.warning('%s: waiting: %s', path, reason)
+            log.warning('%s: waiting: %s', path, reason)
         # NOTE: flock() has no timeout. After a pause that is longer than a share of the
         # time it has waited, it would find the lock taken again and again.
         time.sleep(min(max(0.000_05, waited / 8), 0.01))

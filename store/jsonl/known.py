@@ -94,8 +94,7 @@ class Known:
     def read_on(self, fd: int, size: int) -> None:
         """Read the lines up to ``size``, or to the first that is not a whole record.
 
-        Raises:
-            Damage: Two of them are different plants with one id; none is known then.
+        Raises ``Damage`` if two are different plants with one id; none is known then.
         """
         start, tail = read = self._read
         said = time.monotonic()

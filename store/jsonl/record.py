@@ -177,8 +177,8 @@ def scan(chunk: bytes, start: int) -> tuple[list[tuple[int, int]], int]:
         is_text = False  # decode() finds the damaged line
     found = []
     for match in _each_line(chunk):
-        offset = start + match.start()
-        if is_text and match[1] and ID_MIN <= (id := int(match[1])) <= ID_MAX:
+        digits, offset = match[1], start + match.start()
+        if is_text and digits and ID_MIN <= (id := int(digits)) <= ID_MAX:
             found.append((id, offset))
             continue
         line = _line(offset, start + match.end(), match[0])

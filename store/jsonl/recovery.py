@@ -117,7 +117,8 @@ def cut(path: Path, fd: int, start: int, end: int) -> Path:
     try:
         os.ftruncate(fd, start)
     except OSError:
-        os.unlink(side)  # or each attempt would leave another copy
+        if os.fstat(fd).st_size == end:  # or each attempt would leave another copy
+            os.unlink(side)
         raise
     return side
 

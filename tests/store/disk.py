@@ -18,9 +18,7 @@ What is modelled
     What a failed sync covers is lost, though it can still be read: a later sync does
     not write it. As on Linux, each descriptor that was open reports the failure once.
 
-What is left out
-    Blocks that a disk writes in part, or returns with flipped bits. A record has no
-    checksum; that its bytes are JSON is all that tells.
+Left out are blocks that a disk writes in part, or returns with flipped bits.
 """
 
 import contextlib

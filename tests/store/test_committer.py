@@ -4,6 +4,7 @@ import threading
 import time
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from disk import Gate, assert_raise
@@ -23,26 +24,19 @@ class Commits(committer.CommittedStore, Scheduler):
         self.errors = {}  # from an id to what is wrong with it
         self.batches = []  # the ids of each append
         self.calls = []  # that have ended
-        self.rings = 0  # the calls of callers
-        self.threads = 0  # that have not ended
         super().__init__('commits', scheduler=self)
         self.gather_above, self.gather_within = above, within
 
     def connect(self, ring, wake):
-        def ask():
-            self.rings += 1
-            self._do('ring')
-            ring()
+        def wakes(calls):
+            wake(calls)
+            self._do('wake')
 
-        return ask, lambda calls: (wake(calls), self._do('wake'))
+        return lambda: (self._do('ring'), ring()), wakes
 
     def start_thread(self, run, arguments):
-        def count():
-            run()
-            self.threads -= 1
-
-        self.threads += 1
-        super().start_thread(count, arguments)
+        self._do('start')
+        super().start_thread(lambda: (run(), self._do('end')), arguments)
 
     def _open_backend(self):
         self._do('open')
@@ -75,20 +69,11 @@ class Commits(committer.CommittedStore, Scheduler):
         """Run a job that blocks at a gate, and others that queue behind it."""
 
         def follow(place, job):
-            wait_until(lambda: gate.held and self.rings == place)
+            wait_until(lambda: gate.held and self.calls.count('ring') == place)
             job()
 
-        followers = enumerate([*jobs[1:], gate.set], self.rings + 1)
+        followers = enumerate([*jobs[1:], gate.set], self.calls.count('ring') + 1)
         in_threads(jobs[0], *(partial(follow, *follower) for follower in followers))
-
-
-def failing(error):
-    """Return what raises an error."""
-
-    def fail(*arguments):
-        raise error
-
-    return fail
 
 
 @pytest.mark.parametrize('where', ['open', 'sync'])
@@ -111,7 +96,7 @@ def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
         store.put_behind(gate, *(partial(store.put, id, size=it) for id, it in sizes))
         assert store.batches == [[0], *batches]
         assert seen == [(len(batch), True) for batch in store.batches]
-        store.on_sync = failing(ZeroDivisionError)  # as it must not
+        store.on_sync = Mock(side_effect=ZeroDivisionError)  # as it must not
         assert store.put(99) is True
 
 
@@ -119,10 +104,7 @@ def test_plants_that_wait_are_a_batch(monkeypatch, where, sizes, batches):
 @pytest.mark.parametrize('error', [FULL, SystemExit(), MemoryError()], ids=repr)
 @pytest.mark.parametrize('outage', [LONG, 0])
 def test_failure_reaches_all_callers_of_the_batch(monkeypatch, where, error, outage):
-    """An append or a sync that raises fails all callers of its batch.
-
-    If it took long, those who wait behind them hear the same reason.
-    """
+    """If it took long, those who wait behind them hear the same reason."""
     monkeypatch.setattr(committer, 'OUTAGE', outage)
     with Commits() as store:
         gate, raised = Gate(), {}
@@ -152,7 +134,7 @@ def test_entry_fails_alone():
     with Commits() as store:
         store.errors[1] = IdTaken(1)
         assert store.put(1, 2) == [store.errors[1], True]
-        store.before['sync'] = failing(FULL)
+        store.before['sync'] = Mock(side_effect=FULL)
         assert_raise(StoreUnavailable, partial(store.put, 1, 2), match='full')
 
 
@@ -162,7 +144,7 @@ def test_ring_and_wake_that_interrupts_have_cost(monkeypatch):
     monkeypatch.setattr(Commits, 'connect', lambda *_: (list, list))
     with Commits() as store:
         assert all(map(store.put, range(9)))
-        store.before['append'] = failing(ZeroDivisionError())
+        store.before['append'] = Mock(side_effect=ZeroDivisionError())
         assert_raise(StoreUnavailable, partial(store.put, 10, 11), match='interrupted')
         store.before['append'] = partial(time.sleep, 0.1)
         assert store.put(12)
@@ -227,7 +209,7 @@ def test_pings_that_wait_share_one():
     """A ping has not begun before it was called; its failure reaches no add."""
     with Commits() as store:
         store.before['append'] = gate = Gate()
-        store.before['ping'] = failing(FULL)
+        store.before['ping'] = Mock(side_effect=FULL)
         refused = partial(assert_raise, StoreUnavailable, store.ping, match='full')
         jobs = partial(store.put, 0), refused, partial(store.put, 1), refused
         store.put_behind(gate, *jobs)
@@ -240,7 +222,7 @@ def test_pings_that_wait_share_one():
 @pytest.mark.parametrize('where', ['open', 'sync'])
 @pytest.mark.parametrize('stuck', [False, True], ids=['slow', 'stuck'])
 def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
-    """It waits for a limited time; who is in the queue is refused, and all after it."""
+    """It waits for a limited time; who waits behind it is refused, and all after it."""
     monkeypatch.setattr(committer, 'CLOSE_WITHIN', 0.05 if stuck else PATIENCE)
     store, gate, closed = Commits(), Gate(), threading.Event()
     store.before[where] = gate
@@ -250,7 +232,7 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
         assert_raise(StoreClosed, partial(store.put, 1))
 
     def close():
-        wait_until(lambda: store.rings == 2)
+        wait_until(lambda: store.calls.count('ring') == 2)
         store.close()
         closed.set()
 
@@ -261,7 +243,7 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
         gate.set()
 
     in_threads(partial(store.put, 0), refused, close, release)
-    wait_until(lambda: store.calls[-1] == 'close', 'the backend is closed')
+    wait_until(lambda: store.calls.count('close'), 'the backend is closed')
     assert_raise(StoreClosed, partial(store.put, 2), store.ping, store.load)
     store.close()
 
@@ -269,7 +251,7 @@ def test_close_waits_for_what_is_in_progress(monkeypatch, where, stuck):
 def test_thread_that_cannot_be_started(monkeypatch):
     """It is told, and tried again by the next caller."""
     with Commits() as store, monkeypatch.context() as patch:
-        refuse = failing(RuntimeError('no more'))
+        refuse = Mock(side_effect=RuntimeError('no more'))
         patch.setattr(Commits, 'start_thread', refuse)
         assert_raise(StoreUnavailable, partial(store.put, 0), match='no more')
         patch.undo()
@@ -282,8 +264,8 @@ def test_thread_that_ends_is_followed_by_another(monkeypatch):
     monkeypatch.setattr(committer, 'LOOK_EVERY', 0.01)
     with Commits() as store:
         store.before['sync'] = gate = Gate()
-        store.before['wake'] = failing(MemoryError())
+        store.before['wake'] = Mock(side_effect=MemoryError())
         store.put_behind(gate, partial(store.put, 0), partial(store.put, 1))
         assert store.batches == [[0], [1]]
-        wait_until(lambda: store.threads == 0)
-    assert store.calls[-1] == 'close'
+        wait_until(lambda: store.calls.count('start') == store.calls.count('end'))
+    assert store.calls.count('close')

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -66,14 +67,21 @@ def test_torn_tail_on_a_full_disk(path, disk, store, caplog, call):
     assert 'moved to plants.jsonl.torn-1' in caplog.text
 
 
+def test_cut_that_fails_after_it_was_made(path, disk, store):
+    """As where a disk fails while its blocks are freed: the copy stays."""
+    append(path, TORN)
+    fail = failing(errno.EIO)
+    disk.before = Fault('ftruncate', 1, lambda *call: (os.ftruncate(*call), fail()))
+    assert_raise(StoreUnavailable, partial(store.add, MOSS))
+    assert files(path)['plants.jsonl.torn-1'] == TORN
+    assert store.add(MOSS)
+
+
 @pytest.mark.parametrize(
     ('is_full', 'end'), [(False, b''), (True, b''), (False, TORN)], ids=str
 )
 def test_store_refuses_after_a_failed_sync(path, disk, store, is_full, end):
-    """Wherever a sync fails: the kernel reports it once, and drops the pages.
-
-    Each process that has the file open learns of it.
-    """
+    """Wherever: the kernel reports it once to each process, and drops the pages."""
     other = JSONLinesStore(path)
     other.ping()
     append(path, end)
@@ -142,8 +150,7 @@ def test_sync_on_macos_reaches_the_platter(path, disk, store, monkeypatch, error
 
     def full_sync(fd, command):
         disk.calls.append(f'F_FULLFSYNC {path.name}')
-        if error:
-            failing(error)()
+        error and failing(error)()
 
     monkeypatch.setattr(fcntl, 'F_FULLFSYNC', 51, raising=False)
     monkeypatch.setattr(fcntl, 'fcntl', full_sync)

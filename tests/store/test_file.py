@@ -28,10 +28,7 @@ OAK = Plant(4, 'Oak')
 
 @pytest.mark.parametrize('mode', [None, 0o640], ids=['new', 'there'])
 def test_files_have_mode_and_owner_of_the_plant_file(path, mode):
-    """A new file is private; a side file has the mode and owner of its file.
-
-    A link in the place of a side file is left, and not written through.
-    """
+    """A new file is private, a side file is like its file, and a link is left."""
     owner = os.geteuid(), os.getegid()
     if mode:
         path.touch()
@@ -65,7 +62,7 @@ def test_new_file_is_made_where_a_link_leads(path, monkeypatch, caplog):
 
 
 def test_what_is_no_file_is_refused(path):
-    """A directory, a FIFO, a device, a loop of links: at once, and untouched."""
+    """At once, and untouched; also a name that leaves no room for a side file."""
     path.mkdir()
     os.mkfifo(path / 'fifo')
     (path / 'loop').symlink_to('loop')
@@ -79,6 +76,8 @@ def test_what_is_no_file_is_refused(path):
         store = JSONLinesStore(path / name, create=False)
         assert_raise(StoreUnavailable, store.ping, partial(list, store))
     assert sorted(path.iterdir()) == before
+    long = JSONLinesStore(path / ('p' * (os.pathconf(path, 'PC_NAME_MAX') - 5)))
+    assert_raise(StoreUnavailable, long.ping, match='too long')
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -157,10 +156,7 @@ def test_lines_changed_in_place_give_no_id_twice(path):
 
 
 def test_file_that_only_a_mount_keeps(path, disk):
-    """A file without a name is gone: nobody can open again what is written to it.
-
-    As in a container with a mount of one file, which an editor on its host renames.
-    """
+    """It is gone: as where a container mounts a file that an editor then renames."""
     with JSONLinesStore(path) as store, path.open() as mount:
         store.add(FERN)
         path.unlink()
@@ -212,13 +208,6 @@ def test_lock_held_by_another_process_or_thread(path, monkeypatch, caplog):
         assert not_open.add(MOSS)  # an error releases it
         store.ping()
     assert path.read_bytes() == lines(FERN, MOSS)
-
-
-def test_name_leaves_room_for_side_files(path):
-    """A name that leaves none is refused at the open, before a repair needs one."""
-    name = 'p' * (os.pathconf(path.parent, 'PC_NAME_MAX') - 5)
-    store = JSONLinesStore(path.with_name(name))
-    assert_raise(StoreUnavailable, store.ping, match='too long')
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
@@ -302,12 +291,25 @@ def test_damage_is_judged_once(path, disk, monkeypatch, is_open):
         assert_stored(store, [*far, rival], free=[FERN.id])
 
 
+def test_answer_of_a_failed_append_is_forgotten(path, disk):
+    """A plant was refused for another one of its batch, which was not written."""
+    path.touch()
+    file = plant_file.PlantFile(path, plant_file.Known(path), None)
+    rival = IVY._replace(id=FERN.id)
+    first, second = (plant_file.Entry((it, lines(it)), 1) for it in (FERN, rival))
+    disk.before = Fault('pwrite', 1, failing(errno.EIO))
+    assert_raise(StoreUnavailable, partial(file.append, [first, second]))
+    file.append([second])()
+    assert (second.new, second.error) == (True, None)
+    file.close()
+
+
 def test_bulk_add_writes_little_at_once(path, disk):
     """A write has 1 MiB, in bytes, or one plant: so much may be unsynced at a crash."""
     sizes = []
     with JSONLinesStore(path) as store:
-        disk.before = Fault(
-            'pwrite', 1, lambda fd, data, _: sizes.append(len(data)), True
+        disk.before = lambda name, *call: (
+            name == 'pwrite' and sizes.append(len(call[1]))
         )
         store.add_many([Plant(id, '\1' * 50_000) for id in range(20)])
     assert len(sizes) > 5

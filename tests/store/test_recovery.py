@@ -88,14 +88,12 @@ IVY = b'{"id":3,"name":"Ivy"}'
 # Ends that no crash of ours can have left: other programs and people write them.
 FOREIGN = {
     'jq': IVY[:-1] + b',"tag":null}\n',
-    'the same without its line feed': IVY[:-1] + b',"tag":null}',
     'a line of an array': IVY + b',',
     'two on a line, torn': IVY + IVY[:9],
     'jq without its end': b'{\n  "id": 3,\n  "na',
     'members in another order': b'{"name":"Ivy","id":',
     'Latin-1': '{"id":3,"name":"Gräser'.encode('latin-1'),
     'UTF-16': IVY.decode().encode('utf-16-le'),
-    'gzip': b'\x1f\x8b\x08\x00\x8c\x1d',
     'a cut that has a line feed': b'{"id":3,"name":"I\n',
     'a tab': b'{"id":3,\t"name":"I',
     'NULs within a block': START + bytes(9) + b'x',
@@ -221,10 +219,7 @@ RIVAL = lines(PLANTS[0]._replace(name='Reed'))
 @RUNNING
 @pytest.mark.parametrize('damage', [RIVAL, (b'?' * 16_000 + b'\n') * 430], ids=len)
 def test_damage_is_refused_until_it_is_repaired(path, disk, running, damage):
-    """A second plant with an id, or more bytes than a record may have.
-
-    What follows it is kept and known, and blanked lines are blank for every reader.
-    """
+    """What follows it is kept and known; blanked lines are blank for every reader."""
     disk.stat = lambda path: os.stat_result(os.stat(path)[:10])  # without its ticks
     with opened(path, running) as store:
         append(path, lines(PLANTS[0]) + damage + lines(PLANTS[2]))

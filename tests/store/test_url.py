@@ -43,8 +43,6 @@ PLACES = [
 ]
 SCHEMES = ['', *(f'{it}:' for it in ('postgres', 'POSTGRESQL', 'mysql', 'jsonl'))]
 SCHEMES += ['postgresql', 'postgresql:', ' postgresql:', '"postgresql:']
-
-
 PASSWORDS = ['2024!PW', '1 PW12', 'A\'b"c', '7@h:1/x?y=Z', 'Pa#ss%w0', "Q'=\\ 'z9"]
 
 
